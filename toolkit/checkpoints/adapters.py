@@ -64,11 +64,7 @@ def require_adapters(folder: str | Path, **flags: Any) -> None:
 
 
 def write_adapter_files(folder: Path, adapters: dict[str, Tensor], info: AdapterInfo) -> None:
-    """Write the adapter tensors, under canonical names, and ``adapter.yaml``.
-
-    Raises:
-        OSError, RuntimeError: the write failed; :func:`~toolkit.checkpoints.store.write_checkpoint` translates it.
-    """
+    """Write the adapter tensors, under canonical names, and ``adapter.yaml``."""
     assert adapters and all(is_adapter(name) for name in adapters), "not adapters"
     save_weights(adapters, folder / ADAPTERS)
     values = {

@@ -77,9 +77,6 @@ def find_model(
         checkpoint_dir: See :func:`find_checkpoint_dir`.
         base_checkpoint_dir: See :func:`load_model`.
         verify: Verify checksums, see :func:`require_intact_model`, also for ``report`` and ``editable``.
-
-    Raises:
-        DamagedCheckpointError: files are damaged.
     """
     folder = find_checkpoint_dir(checkpoint_dir)
     require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
@@ -98,9 +95,6 @@ def require_intact_model(
 
     ``base_checkpoint_dir``: see :func:`load_model`; the others: see
     :func:`toolkit.checkpoints.manifest.require_intact`; without ``report``, notes go to stderr.
-
-    Raises:
-        DamagedCheckpointError: files are damaged.
     """
     report = report or partial(print, file=sys.stderr)
     require_intact(folder, report, (*editable, TRAINER_STATE))

@@ -29,22 +29,14 @@ class DamagedCheckpointError(UserError):
 
 
 def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
-    """Write ``COMPLETE`` atomically and sync it to disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``COMPLETE`` atomically and sync it to disk."""
     values = {"format_version": FORMAT_VERSION, "files": dict(sorted(files.items())), "crc32": _crc32(files)}
     text = json.dumps(values, indent=1)
     write_atomic(folder / COMPLETE, f"{text}\n".encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Checksum] | None:
-    """Return the checksums of a folder's files, by relative path; None if the manifest is missing or empty.
-
-    Raises:
-        DamagedCheckpointError: the manifest is malformed.
-    """
+    """Return the checksums of a folder's files, by relative path; None if the manifest is missing or empty."""
     path = folder / COMPLETE
     try:
         content = manifest_bytes(folder)
@@ -63,11 +55,7 @@ def manifest_bytes(folder: Path) -> bytes:
 
 
 def parse_manifest(content: bytes, path: Path | str) -> dict[str, Checksum]:
-    """Return the checksums in the content of a manifest, by relative path; ``path`` is for messages.
-
-    Raises:
-        DamagedCheckpointError: it is malformed.
-    """
+    """Return the checksums in the content of a manifest, by relative path; ``path`` is for messages."""
     try:
         if len(content) > MAX_SIZE:
             raise ValueError(f"larger than {MAX_SIZE:,} bytes")
@@ -118,9 +106,6 @@ def require_intact(folder: Path, report: Callable[[str], None], editable: tuple[
         folder: A checkpoint or model folder.
         report: Receives a note if there is no manifest.
         editable: Files and folders that may differ or be missing, by the beginning of their path.
-
-    Raises:
-        DamagedCheckpointError: files are damaged, or the manifest is malformed.
     """
     files = read_manifest(folder)
     if files is None:

@@ -18,11 +18,7 @@ from toolkit.io.safe_parse import open_regular
 
 
 def save_weights(state_dict: dict[str, Tensor], path: Path) -> None:
-    """Write the weights to one file, under canonical names; tied weights are stored once.
-
-    Raises:
-        OSError, RuntimeError: the write failed; :func:`~toolkit.checkpoints.store.write_checkpoint` translates it.
-    """
+    """Write the weights to one file, under canonical names; tied weights are stored once."""
     weights = {canonical_name(name): tensor for name, tensor in state_dict.items()}
     assert len(weights) == len(state_dict), "two weights have the same canonical name"
     assert all(type(t) in (Tensor, torch.nn.Parameter) for t in weights.values()), "only plain tensors are weights"

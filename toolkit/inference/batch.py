@@ -50,9 +50,6 @@ def continue_texts(
         sampling: ``max_new_tokens``, ``temperature``, ``top_k`` and ``top_p``.
         notice: Called with one line for the user.
         names: What messages call the prompts. Default: their numbers.
-
-    Raises:
-        GuardError: The logits contain NaN or Inf.
     """
     eos_ids, limit = stop_tokens(tokenizer), model.config.block_size
     encoded = [encode_prompt(tokenizer, prompt, model.config) for prompt in prompts]

@@ -77,9 +77,6 @@ class Conversation:
         """Yield the answer as a stream of text.
 
         If the generator is closed or interrupted, the partial answer is kept; without any text the question is dropped.
-
-        Raises:
-            GuardError: The logits contain NaN or Inf.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         ids, limit = self._template.encode_prompt(messages), self._model.config.block_size

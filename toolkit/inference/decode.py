@@ -109,11 +109,7 @@ class Decoder:
         return min((n for n in until if n >= 0), default=self.ids.size(1))
 
     def read(self, done: int, count: int) -> list[list[int]]:
-        """Wait for new tokens; return them by column. With several ranks, all get the tokens of rank 0.
-
-        Raises:
-            GuardError: The logits contain NaN or Inf.
-        """
+        """Wait for new tokens; return them by column. With several ranks, all get the tokens of rank 0."""
         columns = self.ids[:, self.width + done : self.width + done + count]
         tokens = columns.t().tolist()
         if ranks.world_size() > 1:
@@ -173,9 +169,6 @@ def decode(
 
     The arguments are those of :class:`Decoder` and :func:`toolkit.inference.generate.generate`. When the caller stops,
     the KV cache is left with the tokens that were yielded, except the last.
-
-    Raises:
-        GuardError: The logits contain NaN or Inf.
     """
     weight = model.get_parameter("transformer.wte.weight")  # the head's weight may be quantized
     device, capacity = weight.device, max(map(len, prompts)) + count

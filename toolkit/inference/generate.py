@@ -54,9 +54,6 @@ def generate(
             last, are added to it.
         cuda_graph: Decode with a CUDA graph where that is possible; it has memory of its own.
         notice: Called with one line for the user.
-
-    Raises:
-        GuardError: The logits contain NaN or Inf.
     """
     rows = generate_batch(
         model, [prompt_ids], max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,

@@ -89,9 +89,6 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     Returns:
         The largest difference, relative to the largest logit. The native weights are merged and rounded to the exported
         dtype first, so that one tolerance (1e-4 is ample) holds for every dtype.
-
-    Raises:
-        GuardError: transformers cannot load the folder.
     """
     require_transformers()
     import transformers

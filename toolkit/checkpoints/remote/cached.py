@@ -17,15 +17,10 @@ from toolkit.io.storage import Storage, StorageError
 
 @cache  # once per process: a run asks for the folder of its base several times
 def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
-    """Download a checkpoint into the user's cache, unless it is there already, and return that folder.
+    """Download a checkpoint, or a run's newest one, into the user's cache unless it is there; return its folder.
 
-    Args:
-        url: Of the checkpoint, or of a run, whose newest checkpoint is meant.
-        flag: The option that messages name.
-        with_trainer: Whether resuming is possible from the copy; otherwise it is only the model.
-
-    Raises:
-        DamagedCheckpointError: its bytes do not match its manifest.
+    Messages name the option ``flag``. The trainer state, which only resuming needs, is downloaded with
+    ``with_trainer``.
     """
     storage = Storage(url, flag)
     target = local_name(url, "checkpoints" if with_trainer else "models")
@@ -43,11 +38,7 @@ def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
 
 
 def find_folder(storage: Storage) -> str:
-    """Return the newest checkpoint of a run, by its name in the run's folder.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """Return the newest checkpoint of a run, by its name in the run's folder."""
     found = next(checkpoints.newest_first(storage), None)
     if found is not None:
         return found.folder

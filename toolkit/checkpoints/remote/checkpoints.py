@@ -1,8 +1,8 @@
-"""S1 atomic-checkpoints on remote storage: a checkpoint there exists once its ``COMPLETE`` does, which is written last.
+"""S1 atomic-checkpoints on remote storage: a checkpoint exists once its ``COMPLETE`` does, which is written last.
 
-An object store cannot rename. A checkpoint that replaces one of the same name is therefore uploaded to ``.new-NAME``,
-and copied to its place within the storage once it is complete there; until then the old one stays, and from then on
-``.new-NAME`` is the checkpoint. A checkpoint is deleted by deleting its ``COMPLETE`` first.
+Object stores cannot rename. To replace a checkpoint, the new one is uploaded to ``.new-NAME``; once complete there, it
+counts as the checkpoint NAME and is copied to NAME within the storage. Deletion starts with ``COMPLETE``. All functions
+raise ``StorageError`` if a request fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RemoteCheckpoint(NamedTuple):
     is_final: bool
     is_new: bool
     name: str
-    """Of the checkpoint: step-N, final or best."""
+    """step-N, final or best."""
 
     @property
     def folder(self) -> str:
@@ -38,38 +38,36 @@ class RemoteCheckpoint(NamedTuple):
 
 
 def newest_first(storage: Storage) -> Iterator[RemoteCheckpoint]:
-    """Yield the complete checkpoints by descending step, ``final`` before others of the same step.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
-    found = []
-    for folder, is_folder in storage.entries().items():
-        name = folder.removeprefix(NEW)
-        match = _STEP.fullmatch(name)
-        if is_folder and (match or name in (FINAL, BEST)):
-            step = int(match[1]) if match else _read_step(storage, folder)
-            found.append(RemoteCheckpoint(step, name == FINAL, name != folder, name))
-    for checkpoint in sorted(found, reverse=True):
-        if is_complete(storage, checkpoint.folder):  # a request each, and only the first ones are needed
+    """Yield the complete checkpoints by descending step, ``final`` before others of the same step."""
+    folders = [folder for folder, is_folder in storage.entries().items() if is_folder and _is_checkpoint_name(folder)]
+    for checkpoint in sorted((_read_checkpoint(storage, folder) for folder in folders), reverse=True):
+        if is_complete(storage, checkpoint.folder):  # one request each, and callers need only the first few
             yield checkpoint
 
 
 def find(storage: Storage, name: str) -> RemoteCheckpoint | None:
     """Return the complete checkpoint of that name, its replacement first; None if there is none."""
-    match = _STEP.fullmatch(name)
-    for folder in (f"{NEW}{name}", name):
-        if is_complete(storage, folder):
-            step = int(match[1]) if match else _read_step(storage, folder)
-            return RemoteCheckpoint(step, name == FINAL, folder != name, name)
-    return None
+    complete = (folder for folder in (f"{NEW}{name}", name) if is_complete(storage, folder))
+    return next((_read_checkpoint(storage, folder) for folder in complete), None)
 
 
 def first_use(storage: Storage) -> str | None:
-    """Return something of a run that is in the folder, complete or not; None if no run has used it."""
+    """Return the name of a checkpoint (complete or not) or metrics file in the folder; None if no run has used it."""
     names = storage.entries()
-    used = (name for name in names if _STEP.fullmatch(name) or name.removeprefix(NEW) in (FINAL, BEST))
+    used = filter(_is_checkpoint_name, names)
     return next(used, METRICS if "logs" in names and storage.exists(METRICS) else None)
+
+
+def _is_checkpoint_name(folder: str) -> bool:
+    name = folder.removeprefix(NEW)
+    return name in (FINAL, BEST) or _STEP.fullmatch(name) is not None
+
+
+def _read_checkpoint(storage: Storage, folder: str) -> RemoteCheckpoint:
+    name = folder.removeprefix(NEW)
+    match = _STEP.fullmatch(name)
+    step = int(match[1]) if match else _read_step(storage, folder)
+    return RemoteCheckpoint(step, name == FINAL, name != folder, name)
 
 
 def is_complete(storage: Storage, folder: str) -> bool:
@@ -77,20 +75,9 @@ def is_complete(storage: Storage, folder: str) -> bool:
 
 
 def upload(storage: Storage, source: Path, name: str, before_complete: Callable[[], None] = lambda: None) -> bool:
-    """Upload a checkpoint folder, completely or not at all.
+    """Upload a complete checkpoint folder atomically; return False if the storage has it already.
 
-    Args:
-        storage: Of the run.
-        source: The complete folder, which does not change.
-        name: Of the checkpoint.
-        before_complete: Called when all files are there, before ``COMPLETE`` is written.
-
-    Returns:
-        False if it was there already.
-
-    Raises:
-        StorageError: the upload failed; what was there before is unchanged.
-        OSError: a file cannot be read.
+    ``before_complete`` is called after all other files are uploaded, before ``COMPLETE`` is written.
     """
     manifest = manifest_bytes(source)
     if is_complete(storage, f"{NEW}{name}"):
@@ -99,7 +86,7 @@ def upload(storage: Storage, source: Path, name: str, before_complete: Callable[
     if existing == manifest:
         return False
     folder = name if existing is None else f"{NEW}{name}"
-    delete(storage, folder)  # the remains of an interrupted upload
+    delete(storage, folder)  # left by an interrupted upload
     for file in sorted(path for path in source.rglob("*") if path.is_file() and path.name != COMPLETE):
         storage.upload(file, f"{folder}/{file.relative_to(source).as_posix()}")
     before_complete()
@@ -110,11 +97,7 @@ def upload(storage: Storage, source: Path, name: str, before_complete: Callable[
 
 
 def finish_replacements(storage: Storage) -> None:
-    """Finish or undo the replacements that an earlier process was interrupted in.
-
-    Raises:
-        StorageError: a request failed.
-    """
+    """Finish or undo replacements that an earlier process did not complete."""
     for folder, is_folder in storage.entries().items():
         if is_folder and folder.startswith(NEW):
             if is_complete(storage, folder):
@@ -124,7 +107,7 @@ def finish_replacements(storage: Storage) -> None:
 
 
 def _promote(storage: Storage, name: str) -> None:
-    """Copy the complete ``.new-NAME`` to its place. After an interruption it is still there."""
+    """Copy the complete ``.new-NAME`` to NAME; an interruption leaves ``.new-NAME`` in place."""
     source = f"{NEW}{name}"
     delete(storage, name)
     for file in storage.files(source):
@@ -135,11 +118,7 @@ def _promote(storage: Storage, name: str) -> None:
 
 
 def delete(storage: Storage, folder: str) -> None:
-    """Delete a checkpoint, or what is left of one: ``COMPLETE`` first.
-
-    Raises:
-        StorageError: a request failed; the checkpoint is incomplete, or as it was.
-    """
+    """Delete a checkpoint, complete or not: ``COMPLETE`` first."""
     storage.delete(f"{folder}/{COMPLETE}")
     for file in list(storage.files(folder)):
         storage.delete(f"{folder}/{file}")
@@ -149,10 +128,7 @@ def delete(storage: Storage, folder: str) -> None:
 def prune(storage: Storage, keep_last: int, is_over: bool = False) -> None:
     """Delete all but the last ``keep_last`` step checkpoints, and incomplete ones between them; 0 keeps all.
 
-    With ``is_over`` later incomplete ones are deleted too: nobody uploads them any more.
-
-    Raises:
-        StorageError: a request failed.
+    With ``is_over`` (the run has ended) later incomplete checkpoints are deleted too.
     """
     if not keep_last:
         return
@@ -167,11 +143,7 @@ def prune(storage: Storage, keep_last: int, is_over: bool = False) -> None:
 
 
 def mark_damaged(storage: Storage, folder: str) -> None:
-    """Make a damaged checkpoint incomplete, so that no run resumes from it: its manifest is renamed.
-
-    Raises:
-        StorageError: a request failed.
-    """
+    """Make a damaged checkpoint incomplete, so that no run resumes from it: its manifest is renamed."""
     if is_complete(storage, folder):
         storage.copy(f"{folder}/{COMPLETE}", f"{folder}/{DAMAGED}")
         storage.delete(f"{folder}/{COMPLETE}")

@@ -1,7 +1,7 @@
-"""Downloads of checkpoints: verified against their manifest (S7), and resumable after an interruption.
+"""Download checkpoints, verified against their manifest (S7) and resumable after an interruption.
 
-Files come in the chunks that the manifest has checksums of. What an interrupted download has written is kept in
-``.download-NAME`` and only the missing chunks are requested again.
+Files are requested in the chunks that the manifest has checksums for. Chunks of an interrupted download are kept in
+``.download-NAME``. Functions raise ``StorageError`` if a request fails.
 """
 
 from __future__ import annotations
@@ -26,15 +26,11 @@ from toolkit.checkpoints.manifest import (
 from toolkit.io.checksums import CHUNK, Checksum, find_damage
 from toolkit.io.storage import Storage
 
-_THREADS = 4  # with a chunk each in memory
+_THREADS = 4  # each holds one chunk in memory
 
 
 def has_same(storage: Storage, folder: str, local: Path) -> bool:
-    """Whether a local folder has the same manifest as a checkpoint on the storage.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """Whether a local folder has the same manifest as a checkpoint on the storage."""
     try:
         return manifest_bytes(local) == storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1)
     except OSError:
@@ -44,25 +40,16 @@ def has_same(storage: Storage, folder: str, local: Path) -> bool:
 def download(
     storage: Storage, folder: str, target: Path, report: Callable[[str], None], model_only: bool = False
 ) -> None:
-    """Download a complete checkpoint to ``target``, which is replaced. Only one process at a time may do so.
+    """Download a checkpoint and replace the local folder ``target``, whose intact files are reused.
 
-    Args:
-        storage: Of the run.
-        folder: The checkpoint.
-        target: The local folder; its intact files are not requested again.
-        report: Receives a line about the size.
-        model_only: Leave out the trainer state, which resuming needs and nothing else.
-
-    Raises:
-        DamagedCheckpointError: it is incomplete, or its bytes do not match its manifest.
-        StorageError: the storage cannot be read.
-        OSError: the local disk is full, or not writable.
+    Only one process may do so at a time. ``report`` receives a line with the size. ``model_only`` omits the trainer
+    state. Raises DamagedCheckpointError if the checkpoint is incomplete or its bytes do not match its manifest.
     """
     where, manifest = _where(storage, folder), _read_complete(storage, folder)
     known = parse_manifest(manifest, f"{where}/{COMPLETE}")
     partial = target.with_name(f".download-{target.name}")
     partial.mkdir(parents=True, exist_ok=True)
-    if manifest != manifest_bytes(partial):  # the remains are of another checkpoint
+    if manifest != manifest_bytes(partial):  # left by the download of another checkpoint
         shutil.rmtree(partial)
         partial.mkdir()
         (partial / COMPLETE).write_bytes(manifest)
@@ -79,12 +66,7 @@ def download(
 
 
 def remote_manifest(storage: Storage, folder: str) -> dict[str, Checksum]:
-    """Return the checksums of the files of a checkpoint, by name.
-
-    Raises:
-        DamagedCheckpointError: it has no manifest, or a malformed one.
-        StorageError: the storage cannot be read.
-    """
+    """Return the checksums of a checkpoint's files, by name."""
     return parse_manifest(_read_complete(storage, folder), f"{_where(storage, folder)}/{COMPLETE}")
 
 
@@ -101,20 +83,9 @@ def _where(storage: Storage, folder: str) -> str:
 
 
 def fetch_files(storage: Storage, folder: str, files: dict[str, Checksum], target: Path | None) -> dict[str, str]:
-    """Read the files of a checkpoint and compare them with their checksums, in several threads.
+    """Read a checkpoint's files in several threads, compare them with ``files``, return {damaged file: reason}.
 
-    Args:
-        storage: Of the run.
-        folder: The checkpoint.
-        files: Their sizes and checksums.
-        target: Where to write them; None only compares. Chunks that are there already are not requested.
-
-    Returns:
-        The damaged files, and why.
-
-    Raises:
-        StorageError: the storage cannot be read.
-        OSError: the local disk is full, or not writable.
+    They are written to the folder ``target``, whose intact chunks are not requested; None only compares.
     """
     damage: dict[str, str] = {}
     if target is not None:
@@ -129,7 +100,7 @@ def fetch_files(storage: Storage, folder: str, files: dict[str, Checksum], targe
         path = None if target is None else target / name
         if name in damage or (path is not None and f"{zlib.crc32(_read(path, start, stop)):08x}" == crc32):
             return
-        for _ in range(2):  # a flipped bit on the way is not on the storage
+        for _ in range(2):  # the first read may have been damaged in transfer
             content = storage.read(f"{folder}/{name}".lstrip("/"), start, stop)
             if content is not None and f"{zlib.crc32(content):08x}" == crc32:
                 if path is not None:

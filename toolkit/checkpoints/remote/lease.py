@@ -1,8 +1,8 @@
 """The lease of a run's folder on remote storage: an object that says which process runs there, refreshed by it.
 
-Object stores have no locks. The lease keeps a second launch of the same command from writing beside the first; two that
-start within the same second may both find none, and the later write wins. What the clocks of the machines show does not
-matter: a lease is stale if nobody has refreshed it while another process watched.
+Object stores have no locks. The lease keeps a second launch of the same command from writing to the first's folder; if
+both start within the same second, the later write wins. Clocks of different machines are not compared: a lease is stale
+if another process has watched it for :data:`STALE` seconds and saw no refresh.
 """
 
 from __future__ import annotations
@@ -28,88 +28,72 @@ SETTLE = 1.0  # seconds after which the last of several writers is known
 
 
 class Lease:
-    """This process's lease of a folder.
-
-    Args:
-        storage: The folder.
-    """
+    """This process's lease of a folder. Methods raise :class:`StorageError` if a request fails."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.id = storage, secrets.token_hex(8)
         self.taken_by: str | None = None
-        """The process that has taken the folder over from this one."""
+        """The process that took the folder over from this one."""
         self._count = 0
         self._stale: bytes | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def require_free(self, report: Callable[[str], None]) -> None:
-        """Check that no other run is alive in the folder. Takes :data:`STALE` seconds after a crash elsewhere.
-
-        Raises:
-            StorageError: the lease cannot be read.
-        """
-        seen = self.storage.read(LEASE)
-        if seen in (None, self._stale) or has_ended(str(_parse(seen).get("process", ""))):
+        """Check that no other run is alive in the folder. Takes :data:`STALE` seconds after a crash elsewhere."""
+        first = self.storage.read(LEASE)
+        if first in (None, self._stale) or has_ended(str(_parse(first).get("process", ""))):
             return
-        report(f"{self.storage.url} was in use by {_describe(seen)}; looking for up to {STALE:g} s whether it still is")
+        report(
+            f"{self.storage.url} was in use by {_describe(first)}; checking for up to {STALE:g} s whether it still is"
+        )
         deadline = time.monotonic() + STALE
         while time.monotonic() < deadline:
             time.sleep(min(1.0, STALE / 10))
             now = self.storage.read(LEASE)
             if now is None:
                 return
-            if now != seen:
+            if now != first:
                 raise self._in_use(now)
-        self._stale = seen
+        self._stale = first
 
     def acquire(self, report: Callable[[str], None]) -> None:
-        """Take the folder for this process, and keep refreshing the lease in the background.
-
-        Raises:
-            StorageError: the lease cannot be read or written.
-        """
+        """Take the folder for this process, and keep refreshing the lease in the background."""
         self.require_free(report)
         self._write()
         time.sleep(SETTLE)
-        if (now := self.storage.read(LEASE)) is not None and not self._is_own(now):
-            raise self._in_use(now)
+        if (owner := self._other_owner()) is not None:
+            raise self._in_use(owner)
         self._thread = threading.Thread(target=self._refresh, name="lease", daemon=True)
         self._thread.start()
 
-    def require_own(self) -> None:
-        """Check on the storage that no other process has taken the folder over.
-
-        Raises:
-            StorageError: one has, or the lease cannot be read.
-        """
+    def require_held(self) -> None:
+        """Check on the storage that no other process has taken the folder over; raise StorageError if one has."""
         if self.taken_by is None:
-            self._look()
+            self._find_owner()
         if self.taken_by is not None:
             raise StorageError(f"another run has taken over: {self.taken_by}")
 
     def release(self) -> None:
-        """Give the folder free. Where that fails, the lease becomes stale."""
+        """Delete the lease. If that fails, it becomes stale."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
             with suppress(StorageError):
-                now = self.storage.read(LEASE)
-                if now is not None and self._is_own(now):
+                if _parse(self.storage.read(LEASE)).get("id") == self.id:
                     self.storage.delete(LEASE)
 
     def _refresh(self) -> None:
         while not self._ended.wait(REFRESH):
-            with suppress(StorageError):  # it may be stale for a while
-                self._look()
+            with suppress(StorageError):  # the next refresh may succeed
+                self._find_owner()
                 if self.taken_by is not None:
                     return
                 self._write()
 
-    def _look(self) -> None:
-        now = self.storage.read(LEASE)
-        if now is not None and not self._is_own(now):
-            self.taken_by = _describe(now)
+    def _find_owner(self) -> None:
+        if (owner := self._other_owner()) is not None:
+            self.taken_by = _describe(owner)
 
     def _write(self) -> None:
         self._count += 1
@@ -123,8 +107,10 @@ class Lease:
         }
         self.storage.write(LEASE, json.dumps(values).encode())
 
-    def _is_own(self, content: bytes) -> bool:
-        return _parse(content).get("id") == self.id
+    def _other_owner(self) -> bytes | None:
+        """Return the content of the lease if it is another process's."""
+        content = self.storage.read(LEASE)
+        return None if content is None or _parse(content).get("id") == self.id else content
 
     def _in_use(self, content: bytes) -> UserError:
         return self.storage.error(

@@ -1,14 +1,14 @@
-"""A run whose ``--out_dir`` is on remote storage: it works in a local staging folder, which this keeps in agreement.
+"""A run whose ``--out_dir`` is on remote storage: it works in a local staging folder.
 
-Before a run starts, what it needs to resume is downloaded; while it trains, checkpoints and metrics are uploaded.
+Before training, the checkpoint to resume from is downloaded; during training, checkpoints and metrics are uploaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -27,11 +27,11 @@ from toolkit.io.storage import Storage, StorageError
 
 
 def check_out_dir(out_dir: str, staging_dir: str | None) -> None:
-    """Check that the package for the storage is installed; and that a staging folder is for a run on such a storage."""
+    """Check that the package for the storage is installed, and that --staging_dir has an effect."""
     if is_url(out_dir):
         Storage(out_dir, "--out_dir")
     elif staging_dir is not None:
-        raise UserError(f"--staging_dir {staging_dir}: has no effect with the local --out_dir {out_dir}; leave it out")
+        raise UserError(f"--staging_dir {staging_dir}: has no effect with the local --out_dir {out_dir}; remove it")
 
 
 def run_folder(out_dir: str, staging_dir: str | None) -> Path:
@@ -42,24 +42,19 @@ def run_folder(out_dir: str, staging_dir: str | None) -> Path:
 
 
 def local_name(url: str, kind: str) -> Path:
-    """Return the folder in the user's cache for a URL; it begins like the URL ends."""
+    """Return the cache folder for a URL. Its name starts with the URL's last component."""
     url = url.rstrip("/")
     digest = hashlib.sha256(url.encode()).hexdigest()[:12]
     return user_cache() / kind / f"{url.rpartition('/')[2]}-{digest}"
 
 
 class RemoteRun:
-    """The folder of a run on remote storage, and the staging folder on this machine.
-
-    Args:
-        url: ``--out_dir``.
-        out_dir: The staging folder.
-    """
+    """The folder of a run on remote storage (``url``), and its staging folder on this machine (``out_dir``)."""
 
     def __init__(self, url: str, out_dir: Path) -> None:
         self.url, self.out_dir = url.rstrip("/"), out_dir
         self.damaged: list[RemoteCheckpoint] = []
-        """Checkpoints that were skipped because their bytes do not match their manifest."""
+        """Skipped checkpoints, whose bytes do not match their manifest."""
 
     @cached_property
     def storage(self) -> Storage:
@@ -72,20 +67,14 @@ class RemoteRun:
     def prepare(
         self, resume: bool | str, report: Callable[[str], None], *, keep_best: bool = False, verify: bool = True
     ) -> None:
-        """Make the staging folder hold what the run resumes from. On rank 0, before the run starts.
+        """Download what the run resumes from to the staging folder. On rank 0, before the run starts.
 
-        Args:
-            resume: ``--resume``.
-            report: Receives lines about downloads.
-            keep_best: Whether the run needs ``best/``.
-            verify: Whether checkpoints in the staging folder are verified.
-
-        Raises:
-            DamagedCheckpointError: all checkpoints there are damaged, or the newest is and ``resume`` is true.
+        ``keep_best`` also downloads ``best/``; ``verify`` verifies checkpoints that the staging folder has. Raises
+        DamagedCheckpointError if all checkpoints are damaged, or the newest is and ``resume`` is true.
         """
         resume = {"false": False, "true": True}.get(resume.lower(), resume) if isinstance(resume, str) else resume
         self.storage.probe()
-        try:
+        with self._one_line_errors():
             self.lease.require_free(report)
             if resume is True or resume == "auto":
                 self._fetch_newest(resume == "auto", verify, report)
@@ -93,25 +82,17 @@ class RemoteRun:
                     self._fetch_best(report)
             else:
                 self._require_unused(resume)
-        except StorageError as error:
-            raise self.storage.error(error) from error
-        except OSError as error:
-            raise self._staging_error(error) from error
 
     def fetch(self, name: str, manifest: bytes, report: Callable[[str], None]) -> None:
-        """Download the checkpoint of that name, unless the staging folder has it. On nodes without rank 0.
+        """Download a checkpoint on nodes without rank 0, unless the staging folder (on a shared disk) has it.
 
-        Other checkpoints in the staging folder are deleted, if it had to be downloaded.
-
-        Args:
-            name: Of the checkpoint.
-            manifest: The content of its ``COMPLETE`` on rank 0; the storage may have an older one of this name.
-            report: Receives lines about the download.
+        A download deletes the other checkpoints of the staging folder. ``manifest`` is the content of ``COMPLETE`` on
+        rank 0: the storage may have an older checkpoint of this name.
         """
         target = self.out_dir / name
-        try:
+        with self._one_line_errors():
             if manifest_bytes(target) == manifest:
-                return  # also on a disk that the nodes share
+                return
             found = checkpoints.find(self.storage, name)
             if found is None or self.storage.read(f"{found.folder}/{COMPLETE}", stop=MAX_SIZE + 1) != manifest:
                 raise UserError(
@@ -122,42 +103,32 @@ class RemoteRun:
             for folder in checkpoint_folders(self.out_dir):
                 if folder != target:
                     shutil.rmtree(folder, ignore_errors=True)
-        except StorageError as error:
-            raise self.storage.error(error) from error
-        except OSError as error:
-            raise self._staging_error(error) from error
 
     def start_uploads(self, keep_last: int, report: Callable[[str], None]) -> Uploader:
-        """Take the folder for this process, and begin to upload what is missing there. The staging folder is locked."""
-        try:
-            with ExitStack() as after_failure:
-                after_failure.callback(self.lease.release)
-                self.lease.acquire(report)
-                for damaged in self.damaged:
-                    checkpoints.mark_damaged(self.storage, damaged.folder)
-                checkpoints.finish_replacements(self.storage)
-                uploader = Uploader(self.storage, self.lease, self.out_dir, keep_last)
-                after_failure.callback(uploader.close)
-                for folder in self._not_uploaded():
-                    uploader.submit(folder)
-                after_failure.pop_all()
-            return uploader
-        except StorageError as error:
-            raise self.storage.error(error) from error
-        except OSError as error:
-            raise self._staging_error(error) from error
+        """Acquire the lease and start uploads, first of local checkpoints that the storage lacks."""
+        with self._one_line_errors(), ExitStack() as after_failure:
+            after_failure.callback(self.lease.release)
+            self.lease.acquire(report)
+            for damaged in self.damaged:
+                checkpoints.mark_damaged(self.storage, damaged.folder)
+            checkpoints.finish_replacements(self.storage)
+            uploader = Uploader(self.storage, self.lease, self.out_dir, keep_last)
+            after_failure.callback(uploader.close)
+            for folder in self._not_uploaded():
+                uploader.submit(folder)
+            after_failure.pop_all()
+        return uploader
 
     # ---- parts
 
     def _not_uploaded(self) -> list[Path]:
-        """Return the newest local checkpoint and ``best``, where they are newer than those on the storage."""
+        """Return the newest local checkpoint and ``best`` if they are newer than on the storage."""
         local = newest_first(self.out_dir)
         missing = []
         for folder in [*local[:1], *(path for path in local[1:] if path.name == BEST)]:
-            there = checkpoints.find(self.storage, folder.name)
-            if there is not None and (there.step > step_of(folder) or has_same(self.storage, there.folder, folder)):
-                continue
-            missing.append(folder)
+            remote = checkpoints.find(self.storage, folder.name)
+            if remote is None or not (remote.step > step_of(folder) or has_same(self.storage, remote.folder, folder)):
+                missing.append(folder)
         return missing
 
     def _require_unused(self, resume: str | bool) -> None:
@@ -173,10 +144,10 @@ class RemoteRun:
 
     def _fetch_newest(self, is_auto: bool, verify: bool, report: Callable[[str], None]) -> None:
         local = next((path for path in newest_first(self.out_dir) if not verify or is_intact(path)), None)
-        own = (-1, False) if local is None else (step_of(local), local.name == FINAL)
+        local_key = (-1, False) if local is None else (step_of(local), local.name == FINAL)
         error: DamagedCheckpointError | None = None
         for found in checkpoints.newest_first(self.storage):
-            if local is not None and own >= (found.step, found.is_final):
+            if local is not None and local_key >= (found.step, found.is_final):
                 break
             try:
                 self._download(found, report)
@@ -205,15 +176,19 @@ class RemoteRun:
             self._download_metrics()
 
     def _download_metrics(self) -> None:
-        """Replace the local metrics.csv; that of another launch may lack rows up to the checkpoint."""
+        """Replace the local metrics.csv, which may lack rows that another launch has written."""
         if (content := self.storage.read(METRICS)) is not None:
             write_atomic(self.out_dir / METRICS, content)
 
-    def _staging_error(self, error: OSError) -> UserError:
-        return UserError(
-            f"--staging_dir {self.out_dir}: {error.strerror or error}; give a folder with enough space that can be "
-            "written"
-        )
+    @contextmanager
+    def _one_line_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            raise self.storage.error(error) from error
+        except OSError as error:
+            hint = "give a folder with enough space that can be written"
+            raise UserError(f"--staging_dir {self.out_dir}: {error.strerror or error}; {hint}") from error
 
 
 def is_intact(folder: Path) -> bool:

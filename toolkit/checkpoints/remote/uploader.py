@@ -1,7 +1,6 @@
-"""Uploads in the background: what a run writes to its staging folder, to its folder on remote storage.
+"""Uploads a run's staging folder to remote storage, in the background.
 
-A checkpoint is uploaded from hard links to its files, so that the run may delete or replace it meanwhile: the bytes
-stay until they are uploaded.
+Checkpoints are uploaded from hard links to their files, because the run may delete or replace a checkpoint meanwhile.
 """
 
 from __future__ import annotations
@@ -30,34 +29,30 @@ class _Task(NamedTuple):
 
 
 class Uploader:
-    """Uploads checkpoints one after the other, in a thread of its own. All methods return at once but where they say.
+    """Uploads checkpoints one after the other in a background thread.
 
     Args:
-        storage: The run's folder there.
-        lease: Of that folder; acquired.
-        out_dir: The staging folder; this process has its lock.
-        keep_last: See :func:`toolkit.checkpoints.remote.checkpoints.prune`.
+        storage: The run's folder on remote storage.
+        lease: The lease of that folder, acquired.
+        out_dir: The staging folder, which this process has locked.
+        keep_last: Number of step checkpoints to keep on the storage; 0 keeps all.
     """
 
     def __init__(self, storage: Storage, lease: Lease, out_dir: Path, keep_last: int) -> None:
         self.storage, self.lease, self.out_dir, self.keep_last = storage, lease, out_dir, keep_last
         self.failed: dict[str, str] = {}
-        """Checkpoints whose last upload has failed for good, and why."""
+        """Reason by checkpoint whose last upload failed after all retries."""
         self._messages: deque[str] = deque()
         self._tasks: deque[_Task] = deque()
         self._changed = threading.Condition()
         self._n_links = 0
-        self._versions: dict[str, tuple[int, int]] = {}  # of the log files as they were uploaded
-        shutil.rmtree(out_dir / LINKS, ignore_errors=True)  # of an earlier process
+        self._versions: dict[str, tuple[int, int]] = {}  # size and mtime of each log file when it was uploaded
+        shutil.rmtree(out_dir / LINKS, ignore_errors=True)  # left by an earlier process
         self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
         self._thread.start()
 
     def submit(self, folder: Path) -> None:
-        """Upload a complete checkpoint of ``out_dir`` some time later.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Queue a complete checkpoint of ``out_dir``; raises OSError if the disk is full."""
         self._n_links += 1
         links = self.out_dir / LINKS / str(self._n_links) / folder.name
         for path in sorted(folder.rglob("*")):
@@ -73,16 +68,16 @@ class Uploader:
             self._changed.notify_all()
 
     def wait(self, seconds: float | None, at_most: int = 0) -> bool:
-        """Wait until at most so many checkpoints are left to upload, the one under way among them; return whether."""
+        """Wait until at most ``at_most`` checkpoints are queued or being uploaded; return whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._tasks) <= at_most, seconds)
 
     def take_messages(self) -> list[str]:
-        """Return lines for the log that are new: failures, one for each checkpoint."""
+        """Return new log lines: one for each checkpoint that failed."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def upload_outputs(self) -> str | None:
-        """Upload all other files of the run, such as logs and profiles, and wait for it; return why it failed."""
+        """Upload all other files of the run, such as logs and profiles, and wait; return the reason of a failure."""
         try:
             for path in self._outputs(self.out_dir):
                 self._upload_log(path)
@@ -91,7 +86,7 @@ class Uploader:
         return None
 
     def close(self) -> None:
-        """Give up what is left to upload, and release the lease."""
+        """Drop the queue and release the lease."""
         with self._changed:
             self._tasks.clear()
             self._changed.notify_all()
@@ -117,11 +112,11 @@ class Uploader:
     def _upload(self, task: _Task) -> None:
         name = task.folder.name
         try:
-            self.lease.require_own()
+            self.lease.require_held()
             checkpoints.upload(self.storage, task.links, name, self._before_complete)
             self.failed.pop(name, None)
             checkpoints.prune(self.storage, self.keep_last, is_over=name == FINAL)
-        except Exception as error:  # training goes on, whatever it is
+        except Exception as error:  # no failed upload may stop training
             reason = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {one_line(error)}"
             self.failed[name] = reason
             self._messages.append(
@@ -130,10 +125,10 @@ class Uploader:
 
     def _before_complete(self) -> None:
         self._upload_logs()
-        self.lease.require_own()  # the upload may have taken long
+        self.lease.require_held()  # the upload may have taken long
 
     def _upload_logs(self) -> None:
-        """Upload logs that have changed; metrics.csv has the rows up to the checkpoint that is being uploaded."""
+        """Upload changed logs; metrics.csv then has the rows up to the checkpoint that is being uploaded."""
         for path in self._outputs(self.out_dir / "logs"):
             try:
                 if path.stat().st_size <= _MAX_EARLY or path == self.out_dir / METRICS:
@@ -154,7 +149,7 @@ class Uploader:
         self._versions[name] = version
 
     def _outputs(self, folder: Path) -> list[Path]:
-        """Return the files below a folder that are part of no checkpoint. Hidden ones and links are left out."""
+        """Return the files below a folder that belong to no checkpoint, without hidden files and links."""
         skipped = {path.name for path in checkpoint_folders(self.out_dir)}
         found = []
         for root, folders, names in os.walk(folder):
