@@ -21,6 +21,7 @@ from toolkit.checkpoints.folder import find_model, load_model
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands import finetune_full, finetune_lora, pretrain
 from toolkit.commands import generate as generate_command
+from toolkit.commands.inference_options import InferenceOptions
 from toolkit.config import AUTO, TrainingCommand, none_if_auto
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data.base import DataModule
@@ -118,8 +119,7 @@ def generate(
     """
     given = {"checkpoint_dir": "" if isinstance(model, GPT) else model}
     values = parse_object(generate_command.setup, options | given)
-    names = ("base_checkpoint_dir", "accelerator", "precision", "quantize", "verify_checkpoint")
-    loading = {name: values[name] for name in names}
+    shared: InferenceOptions = values["shared"]
     if values["prompts_path"] is not None:
         raise UserError(f"prompts_path {values['prompts_path']}: give the prompts themselves, as a list")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -127,14 +127,14 @@ def generate(
         raise UserError(f"batch_size {values['batch_size']}: has no effect on one sample; leave it out")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, "tokenizer_dir")
     if isinstance(model, GPT):
-        for name in options.keys() & loading.keys():
+        for name in options.keys() & shared.loading.keys():
             raise UserError(f"{name}: has no effect on a model that is ready")
         if tokenizer is None:
             raise UserError("tokenizer_dir: must be given, a model has no tokenizer")
     else:
-        loaded = load_checkpoint(values["checkpoint_dir"], **loading)
+        loaded = load_checkpoint(values["checkpoint_dir"], **shared.loading)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
-    sampling = {name: values[name] for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    sampling = {"max_new_tokens": values["max_new_tokens"], **shared.sampling}
     seeds = range(values["seed"], values["seed"] + values["num_samples"])
     was_training = model.training
     model.eval()

@@ -338,10 +338,10 @@ def test_parts_prepared_by_several_processes_are_what_a_run_reads(folder, tmp_pa
 def test_workers_and_parts_are_refused_where_they_have_no_effect(folder, tmp_path, capsys):
     streamed = ["--data", "HuggingFaceText", "--data.path", str(folder)]
     for flags, message in (
-        (["--workers", "2"], "--workers 2: is for --data HuggingFaceText"),
-        (["--part", "1/2"], "--part 1/2: is for --data HuggingFaceText"),
+        (["--workers", "2"], "--workers 2: has no effect without --data HuggingFaceText"),
+        (["--part", "1/2"], "--part 1/2: has no effect without --data HuggingFaceText"),
         ([*streamed, "--part", "3/2"], "--part 3/2: must be a part and their number"),
-        ([*streamed, "--data.max_cache_gb", "1"], "--data.max_cache_gb 1: would delete what is prepared"),
+        ([*streamed, "--data.max_cache_gb", "1"], "--data.max_cache_gb 1: would delete prepared tokens"),
     ):
         assert main(["prepare_data", *flags]) == 2
         assert message in capsys.readouterr().err

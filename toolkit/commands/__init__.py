@@ -8,9 +8,9 @@ from toolkit.config import TrainingCommand
 
 # name: (module with setup(...), positional parameters, one-line help)
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "pretrain": ("toolkit.commands.pretrain", ("model_name",), "train a language model, from scratch or further"),
+    "pretrain": ("toolkit.commands.pretrain", ("model_name",), "pretrain a language model or continue pretraining"),
     "finetune_full": ("toolkit.commands.finetune_full", ("checkpoint_dir",), "train all weights of a checkpoint"),
-    "finetune_lora": ("toolkit.commands.finetune_lora", ("checkpoint_dir",), "train adapters beside a checkpoint"),
+    "finetune_lora": ("toolkit.commands.finetune_lora", ("checkpoint_dir",), "train LoRA adapters on a checkpoint"),
     "prepare_data": ("toolkit.commands.prepare_data", (), "tokenize data before a run"),
     "inspect_data": ("toolkit.commands.inspect_data", (), "show tokens and labels, count trained tokens"),
     "generate": ("toolkit.commands.generate", ("checkpoint_dir",), "generate text from a prompt"),

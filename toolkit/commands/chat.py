@@ -6,10 +6,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
+from toolkit.commands.generate import describe_speed
+from toolkit.commands.inference_options import InferenceOptions
 from toolkit.errors import UserError, for_terminal, require_option
 
 END = "/quit"
@@ -22,15 +24,8 @@ def setup(
     prompt_style: str | None = None,
     chat_template: str | None = None,
     max_new_tokens: PositiveInt = 512,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float = 1.0,
     seed: int = 1234,
-    base_checkpoint_dir: str | None = None,
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    precision: Literal["32-true", "bf16-true"] | None = None,
-    quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
-    verify_checkpoint: bool = True,
+    shared: InferenceOptions = InferenceOptions(),
 ) -> None:
     """Chat with a model. Answers are streamed to stdout, everything else goes to stderr.
 
@@ -44,31 +39,16 @@ def setup(
         prompt_style: Chat template: alpaca, chatml, llama2, llama3, ... Default: the checkpoint's.
         chat_template: Jinja file with a chat template to use instead.
         max_new_tokens: Maximum number of tokens per answer.
-        temperature: Sampling temperature; 0 is greedy.
-        top_k: Sample from the k most likely tokens; 0 disables.
-        top_p: Nucleus sampling: sample from the most likely tokens with this total probability; 1 disables.
         seed: Random seed; answer i uses seed + i - 1.
-        base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
-        accelerator: Device type.
-        precision: Dtype of weights and computation. Default: bf16-true on CUDA, else that of the checkpoint.
-        quantize: Linear layers of the blocks in 4 bits (bitsandbytes): bnb.nf4, or bnb.nf4-dq with quantized scales.
-        verify_checkpoint: Verify checksums before loading; false accepts edited files.
+        shared: See :class:`InferenceOptions`.
     """
     from toolkit.inference.chat import Conversation, find_template
     from toolkit.inference.load import load_checkpoint
-    from toolkit.inference.sampling import check_sampling
 
-    check_sampling(temperature, top_k, top_p)
+    sampling = shared.sampling
     hint = f"give either this or --prompt_style {prompt_style}, not both"
     require_option(chat_template is None or prompt_style is None, "chat_template", chat_template, hint)
-    loaded = load_checkpoint(
-        checkpoint_dir,
-        base_checkpoint_dir=base_checkpoint_dir,
-        accelerator=accelerator,
-        precision=precision,
-        quantize=quantize,
-        verify_checkpoint=verify_checkpoint,
-    )
+    loaded = load_checkpoint(checkpoint_dir, **shared.loading)
     template = find_template(loaded.tokenizer, prompt_style, chat_template)
     notes: list[str] = []
     conversation = Conversation(
@@ -77,7 +57,7 @@ def setup(
         template,
         system=system,
         max_new_tokens=max_new_tokens,
-        sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p},
+        sampling=sampling,
         seed=seed,
         notice=notes.append,
     )
@@ -113,8 +93,7 @@ def answer(conversation: Any, question: str, notes: list[str]) -> None:
     print(flush=True)
     while notes:
         print(notes.pop(0), file=sys.stderr)
-    seconds, count = time.perf_counter() - start, conversation.new_tokens
-    print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
+    print(describe_speed(conversation.new_tokens, start), file=sys.stderr)
 
 
 def read_questions(is_interactive: bool) -> Iterator[str]:

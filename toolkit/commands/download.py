@@ -35,9 +35,9 @@ def setup(
 
     if dtype is not None and (tokenizer_only or not convert):
         what = "--tokenizer_only" if tokenizer_only else "--convert false"
-        raise UserError(f"--dtype {dtype}: would have no effect with {what}; leave it out")
+        raise UserError(f"--dtype {dtype}: has no effect with {what}; remove it")
     if tokenizer_only and not convert:
-        raise UserError("--convert false: would have no effect with --tokenizer_only; leave it out")
+        raise UserError("--convert false: has no effect with --tokenizer_only; remove it")
 
     import torch
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -34,6 +35,32 @@ class EvalLimits:
     max_iters: PositiveInt | None = None
 
 
+@dataclass(frozen=True)
+class TaskOptions:
+    """Evaluation on lm-eval tasks.
+
+    Args:
+        tasks: lm-eval tasks to run instead, separated by commas: hellaswag,arc_easy.
+        num_fewshot: Few-shot examples per question. auto: the task's.
+        limit: Maximum number of questions per task, or a fraction if below 1; null uses all.
+        include_path: A folder with custom task files.
+        apply_chat_template: Format tasks as a chat. auto: if the checkpoint has a chat template.
+    """
+
+    is_flat: ClassVar[bool] = True  # its fields are options without a prefix
+
+    tasks: str | None = None
+    num_fewshot: NonNegativeInt | Auto = AUTO
+    limit: PositiveFloat | None = None
+    include_path: str | None = None
+    apply_chat_template: bool | Auto = AUTO
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All options but ``tasks``; None for auto."""
+        return {name: none_if_auto(value) for name, value in vars(self).items() if name != "tasks"}
+
+
 def setup(
     checkpoint_dir: str,
     data: DataModule = OfRun(),
@@ -42,11 +69,6 @@ def setup(
     eval: EvalLimits = EvalLimits(),
     max_seq_length: int | Auto = AUTO,
     trust_checkpoint_data: bool = False,
-    tasks: str | None = None,
-    num_fewshot: NonNegativeInt | Auto = AUTO,
-    limit: PositiveFloat | None = None,
-    include_path: str | None = None,
-    apply_chat_template: bool | Auto = AUTO,
     tokenizer_dir: str | None = None,
     base_checkpoint_dir: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
@@ -54,6 +76,7 @@ def setup(
     format: Literal["table", "json"] = "table",
     quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
     verify_checkpoint: bool = True,
+    task_options: TaskOptions = TaskOptions(),
 ) -> None:
     """Print loss (nats per token), perplexity and bits per byte of a checkpoint on text, or its results on lm-eval
     tasks.
@@ -67,11 +90,6 @@ def setup(
         max_seq_length: Tokens per sequence. auto: that of the run with its data, else the model's context length.
         trust_checkpoint_data: Without --data, read the paths that the checkpoint's hyperparameters.yaml names, and
             write its cache.
-        tasks: lm-eval tasks to run instead, separated by commas: hellaswag,arc_easy.
-        num_fewshot: Few-shot examples per question. auto: the task's.
-        limit: Maximum number of questions per task, or a fraction if below 1; null uses all.
-        include_path: A folder with custom task files.
-        apply_chat_template: Format tasks as a chat. auto: if the checkpoint has a chat template.
         tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
@@ -79,23 +97,20 @@ def setup(
         quantize: Linear layers of the blocks in 4 bits (bitsandbytes): bnb.nf4, or bnb.nf4-dq with quantized scales.
         format: Output format.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
+        task_options: See :class:`TaskOptions`.
     """
+    tasks = task_options.tasks
+    has_data = not isinstance(data, OfRun)
     text_options = {
-        "data": None if isinstance(data, OfRun) else type(data).__name__,
+        "data": type(data).__name__ if has_data else None,
         "split": None if split == "val" else split,
         "eval.max_iters": eval.max_iters,
         "max_seq_length": none_if_auto(max_seq_length),
         "trust_checkpoint_data": trust_checkpoint_data or None,
     }
-    task_options: dict[str, Any] = {
-        "num_fewshot": none_if_auto(num_fewshot),
-        "limit": limit,
-        "include_path": include_path,
-        "apply_chat_template": none_if_auto(apply_chat_template),
-    }
-    require_effect(tasks, text_options, task_options)
-    if trust_checkpoint_data and not isinstance(data, OfRun):
-        require_option(False, "trust_checkpoint_data", trust_checkpoint_data, "has no effect with --data; leave it out")
+    require_effect(tasks, text_options, task_options.settings)
+    has_effect = not (trust_checkpoint_data and has_data)
+    require_option(has_effect, "trust_checkpoint_data", True, "has no effect with --data; remove it")
 
     from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint
 
@@ -109,25 +124,19 @@ def setup(
         verify=verify_checkpoint,
     )
     if tasks is not None:
-        print_tasks(evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **task_options), format)
+        result = evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **task_options.settings)
+        print(json.dumps(result) if format == "json" else format_tasks(result))
         return
     result = evaluate(
         checkpoint,
-        None if isinstance(data, OfRun) else data,
+        data if has_data else None,
         split=split,
         micro_batch_size=micro_batch_size,
         max_iters=eval.max_iters,
         max_seq_length=none_if_auto(max_seq_length),
         trust_checkpoint_data=trust_checkpoint_data,
     )
-    if format == "json":
-        import json
-
-        print(json.dumps(result))
-    else:
-        for name, value in result.items():
-            shown = {float: "{:,.4f}", int: "{:,}"}.get(type(value), "{}").format(value)
-            print(f"{name:16} {shown}")
+    print(json.dumps(result) if format == "json" else format_text_result(result))
 
 
 def require_effect(tasks: str | None, text_options: dict[str, Any], task_options: dict[str, Any]) -> None:
@@ -135,16 +144,17 @@ def require_effect(tasks: str | None, text_options: dict[str, Any], task_options
     given = task_options if tasks is None else text_options
     why = "requires --tasks" if tasks is None else "has no effect with --tasks"
     for name, value in given.items():
-        require_option(value is None, name, value, f"{why}; leave it out")
+        require_option(value is None, name, value, f"{why}; remove it")
 
 
-def print_tasks(result: dict[str, Any], format: str) -> None:
-    """Print task results and settings."""
-    if format == "json":
-        import json
+def format_text_result(result: dict[str, Any]) -> str:
+    """Return a table of the results on text."""
+    formats = {float: "{:,.4f}", int: "{:,}"}
+    return "\n".join(f"{name:16} {formats.get(type(value), '{}').format(value)}" for name, value in result.items())
 
-        print(json.dumps(result))
-        return
+
+def format_tasks(result: dict[str, Any]) -> str:
+    """Return a table of task results, and the settings."""
     lines = [("task", "metric", "value", "stderr", "shots", "samples")]
     for task, values in result["tasks"].items():
         for name in values:
@@ -154,9 +164,8 @@ def print_tasks(result: dict[str, Any], format: str) -> None:
             shots, samples = (str(values.get(size, "")) for size in ("num_fewshot", "samples"))
             lines.append((task, name, f"{values[name]:.4f}", "" if error is None else f"{error:.4f}", shots, samples))
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    table = []
     for task, name, *numbers in lines:
         columns = [f"{number:>{width}}" for number, width in zip(numbers, widths[2:], strict=True)]
-        print(f"{task:{widths[0]}}  {name:{widths[1]}}  {'  '.join(columns)}".rstrip())
-    print()
-    for name, value in result["settings"].items():
-        print(f"{name:20} {value}")
+        table.append(f"{task:{widths[0]}}  {name:{widths[1]}}  {'  '.join(columns)}".rstrip())
+    return "\n".join([*table, "", *(f"{name:20} {value}" for name, value in result["settings"].items())])

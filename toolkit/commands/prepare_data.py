@@ -35,11 +35,13 @@ def setup(
     is_streamed = isinstance(data, HuggingFaceText)
     for flag, value, is_default in (("workers", workers, workers == 1), ("part", part, chosen == (1, 1))):
         if not is_default and not is_streamed:
-            fix = "leave it out: this data is prepared by one process with all cores"
-            raise UserError(f"--{flag} {value}: is for --data HuggingFaceText; {fix}")
+            raise UserError(
+                f"--{flag} {value}: has no effect without --data HuggingFaceText; remove it "
+                "(other data is prepared by one process on all cores)"
+            )
     if isinstance(data, HuggingFaceText) and data.max_cache_gb is not None:
         budget = f"--data.max_cache_gb {data.max_cache_gb:g}"
-        raise UserError(f"{budget}: would delete what is prepared; leave it out, or start the run at once")
+        raise UserError(f"{budget}: would delete prepared tokens; remove it, or start the run instead")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     length = choose_seq_length(data, none_if_auto(max_seq_length), "max_seq_length") or 256
     prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length)

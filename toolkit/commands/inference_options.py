@@ -1,0 +1,46 @@
+"""Options that generate and chat share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+
+@dataclass(frozen=True)
+class InferenceOptions:
+    """How to load a checkpoint for inference, and how to sample from it.
+
+    Args:
+        temperature: Sampling temperature; 0 is greedy.
+        top_k: Sample from the k most likely tokens; 0 disables.
+        top_p: Nucleus sampling: sample from the most likely tokens with this total probability; 1 disables.
+        base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
+        accelerator: Device type.
+        precision: Dtype of weights and computation. Default: bf16-true on CUDA, else that of the checkpoint.
+        quantize: Linear layers of the blocks in 4 bits (bitsandbytes): bnb.nf4, or bnb.nf4-dq with quantized scales.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
+    """
+
+    is_flat: ClassVar[bool] = True  # its fields are options without a prefix
+
+    temperature: float = 0.8
+    top_k: int | None = 50
+    top_p: float = 1.0
+    base_checkpoint_dir: str | None = None
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    precision: Literal["32-true", "bf16-true"] | None = None
+    quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None
+    verify_checkpoint: bool = True
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters, checked."""
+        from toolkit.inference.sampling import check_sampling
+
+        check_sampling(self.temperature, self.top_k, self.top_p)
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The keyword arguments of :func:`toolkit.inference.load.load_checkpoint`."""
+        return {name: value for name, value in vars(self).items() if name not in ("temperature", "top_k", "top_p")}
