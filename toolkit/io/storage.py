@@ -7,16 +7,18 @@ listed next. There are no folders, no renames and no locks, and nothing here rel
 from __future__ import annotations
 
 import errno
+import functools
 import random
 import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from toolkit.errors import UserError, one_line
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 ATTEMPTS = 8
@@ -48,11 +50,47 @@ class StorageError(Exception):
     """A request failed, after its retries. The message is the reason and a fix, on one line, without secrets."""
 
 
+def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, closed: threading.Event | None = None) -> T:
+    """Return what a request returns, repeated after failures that may pass: exponential backoff with jitter.
+
+    Args:
+        request: The request.
+        url: What it asks for, for messages.
+        attempts: Maximum number of attempts.
+        closed: Setting it ends the wait between attempts.
+
+    Raises:
+        StorageError: it failed for good.
+    """
+    closed = closed or threading.Event()
+    for attempt in range(attempts):
+        try:
+            return request()
+        except Exception as error:
+            reason, may_pass = describe(error, url)
+            if not may_pass or attempt + 1 == attempts or closed.is_set():
+                raise StorageError(reason) from error
+            closed.wait(min(MAX_DELAY, FIRST_DELAY * 2**attempt) * _jitter.uniform(0.5, 1))
+    raise AssertionError
+
+
+def _retried(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
+    """Repeat a method of :class:`Storage` after failures that may pass."""
+
+    @functools.wraps(method)
+    def call(self: Storage, *args: P.args, **options: P.kwargs) -> T:
+        return retry(lambda: method(self, *args, **options), self.url, self.attempts, self.closed)
+
+    return call
+
+
 class Storage:
     """A folder on remote storage. Names are relative to it, with slashes. Threads may share it.
 
+    Requests are retried; a method raises :class:`StorageError` if its request failed for good.
+
     Args:
-        url: Of the folder.
+        url: URL of the folder.
         flag: The option that messages name.
     """
 
@@ -69,129 +107,76 @@ class Storage:
 
     # ---- objects
 
+    @_retried
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
-        """Return the bytes of an object, or a part of them; None if it does not exist.
+        """Return the bytes of an object, or a part of them; None if it does not exist."""
+        try:
+            return self.fs.cat_file(self._path(name), start=start, end=stop)
+        except FileNotFoundError as error:
+            return _missing(error, None)
+        except OSError as error:
+            if _code(error)[0] != "InvalidRange":
+                raise
+            return b""  # the object ends before
 
-        Raises:
-            StorageError: it cannot be read.
-        """
-
-        def cat() -> bytes | None:
-            try:
-                return self.fs.cat_file(self._path(name), start=start, end=stop)
-            except FileNotFoundError as error:
-                if _code(error)[0] == "NoSuchBucket":
-                    raise
-                return None
-            except OSError as error:
-                if _code(error)[0] != "InvalidRange":
-                    raise
-                return b""  # the object ends before
-
-        return self.retry(cat)
-
+    @_retried
     def write(self, name: str, content: bytes) -> None:
-        """Write an object and check its size.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-
-        def pipe() -> None:
-            self._make_parent(name)
-            self.fs.pipe_file(self._path(name), content)
-            self._require_size(name, len(content))
-
-        self.retry(pipe)
+        """Write an object and check its size."""
+        self._make_parent(name)
+        self.fs.pipe_file(self._path(name), content)
+        self._require_size(name, len(content))
 
     def upload(self, file: Path, name: str) -> None:
         """Upload a file, in parts if it is large, and compare sizes.
 
         Raises:
-            StorageError: it cannot be written.
             OSError: the file cannot be read.
         """
-        size = file.stat().st_size
+        self._put(file, name, file.stat().st_size)
 
-        def put() -> None:
-            self._make_parent(name)
-            self.fs.put_file(str(file), self._path(name))
-            self._require_size(name, size)
+    @_retried
+    def _put(self, file: Path, name: str, size: int) -> None:
+        self._make_parent(name)
+        self.fs.put_file(str(file), self._path(name))
+        self._require_size(name, size)
 
-        self.retry(put)
-
+    @_retried
     def copy(self, source: str, target: str) -> None:
-        """Copy an object within the storage, which moves no bytes to this machine.
+        """Copy an object within the storage, which moves no bytes to this machine."""
+        self._make_parent(target)
+        self.fs.cp_file(self._path(source), self._path(target))
+        self._require_size(target, self.fs.info(self._path(source))["size"])
 
-        Raises:
-            StorageError: it cannot be read or written.
-        """
-
-        def cp() -> None:
-            self._make_parent(target)
-            self.fs.cp_file(self._path(source), self._path(target))
-            self._require_size(target, self.fs.info(self._path(source))["size"])
-
-        self.retry(cp)
-
+    @_retried
     def delete(self, name: str) -> None:
-        """Delete an object, if it exists.
+        """Delete an object, if it exists."""
+        try:
+            self.fs.rm_file(self._path(name))
+        except FileNotFoundError as error:
+            _missing(error, None)
 
-        Raises:
-            StorageError: it cannot be deleted.
-        """
-
-        def remove() -> None:
-            try:
-                self.fs.rm_file(self._path(name))
-            except FileNotFoundError as error:
-                if _code(error)[0] == "NoSuchBucket":
-                    raise
-
-        self.retry(remove)
-
+    @_retried
     def exists(self, name: str) -> bool:
-        """Whether there is such an object.
-
-        Raises:
-            StorageError: that cannot be found out.
-        """
-
-        def look() -> bool:
-            try:
-                return self.fs.info(self._path(name))["type"] == "file"
-            except FileNotFoundError:
-                return False
-
-        return self.retry(look)
+        """Whether there is such an object."""
+        try:
+            return self.fs.info(self._path(name))["type"] == "file"
+        except FileNotFoundError:
+            return False
 
     # ---- folders
 
+    @_retried
     def entries(self, folder: str = "") -> dict[str, bool]:
-        """Return the names in a folder, and whether each is a folder itself; nothing if there is no such folder.
-
-        Raises:
-            StorageError: it cannot be listed.
-        """
-
-        def ls() -> dict[str, bool]:
-            try:
-                found = self.fs.ls(self._path(folder), detail=True)
-            except FileNotFoundError as error:
-                if _code(error)[0] == "NoSuchBucket":
-                    raise
-                return {}
-            named = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in found}
-            return {name: entry["type"] == "directory" for name, entry in sorted(named.items()) if name}
-
-        return self.retry(ls)
+        """Return the names in a folder, and whether each is a folder itself; nothing if there is no such folder."""
+        try:
+            entries = self.fs.ls(self._path(folder), detail=True)
+        except FileNotFoundError as error:
+            return _missing(error, {})
+        by_name = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in entries}
+        return {name: entry["type"] == "directory" for name, entry in sorted(by_name.items()) if name}
 
     def files(self, folder: str) -> Iterator[str]:
-        """Yield all objects below a folder, by names relative to it.
-
-        Raises:
-            StorageError: it cannot be listed.
-        """
+        """Yield all objects below a folder, by names relative to it."""
         for name, is_folder in self.entries(folder).items():
             if is_folder:
                 yield from (f"{name}/{inner}" for inner in self.files(f"{folder}/{name}".lstrip("/")))
@@ -199,20 +184,10 @@ class Storage:
                 yield name
 
     def delete_empty(self, folder: str) -> None:
-        """Delete a folder without objects, where the storage has folders of its own."""
+        """Delete a folder without objects, where the storage has real folders."""
         if self.has_folders:
             with suppress(FileNotFoundError):
                 self.fs.rm(self._path(folder), recursive=True)
-
-    # ---- requests
-
-    def retry(self, request: Callable[[], T]) -> T:
-        """Return what a request returns, repeated after failures that may pass: exponential backoff with jitter.
-
-        Raises:
-            StorageError: it failed for good.
-        """
-        return retry(request, self.url, self.attempts, self.closed)
 
     def probe(self) -> None:
         """Write, read, list and delete a small object, as the run will."""
@@ -236,33 +211,16 @@ class Storage:
             self.fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
     def _require_size(self, name: str, size: int) -> None:
-        found = self.fs.info(self._path(name))["size"]
-        if found != size:
-            raise ConnectionError(f"{found:,} of {size:,} bytes of {name} have arrived")
+        written = self.fs.info(self._path(name))["size"]
+        if written != size:
+            raise ConnectionError(f"{written:,} of {size:,} bytes of {name} have arrived")
 
 
-def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, closed: threading.Event | None = None) -> T:
-    """Return what a request returns, repeated after failures that may pass: exponential backoff with jitter.
-
-    Args:
-        request: To the storage.
-        url: Of what it asks for, for the message.
-        attempts: At most so many.
-        closed: Ends waiting between attempts.
-
-    Raises:
-        StorageError: it failed for good.
-    """
-    closed = closed or threading.Event()
-    for attempt in range(attempts):
-        try:
-            return request()
-        except Exception as error:
-            reason, may_pass = describe(error, url)
-            if not may_pass or attempt + 1 == attempts or closed.is_set():
-                raise StorageError(reason) from error
-            closed.wait(min(MAX_DELAY, FIRST_DELAY * 2**attempt) * _jitter.uniform(0.5, 1))
-    raise AssertionError
+def _missing(error: FileNotFoundError, value: T) -> T:
+    """Return ``value`` for a missing object; a missing bucket is an error."""
+    if _code(error)[0] == "NoSuchBucket":
+        raise error
+    return value
 
 
 def _connect(url: str, flag: str) -> Any:

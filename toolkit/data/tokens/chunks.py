@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import hashlib
-import json
 import os
 import weakref
 import zlib
@@ -22,6 +21,7 @@ import numpy as np
 
 from toolkit.data.cache import PIECES
 from toolkit.errors import DataError
+from toolkit.io.safe_parse import read_json
 
 INDEX = "index.json"
 PIECE = 1 << 16  # values per checksum: with uint16 as many bytes as Linux reads ahead
@@ -205,7 +205,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} contains no {INDEX}")
     index = None
     with contextlib.suppress(ValueError):
-        index = json.loads(path.read_bytes())
+        index = read_json(path)
     if not isinstance(index, dict) or not isinstance(index.get("config"), dict):
         raise ValueError(f"{path} is not an index of LitData chunks")
     chunks = index.get("chunks")
