@@ -52,12 +52,7 @@ class Timeouts(NamedTuple):
 
 @contextmanager
 def launch_processes(fabric: Fabric, world: WorldInfo, timeouts: Timeouts) -> Iterator[RunGroup]:
-    """Launch the processes of a run. They end together, with one message and the exit code of the root cause.
-
-    Raises:
-        PeerLostError: another process exited or does not respond.
-        PeerShutdownError: another process reports why the run ends.
-    """
+    """Launch the processes of a run. They end together, with one message and the exit code of the root cause."""
     fabric.launch()
     group = RunGroup(fabric, world, timeouts)
     if world.world_size == 1:
@@ -96,17 +91,17 @@ class RunGroup:
             why = first_line(error)
             raise UserError(f"{address}: not usable ({why}); use a free port of the first node") from None
         name = name_run(next(_runs))
-        self._store = own = dist.PrefixStore(name, store)
+        self._store = store = dist.PrefixStore(name, store)
         # A separate connection: the process group blocks the other one while it waits for a key.
         self.shutdown.store = dist.PrefixStore(name, open_store(host, port, self.timeouts.first, is_host=False))
-        if self._query_store(lambda: own.add(f"claimed/{rank}", 1)) > 1:
+        if self._query_store(lambda: store.add(f"claimed/{rank}", 1)) > 1:
             raise UserError(
                 f"NODE_RANK {self.world.node_rank}: another process is also rank {rank}; number the nodes from 0"
             )
         what = "for all processes to start"
         if rank != 0:
             self._wait_for(lifeline.ADDRESS, what)
-        self.shutdown.lifeline = self._query_store(lambda: Lifeline(own, host, port, rank))
+        self.shutdown.lifeline = self._query_store(lambda: Lifeline(store, host, port, rank))
         try:
             self._roll_call("here", what)
         except TimeoutError as error:
@@ -127,11 +122,7 @@ class RunGroup:
         return value
 
     def init_process_group(self) -> None:
-        """Create the process group.
-
-        Raises:
-            PeerLostError: a rank does not arrive within the timeout.
-        """
+        """Create the process group when all ranks have arrived."""
         lifeline = self.shutdown.lifeline
         if self.world.world_size == 1 and isinstance(self.fabric.strategy, ParallelStrategy):
             if not ranks.is_distributed():  # FSDP over one rank
@@ -144,10 +135,8 @@ class RunGroup:
         try:  # torch's own wait does not detect a failed rank
             self._roll_call("ready", "for all ranks to have the data")
         except TimeoutError as error:
-            minutes = self.timeouts.first / 60
-            raise PeerLostError(
-                f"no answer from {error} for {minutes:g} minutes; raise --timeout if it needs longer"
-            ) from None
+            waited = f"for {self.timeouts.first / 60:g} minutes"
+            raise PeerLostError(f"no answer from {error} {waited}; raise --timeout if it needs longer") from None
         lifeline.is_watching = False
         rank, size = self.world.global_rank, self.world.world_size
         if not ranks.is_distributed():
@@ -200,7 +189,7 @@ class RunGroup:
         return False
 
     def _query_store(self, query: Callable[[], T]) -> T:
-        """Run a store query."""
+        """Run a store query; torch's client alone would wait forever for a dead store."""
         try:
             return within(self.timeouts.first, query)
         except TimeoutError:

@@ -10,9 +10,8 @@ import ipaddress
 import selectors
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -39,11 +38,12 @@ class Lifeline:
         """Set to False when the process group takes over; later exits are not recorded."""
         self._closed = threading.Event()
         connection = _listen(store, host, port) if rank == 0 else _connect(store, host, rank)
-        watch: Callable[[socket.socket], None] = self._watch_peers if rank == 0 else self._watch_rank0
         if connection is not None:
+            watch = self._watch_peers if rank == 0 else self._watch_rank0
             threading.Thread(target=watch, args=[connection], daemon=True).start()
 
     def close(self) -> None:
+        """Close rank 0's connections, which ends the threads of all ranks."""
         self._closed.set()
 
     def _mark_lost(self, rank: int) -> None:
@@ -51,42 +51,29 @@ class Lifeline:
             self.lost.add(rank)
 
     def _watch_peers(self, server: socket.socket) -> None:
-        rank_of: dict[socket.socket, int] = {}
+        rank_of: dict[Any, int] = {}
         with selectors.DefaultSelector() as selector:
-            selector.register(server, selectors.EVENT_READ, server)
+            selector.register(server, selectors.EVENT_READ)
             while not self._closed.is_set():
                 for key, _ in selector.select(timeout=0.5):
-                    peer: socket.socket = key.data
+                    peer: Any = key.fileobj
                     if peer is server:
                         with suppress(OSError):  # the peer may have disconnected already
-                            connection = _keep_alive(server.accept()[0])
-                            selector.register(connection, selectors.EVENT_READ, connection)
-                        continue
-                    data = b""
-                    with suppress(OSError):
-                        data = peer.recv(4)
-                    if data:  # the first message is the peer's rank
+                            selector.register(_keep_alive(server.accept()[0]), selectors.EVENT_READ)
+                    elif data := _receive(peer):  # the first message is the peer's rank
                         rank_of.setdefault(peer, int.from_bytes(data, "big"))
-                        continue
-                    selector.unregister(peer)
-                    peer.close()
-                    if peer in rank_of:
-                        self._mark_lost(rank_of[peer])
+                    else:
+                        selector.unregister(peer)
+                        peer.close()
+                        if peer in rank_of:
+                            self._mark_lost(rank_of[peer])
             for key in list(selector.get_map().values()):
-                key.data.close()
+                key.fileobj.close()  # type: ignore[union-attr]
 
     def _watch_rank0(self, connection: socket.socket) -> None:
         with connection:
-            connection.settimeout(0.5)
-            while not self._closed.is_set():
-                try:
-                    if not connection.recv(1):
-                        break
-                except TimeoutError:
-                    continue
-                except OSError:
-                    break
-            self._mark_lost(0)
+            _receive(connection)  # returns when rank 0 exits or closes the connection
+        self._mark_lost(0)
 
 
 def _listen(store: Store, host: str, port: int) -> socket.socket | None:
@@ -114,7 +101,16 @@ def _connect(store: Store, host: str, rank: int) -> socket.socket | None:
         connection.sendall(rank.to_bytes(4, "big"))
     except OSError:
         return None
+    connection.settimeout(None)
     return connection
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """Return a message, or nothing if the process at the other end has exited."""
+    try:
+        return connection.recv(4)
+    except OSError:
+        return b""
 
 
 def _keep_alive(connection: socket.socket) -> socket.socket:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
+from toolkit.distributed.rendezvous import run_in_thread
 from toolkit.errors import PeerLostError, join_first
 from toolkit.private_torch import set_group_timeouts
 
@@ -47,15 +47,15 @@ def all_reduce_sum(**values: int) -> dict[str, int]:
     return all_reduce_and_gather((), **values)[0]
 
 
-def all_reduce_and_gather(own: Sequence[int], **values: int) -> tuple[dict[str, int], list[list[int]]]:
-    """Sum each value over all ranks, and gather the numbers ``own`` of every rank, in one collective.
+def all_reduce_and_gather(numbers: Sequence[int], **values: int) -> tuple[dict[str, int], list[list[int]]]:
+    """Sum each value over all ranks, and gather the ``numbers`` of every rank, in one collective.
 
     Each rank adds its numbers at its place among zeros: 16 kB for two numbers on 1,024 ranks.
     """
     if not is_distributed():
-        return values, [list(own)]
-    gathered = torch.zeros(world_size(), len(own), dtype=torch.int64)
-    gathered[global_rank()] = torch.tensor(own, dtype=torch.int64)
+        return values, [list(numbers)]
+    gathered = torch.zeros(world_size(), len(numbers), dtype=torch.int64)
+    gathered[global_rank()] = torch.tensor(numbers, dtype=torch.int64)
     packed = torch.cat([torch.tensor(list(values.values()), dtype=torch.int64), gathered.flatten()])
     dist.all_reduce(packed)
     sums, everywhere = packed[: len(values)].tolist(), packed[len(values) :].view_as(gathered).tolist()
@@ -71,11 +71,10 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 def broadcast_from_rank0(value: T | None) -> T:
     """Return rank 0's value on every rank; the others may pass None."""
-    box: list[Any] = [value]
-    if not is_distributed():
-        return box[0]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
+    values: list[Any] = [value]
+    if is_distributed():
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    return values[0]
 
 
 def all_gather_object(value: T) -> list[T]:
@@ -97,7 +96,7 @@ def rank_print(*message: object, rank: int | None = None) -> None:
     """
     here = global_rank() if is_distributed() else _announced_rank()
     if rank is None or rank == here:
-        # a single write, so that concurrent lines of several ranks do not mix
+        # a single write, because concurrent lines of several ranks would mix
         sys.stdout.write(" ".join([f"[rank {here}]", *map(str, message)]) + "\n")
         sys.stdout.flush()
 
@@ -136,11 +135,11 @@ def extended_timeout(seconds: float, otherwise: float) -> Iterator[None]:
 def wait_for_all(is_done: Callable[[float], bool], on_heartbeat: Callable[[list[int]], None]) -> None:
     """Wait without limit until the work of every rank is done; every rank calls this.
 
-    The ranks exchange heartbeats meanwhile, so that the timeout ends only the wait for a rank that does not respond.
+    The ranks exchange heartbeats meanwhile: the timeout ends only the wait for a rank that does not respond.
 
     Args:
-        is_done: Returns whether this rank's work is done; may wait for it, but only the seconds that it gets.
-        on_heartbeat: Gets the ranks whose work is not done, after each heartbeat.
+        is_done: Returns whether this rank's work is done, after waiting for at most the given seconds.
+        on_heartbeat: Called after each heartbeat with the ranks whose work is not done.
     """
     while True:
         _, done = all_reduce_and_gather([int(is_done(min(5.0, _timeout / 4)))])
@@ -157,15 +156,7 @@ def run_with_heartbeat(function: Callable[[], T], on_heartbeat: Callable[[list[i
     """
     if world_size() == 1:
         return function()
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="disk").start()
+    future = run_in_thread(function, name="disk")
     wait_for_all(lambda seconds: bool(wait([future], seconds).done), on_heartbeat)
     return future.result()
 

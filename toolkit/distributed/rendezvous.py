@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import queue
 import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -33,28 +33,30 @@ STARTUP_TIMEOUT_S = 60.0  # seconds a process of this run may take to start, reg
 CONNECT_TIMEOUT_S = 10.0  # seconds a failed process tries to reach the store before it prints its message
 
 
+def run_in_thread(function: Callable[[], T], name: str | None = None, daemon: bool = False) -> Future[T]:
+    """Call a function in a new thread. A daemon thread does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return future
+
+
 def within(seconds: float, function: Callable[[], T]) -> T:
     """Call ``function`` in a thread with a timeout; torch's store client would wait forever for a dead store.
 
     Raises:
         TimeoutError: it did not return within ``seconds``; the thread keeps running.
     """
-    results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((function(), None))
-        except BaseException as error:
-            results.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        value, error = results.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError("no answer") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
+    result = run_in_thread(function, daemon=True)
+    if not wait([result], seconds).done:
+        raise TimeoutError("no answer")
+    return result.result()
 
 
 def open_store(host: str, port: int, seconds: float, is_host: bool) -> Store:

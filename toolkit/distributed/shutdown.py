@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import distributed as dist
 
@@ -35,38 +35,22 @@ children: list[subprocess.Popen] = []
 class ShutdownCoordinator:
     """One process's side of the coordinated shutdown.
 
-    Args:
-        world: The processes of the run.
+    Attributes:
+        lifeline: Connections to rank 0, from the rendezvous until the process group exists.
+        store: Where ranks publish errors, from the rendezvous on.
     """
-
-    lifeline: Lifeline | None = None
-    """Connections to rank 0, from the rendezvous until the process group exists."""
 
     def __init__(self, world: WorldInfo) -> None:
         self.world = world
-        self._store: dist.Store | None = None
+        self.lifeline: Lifeline | None = None
+        self.store: Any = None
         self._started, self._done, self._peer_ended = threading.Event(), threading.Event(), threading.Event()
         self._others = range(1, world.world_size)
         self.resume_hint = lambda: "--resume auto continues from the latest checkpoint, if one was saved"
 
     @property
-    def store(self) -> dist.Store:
-        """Where ranks publish errors, from the rendezvous on.
-
-        Raises:
-            LookupError: before the rendezvous.
-        """
-        if self._store is None:
-            raise LookupError("no store before the rendezvous")
-        return self._store
-
-    @store.setter
-    def store(self, store: dist.Store) -> None:
-        self._store = store
-
-    @property
     def is_reporter(self) -> bool:
-        """Whether this process reports for its node when rank 0 cannot."""
+        """Whether this process prints messages for its node when rank 0 cannot."""
         return self.world.local_rank == 0 or self.world.global_rank == 1
 
     def peer_failed(self) -> bool:
@@ -78,11 +62,10 @@ class ShutdownCoordinator:
         if isinstance(error, PeerLostError) and error.__cause__ is not None:
             error = error.__cause__  # the root cause is on this rank
         self._started.set()
-        had_rendezvous = self._store is not None
         try:
             verdict = self._end_rank0(error) if self.world.global_rank == 0 else self._end_other(error)
         finally:
-            wait_for_children(EXIT_TIMEOUT_S if had_rendezvous else 0)
+            wait_for_children(EXIT_TIMEOUT_S if self.store is not None else 0)
             _kill_children()
             self._done.set()
         mark_reported(verdict)
@@ -120,7 +103,7 @@ class ShutdownCoordinator:
         verdict = self._read_rank0(2 * EXIT_TIMEOUT_S if is_expected else 1.0)
         if verdict is not None and (is_expected or verdict[1] == _text(error)):  # report a common error once
             return PeerShutdownError(verdict[0])
-        if self._store is None and self.world.local_rank != 0:  # before the rendezvous: one line per node
+        if self.store is None and self.world.local_rank != 0:  # before the rendezvous: one line per node
             return PeerShutdownError(getattr(error, "exit_code", 1))
         return error if is_own_error else self._rank0_lost()
 
@@ -129,25 +112,25 @@ class ShutdownCoordinator:
 
     def _root_cause(self, error: BaseException | None) -> PeerLostError:
         """Return why another rank ended: its own report, which may take a moment, or what this rank observes."""
-        deadline, left = time.monotonic() + EXIT_TIMEOUT_S / 2, []
+        deadline, ended = time.monotonic() + EXIT_TIMEOUT_S / 2, list[int]()
         while time.monotonic() < deadline:
             lost_peer = self._describe_lost_peer()
             with suppress(Exception):
-                left = [rank for rank in self._others if self.store.check([f"left/{rank}"])]
+                ended = [rank for rank in self._others if self.store.check([f"left/{rank}"])]
                 failed = [FAILED] if self.store.check([FAILED]) else []
-                for code, text in [self._read(key) for key in failed + [f"left/{rank}" for rank in left]]:
+                for code, text in [self._read(key) for key in failed + [f"left/{rank}" for rank in ended]]:
                     if text:
                         cause = PeerLostError(text)
                         cause.exit_code = code
                         return cause
-            if lost_peer or len(left) == len(self._others):
+            if lost_peer or len(ended) == len(self._others):
                 break
             time.sleep(0.05)
         if lost_peer := self._describe_lost_peer():
             return PeerLostError(lost_peer)
         if isinstance(error, PeerLostError):
             return error
-        names = name_ranks([rank for rank in self._others if rank not in left] or self._others)
+        names = name_ranks([rank for rank in self._others if rank not in ended] or self._others)
         if "imed out" in str(error):
             return PeerLostError(f"no answer from {names} for {ranks.timeout() / 60:g} minutes (--timeout){_ABORTING}")
         return PeerLostError(f"lost contact with {names}{_ABORTING}")
@@ -176,8 +159,8 @@ class ShutdownCoordinator:
     def _listen(self) -> None:
         """Detect that another node has ended. In its own thread, because an unresponsive store blocks the caller."""
         while not self._done.wait(0.5) and not self._peer_ended.is_set():
-            with suppress(Exception):  # a lost store is reported where it is needed
-                if self._store is not None and self._store.check(["ended"]):
+            with suppress(Exception):  # there is no store yet; a lost one is reported where it is needed
+                if self.store.check(["ended"]):
                     self._peer_ended.set()
 
     def done(self) -> None:
