@@ -36,8 +36,7 @@ from torch.optim import Optimizer
 from toolkit.config import FSDPArgs, Precision
 from toolkit.distributed.private_lightning import AccumulateInFP32, ReduceEachMicroBatch
 from toolkit.distributed.ranks import sum_over_ranks, world_size
-from toolkit.distributed.units import unit_precision
-from toolkit.distributed.wrap import plan_units
+from toolkit.distributed.units import plan_units, unit_precision
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 from toolkit.private_torch import (

@@ -1,14 +1,133 @@
-"""Dtypes of FSDP units. Does not import Lightning, which is slow to import."""
+"""Units of FSDP: modules whose weights are gathered together, and their dtypes. Does not import Lightning.
+
+The units are a function of the options and the model, which may be on the meta device: ``toolkit plan``, the run's
+message and FSDP have the same ones.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections import Counter
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from toolkit.config import Dtype, FSDPArgs, Precision
+from toolkit.config import AUTO, Dtype, FSDPArgs, Precision
 from toolkit.distributed.device import DTYPES
+from toolkit.errors import UserError, did_you_mean
+from toolkit.models.attention import CausalSelfAttention
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.latent_attention import LatentAttention
+from toolkit.models.mlp import GptNeoxMLP, LLaMAMLP
+from toolkit.models.moe import Experts, LLaMAMoE
+
+MIN_NUM_PARAMS = 100_000_000
+"""``FSDPArgs.min_num_params`` auto, as in torch."""
+
+GPT_UNITS = (Block, CausalSelfAttention, LatentAttention, LLaMAMLP, GptNeoxMLP, LLaMAMoE, Experts)
+"""The parts of GPT that may be units. The loss uses the head's weights outside the head's forward, and the embedding is
+gathered in fp32."""
+
+LOSS_WRAPPER_PREFIX = "module"
+"""Name of a user-provided model in :class:`toolkit.models.loss_wrapper.LossWrapper`."""
+
+
+class Unit(NamedTuple):
+    """A unit; the root unit has the name "". The forward of ``module`` gathers it.
+
+    ``parameters`` are the module's, without the parameters of units inside it.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: list[nn.Parameter]
+
+    @property
+    def size(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+    def is_inside(self, other: Unit) -> bool:
+        return self.name.startswith(f"{other.name}.")
+
+
+def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[nn.Module], ...]) -> list[Unit]:
+    """Return the units in the order of the modules, the root first."""
+    if options.auto_wrap == "block":
+        names = {name for name, part in module.named_modules() if isinstance(part, block_classes)}
+    elif options.auto_wrap == "class":
+        classes = options.wrap_classes or []
+        names = _by_class(module, re.split(r",\s*", classes) if isinstance(classes, str) else classes)
+    else:
+        names = _by_size(module, _min_num_params(options))
+    units = {name: Unit(name, part, []) for name, part in module.named_modules() if name in names or not name}
+    for name, parameter in module.named_parameters():
+        owner = name
+        while owner not in units:
+            owner = owner.rpartition(".")[0]
+        units[owner].parameters.append(parameter)
+    return list(units.values())
+
+
+def _candidates(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that may be units, by name: not the model, containers, or what shares weights with others."""
+    parts = {
+        name: part
+        for name, part in module.named_modules()
+        if type(part).forward is not nn.Module.forward and name not in ("", LOSS_WRAPPER_PREFIX)
+    }
+    if isinstance(module, GPT):
+        return {name: part for name, part in parts.items() if isinstance(part, GPT_UNITS)}
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+    def has_own_weights(part: nn.Module) -> bool:
+        inside = Counter(id(p) for _, p in part.named_parameters(remove_duplicate=False))
+        return all(uses[parameter] == count for parameter, count in inside.items())
+
+    return {name: part for name, part in parts.items() if has_own_weights(part)}
+
+
+def _by_class(module: nn.Module, names: list[str]) -> set[str]:
+    candidates = _candidates(module)
+    valid_names = dict.fromkeys(type(part).__name__ for part in candidates.values())
+    for name in names:
+        if name not in valid_names:
+            is_present = any(type(part).__name__ == name for part in module.modules())
+            why = "this part cannot be a unit" if is_present else "the model has no part of this class"
+            hint = did_you_mean(name, valid_names) or f"; use some of {', '.join(valid_names)}"
+            raise UserError(f"--fsdp.wrap_classes {name}: {why}{hint}")
+    return {name for name, part in candidates.items() if type(part).__name__ in names}
+
+
+def _by_size(module: nn.Module, min_num_params: int) -> set[str]:
+    """Return the modules with enough parameters, without those of inner units, as torch's policy does."""
+    candidates, sizes = _candidates(module), Counter[str]()
+    names: set[str] = set()
+    for name, part in reversed(list(module.named_modules())):  # inner modules before outer ones
+        sizes[name] += sum(p.numel() for p in part.parameters(recurse=False))
+        if name in candidates and sizes[name] >= min_num_params:
+            names.add(name)
+        elif name:
+            sizes[name.rpartition(".")[0]] += sizes[name]
+    return names
+
+
+def _min_num_params(options: FSDPArgs) -> int:
+    return MIN_NUM_PARAMS if options.min_num_params == AUTO else options.min_num_params
+
+
+def describe_units(units: list[Unit], options: FSDPArgs) -> str:
+    """Return the wrap plan in words: ``2 x Block, 3,072 parameters each; root 4,096``."""
+    counts = Counter((type(unit.module).__name__, unit.size) for unit in units[1:])
+    parts = [f"{n} x {name}, {size:,} parameters each" for (name, size), n in counts.items()]
+    if len(units) > 1:
+        return "; ".join([*parts, f"root, {units[0].size:,}"])
+    text = f"root, {units[0].size:,} parameters"
+    if options.auto_wrap == "size":
+        threshold = f"--fsdp.min_num_params {_min_num_params(options):,}"
+        text += f"; {threshold} wraps nothing, so that all weights are gathered at once"
+    return text
 
 
 def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecision | None, MixedPrecision | None]:
@@ -17,8 +136,7 @@ def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecis
     Inputs are not cast: the residual stream keeps the same dtype as on one device.
     """
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
-    given = (options.param_dtype, options.reduce_dtype, options.buffer_dtype)
-    if mixed is None and set(given) == {"auto"}:
+    if mixed is None and {options.param_dtype, options.reduce_dtype, options.buffer_dtype} == {"auto"}:
         return None, None
     default = None if mixed is None else torch.float32
 

@@ -109,15 +109,15 @@ def cluster_environment(world: WorldInfo) -> ClusterEnvironment:
 def _read_torchrun(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -> WorldInfo:
     world_size, per_node = _number("WORLD_SIZE", environ, 1), _number("LOCAL_WORLD_SIZE", environ, 1)
     nodes = world_size // per_node
-    found = f"torchrun started {_count(per_node, 'process', 'processes')} on this node (LOCAL_WORLD_SIZE={per_node})"
+    started = f"torchrun started {_count(per_node, 'process', 'processes')} on this node (LOCAL_WORLD_SIZE={per_node})"
     if world_size % per_node or nodes != _number("GROUP_WORLD_SIZE", environ, 1, default=nodes):
-        raise UserError(f"WORLD_SIZE={world_size}: {found}; use the same torchrun --nproc_per_node on every node")
+        raise UserError(f"WORLD_SIZE={world_size}: {started}; use the same torchrun --nproc_per_node on every node")
     if devices not in (AUTO, per_node):
-        raise UserError(f"--devices {devices}: {found}; drop --devices, or use torchrun --nproc_per_node {devices}")
+        raise UserError(f"--devices {devices}: {started}; drop --devices, or use torchrun --nproc_per_node {devices}")
     if num_nodes not in (AUTO, nodes):
         raise UserError(
-            f"--num_nodes {num_nodes}: {found} of {world_size} (WORLD_SIZE={world_size}), so on {_count(nodes, 'node')}"
-            f"; drop --num_nodes, or use torchrun --nnodes {num_nodes}"
+            f"--num_nodes {num_nodes}: {started} of {world_size} (WORLD_SIZE={world_size}), so on "
+            f"{_count(nodes, 'node')}; drop --num_nodes, or use torchrun --nnodes {num_nodes}"
         )
     local_rank = _number("LOCAL_RANK", environ, 0, below=per_node)
     node_rank = _number("GROUP_RANK", environ, 0, below=nodes, default=0 if nodes == 1 else None)
@@ -125,14 +125,14 @@ def _read_torchrun(devices: int | Auto, num_nodes: int | Auto, environ: Environ)
 
 
 def _is_slurm_task(environ: Environ) -> bool:
-    """Whether SLURM set this process's rank; a LOCAL_RANK that differs belongs to a launcher inside the task."""
+    """Whether SLURM set this process's rank. A LOCAL_RANK that differs is set by a launcher inside the task."""
     if not {"SLURM_NTASKS", "SLURM_PROCID"} <= environ.keys():
         return False
     if environ.get("LOCAL_RANK") not in (None, environ.get("SLURM_LOCALID")):
         return False
-    if (name := environ.get("SLURM_JOB_NAME")) not in ("bash", "interactive"):
-        return True
-    if "SLURM_STEP_ID" in environ and "SLURM_PTY_PORT" not in environ:  # srun inside a salloc job of that name
+    if (name := environ.get("SLURM_JOB_NAME")) not in ("bash", "interactive") or (
+        "SLURM_STEP_ID" in environ and "SLURM_PTY_PORT" not in environ  # srun inside a salloc job of that name
+    ):
         return True
     if _number("SLURM_PROCID", environ, 0) == 0:  # an interactive shell with all devices of the node
         return False
@@ -154,19 +154,19 @@ def _read_slurm(devices: int | Auto, num_nodes: int | Auto, available: int | Non
             "(or submit with --ntasks=1, so that one process starts the others of its node)"
         )
     variables = f"SLURM_NTASKS={tasks}, SLURM_NNODES={nodes}"
-    found = f"SLURM started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({variables})"
+    started = f"SLURM started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({variables})"
     if num_nodes not in (AUTO, nodes):
-        raise UserError(f"--num_nodes {num_nodes}: {found}; drop --num_nodes, or use srun --nodes {num_nodes}")
+        raise UserError(f"--num_nodes {num_nodes}: {started}; drop --num_nodes, or use srun --nodes {num_nodes}")
     if devices == AUTO:
         if tasks % nodes:
-            raise UserError(f"SLURM_NTASKS={tasks}: {found}, not the same number on each; use srun --ntasks-per-node")
+            raise UserError(f"SLURM_NTASKS={tasks}: {started}, not the same number on each; use srun --ntasks-per-node")
         devices = available if tasks == nodes and available else tasks // nodes
     if nodes > 1 and not any(environ.get(name) for name in ("MASTER_ADDR", *_NODE_LISTS)):
         raise UserError(f"SLURM_NNODES={nodes}: SLURM_JOB_NODELIST is not set; set MASTER_ADDR to the first node")
     if tasks == devices * nodes:
         return _slurm_task(devices, nodes, environ)
     if tasks != nodes:
-        raise UserError(f"--devices {devices}: {found}; drop --devices, or use srun --ntasks-per-node {devices}")
+        raise UserError(f"--devices {devices}: {started}; drop --devices, or use srun --ntasks-per-node {devices}")
     if "LOCAL_RANK" in environ:  # the first process of a node, after it launched the others
         return _read_manual(devices, nodes, environ)
     node_rank = _number("SLURM_NODEID", environ, 0, below=nodes)
@@ -282,7 +282,7 @@ def _number(name: str, environ: Environ, at_least: int, *, below: int | None = N
 
 
 def _count(count: int, one: str, many: str | None = None) -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
+    return f"{count} {one if count == 1 else (many or one + 's')}"
 
 
 def _slurm_environment(world: WorldInfo) -> ClusterEnvironment:

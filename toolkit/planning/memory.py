@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.distributed.units import unit_precision
-from toolkit.distributed.wrap import Unit, plan_units
+from toolkit.distributed.units import Unit, plan_units, unit_precision
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import StackedLinear

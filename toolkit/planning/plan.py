@@ -12,8 +12,8 @@ from typing import Any
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.config import TrainingCommand
 from toolkit.distributed.device import count_devices, precision_hint
+from toolkit.distributed.units import describe_units, plan_units
 from toolkit.distributed.world import detect_world
-from toolkit.distributed.wrap import describe_units, plan_units
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.distributed.device import precision_hint
-from toolkit.distributed.wrap import describe_units, plan_units
+from toolkit.distributed.units import describe_units, plan_units
 from toolkit.models.families import export_error
 from toolkit.optim.schedule import describe_scaling
 from toolkit.planning.resolve import ResolvedConfig

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.distributed.units import unit_precision
-from toolkit.distributed.wrap import Unit, plan_units
+from toolkit.distributed.units import Unit, plan_units, unit_precision
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.planning.memory import BYTES_4BIT, quantized_weights

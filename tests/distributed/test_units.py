@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from toolkit.config import FSDPArgs
-from toolkit.distributed.wrap import describe_units, plan_units
+from toolkit.distributed.units import describe_units, plan_units
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import Block, model_on_meta
