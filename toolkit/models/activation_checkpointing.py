@@ -1,7 +1,5 @@
 """Activation checkpointing: a block keeps little for the backward pass, which recomputes the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

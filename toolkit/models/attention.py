@@ -1,7 +1,5 @@
 """Causal self-attention: grouped-query attention, fused QKV projection, optional KV cache."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

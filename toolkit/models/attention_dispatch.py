@@ -1,7 +1,5 @@
 """Which attention kernel a model uses, after a self-check on the device: values and gradients against masks."""
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

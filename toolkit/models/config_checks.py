@@ -1,7 +1,5 @@
 """Validation of the single values of a ModelConfig: types, ranges, RoPE scaling. Errors are one line with the flag."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

@@ -12,8 +12,6 @@ the cap, 1 - tanh^2. Their arguments:
     dtype: Of the gradient; None computes no gradient.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import warnings

@@ -1,7 +1,5 @@
 """The model: embedding, blocks, norm, head. Weights have LitGPT's names, so that its checkpoints load unchanged."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, cast
 
 import torch

@@ -12,8 +12,6 @@ Means are zero. The scheme is GPT-2's (Radford et al. 2019, section 2.3, and its
 head is initialized under the embedding's name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """KV cache: keys and values of the previous tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

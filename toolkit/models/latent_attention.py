@@ -13,8 +13,6 @@ cached. Queries may be projected from a low-rank latent, too.
 | ``attn.proj.weight`` | (n_embd, n_head * v_head_dim) |
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """A linear layer with a 4-bit weight, with or without adapters. Needs bitsandbytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Low-rank adapters in a GPT: where they are, and their initial values. See ``lora_layers.py`` for the layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """User-provided models: adapt their forward to return a loss, and find their blocks."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from typing import Any

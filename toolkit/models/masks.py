@@ -4,8 +4,6 @@ Where causal attention or no mask is equivalent, no mask is built: that is the k
 kernel of :mod:`toolkit.models.attention_kernels` is used.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

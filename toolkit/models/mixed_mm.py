@@ -1,7 +1,5 @@
 """Matrix products of 16-bit factors with fp32 results, where the device has them."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

@@ -1,7 +1,5 @@
 """The dense MLPs of a block: (..., n_embd) -> (..., n_embd)."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Normalization layers: torch's, Gemma's RMSNorm with offset, and LayerNorm per head."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

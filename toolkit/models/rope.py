@@ -5,8 +5,6 @@ remaining dimensions are unchanged. Angles, cosines and sines are fp32 for any m
 that ``.to(bf16)``, the meta device and FSDP do not change them.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -8,8 +8,6 @@ may also have ``MODEL``, the path of a class derived from GPT, and ``validate(co
 invalid ``ModelConfig.family_options``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any

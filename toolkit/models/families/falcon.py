@@ -5,8 +5,6 @@ Falcon 3 has model_type llama: see llama.py.
 Sources of the named configurations: LitGPT; tied embeddings: the default of transformers' ``FalconConfig``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -34,7 +32,6 @@ ALIASES = {
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "falcon"."""
     hf_config.require_hf(config_json, activation=("gelu",), alibi=(False,), bias=(False,), parallel_attn=(True,))
     n_head, new = config_json["num_attention_heads"], config_json.get("new_decoder_architecture", False)
     groups = 1 if config_json.get("multi_query", True) else n_head
@@ -50,7 +47,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     shared, new = config.shared_attention_norm, _is_new(config)
     return hf_config.write_common(config, "FalconForCausalLM") | {
         "activation": "gelu",
@@ -80,7 +76,6 @@ def _is_new(config: ModelConfig) -> bool:
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
     by_group = tables.interleave_groups(config.n_head, config.n_query_groups, config.head_size)
     maps = tables.embedding_and_head(config, "transformer.word_embeddings.weight", "lm_head")
     for i in range(config.n_layer):
@@ -99,5 +94,4 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def check(config: ModelConfig) -> None:
-    """Check that FalconForCausalLM can express the config."""
     hf_config.require_llama(config, free=("shared_attention_norm",), has_head_dim=False, **_FIXED)

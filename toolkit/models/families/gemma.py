@@ -10,8 +10,6 @@ transformers; tied embeddings and the code and shield models: KerasHub's presets
 excludes the 64 image tokens of the multimodal models.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -79,7 +77,6 @@ _ACTS = ("gelu", "gelu_pytorch_tanh")  # Gemma 1's files specify gelu and mean i
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from a ``config.json`` with ``model_type`` "gemma", "gemma2" or "gemma3_text"."""
     kind = config_json["model_type"]
     allowed = _ACTS if kind == "gemma" else _ACTS[1:]
     acts = {"hidden_activation": (*allowed, None)} | ({"hidden_act": allowed} if kind == "gemma" else {})
@@ -123,7 +120,6 @@ def is_unused(name: str, config: ModelConfig) -> bool:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     other: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if config.family != "gemma":
         other |= {
@@ -142,7 +138,6 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that the family's Hugging Face class can express the config."""
     later, is_v3 = config.family != "gemma", config.family == "gemma3_text"
     free = (*hf_config.LAYERED_WINDOWS, "final_logit_softcapping", "attention_scores_scalar") if later else ()
     # transformers' Gemma 3 reads the soft cap of scores but does not apply it

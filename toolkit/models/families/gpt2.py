@@ -4,8 +4,6 @@ Sources of the named configurations: the ``config.json`` files of the Hugging Fa
 and ``mingpt/model.py`` of karpathy/minGPT.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -56,7 +54,6 @@ _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt2"."""
     disabled = dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,))
     hf_config.require_hf(config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,), **disabled)
     # transformers gives these aliases precedence
@@ -75,7 +72,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     return hf_config.write_common(config, "GPT2LMHeadModel") | {
         "activation_function": "gelu_new" if config.gelu_approximate == "tanh" else "gelu",
         "attn_pdrop": 0.0,
@@ -91,7 +87,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
     transposed = tables.transpose()
     maps = tables.embedding_and_head(config, "transformer.wte.weight", "lm_head")
     maps.append(tables.one_to_one("transformer.wpe.weight", "transformer.wpe.weight"))
@@ -107,6 +102,5 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def check(config: ModelConfig) -> None:
-    """Check that GPT2LMHeadModel can express the config."""
     free = ("gelu_approximate",)
     hf_config.require_llama(config, free=free, has_head_dim=False, n_query_groups=config.n_head, **_FIXED)

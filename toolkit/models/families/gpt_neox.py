@@ -5,8 +5,6 @@ StableCode: LitGPT; Dolly and RedPajama: LitGPT before it dropped them (commit e
 transformers' ``GPTNeoXConfig``, which stand for it, and the activation of its ``config.json``.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -66,7 +64,6 @@ _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_neox"."""
     hf_config.require_hf(config_json, hidden_act=tuple(_GELU), attention_bias=(True,))
     fields = hf_config.read_decoder(config_json, vocab_size=50432, block_size=2048, **hf_config.LAYER_NORM)
     fields |= hf_rope.read_rope(config_json, theta="rotary_emb_base", partial="rotary_pct", default_partial=0.25)
@@ -79,7 +76,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     return hf_config.write_common(config, "GPTNeoXForCausalLM") | {
         "attention_bias": True,
         "attention_dropout": 0.0,
@@ -99,7 +95,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
     per_head = tables.interleave_groups(config.n_head, config.n_head, config.head_size)
     maps = tables.embedding_and_head(config, "gpt_neox.embed_in.weight", "embed_out")
     for i in range(config.n_layer):
@@ -117,6 +112,5 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def check(config: ModelConfig) -> None:
-    """Check that GPTNeoXForCausalLM can express the config."""
     free = ("parallel_residual", "rotary_percentage", "gelu_approximate")
     hf_config.require_llama(config, free=free, has_head_dim=False, n_query_groups=config.n_head, **_FIXED)

@@ -5,8 +5,6 @@ Sources of the named configurations: the ``config.json`` of openai/gpt-oss-20b, 
 openai/gpt-oss-120b's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -47,7 +45,6 @@ ALIASES: dict[str, str] = {}
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_oss"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(True,), swiglu_alpha=(1.702,))
     config_json = _DEFAULTS | config_json
     if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
@@ -68,7 +65,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     scaling = hf_config.write_rope_scaling(config) or {"rope_type": "default"}
     values = {
         "intermediate_size": config.expert_size,
@@ -85,7 +81,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
     sinks = [
         tables.one_to_one(f"transformer.h.{i}.attn.sinks", f"model.layers.{i}.self_attn.sinks")
         for i in range(config.n_layer)
@@ -106,7 +101,6 @@ def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMap
 
 
 def check(config: ModelConfig) -> None:
-    """Check that GptOssForCausalLM can express the config."""
     hf_config.require_llama(config, free=(*hf_config.LAYERED_WINDOWS, "swiglu_limit"), **_FIXED)
     if config.swiglu_limit is None:
         hf_config.require(config, swiglu_limit="a number")

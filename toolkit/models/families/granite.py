@@ -3,8 +3,6 @@
 Source of the named configuration: the Foundation Model Stack (``fms/models/granite.py``).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -25,7 +23,6 @@ _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multip
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "granite"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     fields = hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048)
     fields |= {name: float(config_json.get(name, 1.0)) for name in _MULTIPLIERS}
@@ -33,7 +30,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     multipliers = {name: getattr(config, name) for name in _MULTIPLIERS}
     multipliers["attention_multiplier"] = config.attention_scale
     return hf_config.write_decoder(config, "GraniteForCausalLM", mlp_bias=config.bias, **multipliers)
@@ -43,5 +39,4 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that GraniteForCausalLM can express the config."""
     hf_config.require_llama(config, free=(*_MULTIPLIERS, "bias", "attention_scores_scalar"), has_head_dim=False)

@@ -1,7 +1,5 @@
 """Shared helpers of the families to convert between ``config.json`` and ModelConfig."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,54 +1,12 @@
 """The keys of Hugging Face's ``config.json``: types of their values, and the ModelConfig fields they map to."""
 
-from __future__ import annotations
-
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.models.config_checks import MAX_LAYERS, MAX_SIZE
-
-# Keys with integer values by minimum value; keys that may also be null are in _NULLABLE.
-_INTEGERS = {
-    1: (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-        "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "num_key_value_heads",
-        "head_dim", "num_kv_heads", "ffn_hidden_size", "query_pre_attn_scalar", "original_max_position_embeddings",
-        "sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step", "num_local_experts", "num_experts",
-        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "n_routed_experts",
-        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
-    ),
-    0: (
-        "sliding_window", "max_window_layers", "num_ln_in_parallel_attn", "first_k_dense_replace", "n_shared_experts",
-    ),
-}  # fmt: skip
-_MAX_VALUES = {"num_hidden_layers": MAX_LAYERS, "n_layer": MAX_LAYERS}  # MAX_SIZE for the others
-_POSITIVE = (
-    "rope_theta", "rope_local_base_freq", "rotary_emb_base", "attn_logit_softcapping", "final_logit_softcapping",
-    "logits_scaling", "swiglu_limit",
-)  # fmt: skip
-_NONNEGATIVE = (
-    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "partial_rotary_factor", "rotary_pct",
-    "clip_qkv", "router_aux_loss_coef", "aux_loss_alpha",
-)  # fmt: skip
-_NUMBERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "routed_scaling_factor")
-_BOOLEANS = (
-    "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_bias", "bias", "alibi",
-    "use_sliding_window", "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "multi_query",
-    "qk_layernorm", "norm_topk_prob", "is_causal", "use_bidirectional_attention", "rope_interleave",
-    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "output_router_logits",
-)  # fmt: skip
-_MAPPINGS = ("rope_scaling", "rope_parameters")
-_LISTS: dict[str, tuple[type, str]] = {
-    "layer_types": (str, "strings"), "no_rope_layers": (int, "integers"), "mlp_only_layers": (int, "integers"),
-}  # fmt: skip
-_NULLABLE = {
-    "n_inner", "num_key_value_heads", "head_dim", "num_kv_heads", "ffn_hidden_size", "sliding_window",
-    "num_ln_in_parallel_attn", "q_lora_rank", "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob",
-    "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "rope_theta", "use_bidirectional_attention",
-    "rope_interleave", "original_max_position_embeddings", *_MAPPINGS,
-}  # fmt: skip
 
 
 def is_number(value: Any, minimum: float = -math.inf) -> bool:
@@ -66,6 +24,54 @@ def is_integer(value: Any, minimum: int) -> bool:
     return isinstance(value, int) and is_number(value, minimum)
 
 
+def _is_list_of(value: Any, item_type: type) -> bool:
+    return isinstance(value, list) and all(type(item) is item_type for item in value)
+
+
+# Condition on a value, its description, and the keys. Those that may also be null are in _NULLABLE.
+_TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
+    (lambda v: is_integer(v, 1), "an integer, 1 or greater", (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+        "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "num_key_value_heads",
+        "head_dim", "num_kv_heads", "ffn_hidden_size", "query_pre_attn_scalar", "original_max_position_embeddings",
+        "sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step", "num_local_experts", "num_experts",
+        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "n_routed_experts",
+        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
+    )),
+    (lambda v: is_integer(v, 0), "an integer, 0 or greater", (
+        "sliding_window", "max_window_layers", "num_ln_in_parallel_attn", "first_k_dense_replace", "n_shared_experts",
+    )),
+    (is_positive, "a number greater than zero", (
+        "rope_theta", "rope_local_base_freq", "rotary_emb_base", "attn_logit_softcapping", "final_logit_softcapping",
+        "logits_scaling", "swiglu_limit",
+    )),
+    (lambda v: is_number(v, 0), "a number, not less than zero", (
+        "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "partial_rotary_factor", "rotary_pct",
+        "clip_qkv", "router_aux_loss_coef", "aux_loss_alpha",
+    )),
+    (is_number, "a number", (
+        "embedding_multiplier", "attention_multiplier", "residual_multiplier", "routed_scaling_factor",
+    )),
+    (lambda v: isinstance(v, bool), "true or false", (
+        "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_bias", "bias", "alibi",
+        "use_sliding_window", "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "multi_query",
+        "qk_layernorm", "norm_topk_prob", "is_causal", "use_bidirectional_attention", "rope_interleave",
+        "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "output_router_logits",
+    )),
+    (lambda v: isinstance(v, dict), "a JSON object", ("rope_scaling", "rope_parameters")),
+    (lambda v: _is_list_of(v, str), "a list of strings", ("layer_types",)),
+    (lambda v: _is_list_of(v, int), "a list of integers", ("no_rope_layers", "mlp_only_layers")),
+)  # fmt: skip
+_NULLABLE = {
+    "n_inner", "num_key_value_heads", "head_dim", "num_kv_heads", "ffn_hidden_size", "sliding_window",
+    "num_ln_in_parallel_attn", "q_lora_rank", "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob",
+    "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "rope_theta", "use_bidirectional_attention",
+    "rope_interleave", "original_max_position_embeddings", "rope_scaling", "rope_parameters", "layer_types",
+    "no_rope_layers", "mlp_only_layers",
+}  # fmt: skip
+_INTEGERS = {key for *_, keys in _TYPES[:2] for key in keys}
+
+
 def require_key(ok: bool, key: str, value: Any, hint: str) -> None:
     """Check the value of a key of a ``config.json``; ``hint`` gives the valid values or the reason."""
     if not ok:
@@ -74,27 +80,14 @@ def require_key(ok: bool, key: str, value: Any, hint: str) -> None:
 
 def require_types(config_json: dict[str, Any]) -> None:
     """Check the types and ranges of the values of a ``config.json``."""
-    for minimum, keys in _INTEGERS.items():
-        _require(config_json, keys, lambda v, m=minimum: is_integer(v, m), f"an integer, {minimum} or greater")
+    for is_valid, expected, keys in _TYPES:
         for key in keys:
-            value, maximum = config_json.get(key), _MAX_VALUES.get(key, MAX_SIZE)
-            require_key((value or 0) <= maximum, key, value, f"must be at most {maximum:,}")
-    _require(config_json, _POSITIVE, is_positive, "a number greater than zero")
-    _require(config_json, _NONNEGATIVE, lambda v: is_number(v, 0), "a number, not less than zero")
-    _require(config_json, _NUMBERS, is_number, "a number")
-    _require(config_json, _BOOLEANS, lambda v: isinstance(v, bool), "true or false")
-    _require(config_json, _MAPPINGS, lambda v: isinstance(v, dict), "a JSON object")
-    for key, (item_type, type_name) in _LISTS.items():
-        value = config_json.get(key)
-        is_list = isinstance(value, list) and all(type(item) is item_type for item in value)
-        require_key(value is None or is_list, key, value, f"must be a list of {type_name}")
-
-
-def _require(config_json: dict[str, Any], keys: tuple[str, ...], is_valid: Any, expected: str) -> None:
-    for key in keys:
-        if key in config_json:
-            value = config_json[key]
-            require_key(is_valid(value) or (value is None and key in _NULLABLE), key, value, f"must be {expected}")
+            value = config_json.get(key)
+            if key in config_json and not (value is None and key in _NULLABLE):
+                require_key(is_valid(value), key, value, f"must be {expected}")
+    for key in _INTEGERS & config_json.keys():
+        value, maximum = config_json[key], MAX_LAYERS if key in ("num_hidden_layers", "n_layer") else MAX_SIZE
+        require_key((value or 0) <= maximum, key, value, f"must be at most {maximum:,}")
 
 
 # Fields of a ModelConfig and the keys they are read from; the first one present applies.

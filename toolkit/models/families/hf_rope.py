@@ -4,8 +4,6 @@ Source: ``convert_rope_params_to_dict`` and ``standardize_rope_params`` of its c
 ``modeling_rope_utils.py``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.errors import UserError

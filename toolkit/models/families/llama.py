@@ -5,8 +5,6 @@ them), and the ``config.json`` files of Llama 3.2, SmolLM and SmolLM2, as MLC LL
 are tied where those say so. llama-65b: lit-llama, with the longest sequence and norm_eps of the smaller ones.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -120,7 +118,6 @@ ALIASES = {
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "llama"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048),
@@ -130,7 +127,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
     return hf_config.write_decoder(config, "LlamaForCausalLM", **biases)
 
@@ -139,6 +135,5 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that LlamaForCausalLM can express the config."""
     hf_config.require_llama(config, free=("bias",))
     hf_config.require_divisible_heads(config)

@@ -4,8 +4,6 @@ Sources of the named configurations: LitGPT; the longest sequence of version 0.1
 and the embeddings (not tied): MLC LLM's presets.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -32,7 +30,6 @@ ALIASES = {
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "mistral"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), layer_types=(None,))
     return ModelConfig(
         **hf_config.read_decoder({"num_key_value_heads": 8} | config_json, vocab_size=32000, block_size=131072),
@@ -42,7 +39,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     window = {"sliding_window": config.sliding_window_size}
     return hf_config.write_decoder(config, "MistralForCausalLM", **window)
 
@@ -51,5 +47,4 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that MistralForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.WINDOWS)

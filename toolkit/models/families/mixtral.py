@@ -4,8 +4,7 @@ Sources of the named configurations: LitGPT; the balance losses, and the vocabul
 model: the ``config.json`` files as TensorRT-LLM's tests and others quote them.
 """
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -27,7 +26,6 @@ ALIASES = {"Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B-v0.1"}
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "mixtral"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), router_jitter_noise=(0, None), layer_types=(None,))
     config_json = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8} | config_json
     return ModelConfig(
@@ -43,7 +41,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     experts = {
         "intermediate_size": config.expert_size,
         "num_experts_per_tok": config.n_expert_per_token,
@@ -55,17 +52,14 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     return hf_config.write_decoder(config, "MixtralForCausalLM", **experts)
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    return tables.decoder_weights(config, moe=_experts)
-
-
 def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
     maps = tables.linear(f"{native}.mlp.gate", f"{hf}.block_sparse_moe.gate", False)
     names = {"fc_1": "w1", "fc_2": "w3", "proj": "w2"}
     return maps + tables.experts(config, f"{native}.mlp.experts", f"{hf}.block_sparse_moe.experts", names)
 
 
+weight_map = partial(tables.decoder_weights, moe=_experts)
+
+
 def check(config: ModelConfig) -> None:
-    """Check that MixtralForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.WINDOWS, mlp_class_name="LLaMAMoE", norm_topk_prob=True)

@@ -1,7 +1,5 @@
 """Named configurations: one line of a family's table each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ QK-norm over all heads of a token. OLMo 3 adds sliding windows in three of four 
 Sources of the named configurations: LitGPT; tied embeddings: the models' cards.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -40,7 +38,6 @@ ALIASES = {
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from a ``config.json`` with ``model_type`` "olmo", "olmo2" or "olmo3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     kind, n_layer = config_json["model_type"], config_json["num_hidden_layers"]
     fields = hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=50304, block_size=2048)
@@ -57,7 +54,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     other: dict[str, Any] = {}
     if config.family == "olmo":
         other = {"clip_qkv": config.clip_qkv}
@@ -74,7 +70,6 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that the family's Hugging Face class can express the config; none has head_dim."""
     if config.family == "olmo":
         hf_config.require_llama(config, free=("clip_qkv",), has_head_dim=False, **_OLMO1)
         return

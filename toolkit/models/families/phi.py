@@ -4,8 +4,6 @@ everywhere, partial rotary.
 Sources of the named configurations: LitGPT; phi-1 has the architecture of phi-1.5: transformers' conversion script.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -30,7 +28,6 @@ ALIASES = {"phi-1": "phi-1_5", "phi-1.5": "phi-1_5"}
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "phi"."""
     hf_config.require_hf(config_json, hidden_act=_GELU, tie_word_embeddings=(False,))
     fields = hf_config.read_decoder(config_json, vocab_size=51200, block_size=2048, **hf_config.LAYER_NORM)
     rope = hf_rope.read_rope(config_json, partial="partial_rotary_factor", default_partial=0.5)
@@ -38,7 +35,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     return hf_config.write_decoder(
         config, "PhiForCausalLM", hidden_act="gelu_new", layer_norm_eps=config.norm_eps,
         partial_rotary_factor=config.rotary_percentage, qk_layernorm=config.norm_qk, embd_pdrop=0.0, resid_pdrop=0.0,
@@ -46,7 +42,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
     maps = [
         tables.one_to_one("transformer.wte.weight", "model.embed_tokens.weight"),
         *tables.linear("lm_head", "lm_head", True),
@@ -64,6 +59,5 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def check(config: ModelConfig) -> None:
-    """Check that PhiForCausalLM can express the config."""
     free = ("rotary_percentage", "norm_qk")
     hf_config.require_llama(config, free=free, has_head_dim=False, tie_embeddings=False, **_FIXED)

@@ -4,9 +4,8 @@ Sources of the named configurations: LitGPT; windows, longrope and tied embeddin
 are written here without the rounding errors of float32. A window longer than the longest sequence is left out.
 """
 
-from __future__ import annotations
-
 import math
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -64,7 +63,6 @@ _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # names in early config fil
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "phi3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), layer_types=(None,))
     return ModelConfig(
         **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=32064, block_size=4096),
@@ -74,7 +72,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     values = hf_config.write_decoder(
         config, "Phi3ForCausalLM", sliding_window=config.sliding_window_size,
         partial_rotary_factor=config.rotary_percentage, embd_pdrop=0.0, resid_pdrop=0.0,
@@ -93,13 +90,10 @@ def _write_longrope(config: ModelConfig, adjustments: dict[str, Any]) -> dict[st
     return {"type": "longrope"} | factors | ({} if math.isclose(factor, default) else {"attention_factor": factor})
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    return tables.decoder_weights(config, fused=True)
+weight_map = partial(tables.decoder_weights, fused=True)
 
 
 def check(config: ModelConfig) -> None:
-    """Check that Phi3ForCausalLM can express the config."""
     hf_config.require_llama(config, free=("rotary_percentage", *hf_config.WINDOWS), has_head_dim=False)
     if config.rope_kind not in (None, "longrope"):
         hf_config.require(config, rope_adjustments="longrope's or None")

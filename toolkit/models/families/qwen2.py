@@ -5,8 +5,6 @@ Qwen/Qwen2.5-* and (as MLC LLM's presets quote them) Qwen/Qwen2-*-Instruct. The 
 only in the maximum sequence length, if at all: those that do have a separate entry.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -62,7 +60,6 @@ ALIASES = {
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "qwen2"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
         **hf_config.read_decoder({"num_key_value_heads": 32} | config_json, vocab_size=151936, block_size=32768),
@@ -92,7 +89,6 @@ def uses_windows(config_json: dict[str, Any]) -> bool:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     values = hf_config.write_decoder(config, "Qwen2ForCausalLM", **write_windows(config))
     if config.head_size == config.n_embd // config.n_head:
         del values["head_dim"]
@@ -113,5 +109,4 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that Qwen2ForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, attn_bias=True)

@@ -3,8 +3,6 @@
 Sources of the named configurations: LitGPT; which embeddings are tied: MLC LLM's and KerasHub's presets.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -34,7 +32,6 @@ ALIASES = {
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "qwen3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     config_json = {"head_dim": 128, "num_key_value_heads": 32} | config_json
     return ModelConfig(
@@ -46,7 +43,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     windows = qwen2.write_windows(config)
     return hf_config.write_decoder(config, "Qwen3ForCausalLM", **windows)
 
@@ -55,5 +51,4 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that Qwen3ForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, norm_qk=True)

@@ -6,8 +6,6 @@ Qwen3-Coder-480B-A35B-Instruct as vLLM-Kunlun's pages do. The balance loss of al
 models' files turn it off, which is unsuitable for training experts from scratch.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -68,7 +66,6 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a ``config.json`` with ``model_type`` "qwen2_moe" or "qwen3_moe"."""
     is_qwen2 = config_json["model_type"] == "qwen2_moe"
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     # transformers 5 writes this alias
@@ -111,7 +108,6 @@ def _read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     values = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in range(config.n_layer) if not config.has_experts(i)],
@@ -136,7 +132,6 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that the family's Hugging Face class can express the config."""
     is_qwen2 = config.family == "qwen2_moe"
     of_qwen2 = (*hf_config.LAYERED_WINDOWS, "attn_bias", "shared_expert_intermediate_size")
     free = ("norm_topk_prob", "moe_indices", *(of_qwen2 if is_qwen2 else hf_config.WINDOWS))

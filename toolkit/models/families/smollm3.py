@@ -5,8 +5,6 @@ its context was made longer; the longest sequence and the rotary base after that
 2025).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -25,7 +23,6 @@ ALIASES = {"SmolLM3-3B-Base": "SmolLM3-3B"}
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "smollm3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,))
     n_layer, every = config_json["num_hidden_layers"], config_json.get("no_rope_layer_interval", 4)
     rotated = config_json.get("no_rope_layers")  # 1: the layer uses RoPE
@@ -46,7 +43,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     return hf_config.write_decoder(
         config, "SmolLM3ForCausalLM", layer_types=hf_config.write_layer_types(config), mlp_bias=False,
         no_rope_layers=[int(config.rope_index(i) == 0) for i in range(config.n_layer)],
@@ -58,5 +54,4 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that SmolLM3ForCausalLM can express the config."""
     hf_config.require_llama(config, free=("rope_indices", *hf_config.LAYERED_WINDOWS))

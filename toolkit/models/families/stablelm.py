@@ -6,8 +6,6 @@ untied; of stablelm-2-12b, its model card, and its ``config.json`` as dAppCore's
 StableLM (stablelm-base-alpha) is a GPT-NeoX.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -31,7 +29,6 @@ ALIASES = {"stablelm-zephyr-3b": "stablelm-3b-4e1t", "stablelm-2-zephyr-1_6b": "
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "stablelm"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     parallel, norm_qk = config_json.get("use_parallel_residual", False), config_json.get("qk_layernorm", False)
     config_json = {"num_key_value_heads": 32} | config_json
@@ -48,7 +45,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     return hf_config.write_decoder(
         config, "StableLmForCausalLM", hidden_dropout=0.0, layer_norm_eps=config.norm_eps,
         partial_rotary_factor=config.rotary_percentage, qk_layernorm=config.norm_qk,
@@ -60,7 +56,6 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    """Check that StableLmForCausalLM can express the config."""
     fixed = {"norm_class_name": "LayerNorm", "norm_qk_type": "per_head"}
     free = ("rotary_percentage", "attn_bias", "parallel_residual", "norm_qk")
     shared = config.parallel_residual

@@ -4,8 +4,6 @@ Source of the named configuration: MLC LLM's presets; tied embeddings: the defau
 ``Starcoder2Config``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -25,7 +23,6 @@ ALIASES: dict[str, str] = {}
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "starcoder2"."""
     hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"), layer_types=(None,))
     config_json = {"norm_epsilon": 1e-5, "num_key_value_heads": 2} | config_json
     return ModelConfig(
@@ -38,7 +35,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
     return hf_config.write_decoder(
         config, "Starcoder2ForCausalLM", hidden_act="gelu_pytorch_tanh",
         norm_epsilon=config.norm_eps, sliding_window=config.sliding_window_size, use_bias=config.bias,
@@ -47,7 +43,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
     maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
     for i in range(config.n_layer):
         native, hf = f"transformer.h.{i}", f"model.layers.{i}"
@@ -61,5 +56,4 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def check(config: ModelConfig) -> None:
-    """Check that Starcoder2ForCausalLM can express the config."""
     hf_config.require_llama(config, free=("bias", *hf_config.WINDOWS), has_head_dim=False, **_FIXED)
