@@ -135,7 +135,7 @@ def did_you_mean(
         compared: Returns what of a name is compared.
         show: Returns a name as it is written.
     """
-    similarity = {k: difflib.SequenceMatcher(None, compared(k), name.lower()).ratio() for k in known}
+    similarity = {k: difflib.SequenceMatcher(None, compared(k), name[:200].lower()).ratio() for k in known}
     least = max([cutoff, *(s - margin for s in similarity.values())])
     near = sorted((k for k, s in similarity.items() if s >= least), key=lambda k: (similarity[k], k), reverse=True)
     return f"; did you mean {' or '.join(map(show, near[:count]))}?" if near else ""

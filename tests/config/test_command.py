@@ -300,7 +300,7 @@ def test_repeated_keys_are_an_error_and_repeated_flags_a_line(tmp_path, capsys):
         assert error_of("--config", str(file)) == message.replace("FILE", str(file)) + "; remove one"
     capsys.readouterr()
     parse("--seed", "1", "--seed", "2")
-    assert capsys.readouterr().err == "--seed: given 2 times; the last counts: 2\n"
+    assert capsys.readouterr().err == "--seed 2: given 2 times; the last counts\n"
 
 
 def test_unreadable_yaml_files(tmp_path):

@@ -83,7 +83,7 @@ def test_url_of_remote_storage_that_cannot_be_meant_is_an_error(tmp_path, monkey
 
     url = "s3://bucket/run"
     cases = {
-        ("--out_dir", "s3://key:secret@bucket/run"): "--out_dir s3://bucket/run: must not contain a user name or pass",
+        ("--out_dir", "s3://key:secret@bucket/run"): "--out_dir s3://bucket/run: must not contain a user name, a pass",
         ("--data.cache_dir", "s3://key:secret@b/x"): "--data.cache_dir s3://b/x: must not be on remote storage",
         ("--out_dir", "s3:/bucket/run"): "is not a URL; give it as a string such as s3://bucket/run",
         ("--out_dir", "s3://bucket/run/../other"): "must name a folder in a bucket",

@@ -45,12 +45,16 @@ def parse(
         positionals = ("command", *COMMANDS[wrapped][1])
     parameters = [parameter for f in functions for parameter in inspect.signature(f).parameters.values()]
     switches = {parameter.name for parameter in parameters if parameter.annotation in (bool, "bool")}
-    overrides = [word for word in argv if re.fullmatch(r"\w+_config\.\w+=.*", word)]  # hydra's, of its file
+    overrides = [word for word in argv if re.fullmatch(r"\w+_config\.[\w.]+=.*", word)]  # hydra's, of its file
     words = read_words([word for word in argv if word not in overrides], positionals, switches)
     counts, last = Counter(key for key, _ in words if key not in COMMON_OPTIONS), dict(words)
-    note(*(f"--{key}: given {n} times; the last counts: {last[key]}" for key, n in counts.items() if n > 1))
+    note(
+        *(f"{Given('', last[key]).named(key)}: given {n} times; the last counts" for key, n in counts.items() if n > 1)
+    )
     files = [(file, read_config(file)) for key, file in words if key == "config"]
-    for word in overrides if files else ():
+    if overrides and not files:
+        raise UserError(f"{overrides[0]}: sets a key of a hydra file; give the file with --config")
+    for word in overrides:
         group, _, rest = word.partition(".")
         name, _, value = rest.partition("=")
         files[-1][1].setdefault(group, {})[name] = parse_yaml(value)

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from toolkit.errors import UserError, did_you_mean, require_option
+from toolkit.errors import UserError, did_you_mean, one_line, require_option
 from toolkit.extension import registered
 
 _OPEN = (None, "auto")
@@ -35,4 +35,4 @@ def require_one_of(name: str, value: str, own: tuple[str, ...], kind: str) -> No
 def note(*lines: str) -> None:
     """Print lines on stderr, in the first process of a run only."""
     if lines and all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        print(*map(one_line, lines), sep="\n", file=sys.stderr, flush=True)

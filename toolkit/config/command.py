@@ -26,7 +26,7 @@ from toolkit.config.entries import with_entry
 from toolkit.config.types import describe, expand_integer, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import NO_GROUPS, add_extensions, import_object, load_registered, registered
-from toolkit.io.paths import require_folder, require_local
+from toolkit.io.paths import is_url, mask_url, require_folder, require_local
 from toolkit.io.safe_parse import parse_yaml
 
 _REMOTE = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # also on remote storage
@@ -54,13 +54,14 @@ class Given(NamedTuple):
 
     def named(self, key: str) -> str:
         """Return the option as shown in messages: flag, or file and key, then the value."""
-        if re.search(r"(token|secret|password|passwd|api_key)$", key):
+        if re.search(r"(?i)(token|secret|password|passwd|api_key)$", key):
             return f"{key if self.source is None else f'--{key}'} ***"
+        text = mask_url(self.text) if is_url(self.value) else self.text
         if self.source is None:
-            return f"{key} {self.value!r}"
+            return f"{key} {(self.value if text == self.text else text)!r}"
         if self.source:
-            return f"{self.source}: {key}: {self.text}"
-        return f"--{key} {'' if self.value is None else self.text}".rstrip()
+            return f"{self.source}: {key}: {text}"
+        return f"--{key} {'' if self.value is None else text}".rstrip()
 
     @property
     def text(self) -> str:

@@ -26,20 +26,20 @@ def is_url(value: Any) -> bool:
 def require_local(name: str, value: Any) -> None:
     """Reject a URL as the value of a path option; ``Path`` would create a local folder ``s3:``."""
     if is_path_option(name) and is_url(value):
-        raise UserError(f"{name} {_without_user(str(value))}: must not be on remote storage; use a local folder")
+        raise UserError(f"{name} {mask_url(str(value))}: must not be on remote storage; use a local folder")
 
 
 def require_folder(name: str, value: Any) -> None:
     """Check the URL of a path option that takes a local folder or one on remote storage."""
     if not is_url(value):
         return
-    shown = _without_user(str(value))
+    shown = mask_url(str(value))
     scheme, separator, path = str(value).partition("://")
     if not separator:
         raise UserError(f"{name} {shown}: is not a URL; give it as a string such as s3://bucket/run")
     if shown != value:
         raise UserError(
-            f"{name} {shown}: must not contain a user name or password; "
+            f"{name} {shown}: must not contain a user name, a password or a query; "
             "set the credentials in the environment or in the profile of the storage"
         )
     parts = path.strip("/").split("/")
@@ -48,9 +48,9 @@ def require_folder(name: str, value: Any) -> None:
         raise UserError(f"{name} {shown}: must name a folder in a bucket, such as {scheme}://bucket/run")
 
 
-def _without_user(url: str) -> str:
-    """Return the URL without the user name and password in it."""
-    return re.sub(r"(?<=:/)(/?)[^/]*@", r"\1", url, count=1)
+def mask_url(url: str) -> str:
+    """Return the URL without what may be a secret: user name, password, and values of the query or fragment."""
+    return re.sub(r"[?#].*=.*", "?***", re.sub(r"(?<=:/)(/?)[^/]*@", r"\1", url, count=1))
 
 
 def user_cache() -> Path:
