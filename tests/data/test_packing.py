@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from toolkit.data.sft.packing import best_fit
+from toolkit.data.sft.prepare import best_fit
 
 
 def test_best_fit_selects_the_fullest_row_with_room():

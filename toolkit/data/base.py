@@ -157,11 +157,7 @@ class DataModule(ABC):
 
 
 def choose_seq_length(data: DataModule, given: int | None, flag: str) -> int | None:
-    """Return the tokens per sequence that the data or ``flag`` sets; None if neither does.
-
-    Raises:
-        UserError: They differ.
-    """
+    """Return the tokens per sequence that the data or ``flag`` sets; None if neither does."""
     length = data.seq_length
     if length is not None and given not in (None, length):
         raise UserError(f"--data.block_size {length}: --{flag} is {given}; give only one of them")

@@ -12,13 +12,13 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from toolkit.errors import DataError, UserError
-from toolkit.io.checksums import check_entries, checksum_files, find_damage
+from toolkit.io.checksums import Checksum, check_entries, checksum_files, find_damage
 from toolkit.io.locks import lock
 from toolkit.io.paths import user_cache
 from toolkit.io.tempfiles import sweep, temporary_prefix
@@ -60,9 +60,6 @@ def publish(temporary: Path, folder: Path, is_intact: Callable[[], bool]) -> Non
     """Write checksums, then rename ``temporary`` to ``folder``, unless another process published first.
 
     If ``folder`` exists and ``is_intact()``, it is kept; a damaged one is replaced.
-
-    Raises:
-        OSError: Reading or renaming failed.
     """
     files = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
     (temporary / CHECKSUMS).write_text(json.dumps({"files": checksum_files(temporary, files)}), encoding="utf-8")
@@ -147,33 +144,40 @@ def read_manifest(folder: Path, key: str) -> dict[str, Any]:
     return manifest
 
 
+def read_checksums(folder: Path) -> dict[str, Checksum]:
+    """Return the checksums of a prepared folder by file."""
+    if not (folder / CHECKSUMS).is_file():
+        raise ValueError(f"{CHECKSUMS} is missing")
+    content = json.loads((folder / CHECKSUMS).read_bytes())
+    return check_entries(content.get("files") if isinstance(content, dict) else None)
+
+
+def require_intact(folder: Path, checksums: Mapping[str, Checksum]) -> None:
+    """Raise ValueError with the names of damaged files."""
+    if damaged := find_damage(folder, checksums):
+        raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))
+
+
 def verify(folder: Path, report: Callable[[str], None]) -> None:
     """Compare the files of ``folder`` with their checksums, once per user and machine.
 
     Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files. Of more than 4 GiB,
     the tokens are left out, so that a run starts at once: a ChunkedArray verifies them as they are read.
-
-    Raises:
-        ValueError: A file is damaged; the message names it.
-        OSError: The checksums or the files cannot be read.
     """
-    if not (folder / CHECKSUMS).is_file():
-        raise ValueError(f"{CHECKSUMS} is missing")
-    content = json.loads((folder / CHECKSUMS).read_bytes())
-    files = check_entries(content.get("files") if isinstance(content, dict) else None)
+    checksums = read_checksums(folder)
+    files = checksums
     if sum(entry["size"] for entry in files.values()) > _LARGE:
         verified_later = tuple(name.removesuffix(PIECES) for name in files if name.endswith(f"/{PIECES}"))
         files = {n: e for n, e in files.items() if not (n.endswith(".bin") and n.startswith(verified_later))}
     with _open_stamp(folder) as stamp:
         stats = {name: (folder / name).stat() for name in files}  # before reading: a later change is detected next time
         versions = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}
-        seen = {"folder": str(folder.resolve()), "checksums": content, "versions": versions}
+        seen = {"folder": str(folder.resolve()), "checksums": {"files": checksums}, "versions": versions}
         if stamp is not None and _read_stamp(stamp) == seen:
             return
         if (size := sum(stat.st_size for stat in stats.values())) >= ANNOUNCE_BYTES:
             report(f"Data: verifying {size / 1e9:,.1f} GB in {folder}, once on this machine")
-        if damaged := find_damage(folder, files):
-            raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))
+        require_intact(folder, files)
         if stamp is not None:
             stamp.seek(0)
             stamp.truncate()

@@ -25,9 +25,6 @@ def describe_hub_error(
     """Return one line about an error of :func:`hub_error_types`, without credentials.
 
     Args:
-        error: The error.
-        repo_id: The repository.
-        revision: As requested.
         kind: What the repository should hold.
         option: Prefix of the options, such as ``--data.``.
         hint: What to do about a revision that does not exist; by default a link to the files.

@@ -127,7 +127,6 @@ class MixtureRows(ConcatenatedRows):
     """The training rows of all sources.
 
     Args:
-        sources: The sources.
         change_weights: Whether a run may resume with other weights than before.
     """
 
@@ -172,7 +171,6 @@ class MixtureOrder:
     """See :class:`toolkit.data.order.SampleOrder`.
 
     Args:
-        sources: The sources.
         first_ids: The index of each source's first row, (n_sources,).
         seed: Each source has a seed of its own, from this and its name.
         state: Of the checkpoint; {} at the start of a run.
@@ -200,11 +198,7 @@ class MixtureOrder:
         self._tokens_before = self._tokens(self._base)
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
-        """See :meth:`SampleOrder.ids`.
-
-        Raises:
-            DataError: A source has been read ``max_epochs`` times, or its data cannot be read.
-        """
+        """See :meth:`SampleOrder.ids`."""
         periods, slot = np.divmod(np.asarray(positions, dtype=np.int64) - self.began, PERIOD)
         source_of = self._pattern[slot]
         own = self._base[source_of] + periods * self.slots[source_of] + self._ranks[slot]

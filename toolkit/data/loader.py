@@ -312,21 +312,11 @@ def train_batches(
     prefetch a few micro-batches.
 
     Args:
-        rows: The dataset.
-        order: The order of its rows.
         start_position: Rows consumed before; seeking is free.
         total_positions: Rows in the run, over all epochs.
         global_batch_size: Rows per step, G; a multiple of ``world_size * micro_batch_size``.
-        micro_batch_size: Rows per micro-batch.
-        rank: Rank of this process.
-        world_size: Number of data-parallel ranks.
         num_workers: Data loading processes; 0 reads in this process. The result is the same.
-        padding: How to pad rows of unequal length.
         count: What an objective counts in each micro-batch.
-
-    Raises:
-        ValueError: The global batch is not divisible (N1), or there are no rows.
-        DataError: Data cannot be read; raised by the iterator.
     """
     if global_batch_size % (world_size * micro_batch_size):
         raise ValueError(

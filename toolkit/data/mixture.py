@@ -187,7 +187,7 @@ def _prepare_source(
     name: str, source: MixtureSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None]
 ) -> PreparedData:
     """Prepare one source, with its name in the messages."""
-    from toolkit.data.check import check_rows
+    from toolkit.data.tokens.rows import check_rows
 
     module, flag = source.data, f"--data.sources.{name}"
 

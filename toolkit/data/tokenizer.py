@@ -59,11 +59,7 @@ class Tokenizer:
     """A ``tokenizer.json`` and its configuration files. Create it with :meth:`load` or :func:`train_bpe`."""
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
-        """``files`` are the contents of all tokenizer files by name, ``name`` is for messages.
-
-        Raises:
-            ValueError: A JSON file is invalid.
-        """
+        """``files`` are the contents of all tokenizer files by name, ``name`` is for messages."""
         # Set before any fork: otherwise the library prints a warning in every worker.
         os.environ.setdefault(_PARALLEL, "true")
         import tokenizers
@@ -130,11 +126,7 @@ class Tokenizer:
         return dict(self._settings.get(file, {}))
 
     def with_files(self, changed: Mapping[str, bytes]) -> Tokenizer:
-        """Return a copy with some files replaced or added.
-
-        Raises:
-            ValueError: A JSON file is invalid.
-        """
+        """Return a copy with some files replaced or added."""
         return Tokenizer({**self._files, **changed}, self.name)
 
     @property
@@ -320,9 +312,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def collect_characters(texts: Iterable[str]) -> Tokenizer:
     """Make a character-level tokenizer: a token for each different character, sorted, after the two special tokens
     ``<|endoftext|>`` (id 0) and ``<|unknown|>``.
-
-    Args:
-        texts: The complete text.
     """
     os.environ.setdefault(_PARALLEL, "true")
     from tokenizers import AddedToken, decoders, models

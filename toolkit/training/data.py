@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 
 from toolkit.data.base import PreparedData, TokenDataset, row_count, row_lengths, rows_of
-from toolkit.data.check import check_rows
 from toolkit.data.interleave import ConcatenatedRows
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.rows import PythonData
+from toolkit.data.tokens.rows import PythonData, check_rows
 from toolkit.data.tokens.store import BlockDataset
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig

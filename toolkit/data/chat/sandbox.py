@@ -82,11 +82,7 @@ def _describe(error: Exception) -> str:
 
 @lru_cache(8)
 def compile_template(source: str) -> Template:
-    """Compile ``source``.
-
-    Raises:
-        TemplateError: It is not a valid jinja template.
-    """
+    """Compile ``source``."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from toolkit.data.sft.instruct import InstructionData
-from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, KINDS, PARQUET_KINDS, Splits, find_splits, load_hub_split
+from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, KINDS, PARQUET_KINDS, Splits, drop_nulls, find_splits
+from toolkit.errors import UserError, one_line
 
 
 @dataclass
@@ -65,6 +70,59 @@ class Parquet(_Files):
     kinds = PARQUET_KINDS
 
 
+@dataclass(frozen=True)
+class HubRows:
+    """One split of a dataset from the ``datasets`` library."""
+
+    dataset: Any
+    name: str
+    unit: str = "row"
+
+    def fingerprint(self) -> str:
+        """Hash the row contents; the library's own fingerprint includes paths and dates."""
+        digest = hashlib.sha256()
+        for row in self.dataset:
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        yield from enumerate(map(drop_nulls, self.dataset), 1)
+
+
+def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) -> HubRows:
+    """Load one split of a dataset from the Hugging Face hub, or from a local folder."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("--data HuggingFace: needs datasets; run: pip install 'datasets>=3'") from error
+    from huggingface_hub import HfApi
+
+    from toolkit.data.hub_errors import describe_hub_error, hub_error_types
+
+    config, unreachable = datasets.config, None
+    was_offline = config.HF_HUB_OFFLINE
+    try:
+        if not was_offline and not Path(repo_id).exists():
+            HfApi().dataset_info(repo_id, timeout=10)
+    except hub_error_types() as error:
+        unreachable = error
+    try:
+        config.HF_HUB_OFFLINE = was_offline or unreachable is not None  # the cache; the library tries for a minute
+        dataset = datasets.load_dataset(repo_id, subset, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        if unreachable is not None:
+            raise UserError(
+                describe_hub_error(unreachable, repo_id, "main", kind="dataset", option="--data.")
+            ) from error
+        raise UserError(f"{option}: {repo_id}, split {split}: cannot be loaded: {one_line(error)}") from error
+    finally:
+        config.HF_HUB_OFFLINE = was_offline
+    name = " ".join(filter(None, [repo_id, subset, split]))
+    if not len(dataset):
+        raise UserError(f"{option}: {name} contains no rows")
+    return HubRows(dataset, name)
+
+
 @dataclass
 class HuggingFace(InstructionData):
     """A dataset from the Hugging Face hub, loaded with the datasets library. Rows with an empty answer are skipped.
@@ -113,36 +171,31 @@ class _NamedDataset(_Files):
         return option, Splits([load_hub_split(self.repo_id, None, "train", option)])
 
 
-@dataclass
-class Alpaca(_NamedDataset):
-    """Stanford's 52,002 instructions with answers from text-davinci-003 (tatsu-lab/alpaca; CC BY-NC 4.0)."""
-
-    repo_id = "tatsu-lab/alpaca"
-
-
-@dataclass
-class Alpaca2k(_NamedDataset):
-    """2,000 rows of Alpaca for quick experiments (mhenrichsen/alpaca_2k_test)."""
-
-    repo_id = "mhenrichsen/alpaca_2k_test"
-
-
-@dataclass
-class AlpacaGPT4(_NamedDataset):
-    """Alpaca's instructions with answers from GPT-4 (vicgalle/alpaca-gpt4; CC BY-NC 4.0)."""
-
-    repo_id = "vicgalle/alpaca-gpt4"
-
-
-@dataclass
-class Dolly(_NamedDataset):
-    """15,011 instructions with human-written contexts and answers (databricks/databricks-dolly-15k; CC BY-SA 3.0)."""
-
-    repo_id = "databricks/databricks-dolly-15k"
+_NAMED = {
+    "Alpaca": (
+        "tatsu-lab/alpaca",
+        "Stanford's 52,002 instructions with answers from text-davinci-003 (tatsu-lab/alpaca; CC BY-NC 4.0).",
+    ),
+    "Alpaca2k": (
+        "mhenrichsen/alpaca_2k_test",
+        "2,000 rows of Alpaca for quick experiments (mhenrichsen/alpaca_2k_test).",
+    ),
+    "AlpacaGPT4": (
+        "vicgalle/alpaca-gpt4",
+        "Alpaca's instructions with answers from GPT-4 (vicgalle/alpaca-gpt4; CC BY-NC 4.0).",
+    ),
+    "Dolly": (
+        "databricks/databricks-dolly-15k",
+        "15,011 instructions with human-written contexts and answers (databricks/databricks-dolly-15k; CC BY-SA 3.0).",
+    ),
+    "LIMA": ("GAIR/lima", "1,030 curated conversations (GAIR/lima; accept its license on the hub first)."),
+}
+"""Published datasets by name: the hub's name, and a description."""
 
 
-@dataclass
-class LIMA(_NamedDataset):
-    """1,030 curated conversations (GAIR/lima; accept its license on the hub first)."""
+def _named_dataset(name: str) -> type[_NamedDataset]:
+    repo_id, description = _NAMED[name]
+    return type(name, (_NamedDataset,), {"__doc__": description, "__module__": __name__, "repo_id": repo_id})
 
-    repo_id = "GAIR/lima"
+
+Alpaca, Alpaca2k, AlpacaGPT4, Dolly, LIMA = map(_named_dataset, _NAMED)

@@ -10,6 +10,7 @@ Packing is decided here, so the order of rows stays a pure function of their ind
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ import numpy as np
 from toolkit.data.base import PreparedData
 from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
-from toolkit.data.sft.packing import best_fit
 from toolkit.data.sft.tokenize import Counts, tokenize_samples
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import UserError
@@ -97,11 +97,9 @@ class PackedDataset:
     both (T,) int64. No token is predicted from a previous document.
 
     Args:
-        store: The tokens and the loss mask of all samples.
         arrays: int64: "offsets" (samples + 1,), where samples start; "sources" (samples,), indices in
             ``source_names``; "numbers" (samples,), row numbers there; of each split "<split>_members", the samples of
             all rows, concatenated, and "<split>_starts" (rows + 1,), where rows start in them.
-        split: "train" or "val".
         source_names: File and unit, such as ``data/faq.jsonl line``.
         statistics: Preparation counts over both splits (see :class:`toolkit.data.sft.tokenize.Counts`).
 
@@ -263,6 +261,44 @@ def _group_rows(config: SFTConfig, samples: np.ndarray, lengths: np.ndarray) -> 
     rows = best_fit(lengths[samples], config.max_seq_length)
     sizes = [len(row) for row in rows]
     return samples[[member for row in rows for member in row]] if rows else samples, np.cumsum([0, *sizes])
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Pack samples by best-fit decreasing: longest first, each into the fullest row with enough room.
+
+    Uses at most 11/9 of the optimal number of rows, plus a constant (Johnson, "Near-optimal bin packing algorithms",
+    1973). A pure function of its arguments; ties keep their order.
+
+    Args:
+        lengths: (n,) input tokens of each sample, 1 to ``capacity``.
+        capacity: Input tokens per row.
+
+    Returns:
+        Rows of sample indices in increasing order; the rows are ordered by their first sample.
+    """
+    if len(lengths) and not 0 < lengths.min() <= lengths.max() <= capacity:
+        raise ValueError(f"samples of {lengths.min()} to {lengths.max()} tokens do not fit into {capacity}")
+    rows: list[list[int]] = []
+    rows_by_free: dict[int, list[int]] = {}  # free tokens -> rows
+    free_sizes: list[int] = []  # the sorted keys of rows_by_free
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[sample])
+        i = bisect.bisect_left(free_sizes, length)
+        if i == len(free_sizes):
+            free, row = capacity, len(rows)
+            rows.append([])
+        else:
+            free = free_sizes[i]
+            row = rows_by_free[free].pop()
+            if not rows_by_free[free]:
+                del rows_by_free[free], free_sizes[i]
+        rows[row].append(sample)
+        if left := free - length:
+            if left not in rows_by_free:
+                bisect.insort(free_sizes, left)
+                rows_by_free[left] = []
+            rows_by_free[left].append(row)
+    return sorted(sorted(row) for row in rows)
 
 
 # ---- log lines

@@ -4,10 +4,7 @@ loaded at once); errors name the line or row."""
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
-import re
-import sys
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -62,7 +59,6 @@ class RowFile:
     """The rows of a file.
 
     Args:
-        path: The file.
         kind: One of the values of KINDS.
         option: The option that named it, such as ``--data.json_path faq.jsonl``.
         split: The key to read in a JSON file that contains an object of splits.
@@ -112,25 +108,6 @@ class RowFile:
         return enumerate(value if self.split is None else value[self.split], 1)
 
 
-@dataclass(frozen=True)
-class HubRows:
-    """One split of a dataset from the ``datasets`` library."""
-
-    dataset: Any
-    name: str
-    unit: str = "row"
-
-    def fingerprint(self) -> str:
-        """Hash the row contents; the library's own fingerprint includes paths and dates."""
-        digest = hashlib.sha256()
-        for row in self.dataset:
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-        return digest.hexdigest()
-
-    def rows(self) -> Iterator[tuple[int, Any]]:
-        yield from enumerate(map(_drop_nulls, self.dataset), 1)
-
-
 # ---- finding
 
 
@@ -140,8 +117,6 @@ def find_splits(value: str, name: str, kinds: dict[str, str]) -> Splits:
     Args:
         value: A path. A folder contains ``train`` and ``val`` (or validation, or test) files with one of the suffixes,
             possibly in several parts, as in ``train-00000-of-00002.parquet``.
-        name: The option, for messages.
-        kinds: Supported suffixes and their file kinds.
     """
     if not value:
         raise UserError(f"--data.{name}: must be given")
@@ -275,21 +250,10 @@ def _parse_json(text: str, path: Path, line: int | None = None, hint: str = "") 
     except json.JSONDecodeError as error:
         where = f"{path} line {first + error.lineno - 1:,}"
         raise UserError(f"{where}: invalid JSON: {error.msg} at column {error.colno}{hint}") from error
-    except RecursionError as error:
+    except (RecursionError, ValueError) as error:  # ValueError: a number of too many digits
         where = f"{path}" if line is None else f"{path} line {line:,}"
-        raise UserError(f"{where}: invalid JSON: nested too deeply") from error
-    except ValueError as error:
-        raise _long_number(path, text, first) from error
-
-
-def _long_number(path: Path, text: str, line: int) -> UserError:
-    """Describe the only ValueError of json.loads other than JSONDecodeError: a number with too many digits."""
-    limit = sys.get_int_max_str_digits()
-    # Match strings, too, to skip digits inside them.
-    found = next(m for m in re.finditer(r'"(?:[^"\\]|\\.)*"|\d+', text) if m[0][0] != '"' and len(m[0]) > limit)
-    line += text.count("\n", 0, found.start())
-    column = found.start() - text.rfind("\n", 0, found.start())
-    return UserError(f"{path} line {line:,}: has a number of {len(found[0]):,} digits at column {column}; shorten it")
+        reason = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
+        raise UserError(f"{where}: invalid JSON: {reason}") from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -348,26 +312,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         with parquet.ParquetFile(path) as file:
             require_plausible(path.stat().st_size, file.metadata, str(path))
             batches = file.iter_batches(batch_size=_PARQUET_BATCH)
-            yield from enumerate((_drop_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
+            yield from enumerate((drop_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: is not a valid Parquet file: {one_line(error)}") from error
 
 
-def _drop_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """Return the value without null fields: Arrow gives every row the fields of all rows, such as other tools'."""
     if isinstance(value, dict):
-        return {name: _drop_nulls(field) for name, field in value.items() if field is not None}
-    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
+        return {name: drop_nulls(field) for name, field in value.items() if field is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def require_plausible(size: int, metadata: Any, name: str) -> None:
-    """Raise UserError for a decompression bomb: repeats of one value, or compressed zeros.
-
-    Args:
-        size: Of the file, in bytes.
-        metadata: Of its Parquet footer.
-        name: For the message.
-    """
+    """Raise UserError for a decompression bomb: repeats of one value, or compressed zeros."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
     values = sum(chunk.num_values for chunk in chunks)
@@ -391,44 +349,3 @@ def _count_characters(row: Any) -> int:
         elif isinstance(value, dict | list):
             values += value.values() if isinstance(value, dict) else value
     return count
-
-
-def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) -> HubRows:
-    """Load one split of a dataset from the Hugging Face hub, or from a local folder.
-
-    Args:
-        repo_id: Dataset name or folder.
-        subset: Dataset configuration name, or None.
-        split: Split name or slice.
-        option: The option that selected the dataset, for messages.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError("--data HuggingFace: needs datasets; run: pip install 'datasets>=3'") from error
-    from huggingface_hub import HfApi
-
-    from toolkit.data.hub_errors import describe_hub_error, hub_error_types
-
-    config, unreachable = datasets.config, None
-    was_offline = config.HF_HUB_OFFLINE
-    try:
-        if not was_offline and not Path(repo_id).exists():
-            HfApi().dataset_info(repo_id, timeout=10)
-    except hub_error_types() as error:
-        unreachable = error
-    try:
-        config.HF_HUB_OFFLINE = was_offline or unreachable is not None  # the cache; the library tries for a minute
-        dataset = datasets.load_dataset(repo_id, subset, split=split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        if unreachable is not None:
-            raise UserError(
-                describe_hub_error(unreachable, repo_id, "main", kind="dataset", option="--data.")
-            ) from error
-        raise UserError(f"{option}: {repo_id}, split {split}: cannot be loaded: {one_line(error)}") from error
-    finally:
-        config.HF_HUB_OFFLINE = was_offline
-    name = " ".join(filter(None, [repo_id, subset, split]))
-    if not len(dataset):
-        raise UserError(f"{option}: {name} contains no rows")
-    return HubRows(dataset, name)

@@ -58,11 +58,7 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
 
     Args:
         row: An object with the columns of one schema; null means that the column is missing.
-        where: The position of the row, for messages.
         columns: Column name mapping: known name -> name in the row.
-
-    Raises:
-        EmptyAnswerError: The answer is empty.
     """
     if not isinstance(row, dict):
         raise UserError(f"{where}: is {_describe_type(row)}, not an object; every row needs {_SCHEMAS}")

@@ -32,9 +32,6 @@ class SFTConfig:
     Args:
         module: Prefix of the cache folder name.
         option: The option that named the rows, such as ``--data.json_path faq.jsonl``.
-        splits: The row sources.
-        tokenizer: The tokenizer.
-        template: The chat template, or None.
         no_template: Without a template, the error to raise for the first conversation.
         skip_empty: Skip rows with an empty answer instead of raising an error.
         max_seq_length: Input tokens per row.
@@ -72,7 +69,6 @@ class Counts:
 
     Args:
         samples: Rows read.
-        conversations: Samples that are conversations.
         unanswered: Conversations that end with a user's message.
         truncated: Truncated to the row length.
         split: Split into several pieces.

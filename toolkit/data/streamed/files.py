@@ -84,11 +84,7 @@ def require_no_secret(value: str, option: str) -> None:
 
 
 def list_path(value: str, option: str) -> list[SourceFile]:
-    """Return the files of a path, a folder or a glob, local or remote, sorted by name.
-
-    Args:
-        value: What ``--data.<option>`` gives. In a folder, hidden files and other formats are ignored.
-    """
+    """Return the files of a path, a folder or a glob, local or remote, sorted by name."""
     where = f"--data.{option} {value}"
     with storage_errors(where, value):
         import fsspec
@@ -106,15 +102,15 @@ def list_path(value: str, option: str) -> list[SourceFile]:
                 raise UserError(f"{where}: the folder has no file of a supported format: {SUPPORTED}")
         else:
             root, found = path.rpartition("/")[0], {path: fs.info(path)}
-        for name in found:
-            if not is_supported(name):
-                raise UserError(f"{where}: {name.rpartition('/')[2]}: must end in {SUPPORTED}")
         files = [_describe(fs, name, info, root) for name, info in sorted(found.items())]
-    return require_content(files, where)
+    return require_text(files, where)
 
 
-def require_content(files: list[SourceFile], where: str) -> list[SourceFile]:
-    """Return the files that are not empty."""
+def require_text(files: list[SourceFile], where: str) -> list[SourceFile]:
+    """Return the files that are not empty; all must have a supported format."""
+    for file in files:
+        if not is_supported(file.name):
+            raise UserError(f"{where}: {file.name.rpartition('/')[2]}: must end in {SUPPORTED}")
     if not (found := [file for file in files if file.size]):
         names = join_first([file.name for file in files], 3)
         raise UserError(f"{where}: contains no text ({names}: 0 bytes); give other files")
@@ -137,9 +133,6 @@ def identify(files: list[SourceFile]) -> str:
 
     Local files have no version: the first and last 64 KiB of up to 32 evenly spaced files stand for it. Neither paths
     nor dates count. A change elsewhere that keeps the size is not detected.
-
-    Raises:
-        OSError: a local file cannot be read.
     """
     digest = hashlib.sha256()
     for file in files:

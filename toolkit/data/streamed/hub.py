@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types
-from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_content
+from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import parse_yaml
 
@@ -67,10 +67,7 @@ def list_split(repository: Repository, subset: str | None, split: str) -> list[S
         raise UserError(f"--data.split {split}: {repository.repo_id} has no such split; {known}")
     if not by_split[split]:
         raise UserError(f"{where}: split {split} has no files")
-    for file in by_split[split]:
-        if not is_supported(file.name):
-            raise UserError(f"{where}: {file.name}: its format is not supported")
-    return require_content(by_split[split], where)
+    return require_text(by_split[split], where)
 
 
 def list_url(value: str, option: str) -> list[SourceFile]:
@@ -86,10 +83,7 @@ def _list_hub_url(url: str, option: str) -> list[SourceFile]:
     repository = open_repository(match["repo"], (match["revision"] or "main").replace("%2F", "/"))
     if not (files := list(_match(repository, [match["pattern"]]))):
         raise UserError(f"{where}: no file matches")
-    for file in files:
-        if not is_supported(file.name):
-            raise UserError(f"{where}: {file.name}: its format is not supported")
-    return require_content(files, where)
+    return require_text(files, where)
 
 
 def _patterns(repository: Repository, subset: str | None) -> dict[str, list[str]] | None:

@@ -31,16 +31,10 @@ class TextSource:
 
     Args:
         where: The option that named the files, for messages.
-        files: Training text.
         val_where: The option that named ``val_files``.
         val_files: Text to validate on; None: held out from the first unit.
-        column: Text column.
-        val_rows: Rows to validate on.
-        max_cache_gb: Disk space for tokens; None: no limit.
         skips_broken: Whether files that cannot be read are left out.
-        workers: Processes that prepare units.
         vocab_size: Of the tokenizer to train if none is given.
-        cache_dir: Cache folder; None: the default.
     """
 
     where: str

@@ -30,12 +30,7 @@ _AHEAD = 2  # units to prepare before they are needed, and one more for each pre
 
 
 class UnitRows:
-    """Rows of prepared units: blocks of T + 1 tokens, read wherever they are.
-
-    Args:
-        reader: Reads the units.
-        block_size: T + 1.
-    """
+    """Rows of prepared units: blocks of T + 1 tokens, read wherever they are."""
 
     def __init__(self, reader: StreamReader, block_size: int) -> None:
         self.reader, self.block_size = reader, block_size
@@ -84,7 +79,6 @@ class RowSpans:
     """Rows of known number, such as those to validate on.
 
     Args:
-        units: Reads them.
         spans: Unit, first row and end row of each part.
     """
 
@@ -107,7 +101,6 @@ class StreamedRows:
     """The training rows of a stream. Their number is unknown.
 
     Args:
-        units: Reads them.
         first: A unit with rows; ``rows[0]`` is its first one.
         n_first: Training rows of unit ``first``.
         held_out: Further rows at its end, which are not for training.
@@ -130,11 +123,7 @@ class StreamedRows:
         return StreamOrder(self, seed, state)
 
     def count(self, unit: int, counts: UnitCounts) -> int:
-        """Return the number of training rows of a unit.
-
-        Raises:
-            DataError: one of its files is broken, and such files are not skipped.
-        """
+        """Return the number of training rows of a unit."""
         if counts.broken and not self.skips_broken:
             raise DataError(describe_broken(counts.broken))
         return counts.tokens // self.units.block_size - (self.held_out if unit == self.first else 0)
@@ -150,8 +139,6 @@ class StreamOrder:
     """See :class:`toolkit.data.order.SampleOrder`. The row counts of units are known once they are prepared.
 
     Args:
-        rows: The rows.
-        seed: Seed of the run.
         state: Epoch, index in its permutation, position where that unit starts, and the unit's rows if some of them
             were read; {} for the start of a run.
     """

@@ -25,12 +25,7 @@ _RETRY = 30.0  # seconds before another attempt at a unit whose storage failed
 
 
 def main(folder: Path, max_bytes: int) -> None:
-    """Prepare what the readers of ``folder`` want, until standard input ends.
-
-    Args:
-        folder: Of the stream.
-        max_bytes: Disk space for units; 0: no limit.
-    """
+    """Prepare what the readers of ``folder`` want, until standard input ends."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # of launchers, for the processes of a run
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

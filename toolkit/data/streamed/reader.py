@@ -43,10 +43,8 @@ class StreamReader:
     """Asks for units and waits for them, in one process; a forked copy asks under a name of its own.
 
     Args:
-        stream: The stream.
         workers: Processes that prepare units.
         max_bytes: Disk space for units; None: no limit.
-        report: Receives progress lines.
     """
 
     def __init__(self, stream: Stream, workers: int, max_bytes: int | None, report: Report) -> None:
@@ -71,11 +69,7 @@ class StreamReader:
             self.require_preparers()
 
     def require_preparers(self) -> None:
-        """Start the preparers that do not run.
-
-        Raises:
-            DataError: they end again and again, before the next unit is ready.
-        """
+        """Start the preparers that do not run."""
         try:
             self._starts += start_preparers(self.stream.folder, self.workers, self.max_bytes)
         except OSError as error:

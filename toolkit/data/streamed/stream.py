@@ -22,16 +22,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, HEARTBEAT, MANIFEST, publish, staging_folder
+from toolkit.data.cache import (
+    DAMAGE_ERRORS,
+    HEARTBEAT,
+    MANIFEST,
+    publish,
+    read_checksums,
+    require_intact,
+    staging_folder,
+)
 from toolkit.data.streamed.files import SourceFile
 from toolkit.data.streamed.units import BrokenFileError, Part, plan_units, read_part
-from toolkit.data.text.documents import BATCH, Piece
-from toolkit.data.text.tokenize import tokenize
+from toolkit.data.text.documents import BATCH, Piece, tokenize
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import DataError
 from toolkit.io.atomic import write_json
-from toolkit.io.checksums import check_entries, find_damage
 from toolkit.io.locks import file_lock
 from toolkit.io.tempfiles import sweep, temporary_path
 
@@ -66,7 +72,6 @@ class Source:
 
     Args:
         files: In the order in which they are cut into units.
-        column: The text column.
         unit_bytes: See :func:`~toolkit.data.streamed.units.plan_units`.
         identity: Hex SHA-256 of the files.
     """
@@ -92,13 +97,7 @@ class Source:
 
 
 class Stream:
-    """A source, its tokenizer and the cache folder of its units.
-
-    Args:
-        folder: The cache folder.
-        source: What is tokenized.
-        tokenizer: Its tokenizer.
-    """
+    """A source, its tokenizer and the cache folder of its units."""
 
     def __init__(self, folder: Path, source: Source, tokenizer: Tokenizer) -> None:
         self.folder, self.source, self.tokenizer = folder, source, tokenizer
@@ -140,8 +139,6 @@ class Stream:
         """Tokenize a unit unless it is in the cache.
 
         Args:
-            number: The unit.
-            report: Receives progress lines.
             wait: Where another process is tokenizing it, wait for that.
 
         Returns:
@@ -161,16 +158,12 @@ class Stream:
                 counts = self._tokenize(number, temporary, report)
                 write_json(temporary / MANIFEST, asdict(counts))
                 if counts.tokens:
-                    publish(temporary, folder, lambda: is_intact(folder))
+                    publish(temporary, folder, lambda: _is_intact(folder))
             write_json(self._counts_file(number), asdict(counts))
             return counts
 
     def open(self, number: int) -> TokenStore | None:
-        """Return the tokens of a unit; None if it is not there. A damaged one is removed.
-
-        Raises:
-            DataError: it is damaged and cannot be removed.
-        """
+        """Return the tokens of a unit; None if it is not there. A damaged one is removed."""
         copy = self.copy_of(number)
         try:
             return TokenStore(self.unit_folder(number))
@@ -186,11 +179,7 @@ class Stream:
         return None
 
     def remove_damaged(self, number: int, copy: Copy | None) -> None:
-        """Evict a damaged copy of a unit, but no later one, which another process has prepared.
-
-        Raises:
-            DataError: it cannot be removed.
-        """
+        """Evict a damaged copy of a unit, but no later one, which another process has prepared."""
         with contextlib.suppress(OSError), file_lock(self._lock_file(number)):  # one process after the other
             if self.copy_of(number) == copy:
                 self.evict(number)
@@ -257,12 +246,11 @@ def unit_texts(source: Source, number: int, broken: dict[str, str]) -> Iterator[
                 yield Piece("", True)
 
 
-def is_intact(folder: Path) -> bool:
-    """Whether the files of a unit are as they were written. Raises one of DAMAGE_ERRORS if they cannot be read."""
-    files = check_entries(json.loads((folder / CHECKSUMS).read_bytes())["files"])
-    if damaged := find_damage(folder, files):
-        raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))
-    return True
+def _is_intact(folder: Path) -> bool:
+    with contextlib.suppress(*DAMAGE_ERRORS):
+        require_intact(folder, read_checksums(folder))
+        return True
+    return False
 
 
 def _batches(texts: Iterator[Piece], can_cut: bool) -> Iterator[list[Piece]]:

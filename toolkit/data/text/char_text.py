@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from toolkit.data.base import DataModule, PreparedData, require
+from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
+
+_CONTENT = "content"
+_BLOCK = 1 << 20  # bytes
 
 
 @dataclass
@@ -54,7 +60,6 @@ class CharText(DataModule):
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
     ) -> PreparedData:
         """See :meth:`DataModule.prepare`."""
-        from toolkit.data.text.fetch import fetch
         from toolkit.data.text.prepare import TextSources, prepare_text
 
         if tokenizer is not None and not tokenizer.is_character_level():
@@ -62,7 +67,7 @@ class CharText(DataModule):
                 f"--data CharText: {tokenizer.name} has longer tokens than characters; use --data TextFiles"
             )
         option = f"--data.path {self.path}"
-        file = fetch(self.path, "path", self.cache_dir, report) if is_url(self.path) else Path(self.path).expanduser()
+        file = _fetch(self.path, "path", self.cache_dir, report) if is_url(self.path) else Path(self.path).expanduser()
         if not file.is_file():
             raise UserError(f"{option}: no such file; give a text file or its URL")
         sources = TextSources(
@@ -77,3 +82,38 @@ class CharText(DataModule):
             cache_dir=self.cache_dir,
         )
         return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)
+
+
+def _fetch(url: str, option: str, cache_dir: str | None, report: Callable[[str], None]) -> Path:
+    """Return the local copy of a file at any URL that fsspec reads. A copy in the cache is not downloaded again."""
+    from toolkit.data.streamed.files import require_no_secret
+
+    require_no_secret(url, option)
+    key = hashlib.sha256(url.encode()).hexdigest()
+    folder = choose_cache_dir(cache_dir) / f"file-{key[:16]}"
+
+    def read() -> Path:
+        read_manifest(folder, key)
+        return folder / _CONTENT
+
+    def make(temporary: Path) -> None:
+        with open(temporary / _CONTENT, "wb") as file:
+            for block in _read_blocks(url, f"--data.{option} {url}"):
+                file.write(block)
+        (temporary / MANIFEST).write_text(json.dumps({"key": key, "url": url}), encoding="utf-8")
+
+    copy, is_cached = load_or_prepare(folder, f"downloading {url}", read, make, report)
+    if is_cached:
+        report(f"Data: reading {url} from its copy in {folder}; delete the folder to download it again")
+    return copy
+
+
+def _read_blocks(url: str, where: str) -> Iterator[bytes]:
+    from toolkit.data.streamed.files import storage_errors
+
+    with storage_errors(where, url):
+        import fsspec
+
+        with fsspec.open(url, "rb") as source:
+            while block := source.read(_BLOCK):
+                yield block

@@ -1,16 +1,20 @@
-"""Documents: UTF-8 text files, in an order that depends only on their contents."""
+"""Documents: UTF-8 text files, in an order that depends only on their contents, and their tokens."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from codecs import BOM_UTF8
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import numpy as np
+
+from toolkit.data.tokenizer import Tokenizer, is_parallel, one_thread_per_call
 from toolkit.errors import UserError
 
 _READ_SIZE = 1 << 20
@@ -25,8 +29,6 @@ class Document:
     Args:
         sha256: Hex digest of the file contents.
         size: Bytes of text, as :func:`pieces` reads it.
-        path: The file.
-        option: The command-line option that named it.
         crlf: Number of \r\n line endings, read as \n.
         has_bom: Whether the file starts with a byte order mark, which is dropped from the text.
     """
@@ -44,6 +46,9 @@ class Piece(NamedTuple):
 
     text: str
     ends_document: bool
+
+
+Tokenized = tuple[list[Piece], np.ndarray]
 
 
 def fingerprint(paths: list[Path], option: str) -> list[Document]:
@@ -134,7 +139,6 @@ def batches(documents: list[Document], cut: bool, limit: int | None = None) -> I
     """Yield pieces of all documents in lists of about BATCH characters.
 
     Args:
-        documents: The documents.
         cut: Whether to cut documents into pieces; otherwise each is one piece.
         limit: Bytes of text to read; None reads all.
     """
@@ -166,3 +170,34 @@ def sample(documents: list[Document], limit: int) -> Iterator[str]:
                 return
             yield piece.text[:limit]
             limit -= len(piece.text)
+
+
+def tokenize(batches: Iterable[list[Piece]], tokenizer: Tokenizer) -> Iterator[Tokenized]:
+    """Yield each batch with its token ids, (n,) int64, an eos token after each complete document.
+
+    Batches are tokenized in threads of our own, if the tokenizers library may use all cores: batches are read,
+    converted and written meanwhile. Tokenizing alone is about as fast in the threads of the library.
+    """
+    assert tokenizer.eos_id is not None  # checked by the callers
+    end = [tokenizer.eos_id]
+
+    def encode(pieces: list[Piece]) -> Tokenized:
+        ids: list[int] = []
+        encoded = tokenizer.encode_batch([piece.text for piece in pieces], bos=False)
+        for piece, part in zip(pieces, encoded, strict=True):
+            ids += part + end if piece.ends_document else part
+        return pieces, np.asarray(ids, np.int64)
+
+    if not is_parallel():
+        yield from map(encode, batches)
+        return
+    # as many as the library would start: a job may have some of the cores only
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    running = deque[Future[Tokenized]]()
+    with one_thread_per_call(), ThreadPoolExecutor(threads) as pool:
+        for batch in batches:
+            running.append(pool.submit(encode, batch))
+            if len(running) > threads:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()

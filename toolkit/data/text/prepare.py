@@ -31,7 +31,6 @@ from toolkit.data.cache import (
     write_manifest,
 )
 from toolkit.data.text import documents
-from toolkit.data.text.tokenize import tokenize
 from toolkit.data.tokenizer import Tokenizer, collect_characters, train_bpe
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
 from toolkit.errors import UserError
@@ -53,7 +52,6 @@ class TextSources:
         val_option: The same for ``val``, or the option that sets the held-out share.
         val_fraction: Share of the ``train`` tokens to hold out; 0 with ``val``.
         vocab_size: Size of the BPE tokenizer to train if none is specified; or characters.
-        cache_dir: Cache folder for prepared data.
         text_fraction: Share of the ``train`` text to use, from its start.
     """
 
@@ -221,7 +219,7 @@ def _write_tokens(
 ) -> None:
     """Write the tokens of documents, or of their first ``limit`` bytes, an eos token after each complete one."""
     total, done, last_line = limit or sum(d.size for d in texts), 0, time.perf_counter()
-    for pieces, ids in tokenize(documents.batches(texts, tokenizer.splits_at_newlines(), limit), tokenizer):
+    for pieces, ids in documents.tokenize(documents.batches(texts, tokenizer.splits_at_newlines(), limit), tokenizer):
         writer.add(ids)
         done += sum(len(piece.text) for piece in pieces)
         if time.perf_counter() - last_line > HEARTBEAT:

@@ -48,10 +48,6 @@ class ChunkedArray:
         folder: Contains ``index.json`` and the chunks it lists; ``crc32.npy`` if :class:`TokenWriter` wrote it. Then
             each piece of 65,536 values of a chunk is verified before it is used for the first time (S7).
 
-    Attributes:
-        dtype: The integer type.
-        sizes: Values per chunk.
-
     Raises:
         ValueError: The index is invalid or names a file outside its folder, or a chunk is missing. Up to 1,024 chunks,
             also if one is truncated.

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import DataModule
+from toolkit.data.base import DataModule, PreparedData, row_count, rows_of
 from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -50,7 +50,6 @@ def read_row(item: Any, name: str, max_length: int | None) -> dict[str, Tensor]:
 
     Args:
         item: A 1-D tensor of T + 1 tokens, alone or in a 1-tuple, ``(input_ids, labels)``, or a mapping with both.
-        name: For messages.
         max_length: Truncate to this many input tokens; None keeps the length.
     """
     if isinstance(item, tuple) and len(item) == 1:
@@ -72,6 +71,19 @@ def read_row(item: Any, name: str, max_length: int | None) -> dict[str, Tensor]:
     if (input_ids < 0).any() or ((labels < 0) & (labels != IGNORE_INDEX)).any():
         raise UserError(f"{name}: contains negative tokens; only labels may be {IGNORE_INDEX}, to mask the loss")
     return {"input_ids": input_ids[:max_length], "labels": labels[:max_length]}
+
+
+def check_rows(flag: str, data: PreparedData, seq_length: int | None) -> None:
+    """Check the first rows of a data module from outside toolkit."""
+    if not isinstance(data, PreparedData):
+        raise UserError(f"{flag}: prepare() returns {type(data).__name__}; it must return PreparedData")
+    for split, rows in (("train", data.train), ("val", data.val)):
+        if rows is None or row_count(rows) == 0:
+            continue
+        for row in rows_of(rows[0]) if getattr(rows, "group_size", 1) > 1 else [rows[0]]:
+            length = len(read_row(row, f"{flag}: {split}[0]", None)["input_ids"])
+            if seq_length is not None and length > seq_length:
+                raise UserError(f"{flag}: {split}[0]: has {length} tokens, and a sequence has {seq_length}")
 
 
 def row_bytes(row: dict[str, Tensor]) -> bytes:

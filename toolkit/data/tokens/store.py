@@ -76,11 +76,7 @@ class TokenWriter:
         return self._tokens.largest
 
     def add(self, ids: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray | None = None) -> None:
-        """Append the tokens of a sample, or of any part of the data; ``loss_mask`` has as many values.
-
-        Raises:
-            ValueError: A token does not fit the dtype, or the loss mask has another length.
-        """
+        """Append the tokens of a sample, or of any part of the data; ``loss_mask`` has as many values."""
         if (loss_mask is None) != (self._loss_mask is None) or (loss_mask is not None and len(loss_mask) != len(ids)):
             raise ValueError(f"{len(ids)} tokens need as many values of the loss mask, if there is one")
         self._tokens.add(np.asarray(ids))
@@ -147,14 +143,6 @@ class TokenStore:
 
     Args:
         folder: A folder of :class:`TokenWriter`, or of LitData chunks themselves.
-
-    Attributes:
-        folder: The folder.
-        array: The tokens.
-        mask: The loss mask, or None.
-
-    Raises:
-        ValueError: The folder is damaged, see :class:`ChunkedArray`.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -175,11 +163,7 @@ class TokenStore:
         return len(self.array)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return the tokens from ``start`` to ``stop``, (stop - start,) of the dtype of the store.
-
-        Raises:
-            DataError: They are damaged or cannot be read.
-        """
+        """Return the tokens from ``start`` to ``stop``, (stop - start,) of the dtype of the store."""
         return self.array.read(start, stop)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
@@ -192,7 +176,6 @@ class BlockDataset:
     """Rows of consecutive tokens; see :class:`toolkit.data.base.TokenDataset`. A row is a block of T + 1 tokens.
 
     Args:
-        store: The tokens.
         block_size: T + 1.
         start: The first token.
         stop: The end of the tokens; None for all. Fewer than ``block_size`` at the end are left over.
@@ -248,11 +231,7 @@ class ChunkBlockDataset(BlockDataset):
 
 
 def open_splits(folder: Path, manifest: dict[str, Any], block_size: int) -> tuple[BlockDataset, BlockDataset | None]:
-    """Return the training and held-out rows of a folder: the ranges of its tokens that the manifest lists.
-
-    Raises:
-        ValueError: The folder is damaged; also TypeError and KeyError.
-    """
+    """Return the training and held-out rows of a folder: the ranges of its tokens that the manifest lists."""
     store, splits = TokenStore(folder), manifest.get("splits")
     if splits is None:
         raise ValueError(f"{folder} holds samples with a loss mask; only the data module that prepared them reads them")
