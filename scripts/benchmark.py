@@ -44,6 +44,7 @@ from benchmark_products import (
     take_turns,
 )  # fmt: skip
 
+from toolkit import __version__
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import get_config
@@ -106,7 +107,8 @@ def versions(python: str, *packages: str) -> dict[str, str]:
         "print(json.dumps({p: found[p] for p in sys.argv[1:] if p in found}))"
     )
     done = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    own = {"toolkit": __version__} if python == sys.executable and "toolkit" in packages else {}
+    return own | json.loads(done.stdout)
 
 
 # -- Measuring -------------------------------------------------------------------------------------------------------
@@ -370,9 +372,7 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
 def main(argv: list[str] | None = None) -> int:
     try:
         if "--matrix" in (words := sys.argv[1:] if argv is None else argv):
-            from benchmark_matrix import main as run_matrix  # which imports this module
-
-            return run_matrix(words)
+            return subprocess.run([sys.executable, Path(__file__).with_name("benchmark_matrix.py"), *words]).returncode
         args = parse(argv)
         config = choose_config(args)
         pythons, environments = find_pythons(args)

@@ -261,12 +261,8 @@ def format_report(parts: dict[str, list[Result]], host: dict[str, Any], packages
     return "\n".join(lines) + "\n"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Read and check the options.
-
-    Raises:
-        UserError: a part is unknown.
-    """
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read and check the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--matrix", action="store_true", help="run all benchmarks")
@@ -287,8 +283,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str]) -> int:
-    args = parse(argv)
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse(argv)
+    except UserError as error:
+        report(f"benchmark: {error}")
+        return 2
     host, packages = machine(), versions(sys.executable, "toolkit", "torch", "lightning")
     args.out_dir.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[Result]] = {}
@@ -301,3 +301,7 @@ def main(argv: list[str]) -> int:
         (args.out_dir / "benchmark.md").write_text(format_report(parts, host, packages), encoding="utf-8")
     report(f"wrote {args.out_dir}/benchmark.md and benchmark.json")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,7 +36,7 @@ def fakes(tmp_path, monkeypatch):
 
 def test_report_has_every_result_or_its_reason(fakes, tmp_path):
     out = tmp_path / "out"
-    assert benchmark.main(["--matrix", "--only", "reading", "--out_dir", str(out)]) == 0
+    assert matrix.main(["--matrix", "--only", "reading", "--out_dir", str(out)]) == 0
     good, bad, peer = json.loads((out / "benchmark.json").read_text())["parts"]["reading"]
     assert (good["values"], good["command"], good["not_run"]) == ({"a": 1}, "good.py --x 'a b'", None)
     assert "exit code 3" in bad["not_run"] and peer["not_run"] == "no environment"
@@ -50,9 +50,9 @@ def test_report_has_every_result_or_its_reason(fakes, tmp_path):
         assert text in page, text
 
 
-def test_unknown_parts_are_refused(capsys):
+def test_unknown_parts_are_refused(capfd):
     assert benchmark.main(["--matrix", "--only", "trainingg"]) == 2
-    assert "did you mean 'training'?" in capsys.readouterr().err
+    assert "did you mean 'training'?" in capfd.readouterr().err
 
 
 def test_options_of_the_matrix_are_in_the_help_and_refused_without_it(capsys):
