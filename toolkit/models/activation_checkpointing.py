@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block keeps little for the backward pass, which recomputes the rest."""
+"""Activation checkpointing: save few activations of a block and recompute the others in the backward pass."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -82,5 +82,5 @@ def is_counted(rows: int, columns: int) -> bool:
 
 
 def kept_products(shapes: Sequence[tuple[int, int]]) -> list[int]:
-    """Return which of a block's products "selective" keeps: indices into the shapes of their weights, in order."""
+    """Return the indices of the products that "selective" keeps, given the weight shapes of a block's products."""
     return [i for i, shape in enumerate(shapes) if is_counted(*shape)][1::2]

@@ -31,7 +31,7 @@ class CausalSelfAttention(nn.Module):
 
     @property
     def stacked_rows(self) -> tuple[str, tuple[int, ...]]:
-        """The name of the layer that is several matrices in one, and the rows of each: queries, keys and values."""
+        """The name of the fused layer, and the rows of its matrices: queries, keys and values."""
         n_keys = self.n_groups * self.head_size
         return "qkv", (self.n_head * self.head_size, n_keys, n_keys)
 
@@ -45,8 +45,8 @@ class CausalSelfAttention(nn.Module):
     ) -> torch.Tensor:
         """(B, T, n_embd) -> (B, T, n_embd).
 
-        ``kv_source``: (B, T, n_embd), of which keys and values are made instead of x (cross-attention). x may then be
-        of shape (1, 1, n_embd): the same query at all positions, but for the rotation.
+        With ``kv_source``, (B, T, n_embd), keys and values are projected from it (cross-attention). x may then be
+        (1, 1, n_embd): the same query at all positions, except for the rotation.
         """
         qkv = self.qkv(x) if kv_source is None else self._cross_projection(x, kv_source)
         B, T, _ = qkv.shape
@@ -67,8 +67,10 @@ class CausalSelfAttention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
 
     def _cross_projection(self, x: torch.Tensor, kv_source: torch.Tensor) -> torch.Tensor:
-        """Queries of x, keys and values of kv_source. Both go through the complete layer: its weights may be quantized
-        or have adapters."""
+        """Project queries from x, keys and values from kv_source.
+
+        Both pass through the complete layer, because its weights may be quantized or have adapters.
+        """
         n_queries = self.n_head * self.head_size
         queries = self.qkv(x)[..., :n_queries].expand(*kv_source.shape[:2], -1)
         return torch.cat((queries, self.qkv(kv_source)[..., n_queries:]), dim=-1)
@@ -91,18 +93,10 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention with the kernel that the mask is for, or else with masks, which is also the kernels' reference.
+    """Attention with the kernel of the mask; without one, with masks, which are also the reference of the kernels.
 
-    Args:
-        q: (B, n_head, T, width).
-        k: (B, n_query_groups, keys, width); v the same.
-        attn_mask: Which keys each query attends to.
-        scale: Multiplies queries times keys.
-        softcap: See :func:`softcap_attention`.
-        sinks: See :func:`sink_attention`.
-
-    Returns:
-        (B, n_head, T, width), in the dtype of q, or of autocast.
+    q: (B, n_head, T, width), multiplied by ``scale``; k and v: (B, n_query_groups, keys, width). Returns
+    (B, n_head, T, width), in the dtype of q, or of autocast.
     """
     if attn_mask.kernel_mask is None:
         if softcap is not None:
@@ -125,13 +119,7 @@ def fused_attention(
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` with a fused kernel, which never materializes all scores.
 
-    Args:
-        q: (B, n_head, T, width).
-        k: (B, n_query_groups, keys, width); v the same.
-        mask, is_causal, scale: As in torch's function; the mask is the same for all heads.
-
-    Returns:
-        (B, n_head, T, width), in the dtype of q.
+    Shapes as in :func:`attend`. All heads share the mask.
     """
     repeats, enable_gqa = q.size(1) // k.size(1), False
     if repeats > 1 and q.size(2) == 1 and not is_causal:  # the heads of a group as queries: every kernel supports it
@@ -161,17 +149,8 @@ def softcap_attention(
 ) -> torch.Tensor:
     """Attention with soft-capped scores, cap * tanh(score / cap) (Gemma 2). No fused kernel in torch supports it.
 
-    Materializes the scores of all queries and keys. Scores and softmax are fp32.
-
-    Args:
-        q: (B, n_head, T, head_size).
-        k: (B, n_query_groups, keys, head_size); v the same.
-        attn_mask: Which keys each query attends to.
-        scale: Multiplies the scores before soft-capping.
-        logit_softcap: The cap, in units of the scaled scores.
-
-    Returns:
-        (B, n_head, T, head_size), in the dtype of q.
+    Materializes the scores of all queries and keys. Scores and softmax are fp32. The cap is in units of the scaled
+    scores. Shapes as in :func:`attend`.
     """
     mask = attn_mask.mask
     if attn_mask.is_causal:
@@ -190,19 +169,11 @@ def sink_attention(
     """Attention with a sink per head: a learned logit that takes part in the softmax and contributes no value (gpt-oss,
     OpenAI 2025, arXiv 2508.10925).
 
-    The sink is an explicit first key with a zero value, so that fused kernels support it. The key is zero except for
-    one extra element, in which each query holds its head's sink logit. A dummy first query, dropped from the output,
-    keeps causal attention causal without a mask.
+    Fused kernels have no sinks: here the sink is an explicit first key with a zero value. The key is zero except for
+    one extra element, in which each query holds the sink logit of its head. A dummy first query, dropped from the
+    output, keeps causal attention causal without a mask.
 
-    Args:
-        q: (B, n_head, T, head_size).
-        k: (B, n_query_groups, keys, head_size); v the same.
-        attn_mask: Which keys each query attends to; all attend to the sink.
-        scale: Multiplies queries times keys, not the sinks.
-        sinks: (n_head,), the sink logits.
-
-    Returns:
-        (B, n_head, T, head_size), in the dtype of q.
+    sinks: (n_head,), not multiplied by ``scale``. Other shapes as in :func:`attend`.
     """
     size = q.size(-1)
     # fused kernels require widths that are multiples of 8

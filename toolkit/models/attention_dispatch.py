@@ -1,4 +1,4 @@
-"""Which attention kernel a model uses, after a self-check on the device: values and gradients against masks."""
+"""Choose the attention kernel of a model, after comparing its values and gradients with masks on the device."""
 
 import functools
 import math
@@ -18,11 +18,11 @@ DEVICES: tuple[str, ...] = ("cuda",)
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 256
 TOLERANCE = 0.02
-"""Of the relative error in the self-check. bf16 rounds to 0.004; a wrong mask, scale or sink is above 0.1."""
+"""Maximum relative error in the self-check. bf16 rounds to 0.004; a wrong mask, scale or sink causes more than 0.1."""
 
 
 class KernelCase(NamedTuple):
-    """What the self-check depends on: the kernel, and the attention that the model has."""
+    """A kernel and the kind of attention that the self-check tries it with."""
 
     kernel: KernelChoice
     device: torch.device
@@ -35,7 +35,7 @@ class KernelCase(NamedTuple):
 
 
 def kernel_of(config: ModelConfig, has_documents: bool) -> KernelChoice | None:
-    """Return the kernel that replaces a model's masks on CUDA in 16 bits; None: it has no masks, or none does."""
+    """Return the kernel that replaces masks on CUDA in 16 bits; None if no masks are needed or no kernel can."""
     width = max(config.head_size, config.value_size)
     if width > MAX_WIDTH or width % 8:
         return None
@@ -48,9 +48,9 @@ def kernel_of(config: ModelConfig, has_documents: bool) -> KernelChoice | None:
 
 
 def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
-    """Whether attention over rows of ``length`` tokens needs masks; a user-provided module may.
+    """Whether attention over rows of ``length`` tokens (None: packed, ragged rows) needs masks.
 
-    Packed rows need them, too: they are ragged.
+    Without a config, of a user-provided module, the answer is True.
     """
     return config is None or any(
         window is not None and (length is None or window < length)
@@ -63,14 +63,14 @@ def choose_kernel(
 ) -> KernelChoice | None:
     """Return the kernel for a forward pass without a KV cache; None: masks, or ``scaled_dot_product_attention``.
 
-    Its first use for a model on a device checks it, in milliseconds; FlexAttention is compiled, in seconds. If the
-    check fails, a warning reports what it found, and masks are used.
+    The first use for a model on a device checks the kernel in milliseconds; compiling FlexAttention takes seconds. If
+    the check fails, a warning gives the reason, and masks are used.
 
     Args:
         config: The architecture.
-        x: The embedded tokens: their device, and without autocast their dtype, is that of the blocks.
+        x: The embedded tokens; the blocks run on their device and, without autocast, in their dtype.
         has_documents: Rows are packed.
-        has_bounds: The bounds of their documents are known, which FlashAttention needs.
+        has_bounds: The batch has the document bounds that FlashAttention needs.
     """
     device = x.device
     if device.type not in DEVICES or torch.compiler.is_compiling():  # a complete model; the check cannot be compiled
@@ -98,19 +98,19 @@ def choose_kernel(
 
 @functools.cache
 def _passes(case: KernelCase) -> bool:
-    found = check_kernel(case)
-    if found is not None:
-        what = f"{case.kernel.name} attention in {case.dtype} on {case.device}: {found}"
+    error = check_kernel(case)
+    if error is not None:
+        what = f"{case.kernel.name} attention in {case.dtype} on {case.device}: {error}"
         warnings.warn(f"{what}; attention masks are used instead, which need more time and memory", stacklevel=2)
-    return found is None
+    return error is None
 
 
 def check_kernel(case: KernelCase) -> str | None:
-    """Compare a kernel with attention masks in fp32, on small random inputs; return what is wrong."""
+    """Compare a kernel with attention masks in fp32 on small random inputs; return the error, None without one."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
             error = _largest_error(case)
-    except Exception as raised:  # of the kernel, or of any part of torch.compile
+    except Exception as raised:  # by the kernel, or by any part of torch.compile
         lines = str(raised).strip().splitlines()
         return f"{type(raised).__name__}: {lines[0] if lines else ''}"
     return None if error <= TOLERANCE else f"a relative error of {error:.3g} in the self-check"
@@ -130,10 +130,10 @@ def _largest_error(case: KernelCase) -> float:
     inputs = [t.to(case.device, case.dtype) for t in inputs]
     errors, exact = [], torch.promote_types(case.dtype, torch.float32)
     for window in (None, 100) if case.has_windows else (None,):
-        found = _outputs(case, case.kernel._replace(for_causal=True), inputs, direction, window)
+        actual = _outputs(case, case.kernel._replace(for_causal=True), inputs, direction, window)
         with sdpa_kernel(SDPBackend.MATH):
             expected = _outputs(case, None, [t.to(exact) for t in inputs], direction, window)
-        errors += [(a.to(exact) - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+        errors += [(a.to(exact) - b).norm() / b.norm() for a, b in zip(actual, expected, strict=True)]
     error = float(torch.stack(errors).detach().max())
     return error if math.isfinite(error) else math.inf
 

@@ -23,11 +23,11 @@ BLOCK = 128
 
 
 class DocumentBounds(NamedTuple):
-    """Where the documents of packed rows are. Made on the CPU with the batch: kernels need them without a sync.
+    """Bounds of the documents in packed rows, computed on the CPU with the batch: kernels need them without a sync.
 
     Args:
-        cu_seqlens: (n + 1,), int32: where document i of the flattened rows begins, and where the last one ends. It may
-            end with empty documents.
+        cu_seqlens: (n + 1,), int32: the first token of each document in the flattened rows, and the end of the last
+            document. The last documents may be empty.
         max_length: An upper bound of the documents' lengths.
     """
 
@@ -42,7 +42,7 @@ class DocumentBounds(NamedTuple):
 def document_bounds(documents: torch.Tensor) -> DocumentBounds:
     """Return the bounds of documents (B, T), ids on the CPU: a document is a run of one id in one row.
 
-    Empty documents complete their number to a power of two, so that there are few different shapes.
+    Empty documents pad their number to a power of two, which limits the number of different shapes.
     """
     is_first = torch.ones_like(documents, dtype=torch.bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -50,7 +50,7 @@ def document_bounds(documents: torch.Tensor) -> DocumentBounds:
     n = len(starts)
     cu_seqlens = torch.full(((1 << (n - 1).bit_length()) + 1,), documents.numel(), dtype=torch.int32)
     cu_seqlens[:n] = starts
-    # a shorter bound would save nothing, and FlashAttention treats queries of one token in another way
+    # a smaller bound saves nothing, and FlashAttention has a separate path for queries of one token
     return DocumentBounds(cu_seqlens, max(BLOCK, int(cu_seqlens.diff().max())))
 
 
@@ -63,8 +63,8 @@ class FlashMask(NamedTuple):
     Args:
         window: Number of keys that precede a query in its sliding window; -1: all.
         cu_seqlens: See :class:`DocumentBounds`, on the device; None: each row is one document.
-        max_length: See :class:`DocumentBounds`, int64 scalar tensor on the CPU. It is no number, of which compiled
-            blocks would have a graph each.
+        max_length: See :class:`DocumentBounds`. An int64 scalar tensor on the CPU, because compiled blocks would have
+            one graph per number.
     """
 
     window: int
@@ -73,11 +73,11 @@ class FlashMask(NamedTuple):
 
 
 def make_flash_mask(window: int | None, bounds: DocumentBounds | None) -> FlashMask:
-    """Return the mask of a layer with this sliding window, the token itself included; None: without one."""
+    """Return the mask of a layer; ``window`` includes the current token, None is full attention."""
     n_before = -1 if window is None else window - 1
     if bounds is None:
         return FlashMask(n_before)
-    # a graph for any number of documents
+    # one graph for any number of documents
     mark_dynamic(bounds.cu_seqlens, 0)
     return FlashMask(n_before, bounds.cu_seqlens, torch.tensor(bounds.max_length, device="cpu"))
 
@@ -90,18 +90,7 @@ def flash_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention, with sinks or without, see :func:`toolkit.models.attention.sink_attention`.
-
-    Args:
-        q: (B, n_head, T, width).
-        k: (B, n_query_groups, T, width); v the same.
-        mask: Which keys each query attends to.
-        scale: Multiplies queries times keys, not the sinks.
-        sinks: (n_head,), the sink logits.
-
-    Returns:
-        (B, n_head, T, width), in the dtype of q.
-    """
+    """Attention, with sinks or without, see :func:`toolkit.models.attention.sink_attention`."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, _ = _flash(q, k, v, sinks, mask.cu_seqlens, mask.max_length, mask.window, scale)
     return out.transpose(1, 2)
@@ -207,7 +196,7 @@ def _flatten(tensors: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor | None)
 def _options(
     q: torch.Tensor, max_length: torch.Tensor | None, window: int, scale: float
 ) -> tuple[int, dict[str, float]]:
-    """Return the length of the longest document, and the kernels' named arguments."""
+    """Return the length of the longest document, and the keyword arguments of both kernels."""
     n = q.size(1) if max_length is None else int(max_length)
     return n, {"scale": scale, "window_size_left": window, "window_size_right": 0}
 
@@ -235,13 +224,10 @@ class FlexMask(NamedTuple):
 def make_flex_mask(
     shape: tuple[int, int], window: int | None, documents: torch.Tensor | None, device: torch.device
 ) -> FlexMask:
-    """Return the mask of a layer, without a (T, T) matrix and without a sync.
+    """Return the mask of a layer for rows of ``shape`` (B, T), without a (T, T) matrix and without a sync.
 
-    Args:
-        shape: B, T.
-        window: The layer's sliding window, the token itself included; None: without one.
-        documents: (B, T), ids of packed rows: a document is a run of one id.
-        device: Device of the mask.
+    ``window`` includes the current token; None is full attention. In ``documents`` (B, T), a document is a run of one
+    id.
     """
     T = shape[1]
     at = torch.arange(T, device=device)

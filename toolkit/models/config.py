@@ -1,6 +1,6 @@
 """The configuration of an architecture: plain values, checked on creation. No torch.
 
-Field names follow LitGPT's ``model_config.yaml``, so that its checkpoints load unchanged.
+Field names follow LitGPT's ``model_config.yaml``: its checkpoints load unchanged.
 """
 
 from __future__ import annotations
@@ -170,9 +170,9 @@ class ModelConfig:
     family_options: dict[str, Any] | None = None
 
     def __new__(cls, *args: Any, **values: Any) -> ModelConfig:
-        known = {f"model_config.{name}" for name in cls.__dataclass_fields__}
+        options = {f"model_config.{name}" for name in cls.__dataclass_fields__}
         for name in values.keys() - cls.__dataclass_fields__.keys():
-            hint = elsewhere(name, known, lambda option: option.rpartition(".")[2])
+            hint = elsewhere(name, options, lambda option: option.rpartition(".")[2])
             raise UserError(f"ModelConfig({name}=...): no such field{hint or did_you_mean(name, cls.__annotations__)}")
         return super().__new__(cls)
 
@@ -245,8 +245,8 @@ class ModelConfig:
         sizes = self.latent_attention
         if sizes is None:
             return
-        given = [n for name, n in sizes.items() if name != "q_lora_rank" or n is not None]
-        are_valid = all(type(n) is int and 0 < n <= MAX_SIZE for n in given)
+        required_sizes = [n for name, n in sizes.items() if name != "q_lora_rank" or n is not None]
+        are_valid = all(type(n) is int and 0 < n <= MAX_SIZE for n in required_sizes)
         hint = f"must have {', '.join(LATENT_ATTENTION)}, each between 1 and {MAX_SIZE:,}"
         self._require(sizes.keys() == set(LATENT_ATTENTION) and are_valid, "latent_attention", hint)
         required = {
@@ -356,25 +356,25 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
         """Make a config from the content of a ``model_config.yaml``."""
-        known = {f.name for f in fields(cls)}
+        names = {f.name for f in fields(cls)}
         for name, value in values.items():
-            if name not in known and value:  # a field of a later version; it has no effect while unset
+            if name not in names and value:  # a field of a later version; it has no effect while unset
                 raise UserError(f"{name} {value}: this version cannot compute such a model")
-        return cls(**{name: value for name, value in values.items() if name in known})
+        return cls(**{name: value for name, value in values.items() if name in names})
 
     def override(self, overrides: ModelOverrides) -> ModelConfig:
         """Return the config with the fields set by the user; fields derived from them are recomputed."""
-        given = {f.name: v for f in fields(overrides) if (v := getattr(overrides, f.name)) is not None}
+        values = {f.name: v for f in fields(overrides) if (v := getattr(overrides, f.name)) is not None}
         derived = {
             "n_query_groups": {"n_head"},
             "head_size": {"n_head", "n_embd", "latent_attention"},
             "intermediate_size": {"n_embd"},
             "padded_vocab_size": {"vocab_size", "padding_multiple"},
         }
-        changes: dict[str, Any] = {k: None for k, sources in derived.items() if sources & given.keys()}
-        if "family_options" in given:  # the others keep their values
-            given["family_options"] = (self.family_options or {}) | given["family_options"]
-        return replace(self, **changes | given)
+        changes: dict[str, Any] = {k: None for k, sources in derived.items() if sources & values.keys()}
+        if "family_options" in values:  # the others keep their values
+            values["family_options"] = (self.family_options or {}) | values["family_options"]
+        return replace(self, **changes | values)
 
 
 # The types of the fields, as users may give them.
@@ -387,7 +387,7 @@ if TYPE_CHECKING:
 
     @dataclass
     class ModelOverrides:
-        """Fields that override the named model configuration: those of ModelConfig, or None."""
+        """Fields that override the named model configuration; None keeps the named value."""
 
         def __init__(self, **overrides: Any) -> None: ...
 

@@ -32,12 +32,7 @@ _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 
 
 def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Check the type and range of each field, before other fields are derived from it.
-
-    Args:
-        values: Values by name.
-        hints: The type of each.
-    """
+    """Check types (``hints``) and ranges of the fields by name, before other fields are derived from them."""
     for name, hint in hints.items():
         value, (types, choices) = values[name], _types_and_choices(hint)
         if choices:
@@ -88,8 +83,8 @@ def rope_kind(adjustments: dict[str, Any] | None) -> str | None:
     for kind, (required, optional) in ROPE_ADJUSTMENTS.items():
         if required <= adjustments.keys() <= required | optional:
             return kind
-    known = "; ".join(f"{kind}: {', '.join(sorted(required))}" for kind, (required, _) in ROPE_ADJUSTMENTS.items())
-    raise UserError(f"{FLAG}rope_adjustments {adjustments}: the keys must be one of {known}")
+    kinds = "; ".join(f"{kind}: {', '.join(sorted(required))}" for kind, (required, _) in ROPE_ADJUSTMENTS.items())
+    raise UserError(f"{FLAG}rope_adjustments {adjustments}: the keys must be one of {kinds}")
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -1,6 +1,6 @@
 """Cross-entropy of a chunk of logits, and its gradient: the memory-bound part of the head loss.
 
-The functions of this file return the same: the losses of the rows in nats, (rows,) fp32, zero where ignored, and the
+All implementations return the losses of the rows in nats, (rows,) fp32, zero where ignored, and the
 gradient of their sum with respect to the logits before bias and soft-capping: softmax - one-hot, times the slope of
 the cap, 1 - tanh^2. Their arguments:
 
@@ -9,7 +9,7 @@ the cap, 1 - tanh^2. Their arguments:
     ignored: (rows,), bool: rows with zero loss and gradient; None for none.
     bias: (vocabulary,) or None.
     softcap: None, or the cap of the logits z, softcap * tanh(z / softcap).
-    dtype: Of the gradient; None computes no gradient.
+    dtype: Dtype of the gradient; None computes no gradient.
 """
 
 import functools
@@ -58,7 +58,7 @@ def cross_entropy_(
 
 
 def _softmax_once_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return probabilities (rows, vocabulary), those of the targets (rows, 1), and losses (rows,).
+    """Return probabilities (rows, vocabulary), target probabilities (rows, 1) and losses (rows,).
 
     On a CPU the exponential takes most of the time: this computes it once per logit.
     """
@@ -68,7 +68,7 @@ def _softmax_once_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _softmax_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As :func:`_softmax_once_`, with losses of any size, which would cost a CPU a second exponential per logit."""
+    """As :func:`_softmax_once_`, but exact for losses of any size, with a second exponential per logit."""
     log_p = torch.log_softmax(logits, dim=1, out=logits)
     of_targets = log_p.gather(1, at)
     return log_p.exp_(), of_targets.exp(), -of_targets.squeeze(1)
@@ -118,7 +118,7 @@ def choose_cross_entropy(
 def _checked_kernel(
     device: torch.device, vocab_size: int, has_bias: bool, softcap: float | None, dtype: torch.dtype
 ) -> CrossEntropy:
-    kernel = torch.compile(_pointwise)  # the check has few rows: for other numbers of rows torch compiles once more
+    kernel = torch.compile(_pointwise)  # for other numbers of rows than in this check, torch compiles once more
     generator = torch.Generator().manual_seed(0)
     rows = 8
     logits = (4 * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float32)).to(device)
@@ -130,7 +130,7 @@ def _checked_kernel(
         expected_losses, expected = cross_entropy_(logits, targets, ignored, bias, softcap, dtype)
         torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(grad.float(), expected.float(), rtol=2e-2, atol=1e-6)  # type: ignore[union-attr]
-    except Exception as error:  # a compiler fails in many ways; training goes on without it
+    except Exception as error:  # a compiler fails in many ways; training continues without it
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         warnings.warn(f"the compiled kernel of the loss is not used: {reason[:200]}", stacklevel=2)
         return cross_entropy_

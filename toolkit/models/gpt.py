@@ -1,4 +1,4 @@
-"""The model: embedding, blocks, norm, head. Weights have LitGPT's names, so that its checkpoints load unchanged."""
+"""The model: embedding, blocks, norm, head. Weight names are LitGPT's, whose checkpoints load unchanged."""
 
 from typing import NamedTuple, cast
 
@@ -105,18 +105,18 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     Args:
         config: The architecture. Its vocabulary must be known (``ModelConfig.with_vocab_size``).
-        seed: The weights are those of a run with this seed, see :mod:`toolkit.models.init`.
+        seed: Seed of the initial weights, see :mod:`toolkit.models.init`.
 
     Attributes:
         loss_parts: Names of the parts of the loss that a subclass logs.
-        loss_part_sums: To which such a model adds, in each forward with labels, the detached fp32 sum over the
-            supervised tokens of each part that it has computed; the same ones on all ranks.
-        seed: Also of the random numbers that a subclass draws in training; in a run the run's.
-        note: What a reader of the metrics must know, shown when a run starts.
-        is_row_independent: Whether the logits of a row depend only on its tokens and their positions, so that prompts
-            are continued together; False: one after the other.
-        uniform_length: Build masks and rotary embeddings as for rows of this many tokens, so that compiled blocks
-            share one graph for all lengths. 0: the fastest form for the length of each batch.
+        loss_part_sums: Sums by part. In each forward with labels, such a model adds the detached fp32 sum over the
+            supervised tokens of each part; all ranks must add the same parts.
+        seed: Also seeds the random numbers that a subclass draws in training.
+        note: Text about the metrics, shown when a run starts.
+        is_row_independent: Whether the logits of a row depend only on its tokens and their positions. If not,
+            prompts are generated from one by one.
+        uniform_length: Build masks and rotary embeddings as for rows of this many tokens: compiled blocks then share
+            one graph for all lengths. 0: the fastest form for the length of each batch.
         uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` where they are better than masks.
         compiled_loss: Use a compiled kernel for the cross-entropy, where there is one.
 
@@ -182,11 +182,11 @@ class GPT(nn.Module, metaclass=InitializedModel):
             positions: (T,) or (B, T), int64; default: continue after the cached tokens.
             documents: (B, T), int64, document ids of packed rows; tokens attend only within their document (N9).
                 ``positions`` should start at 0 in each. Not supported with a KV cache.
-            document_bounds: Of these documents. Without them, packed rows need attention masks.
+            document_bounds: Bounds of these documents. Without them, packed rows need attention masks.
             kv_cache: One cache per block; the new keys and values are appended to it.
             sequence_length: Length of the complete sequence, if this pass and the cache cover only its beginning, or
                 (B, 1), int64, of each row; longrope depends on it.
-            logits_to_keep: Compute the logits of only so many last positions; 0: of all.
+            logits_to_keep: Number of last positions whose logits are computed; 0: all.
             log_probs: Return the log-probability of each label.
 
         Returns:
@@ -197,7 +197,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             weighted by the row's supervised tokens. So the loss does not depend on the split of a global batch into
             micro-batches (N2).
             With ``log_probs`` ``(log_probs, balancing_loss)``: (B, T), fp32, in nats, 0 where the label is -100, and
-            what ``loss_sum`` includes for a model with experts, an fp32 scalar.
+            the load-balancing loss, an fp32 scalar.
 
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
@@ -261,7 +261,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             n_cached = 0 if kv_cache is None else kv_cache[0].length
             positions, length = torch.arange(n_cached, n_cached + T, device=device), n_cached + T
         if kv_cache is not None and kv_cache.starts is not None:
-            # clamped for rows that have ended, which go on with the others
+            # clamped for finished rows, which run on with the others
             return (positions - kv_cache.starts[:, None]).clamp(0, block_size - 1), length
         if length > block_size and (kv_cache is None or kv_cache.position is None):
             raise ValueError(f"sequence length {length} exceeds the model's block_size {block_size}")
@@ -270,16 +270,10 @@ class GPT(nn.Module, metaclass=InitializedModel):
     def run_blocks(
         self, x: torch.Tensor, layers: range, inputs: BlockInputs, kv_source: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run some layers on x, (B, T, n_embd).
+        """Run ``layers`` on the residual stream x, (B, T, n_embd), with ``inputs`` from :meth:`embed`.
 
-        Args:
-            x: The residual stream before the first of the layers.
-            layers: Indices of the layers.
-            inputs: From :meth:`embed`.
-            kv_source: Of the first of the layers; see :class:`Block`.
-
-        Returns:
-            The residual stream after the layers, and the load-balancing losses of the layers with experts.
+        ``kv_source`` is passed to the first of the layers, see :class:`Block`. Returns the residual stream after the
+        layers, and the load-balancing losses of the layers with experts.
         """
         blocks = self.blocks
         balancing_losses: list[torch.Tensor] = []

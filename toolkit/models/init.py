@@ -29,7 +29,7 @@ NORMS = (
 
 
 def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: ModelConfig) -> torch.Tensor:
-    """Return the initial value of the parameter ``name``: always fp32 on the CPU, so that all devices agree."""
+    """Return the initial value of the parameter ``name``, in fp32 on the CPU: all devices get the same values."""
     module, _, kind = name.rpartition(".")
     if kind in ("bias", "correction"):
         return torch.zeros(shape, device="cpu")
@@ -66,7 +66,7 @@ class Materializer:
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, should_fill: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
-        """Fill the module's own buffers and those of its own parameters for which ``should_fill`` holds."""
+        """Fill the buffers of the module, without its submodules, and its parameters that ``should_fill`` selects."""
         for key, buffer in list(module.named_buffers(recurse=False)):
             if id(buffer) in self._names:
                 setattr(module, key, self._fill(buffer))
@@ -106,7 +106,7 @@ class InitializedModel(type):
 
 
 def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Fill all parameters of a model with ``config``; ``device`` is that of parameters on the meta device."""
+    """Fill all parameters of a model that has a ``config``; meta parameters are materialized on ``device``."""
     materialize = Materializer(model, init_weight(model, seed), device)
     for module in model.modules():
         materialize(module)

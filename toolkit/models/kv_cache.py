@@ -12,13 +12,11 @@ class LayerCache:
     """Keys and values of one layer, (batch, groups, max_length, width), filled up to ``length`` positions.
 
     With ``position``, (1,) int64, shapes are fixed: one new position per update is written there, and all
-    ``max_length`` positions are returned, of which the caller masks the later ones. ``length`` is then the caller's.
+    ``max_length`` positions are returned; the caller masks the later ones and sets ``length``.
 
     Args:
         shape: (batch, groups, max_length).
-        widths: Widths of keys and values; with latent attention, those of latent and shared rotary key.
-        device: Device of the tensors.
-        dtype: Dtype of keys and values.
+        widths: Widths of keys and values; with latent attention, widths of latent and shared rotary key.
     """
 
     def __init__(
@@ -29,18 +27,10 @@ class LayerCache:
         self.position: Tensor | None = None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of T new positions.
+        """Append keys (already rotated) and values of T new positions, (batch, groups, T, width).
 
-        Args:
-            k: (batch, groups, T, width), already rotated.
-            v: The same shape except for the width.
-
-        Returns:
-            Keys and values of all positions so far, (batch, groups, length, width): views, valid until the next
-            update.
-
-        Raises:
-            ValueError: The cache is full.
+        Returns all cached keys and values, (batch, groups, length, width): views, valid until the next update. Raises
+        ValueError if the cache is full.
         """
         if self.position is not None:
             # unlike an assignment, index_copy_ does not convert; under autocast k and v may be of fewer bits
@@ -75,7 +65,7 @@ class KVCache:
     Attributes:
         prompt: (B, T) int64: the complete prompt, of which a forward pass may see only a part; None if unknown.
         seed: The sampling seed, the same on all ranks; 0 without one.
-        state: For a model to keep what belongs to the cached sequence.
+        state: Values that a model keeps with the cached sequence.
         starts: (B,), int64, the first token of each left-padded row; None without padding.
     """
 
@@ -131,11 +121,7 @@ class KVCache:
             layer.length += count
 
     def truncate(self, length: int) -> None:
-        """Drop the positions from ``length`` on.
-
-        Raises:
-            ValueError: The cache has fewer positions.
-        """
+        """Drop the positions from ``length`` on; a ValueError if there are fewer."""
         if length > self.length:
             raise ValueError(f"a KV cache of {self.length} positions has no {length}")
         for layer in self.layers:

@@ -23,7 +23,7 @@ from toolkit.models.kv_cache import LayerCache
 from toolkit.models.masks import AttentionMask
 from toolkit.models.rope import RotaryEmbedding
 
-NORM_EPS = 1e-6  # of the two norms here, independent of norm_eps, as in DeepSeek's code and transformers
+NORM_EPS = 1e-6  # for both norms of this file, whatever norm_eps is, as in DeepSeek's code and transformers
 
 
 class LatentAttention(nn.Module):
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
 
     @property
     def stacked_rows(self) -> tuple[str, tuple[int, ...]]:
-        """The name of the layer that is several matrices in one, and the rows of each: keys and values."""
+        """The name of the fused layer, and the rows of its matrices: keys and values."""
         return "kv_b", (self.n_head * self.nope, self.n_head * self.v_size)
 
     def forward(
@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
     ) -> torch.Tensor:
         """(B, T, n_embd) -> same. The cache stores (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim).
 
-        ``kv_source``: (B, T, n_embd), of which keys and values are made instead of x (cross-attention).
+        With ``kv_source``, (B, T, n_embd), keys and values are projected from it (cross-attention).
         """
         B, T, _ = x.shape
         query = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a GPT: where they are, and their initial values. See ``lora_layers.py`` for the layers."""
+"""Add low-rank adapters to a GPT and initialize them. See ``lora_layers.py`` for the layers."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from toolkit.models.init import parameter_generator
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import Adapter, LoRALinear
 
-_ALL_ROWS = "whole"  # name of the adapter of a layer that is not fused, in files
+_ALL_ROWS = "whole"  # adapter name of unfused layers in files
 
 
 def adapted_on_meta(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
@@ -51,8 +51,8 @@ def is_adapter(name: str) -> bool:
 def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> torch.Tensor:
     """Return the initial value of an adapter's ``A`` or ``B``, a pure function of (seed, name): fp32, on the CPU.
 
-    A is uniform in +- 1 / sqrt(in), Kaiming initialization with a = sqrt(5), as in the paper's code. B is zero, so that
-    the adapted model initially equals the base.
+    A is uniform in +- 1 / sqrt(in), Kaiming initialization with a = sqrt(5), as in the paper's code. B is zero: the
+    adapted model initially equals the base.
     """
     kind = name.rpartition(".")[2]
     assert kind in ("A", "B"), f"{name}: a magnitude is computed from the base weight, see adapter_values"
@@ -72,11 +72,8 @@ def adapter_values(
 ) -> Callable[[str, torch.Size], torch.Tensor]:
     """Return a function that maps an adapter parameter's name and shape to its initial value.
 
-    Args:
-        model: With adapters, before a strategy wraps its parameters; may be on the meta device.
-        seed: Seed of the run.
-        weight_of: Returns the unsharded base weight of a name such as ``transformer.h.0.attn.qkv.weight``; called
-            only for DoRA's magnitudes.
+    Call it before a strategy wraps the parameters of the model, which may be on the meta device. ``weight_of`` returns
+    the unsharded base weight of a name such as ``transformer.h.0.attn.qkv.weight``; only DoRA's magnitudes need it.
     """
     rows = {name: module.rows for name, module in model.named_modules() if isinstance(module, Adapter)}
 
@@ -104,7 +101,7 @@ def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, ran
     """Replace ``owner.name`` by a layer with adapters for ``parts``: ranges of rows, or True for all rows."""
     linear = getattr(owner, name)
     rows = range(linear.out_features)
-    adapted = {part: given if isinstance(given, range) else rows for part, given in parts.items() if given}
+    adapted = {part: value if isinstance(value, range) else rows for part, value in parts.items() if value}
     if not adapted:
         return
     layer = LoRALinear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")

@@ -95,12 +95,12 @@ class LoRAOptions:
         lora_head: Adapt the language model head.
         lora_rslora: Rank-stabilized LoRA: scaling is lora_alpha / sqrt(lora_r).
         lora_dora: DoRA: also train the magnitude of each row.
-        loraplus_lr_ratio: LoRA+ (Hayou et al. 2024): learning rate of B relative to that of A, such as 16.
+        loraplus_lr_ratio: LoRA+ (Hayou et al. 2024): ratio of the learning rates of B and A, such as 16.
         from_peft: Start from the adapters in this peft folder, which also determines the adapted layers.
         quantize: Quantize the base to 4 bits: bnb.nf4, or bnb.nf4-dq with quantized scales (double quantization).
     """
 
-    is_flat: ClassVar[bool] = True  # its fields are options without a prefix
+    is_flat: ClassVar[bool] = True  # the fields are options without a prefix
 
     lora_r: int = 8
     lora_alpha: float = 16

@@ -55,7 +55,7 @@ class LoRAMixin(nn.Module):
         return cast(list[Adapter], list(self.lora.values()))
 
     def add_adapters(self, config: LoRAConfig, parts: dict[str, range]) -> None:
-        """Create the adapters of ``parts``: names and the rows of the weight they adapt, in ascending order."""
+        """Create adapters: ``parts`` maps their names to the rows of the weight, in ascending order."""
         self.scaling, self.dropout, self.dora = config.scaling, config.dropout, config.dora
         device = self.weight.device
         self.lora = nn.ModuleDict(

@@ -37,7 +37,7 @@ DEVICE_CHUNK_LOGITS = 1 << 26
 
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Maximum tokens per chunk. Where the device is not present, that of a large GPU."""
+    """Return the maximum tokens per chunk. If there is no such device here, assume a large GPU."""
     if device.type == "cpu":
         return min(CPU_CHUNK_ROWS, max(1, CPU_CHUNK_LOGITS // vocab_size))
     if device.type != "cuda" or _is_small_gpu(device):
@@ -125,7 +125,7 @@ class _HeadLogProbs(torch.autograd.Function):
         return *_NO_GRADIENTS, *(None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 
-_NO_GRADIENTS = (None,) * 5  # of what comes before the tensors
+_NO_GRADIENTS = (None,) * 5  # for the arguments before the tensors
 
 
 def _losses_and_grads(
@@ -140,16 +140,13 @@ def _losses_and_grads(
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
     """Compute the losses, and their gradients.
 
-    The logits are the sum of the products of the pairs of factors. Sums over chunks (gradients of weight and bias) are
-    fp32 even for a bf16 weight: bf16 would lose small summands. This costs one fp32 copy of the head's gradient between
-    forward and backward.
-
-    Args:
-        scale: (labels,), the gradient of each loss; None for 1.
+    The logits are the sum of the products of the pairs of factors. ``scale``, (labels,), is the gradient of each loss;
+    None for 1. Sums over chunks (gradients of weight and bias) are fp32 even for a bf16 weight: bf16 would lose small
+    summands. This costs one fp32 copy of the head's gradient between forward and backward.
 
     Returns:
-        The losses of the processed rows, (rows,) fp32; the indices of these rows, None for all; and the gradients of
-        bias and factors, None where not needed.
+        Losses of the processed rows, (rows,) fp32; indices of these rows, None for all; gradients of bias and factors,
+        None where not needed.
     """
     vocab_size, device = factors[1].size(0), labels.device
     kept, ignored = _supervised_rows(labels.reshape(-1))
@@ -205,7 +202,7 @@ def _replace_inexact(
     bias: torch.Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Compute the losses beyond LARGEST_EXACT_LOSS once more, from the logits of their rows."""
+    """Recompute the losses above LARGEST_EXACT_LOSS from the logits of their rows."""
     inexact = (losses > LARGEST_EXACT_LOSS).nonzero().squeeze(1)
     if inexact.numel():
         rows = inexact + chunk.start
@@ -221,11 +218,10 @@ class _Product:
     Args:
         x: (..., k).
         matrix: (vocabulary, k).
-        x_needs_grad: Compute the gradient of x.
-        matrix_needs_grad: Compute the gradient of matrix; otherwise nothing of its size is allocated.
+        x_needs_grad, matrix_needs_grad: Allocate and compute the gradient.
         dtype: Compute dtype.
         kept: The rows of x to process; None for all.
-        ignored: (processed rows,), bool: rows excluded from the loss; None for none. Their gradient of the logits is 0.
+        ignored: (processed rows,), bool: rows without a loss; None for none. Their gradient of the logits is 0.
     """
 
     def __init__(
@@ -240,7 +236,7 @@ class _Product:
     ) -> None:
         rows = x.detach().reshape(-1, x.size(-1))
         rows = (rows if kept is None else rows[kept]).to(dtype)
-        # 0 times a value that is not finite is not 0
+        # 0 times a non-finite value is not 0
         self.rows = rows if ignored is None else rows.masked_fill(ignored[:, None], 0)
         self.matrix = matrix.detach().to(dtype)
         self._shape, self._kept = x.shape, kept
@@ -250,7 +246,7 @@ class _Product:
         self._grad_matrix = make(matrix, dtype=torch.float32) if matrix_needs_grad else None
 
     def add_gradients(self, chunk: slice, grad_logits: torch.Tensor) -> None:
-        """Accumulate the gradients of a chunk of rows; the first chunk comes first."""
+        """Accumulate the gradients of a chunk of rows. Call it for the first chunk first."""
         if self._grad_x is not None:
             mm_out_fp32(self._grad_x[chunk], grad_logits, self.matrix)
         if self._grad_matrix is not None:
@@ -269,10 +265,9 @@ class _Product:
 
 
 def _supervised_rows(targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the indices of the supervised rows, or None to process all rows, and which of the processed rows to
-    ignore, or None.
+    """Return the indices of the rows to process (None: all), and which of these to ignore (None: none).
 
-    On an accelerator the number of supervised rows would have to be copied to the host, which would wait for the
+    On an accelerator all rows are processed: copying the number of supervised rows to the host would wait for the
     forward pass.
     """
     if targets.device.type != "cpu":

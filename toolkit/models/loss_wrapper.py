@@ -61,7 +61,7 @@ class LossWrapper(nn.Module):
 def find_blocks(
     module: nn.Module, class_names: Iterable[type[nn.Module] | str] | None = None
 ) -> tuple[type[nn.Module], ...]:
-    """Return the classes of a module's blocks: the given ones, else those in its longest ``nn.ModuleList``.
+    """Return the classes named by ``class_names``, else the classes in the module's longest ``nn.ModuleList``.
 
     Nested lists (experts in a layer) are ignored. Empty if the module has no list.
     """
@@ -75,12 +75,12 @@ def find_blocks(
 
 
 def _find_class(requested: type[nn.Module] | str, classes: list[type[nn.Module]]) -> type[nn.Module]:
-    found = next((c for c in classes if requested in (c, c.__name__)), None)
-    if found is None:
-        name, known = requested if isinstance(requested, str) else requested.__name__, [c.__name__ for c in classes]
-        near = did_you_mean(name, known) or f"; its classes are {', '.join(known)}"
+    match = next((c for c in classes if requested in (c, c.__name__)), None)
+    if match is None:
+        name, names = requested if isinstance(requested, str) else requested.__name__, [c.__name__ for c in classes]
+        near = did_you_mean(name, names) or f"; its classes are {', '.join(names)}"
         raise UserError(f"block_classes {name}: the model has no part of this class{near}")
-    return found
+    return match
 
 
 def _describe(result: Any) -> str:

@@ -16,7 +16,7 @@ class KernelChoice(NamedTuple):
 
     Args:
         name: "flash", or "flex" for soft-capped scores.
-        for_causal: Use it where no mask is needed, too: without a sliding window or packed rows.
+        for_causal: Also use it where causal attention needs no mask: without a sliding window and packed rows.
     """
 
     name: str
@@ -30,7 +30,7 @@ class AttentionMask(NamedTuple):
         n_keys: Number of most recent keys that any query attends to.
         mask: (n_new, n_keys) or (B, 1, n_new, n_keys), bool; None where no mask is needed.
         is_causal: Without a mask: True for causal attention, False for attention to all keys.
-        kernel_mask: For the kernel that is to be used; then the other fields have no meaning.
+        kernel_mask: The mask of a kernel, which replaces the other fields.
     """
 
     n_keys: int
@@ -46,14 +46,14 @@ class AttentionMaskBuilder:
 
     Args:
         n_cached: Tokens in the KV cache.
-        n_new: Tokens of this pass, which follow the cached ones.
+        n_new: New tokens of this pass, after the cached ones.
         device: Device of the masks.
         documents: (B, n_new), int64, document ids of packed rows; tokens attend only within their document (N9). Not
             supported with a KV cache.
         uniform_length: See :class:`toolkit.models.gpt.GPT`.
         batch_size: B.
         kernel: A kernel that needs no masks. Not supported with a KV cache.
-        bounds: Of the documents, on ``device``; "flash" needs them for packed rows.
+        bounds: Document bounds on ``device``; "flash" needs them for packed rows.
         starts: (B,), int64, the first token of each left-padded row; None without padding. Not with documents.
     """
 
@@ -101,7 +101,7 @@ class AttentionMaskBuilder:
             mask &= keys > queries - window
         if self._documents is not None:
             mask = (mask & (self._documents[:, :, None] == self._documents[:, None, -n_keys:]))[:, None]
-        if self._starts is not None:  # padding attends to itself, because a row of a softmax without keys is NaN
+        if self._starts is not None:  # padding attends to itself, because a softmax over no keys is NaN
             mask = (mask & (keys >= self._starts[:, None, None, None])) | (keys == queries)
         return AttentionMask(n_keys, mask)
 

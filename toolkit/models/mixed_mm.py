@@ -7,7 +7,7 @@ import torch
 
 
 def mm_out_fp32(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out = a @ b. Factors of 16 bits are not rounded on the way to an fp32 ``out``, where the device can."""
+    """out = a @ b. If the device can, products of 16-bit factors are accumulated into an fp32 ``out`` unrounded."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif out.dtype == torch.float32 and _has_fp32_results(a):
@@ -24,7 +24,7 @@ def addmm_fp32_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += a @ b
     elif holds_values(total):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:  # which has no such kernel
+    else:  # addmm with out_dtype has no kernel for meta and fake tensors
         total += torch.mm(a, b, out_dtype=torch.float32)
 
 
@@ -41,7 +41,7 @@ def holds_values(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _check_fp32_results(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products with ``out_dtype`` are those of fp32 factors. Older versions of torch do not add to fp32.
+    """Whether products with ``out_dtype`` equal products of fp32 factors. Older versions of torch do not add to fp32.
 
     Waits for the device, once per process. Not tried on CUDA.
     """

@@ -46,6 +46,6 @@ class GptNeoxMLP(nn.Module):
 
 
 def make_mlp(config: ModelConfig) -> nn.Module:
-    """Return the dense MLP of a layer; in a model with experts, that of its dense layers."""
+    """Return the MLP of a layer without experts."""
     dense = {"LLaMAMLP": LLaMAMLP, "GemmaMLP": GemmaMLP, "GptNeoxMLP": GptNeoxMLP, "LLaMAMoE": LLaMAMLP}
     return dense[config.mlp_class_name](config)

@@ -72,11 +72,8 @@ grouped_product.register_autograd(_backward, setup_context=_setup_context)
 class StackedLinear(nn.Module):
     """One linear layer per expert: stacked weights (experts, out, in) and biases (experts, out).
 
-    Args:
-        n_expert: Number of experts.
-        in_features: A multiple of 8, because rows must be aligned to 16 bytes.
-        out_features: Likewise a multiple of 8.
-        active: Number of experts per token.
+    Both widths must be multiples of 8, because rows must be aligned to 16 bytes. ``active`` is the number of experts
+    per token.
     """
 
     def __init__(self, n_expert: int, in_features: int, out_features: int, active: int, bias: bool = False) -> None:
@@ -157,7 +154,7 @@ class LLaMAMoE(nn.Module):
         self.register_buffer("correction", correction)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LLaMAMoE:
-        """Handle changes of dtype and device: the correction bias changes device only."""
+        """Change dtype and device, but keep the dtype of the correction bias."""
         before = self.correction
         super()._apply(fn, recurse)
         after = self.correction
@@ -198,7 +195,7 @@ class LLaMAMoE(nn.Module):
     def _mask_groups(self, choice: torch.Tensor) -> torch.Tensor:
         """Mask the experts outside the top groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
 
-        A group's score is that of its best expert; with sigmoid scores the sum of its best two (DeepSeek-V3).
+        The score of a group is its best expert's; with sigmoid scores the sum of its best two (DeepSeek-V3).
         """
         if self.n_groups is None or self.n_topk_groups is None:
             return choice
@@ -211,7 +208,7 @@ class LLaMAMoE(nn.Module):
 
 
 def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of matrix products with x under autocast, which does not cover grouped products."""
+    """Return the dtype of grouped products with x; autocast does not set it."""
     device = x.device.type
     is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_autocast else x.dtype
@@ -224,16 +221,13 @@ def load_balancing_loss(
 
     f_e is the fraction of the row's tokens routed to expert e, P_e the mean of its probability; only P has a gradient.
     Switch Transformers (Fedus et al. 2021, eq. 4 to 6) and transformers' ``load_balancing_loss_func`` compute it over
-    the complete batch. Here it is computed per row, as in DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20, where f is
-    divided by k), so that it does not depend on the batch. Documents packed into a row count as one.
+    the complete batch. Here it is computed per row, independent of the batch, as in DeepSeek-V3 (arXiv 2412.19437, eq.
+    17 to 20, where f is divided by k). Documents packed into a row count as one.
 
     Args:
         probabilities: (B, T, n_expert), fp32, of all experts.
         topk_indices: (B, T, k), the experts of each token.
-        token_mask: (B, T), bool: the tokens included. A row with none has 0.
-
-    Returns:
-        (B,), fp32.
+        token_mask: (B, T), bool: the tokens that count. The loss of a row without any is 0.
     """
     n = token_mask.sum(1, keepdim=True).clamp(min=1)
     used = torch.zeros_like(probabilities).scatter_(-1, topk_indices, 1.0)

@@ -38,15 +38,15 @@ def quantize_linears(
 ) -> None:
     """Replace the linear layers of the blocks, with or without adapters, by layers with 4-bit weights.
 
-    Layer by layer, so that no second copy of the model exists. Biases, adapters and all other parameters keep their
-    device, including the meta device.
+    This proceeds layer by layer, without a second copy of the model. Biases, adapters and all other parameters keep
+    their device, including the meta device.
 
     Args:
         model: Modified in place.
         kind: "bnb.nf4": 4-bit NormalFloat with an fp32 scale for every 64 weights, 4.5 bits each; "bnb.nf4-dq": the
             scales are quantized as well, about 4.13 bits.
         weight_of: Returns the weight of a name such as ``transformer.h.0.attn.qkv.weight`` in the checkpoint's dtype,
-            so that nothing is rounded twice; default: the layers' weights.
+            which avoids rounding twice; default: the layers' weights.
         device: Device of the quantized weights.
     """
     for name, layer, new in _replaced_linears(model, kind):
@@ -59,15 +59,11 @@ def reserve_quantized(
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Replace the layers as :func:`quantize_linears` does, but leave the 4-bit weights on the meta device, for FSDP.
 
-    So each block is quantized when FSDP materializes it, and only its shard stays in memory. Every rank keeps all
-    quantization scales.
-
-    Args:
-        model, kind, weight_of, device: See :func:`quantize_linears`.
-        storage: The dtype of the parameters with the packed values, which FSDP must not cast.
+    FSDP materializes and thereby quantizes one block at a time and keeps its shard. Every rank keeps all quantization
+    scales. FSDP must not cast the parameters with the packed values, of dtype ``storage``.
 
     Returns:
-        The parameters' names, each with a function that returns the packed values.
+        A function by parameter name that returns the packed values.
     """
     values: dict[str, Callable[[], torch.Tensor]] = {}
     for name, _, new in _replaced_linears(model, kind):

@@ -18,10 +18,8 @@ from toolkit.models.labels import IGNORE_INDEX
 def inverse_frequencies(config: ModelConfig, is_long: bool = False, local: bool = False) -> torch.Tensor:
     """Return the radians per position of each pair of dimensions: (rope_n_elem / 2,), fp32, on the CPU.
 
-    Args:
-        config: The architecture.
-        is_long: Use longrope's factors for sequences longer than the original context.
-        local: Use the unscaled frequencies of layers with rope index 1.
+    ``is_long``: with the factors of longrope for sequences longer than the original context; ``local``: the unscaled
+    frequencies of layers with rope index 1.
     """
     n, base = config.rope_n_elem, (config.rope_local_base_freq if local else None) or config.rope_base
     inverse = 1.0 / (base ** (torch.arange(0, n, 2, dtype=torch.float32, device="cpu") / n))
@@ -41,16 +39,11 @@ def document_lengths(
 ) -> torch.Tensor:
     """Return the length of the document of each token, (B, T) int64.
 
-    With labels, the length up to the document's last supervised token: later tokens do not change the loss, and padding
-    must not lengthen a row, or the loss would depend on the batch (N2).
-
-    Args:
-        input_ids: (B, T).
-        documents: (B, T), document ids of packed rows; default: one document per row.
-        labels: (B, T), -100 for tokens excluded from the loss.
+    Without ``documents`` (B, T), each row is one. With labels (B, T), the length up to the document's last supervised
+    token: later tokens do not change the loss, and with padding the loss would depend on the batch (N2).
     """
     at = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(input_ids)
-    # padding, -1, becomes the last
+    # padding, -1, becomes the last document
     documents = torch.zeros_like(at) if documents is None else documents % input_ids.size(1)
     ends = at + 1 if labels is None else (at + 1) * (labels != IGNORE_INDEX)
     last = torch.zeros_like(at).scatter_reduce(1, documents, ends, "amax")
@@ -63,8 +56,8 @@ def attention_factor(config: ModelConfig, local: bool = False) -> float:
     adjustments = config.rope_adjustments or {}
     if local or config.rope_kind not in ("yarn", "longrope"):
         return 1.0
-    if (given := adjustments.get("attention_factor")) is not None:
-        return given
+    if (value := adjustments.get("attention_factor")) is not None:
+        return value
     factor, mscale, mscale_all_dim = adjustments["factor"], adjustments.get("mscale"), adjustments.get("mscale_all_dim")
     if mscale and mscale_all_dim:
         return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
@@ -111,8 +104,8 @@ class RotaryEmbedding:
 
     Args:
         positions: (T,) or (B, T), int64.
-        inverse: See :func:`inverse_frequencies`, on the device of the positions; or (B, T, rope_n_elem / 2).
-        attention_factor: See :func:`attention_factor`.
+        inverse: Result of :func:`inverse_frequencies`, on the device of the positions; or (B, T, rope_n_elem / 2).
+        attention_factor: Result of :func:`attention_factor`.
     """
 
     __slots__ = ("cos", "sin")

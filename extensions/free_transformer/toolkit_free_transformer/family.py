@@ -60,15 +60,15 @@ class LatentOptions:
         Raises:
             UserError: One is unknown or has an invalid value.
         """
-        given = dict(config.family_options or {})
-        if "latent_dim" in given:
-            given["latent_bits"] = given.pop("latent_dim")
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                hint = did_you_mean(name, known) or f"; use {', '.join(known)}"
+        options = dict(config.family_options or {})
+        if "latent_dim" in options:
+            options["latent_bits"] = options.pop("latent_dim")
+        names = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in names:
+                hint = did_you_mean(name, names) or f"; use {', '.join(names)}"
                 raise UserError(f"{_FLAG}.{name}: no such option of this family{hint}")
-        return cls(**given)
+        return cls(**options)
 
 
 _free = named_with(family="free_transformer")

@@ -99,11 +99,11 @@ class FreeTransformer(GPT):
 
         Args:
             input_ids, labels, positions, documents, kv_cache, sequence_length, logits_to_keep: See :class:`GPT`.
-            sample_keys: (B,) int64: numbers of the rows, of which the latents are drawn; default: 0, 1, 2, ..., but 0
-                for "inference", so that a sequence does not depend on its batch.
+            sample_keys: (B,) int64: row numbers that seed the latents. Default: 0, 1, 2, ...; for "inference" 0, which
+                makes a sequence independent of its batch.
             mode: Without labels. "training": latents from the encoder. "inference": latents from the prior; with a
-                KV cache that knows its prompt, those of the prompt's tokens from the encoder.
-            codes: (B, T) int64: given latents; only for "inference" without a KV cache.
+                KV cache that has its prompt, the encoder gives the latents of the prompt's tokens.
+            codes: (B, T) int64: the latents; only for "inference" without a KV cache.
 
         Returns:
             Logits (B, T, padded_vocab_size); in mode "training" also the logits of the latents' bits, (B, T, H). With
@@ -168,7 +168,7 @@ class FreeTransformer(GPT):
 
         Args:
             x: Output of the lower half.
-            inputs: Of this pass.
+            inputs: What all blocks of this pass share.
             documents: (B, T) ids of packed rows: latents depend on their document only (N9).
             is_live: (B, T) bool: tokens that the encoder sees; None for all. Padding is not among them.
         """

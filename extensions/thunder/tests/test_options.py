@@ -66,16 +66,22 @@ def test_executors_are_names():
             {"strategy": "thunder_ddp", "thunder": ThunderArgs("ZERO2")},
             "--thunder.sharding_strategy ZERO2: has no effect without --strategy thunder_fsdp",
         ),
-        ({"strategy": "thunder_ddp", "compiler": "torch"}, "--compiler torch: does not go with --strategy thunder_ddp"),
+        (
+            {"strategy": "thunder_ddp", "compiler": "torch"},
+            "--compiler torch: is not supported with --strategy thunder_ddp",
+        ),
         ({"compiler": "thunder", "thunder": ThunderArgs(jit=False)}, "--thunder.jit False: has no effect"),
         (
             {"compiler": "thunder", "train.activation_checkpointing": "full"},
-            "--train.activation_checkpointing full: does not go with --compiler thunder",
+            "--train.activation_checkpointing full: is not supported with --compiler thunder",
         ),
-        ({"strategy": "thunder_fsdp", "lora": object()}, "finetune_lora: does not go with --strategy thunder_fsdp"),
+        (
+            {"strategy": "thunder_fsdp", "lora": object()},
+            "finetune_lora: is not supported with --strategy thunder_fsdp",
+        ),
         (
             {"strategy": "thunder_ddp", "optimizer.in_backward": True},
-            "--optimizer.in_backward true: does not go with --strategy thunder_ddp",
+            "--optimizer.in_backward true: is not supported with --strategy thunder_ddp",
         ),
     ],
 )

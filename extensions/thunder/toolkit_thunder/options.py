@@ -19,9 +19,9 @@ class ThunderArgs:
 
     Args:
         sharding_strategy: What thunder_fsdp keeps between the forward and the backward pass of a block: ZERO2 its
-            gathered weights, ZERO3 only the shards, so that weights are gathered twice.
+            gathered weights, ZERO3 only the shards, which are then gathered twice.
         bucketing_strategy: What thunder_fsdp gathers in one collective: one tensor (NONE), the weights of a layer
-            (LAYER), or those of a block (BLOCK).
+            (LAYER), or the weights of a block (BLOCK).
         jit: Compile the blocks in thunder_fsdp and thunder_ddp. false runs them eagerly, to look for an error;
             thunder_fsdp then keeps gathered weights, as with ZERO2.
         executors: Names of Thunder's executors in order of priority, separated by commas, such as sdpa,nvfuser.
@@ -34,16 +34,16 @@ class ThunderArgs:
     executors: str | list[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
+        for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            require_option(value in known, f"thunder.{name}", value, f"must be one of {', '.join(known)}")
+            require_option(value in choices, f"thunder.{name}", value, f"must be one of {', '.join(choices)}")
         require_option(isinstance(self.jit, bool), "thunder.jit", self.jit, "must be true or false")
         split_names(self.executors, "--thunder.executors")
         if not self.jit:
             for name in ("bucketing_strategy", "executors"):
                 value = getattr(self, name)
                 ok = value == getattr(type(self), name)
-                require_option(ok, f"thunder.{name}", value, "has no effect with --thunder.jit false; leave it out")
+                require_option(ok, f"thunder.{name}", value, "has no effect with --thunder.jit false; remove it")
 
     @property
     def executor_names(self) -> list[str] | None:
@@ -55,8 +55,7 @@ def check_run(args: Any) -> None:
     """Check the options of a run, a :class:`toolkit.planning.run_args.RunArgs`.
 
     Raises:
-        UserError: an option of Thunder would have no effect, an option does not go together with Thunder, or a version
-            does not fit.
+        UserError: an option of Thunder has no effect, an option or an installed version is not supported.
     """
     options: ThunderArgs = args.groups.get("thunder", ThunderArgs())
     uses = [f"--compiler {args.compiler}"] if args.compiler == "thunder" else []
@@ -79,7 +78,7 @@ def check_run(args: Any) -> None:
     }
     for option, (is_given, reason) in refused.items():
         if is_given:
-            raise UserError(f"{option}: does not go with {uses[-1]}: {reason}; leave one out")
+            raise UserError(f"{option}: is not supported with {uses[-1]}: {reason}; remove one of them")
 
 
 def _check_used(options: ThunderArgs, compiler: str, strategy: str) -> None:
@@ -96,6 +95,6 @@ def _check_used(options: ThunderArgs, compiler: str, strategy: str) -> None:
             needs = "--strategy thunder_fsdp" if field.name.endswith("_strategy") else "a strategy of Thunder"
             if field.name == "executors":
                 needs = "--compiler thunder or a strategy of Thunder"
-            raise UserError(f"--thunder.{field.name} {value}: has no effect without {needs}; leave it out")
+            raise UserError(f"--thunder.{field.name} {value}: has no effect without {needs}; remove it")
     if strategy in STRATEGIES and compiler == "torch":
-        raise UserError(f"--compiler torch: does not go with --strategy {strategy}, which compiles with Thunder")
+        raise UserError(f"--compiler torch: is not supported with --strategy {strategy}, which compiles with Thunder")

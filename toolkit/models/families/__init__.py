@@ -51,7 +51,7 @@ FAMILIES: dict[str, ModuleType] = {
     "starcoder2": starcoder2, "gpt_oss": gpt_oss, "deepseek_v2": deepseek, "deepseek_v3": deepseek,
 }  # fmt: skip
 
-# model_type of multimodal models and that of their text model, which is read from text_config
+# model_type of multimodal models -> model_type of their text model, which is read from text_config
 MULTIMODAL = {"gemma3": "gemma3_text"}
 
 
@@ -68,8 +68,8 @@ def _load_family(name: str, entry: Entry) -> ModuleType:
             raise UserError(f"{extension}: {entry.path} has no {part}")
     if not all(isinstance(config, ModelConfig) for config in module.CONFIGS):
         raise UserError(f"{extension}: CONFIGS of {entry.path}: must be a list of ModelConfig")
-    own = {name.lower() for family in FAMILIES.values() for name in _names_of(family)}
-    if taken := [name for name in _names_of(module) if name.lower() in own]:
+    core_names = {name.lower() for family in FAMILIES.values() for name in _names_of(family)}
+    if taken := [name for name in _names_of(module) if name.lower() in core_names]:
         raise UserError(f"{extension}: toolkit has a configuration {taken[0]}; rename it")
     return module
 
@@ -85,7 +85,7 @@ def _modules() -> list[ModuleType]:
 
 
 def extension_of(name: str | None) -> str | None:
-    """Return the extension that has the configuration of this name; None for toolkit's own and unknown names."""
+    """Return the extension with a configuration of this name; None if it is toolkit's or there is none."""
     for family, entry in registered("families").items():
         if _bare(name or DEFAULT_MODEL) in map(str.lower, _names_of(families()[family])):
             return entry.origin
@@ -104,9 +104,9 @@ def list_names() -> list[str]:
 
 def list_names_by_family() -> dict[str, list[str]]:
     """Return the names of all configurations by family, without empty families; extensions' by model_type."""
-    own = {f.__name__.rpartition(".")[2]: f for f in dict.fromkeys(FAMILIES.values())}
-    found = own | {name: families()[name] for name in registered("families")}
-    return {name: [c.name for c in family.CONFIGS] for name, family in found.items() if family.CONFIGS}
+    modules = {f.__name__.rpartition(".")[2]: f for f in FAMILIES.values()}
+    modules |= {name: families()[name] for name in registered("families")}
+    return {name: [c.name for c in family.CONFIGS] for name, family in modules.items() if family.CONFIGS}
 
 
 def list_aliases() -> list[str]:
@@ -139,12 +139,12 @@ class Family:
     module: ModuleType
 
     def validate(self, config: ModelConfig) -> None:
-        """Check the options of a family that has its own, ``ModelConfig.family_options``."""
+        """Check ``ModelConfig.family_options``."""
         if hasattr(self.module, "validate"):
             self.module.validate(config)
 
     def model_class(self) -> Any:
-        """Return the family's own class of models, derived from GPT; None if its models are a GPT."""
+        """Return the family's subclass of GPT; None if its models are a GPT."""
         path = getattr(self.module, "MODEL", None)
         return None if path is None else import_object(path)
 
@@ -164,8 +164,10 @@ class Family:
         return getattr(self.module, "IN_TRANSFORMERS", True)
 
     def extra_activation_bytes(self, setup: Any) -> float:
-        """Return what such a model saves for the backward pass beside what GPT does, in bytes, for a
-        :class:`toolkit.planning.setup.TrainingSetup`."""
+        """Return the bytes that such a model saves for the backward pass in addition to a GPT.
+
+        ``setup``: a :class:`toolkit.planning.setup.TrainingSetup`.
+        """
         count = getattr(self.module, "extra_activation_bytes", None)
         return 0.0 if count is None else count(setup)
 
@@ -176,9 +178,9 @@ class Family:
 
 def family_of(config: ModelConfig) -> Family:
     """Return the family of a configuration."""
-    known = families()
-    require_option(config.family in known, "model_config.family", config.family, f"must be one of {', '.join(known)}")
-    return Family(known[config.family])
+    modules, name = families(), config.family
+    require_option(name in modules, "model_config.family", name, f"must be one of {', '.join(modules)}")
+    return Family(modules[name])
 
 
 def export_error(config: ModelConfig) -> str | None:
@@ -194,7 +196,7 @@ def export_error(config: ModelConfig) -> str | None:
 def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a configuration from the content of any supported Hugging Face ``config.json``.
 
-    For a multimodal model, it is that of its text model.
+    A multimodal model gives the configuration of its text model.
     """
     config_json = _text_config(config_json)
     model_type = config_json.get("model_type")
@@ -227,13 +229,13 @@ def _text_config(config_json: dict[str, Any]) -> dict[str, Any]:
 def _unsupported_message(config_json: dict[str, Any]) -> str:
     """Return the error message for a ``config.json`` of an unsupported family."""
     model_type = config_json.get("model_type")
-    known = families()
-    near = did_you_mean(str(model_type), known, count=1, cutoff=0.7)
+    names = families()
+    near = did_you_mean(str(model_type), names, count=1, cutoff=0.7)
     message = f"config.json: model_type {model_type!r} is not supported"
     text = config_json.get("text_config")
     if isinstance(text, dict) or "vision_config" in config_json:
         inner = str(text.get("model_type")) if isinstance(text, dict) else ""
         separately = f"save its text model (model_type {inner!r}) separately"
-        hint = separately if inner in known else "use a text-only model"
+        hint = separately if inner in names else "use a text-only model"
         return f"{message}: it is multimodal; {hint}"
-    return f"{message}; only {', '.join([*known, *MULTIMODAL])}{near}"
+    return f"{message}; only {', '.join([*names, *MULTIMODAL])}{near}"

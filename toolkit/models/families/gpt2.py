@@ -57,8 +57,9 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     disabled = dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,))
     hf_config.require_hf(config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,), **disabled)
     # transformers gives these aliases precedence
-    given = {native: config_json[name] for native, name in _ALIAS_KEYS.items() if name in config_json}
-    config_json = config_json | given
+    config_json = config_json | {
+        native: config_json[name] for native, name in _ALIAS_KEYS.items() if name in config_json
+    }
     vocab_size = config_json.get("vocab_size", 50257)
     sizes = {name: config_json.get(name, default) for name, default in _SIZES.items()}
     sizes["intermediate_size"] = config_json.get("n_inner")

@@ -42,7 +42,7 @@ _SIZES = (
 # All other fields, including future ones, with Llama's value: the default.
 _LLAMA_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in _SIZES}
 
-# Conditions under which a field has no effect, so that any value can be exported.
+# Conditions under which a field has no effect and any value can be exported.
 _NO_EFFECT: dict[str, Callable[[ModelConfig], bool]] = {
     "attention_scores_scalar": lambda c: c.attention_scores_scalar is None or c.attention_multiplier is not None,
     "attn_bias": lambda c: c.bias,
@@ -61,12 +61,12 @@ def _has_no_effect(config: ModelConfig, name: str) -> bool:
 
 
 def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), has_head_dim: bool = True, **other: Any) -> None:
-    """Check that a config is a Llama except for what the family's Hugging Face class supports.
+    """Check that a config is a Llama except for the fields that the family's Hugging Face class supports.
 
     Args:
         config: The architecture.
         free: Fields that may have any value.
-        has_head_dim: Whether the class takes a head dimension other than n_embd / n_head.
+        has_head_dim: Whether the class supports a head dimension other than n_embd / n_head.
         **other: Fields with a required value other than Llama's.
     """
     expected = _LLAMA_DEFAULTS | {"attention_scores_scalar": config.head_size} | other
@@ -98,7 +98,7 @@ def read_bias(config_json: dict[str, Any]) -> bool:
 
 
 LAYER_NORM: dict[str, Any] = {"norm_eps": "layer_norm_eps", "default_eps": 1e-5}
-"""Arguments of :func:`read_decoder` of families with this key."""
+"""Arguments of :func:`read_decoder` for families with this key."""
 
 
 def read_decoder(
@@ -112,13 +112,7 @@ def read_decoder(
 ) -> dict[str, Any]:
     """Return the ModelConfig fields whose keys most families share.
 
-    Args:
-        config_json: The content of ``config.json``.
-        vocab_size: The family's default.
-        block_size: The family's default.
-        norm_eps: The family's key of it.
-        default_eps: The family's default.
-        tied: The family's default of tied embeddings.
+    ``norm_eps`` is the family's key; the other arguments are its defaults.
     """
     vocab_size = config_json.get("vocab_size", vocab_size)
     return {
@@ -192,10 +186,7 @@ def read_windows(
 ) -> dict:
     """Return the window fields of a ModelConfig.
 
-    Args:
-        config_json: Its ``layer_types`` take precedence.
-        layer_types: The family's default; None for a window in all layers.
-        default: The family's default window.
+    ``layer_types`` and the window ``default`` are the family's defaults; without layer types, all layers have a window.
     """
     size, types = config_json.get("sliding_window", default), config_json.get("layer_types")
     types, n_layer = layer_types if types is None else types, config_json["num_hidden_layers"]

@@ -28,10 +28,9 @@ def read_rope(
 
     Args:
         config_json: The content of ``config.json``.
-        theta: The top-level key of the base.
-        partial: The top-level key of the partial rotary factor; None if the family rotates complete heads.
-        default_partial: The family's default of the partial rotary factor.
-        default_theta: The family's default of the base.
+        theta, default_theta: The top-level key of the base, and its default.
+        partial, default_partial: The top-level key of the partial rotary factor, and its default; a family without a
+            key rotates complete heads.
         aliases: Other names of RoPE types.
     """
     new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
@@ -74,13 +73,8 @@ def read_rope_by_layer(
 ) -> dict[str, Any]:
     """Return the RoPE fields of a ModelConfig with a local RoPE theta in sliding-window layers.
 
-    ``rope_scaling`` applies to the full-attention layers and overrides ``rope_parameters`` key by key.
-
-    Args:
-        config_json: The content of ``config.json``.
-        local: The top-level key of the local theta; None if there is none.
-        default_theta: The default theta of full-attention layers.
-        default_local: The default theta of sliding-window layers.
+    ``rope_scaling`` applies to the full-attention layers and overrides ``rope_parameters`` key by key. ``local`` is the
+    top-level key of the local theta, if there is one; the defaults are for full-attention and sliding-window layers.
     """
     full, sliding = _full_and_sliding(config_json)
     _require_plain_windows(config_json, full, sliding)
@@ -100,7 +94,7 @@ def read_rope_by_layer(
 
 
 def _full_and_sliding(config_json: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the RoPE keys of full-attention layers, with those of ``rope_scaling``, and of sliding-window layers."""
+    """Return the RoPE keys of full-attention layers, ``rope_scaling`` included, and of sliding-window layers."""
     by_layer, scaling = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, value in by_layer.items():
         if key not in (FULL, SLIDING) or not isinstance(value, dict | None):

@@ -10,13 +10,7 @@ _SIZES = ("n_layer", "n_embd", "n_head", "n_query_groups", "intermediate_size")
 
 
 def named(name: str, *sizes: int, **fields: Any) -> ModelConfig:
-    """Return a configuration.
-
-    Args:
-        name: Its name.
-        *sizes: n_layer, n_embd, n_head, n_query_groups, intermediate_size; the last ones may be left out.
-        **fields: All other fields that differ from their defaults.
-    """
+    """Return a configuration; ``sizes`` are n_layer, n_embd, n_head, n_query_groups and intermediate_size, in order."""
     values: dict[str, Any] = dict(zip(_SIZES, sizes, strict=False))
     return ModelConfig(name=name, **values, **fields)
 

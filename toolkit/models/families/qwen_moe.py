@@ -69,8 +69,8 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     is_qwen2 = config_json["model_type"] == "qwen2_moe"
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     # transformers 5 writes this alias
-    found = {"num_experts": n} if (n := config_json.get("num_local_experts")) is not None else {}
-    config_json = _DEFAULTS[config_json["model_type"]] | found | config_json
+    alias = {"num_experts": n} if (n := config_json.get("num_local_experts")) is not None else {}
+    config_json = _DEFAULTS[config_json["model_type"]] | alias | config_json
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
         **_read_windows(config_json),

@@ -141,11 +141,7 @@ def stack_experts() -> Transform:
 def experts(config: ModelConfig, native: str, hf: str, projections: dict[str, str]) -> list[WeightMapping]:
     """Map the experts of one layer: native tensors are stacked, Hugging Face has one tensor per expert.
 
-    Args:
-        config: The architecture.
-        native: Native name of the experts.
-        hf: Hugging Face's name of the experts.
-        projections: Native to Hugging Face names of the projections.
+    ``native`` and ``hf`` are the names of the experts, ``projections`` native to Hugging Face's names of projections.
     """
     maps = []
     for native_part, hf_part in projections.items():
