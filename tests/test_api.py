@@ -508,7 +508,7 @@ def test_cuda_width_padding_is_in_no_metric(tmp_path, monkeypatch):
     config, found = toolkit.ModelConfig(vocab_size=64, block_size=40, n_layer=1, n_embd=32), []
     options = {"val_dataset": TokenDataset(), "eval": {"interval": 2}}
     plain = train(config, out_dir=tmp_path / "plain", **options)
-    monkeypatch.setattr(trainer, "choose_padding", lambda device, *given: choose_padding("cuda", *given))
+    monkeypatch.setattr(build, "choose_padding", lambda device, *given: choose_padding("cuda", *given))
     train_step = trainer.train_step
 
     def look(*args, **options):

@@ -13,6 +13,7 @@ from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 from toolkit.data import JSON, SyntheticTokens
 from toolkit.errors import UserError
+from toolkit.training import python_args
 
 TRAIN = {"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 32, "learning_rate": 1e-2}
 OPTIONS = {"train": TRAIN, "accelerator": "cpu", "devices": 1}
@@ -64,7 +65,7 @@ def test_full_finetuning_is_that_of_the_command(base, questions, tmp_path):
 def test_finetuning_has_the_defaults_of_its_command(base, questions, monkeypatch):
     seen = []
     monkeypatch.setattr(toolkit.api, "run_training", lambda args, callbacks: seen.append(args))
-    monkeypatch.setattr(toolkit.api, "_result", lambda out_dir: None)
+    monkeypatch.setattr(python_args, "read_result", lambda out_dir: None)
     toolkit.finetune(base, questions, lora=True, train={"max_steps": 3}, accelerator="cpu")
     (args,) = seen
     assert (args.train.learning_rate, args.train.global_batch_size, args.train.max_steps) == (2e-4, 16, 3)

@@ -33,7 +33,7 @@ LAYERS = [
     {"planning"},
     {"training"},
     {"diagnostics"},
-    {"api", "api_trainer", "commands"},
+    {"api", "commands"},
     {"cli", "__main__"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

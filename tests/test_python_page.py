@@ -11,7 +11,6 @@ import pytest
 from helpers.groups import losses
 
 import toolkit
-from toolkit import api_trainer
 from toolkit.api import TrainResult
 from toolkit.data import HuggingFaceText
 from toolkit.data.tokenizer import train_bpe
@@ -56,7 +55,9 @@ def test_arguments_of_the_scripts_are_known(monkeypatch, tmp_path, capsys):
         monkeypatch.delenv(name, raising=False)
     seen = []
     result = TrainResult(tmp_path, tmp_path, 4, 1000, {"loss": 3.0})
-    monkeypatch.setattr(api_trainer, "train", lambda **arguments: seen.append(arguments) or result)
+    monkeypatch.setattr(
+        toolkit.Trainer, "fit", lambda trainer, **limits: seen.append(trainer.arguments(**limits)) or result
+    )
     for script in SCRIPTS.values():
         exec(script, {"__name__": "__main__"})
     ddp, fsdp = seen

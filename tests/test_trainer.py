@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import toolkit
-from toolkit import api_trainer
 from toolkit.cli.parser import parse
 from toolkit.commands import pretrain
 from toolkit.errors import UserError
@@ -36,8 +35,17 @@ def test_one_api_for_what_train_does(tmp_path, capsys):
         model=MODEL, dataloader=ROWS, val_dataset=ROWS[:8], device="cpu", devices=1, optimizer=torch.optim.SGD,
         learning_rate=1e-3, batch_size=4, grad_accum_steps=2, grad_clip_norm=0.5, out_dir=tmp_path / "trainer",
     )  # fmt: skip
-    result = trainer.train(max_steps=3)
-    assert trainer.result == result and result.step == 3
+    seen = []
+
+    class Sees(toolkit.Callback):
+        def on_train_end(self, trainer: toolkit.Trainer) -> None:
+            seen.append(trainer)
+
+    with pytest.raises(UserError, match="the run has not started; call fit"):
+        trainer.progress  # noqa: B018
+    result = trainer.train(max_steps=3, callbacks=[Sees()])
+    assert trainer.result == result and result.step == trainer.progress.step == 3
+    assert seen == [trainer] and type(trainer) is toolkit.training.trainer.Trainer
     first, second = (read_metrics(r.out_dir / "logs" / "metrics.csv") for r in (plain, result))
     for name in ("loss", "val_loss", "grad_norm"):
         assert [row[name] for row in first][-1] == [row[name] for row in second][-1]
@@ -49,11 +57,9 @@ def test_one_api_for_what_train_does(tmp_path, capsys):
     assert "Preset memory: --train.micro_batch_size 1 (about" in capsys.readouterr().out
 
 
-def test_every_name_has_its_meaning(monkeypatch):
-    monkeypatch.setattr(api_trainer, "train", lambda **arguments: arguments)
-
+def test_every_name_has_its_meaning():
     def fitted(dataset=ROWS, **options) -> dict:
-        return toolkit.Trainer("pico-llama", dataset, **options).fit()
+        return toolkit.Trainer("pico-llama", dataset, **options).arguments()
 
     cases = [
         ({"context_length": 8}, {"train": {"max_seq_length": 8}}),
@@ -93,7 +99,7 @@ def test_names_of_other_libraries_are_answered():
         toolkit.ModelConfig(hidden_dim=3)
     loader = DataLoader([torch.arange(9)])
     trainer = toolkit.Trainer(nn.Linear(2, 2), torch.optim.SGD, loader)
-    assert trainer._arguments["dataset"] is loader and trainer._options["optimizer"] is torch.optim.SGD
+    assert trainer.arguments()["dataset"] is loader and trainer.arguments()["optimizer"] is torch.optim.SGD
     for words, text in (
         ("--fsdp.sharding_strategy ZERO2", "use SHARD_GRAD_OP"),
         ("--data Alpaca2k", "--tokenizer_dir"),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.api import TrainResult, finetune, generate, load, train
-    from toolkit.api_trainer import Trainer
     from toolkit.distributed.ranks import barrier, rank_print
     from toolkit.distributed.script import (
         all_gather,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from toolkit.models.gpt import GPT
     from toolkit.training.callbacks import Callback
     from toolkit.training.memory_stats import memory_stats
+    from toolkit.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ _HOMES = {
     "Callback": "toolkit.training.callbacks",
     "GPT": "toolkit.models.gpt",
     "ModelConfig": "toolkit.models.config",
-    "Trainer": "toolkit.api_trainer",
+    "Trainer": "toolkit.training.trainer",
     "barrier": "toolkit.distributed.ranks",
     "memory_stats": "toolkit.training.memory_stats",
     "rank_print": "toolkit.distributed.ranks",

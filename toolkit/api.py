@@ -1,16 +1,9 @@
-"""What ``import toolkit`` offers: load, train, finetune and generate, with the options of the commands.
-
-Models, datasets and optimizers may be Python objects; this module turns them into the arguments of the commands' runs.
-"""
+"""What ``import toolkit`` offers: load, train, finetune and generate, with the options of the commands."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +11,22 @@ import torch
 from torch import nn
 
 from toolkit.checkpoints.folder import find_model, load_model
-from toolkit.checkpoints.store import FINAL
-from toolkit.commands import finetune_full, finetune_lora, pretrain
 from toolkit.commands import generate as generate_command
 from toolkit.commands.inference_options import InferenceOptions
-from toolkit.config import AUTO, TrainingCommand, none_if_auto
-from toolkit.config.command import as_mapping, parse_object
-from toolkit.data.base import DataModule
+from toolkit.config.command import parse_object
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.in_memory import InMemoryData
-from toolkit.data.tokens.iterable import IN_ORDER, IterableData, is_iterable, is_loader
-from toolkit.data.tokens.rows import PythonData
-from toolkit.distributed import ranks
 from toolkit.distributed.device import DTYPES
-from toolkit.distributed.signals import handlers_restored
-from toolkit.errors import PeerShutdownError, UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean
 from toolkit.inference.batch import continue_texts
 from toolkit.inference.load import load_checkpoint
-from toolkit.io.paths import require_folder, require_local
-from toolkit.models.config import ModelConfig, ModelOverrides
-from toolkit.models.gpt import GPT, Block
-from toolkit.models.loss_wrapper import LossWrapper, find_blocks
-from toolkit.planning.run_args import RunArgs, run_args
+from toolkit.io.paths import require_folder
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
 from toolkit.training.callbacks import Callback
-from toolkit.training.checkpoint_meta import read_meta
-from toolkit.training.run import detect_devices, run_training
-from toolkit.ui.loggers import read_metrics
+from toolkit.training.python_args import TrainResult, names_arguments, read_run_args, run_from_python
+from toolkit.training.trainer import run_training
 
 _DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended; the same on every rank.
-
-    Args:
-        out_dir: The folder of the run; its local staging folder if it is on remote storage.
-        checkpoint: The folder of the last weights, ``out_dir/final``.
-        step: Optimizer steps done.
-        tokens: Input tokens so far, over all ranks.
-        metrics: The last row of metrics.csv: loss, val_loss where there was held-out data, ...
-    """
-
-    out_dir: Path
-    checkpoint: Path
-    step: int
-    tokens: int
-    metrics: dict[str, float]
 
 
 def load(
@@ -154,21 +116,7 @@ def generate(
         model.train(was_training)
 
 
-def _names_arguments(function: Any) -> Any:
-    """Let messages name arguments: the same names as on the command line, without the dashes."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except UserError as error:
-            error.args = (re.sub(r"(?<![\w-])--(?=[a-z])", "", str(error)),)
-            raise
-
-    return run
-
-
-@_names_arguments
+@names_arguments()
 def train(
     model: str | ModelConfig | nn.Module | None = None,
     dataset: Any = None,
@@ -213,18 +161,13 @@ def train(
         GuardError, StoppedBySignalError, PeerLostError: as on the command line, see :mod:`toolkit.errors`.
         SystemExit: on the other ranks, where rank 0 raises one of these.
     """
-    if not isinstance(strategy := options.get("strategy", AUTO), str):
-        raise UserError(f"strategy {type(strategy).__name__}: give a name, such as 'fsdp', and options as fsdp={{...}}")
-    chosen, cls = _read_optimizer(optimizer)
-    arguments = parse_object(pretrain.setup, options | {"optimizer": chosen})
-    arguments |= _read_model(model, block_classes, arguments) | {"optimizer_class": cls}
-    arguments["data"] = _read_data(
-        dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), arguments
+    args = read_run_args(
+        "pretrain", options, model, dataset, val_dataset, optimizer, block_classes, num_workers, allow_duplicate_data
     )
-    return _run("pretrain", arguments, callbacks)
+    return run_from_python(args, callbacks, run_training)
 
 
-@_names_arguments
+@names_arguments()
 def finetune(
     checkpoint_dir: str | Path,
     dataset: Any = None,
@@ -251,154 +194,15 @@ def finetune(
     Raises:
         See :func:`train`.
     """
-    command: TrainingCommand = "finetune_lora" if lora else "finetune_full"
-    setup = finetune_lora.setup if lora else finetune_full.setup
     if dataset is None and "data" not in options:
         raise UserError("dataset: must be given, a DataModule or rows of tokens")
-    chosen, cls = _read_optimizer(optimizer)
-    arguments = parse_object(setup, options | {"checkpoint_dir": checkpoint_dir, "optimizer": chosen})
-    arguments["optimizer_class"] = cls
-    arguments["data"] = _read_data(
-        dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), arguments
+    args = read_run_args(
+        "finetune_lora" if lora else "finetune_full",
+        options | {"checkpoint_dir": checkpoint_dir},
+        dataset=dataset,
+        val_dataset=val_dataset,
+        optimizer=optimizer,
+        num_workers=num_workers,
+        allow_duplicate_data=allow_duplicate_data,
     )
-    return _run(command, arguments, callbacks)
-
-
-def _run(command: TrainingCommand, arguments: dict[str, Any], callbacks: Iterable[Callback]) -> TrainResult:
-    callbacks, data = list(callbacks), arguments["data"]
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            name = getattr(callback, "__name__", type(callback).__name__)
-            raise UserError(f"callbacks {name}: must be objects of a class of toolkit.Callback")
-    for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
-        if name not in getattr(data, "takes_urls", ()):
-            require_local(f"data.{name}", value)
-    args = run_args(command, **arguments)
-    _require_script(args)
-    try:
-        with handlers_restored():
-            run_training(args, callbacks)
-        return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: _result(args.run_dir)))
-    except PeerShutdownError as error:
-        raise SystemExit(error.exit_code) from None  # rank 0 says why; here a traceback would only hide that
-
-
-def _result(out_dir: Path) -> TrainResult:
-    checkpoint = out_dir / FINAL
-    meta, rows = read_meta(checkpoint), read_metrics(out_dir / "logs" / "metrics.csv")
-    last = {name: value for name, value in (rows[-1] if rows else {}).items() if value == value}  # NaN: an empty cell
-    metrics = {name: value for name, value in last.items() if name not in ("step", "tokens")}
-    return TrainResult(out_dir, checkpoint, meta["step"], meta["tokens"], metrics)
-
-
-def _require_script(args: RunArgs) -> None:
-    """Refuse to start processes from where there is no script that they could run."""
-    _, world = detect_devices(args)
-    if world.starts_processes and not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
-        raise UserError(
-            f"devices {world.devices}: a notebook, a prompt, stdin or python -c has no script to start the other "
-            "processes with; put this into a file and run that, or take devices=1"
-        )
-
-
-# ---- model, data, optimizer
-
-
-def _read_model(
-    model: Any, block_classes: Iterable[type[nn.Module] | str] | None, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the fields of RunArgs that say what is trained."""
-    if model is not None and arguments["model_name"] is not None:
-        raise UserError(f"model_name {arguments['model_name']}: a model is given, too; leave one of them out")
-    if isinstance(model, nn.Module):
-        return _read_module(model, block_classes, arguments)
-    if block_classes is not None:
-        raise UserError("block_classes: only for a user-provided module; remove it, toolkit's models have known blocks")
-    if model is None or isinstance(model, str):
-        return {} if model is None else {"model_name": model}
-    if not isinstance(model, ModelConfig):
-        raise UserError(f"model {type(model).__name__}: must be a model's name, a ModelConfig or a torch.nn.Module")
-    if arguments["initial_checkpoint_dir"] is not None:
-        raise UserError("initial_checkpoint_dir: brings its own architecture; leave it or the ModelConfig out")
-    return {"model_config": ModelOverrides(**model.override(arguments["model_config"]).to_dict())}
-
-
-def _read_module(
-    module: nn.Module, block_classes: Iterable[type[nn.Module] | str] | None, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    no_effect = {
-        "initial_checkpoint_dir": arguments["initial_checkpoint_dir"] is not None,
-        "model_config": arguments["model_config"] != ModelOverrides(),
-        "train.tie_embeddings": arguments["train"].tie_embeddings is not None,
-    }
-    for name in (name for name, given in no_effect.items() if given):
-        raise UserError(f"{name}: has no effect on a model that is ready; change the model itself")
-    if any(p.is_meta for p in module.parameters()):
-        raise UserError("model: has weights on the meta device, which are no values; build it on the CPU")
-    if isinstance(module, GPT):
-        return {"module": module, "block_classes": (Block,)}
-    blocks = find_blocks(module, block_classes)
-    if (compiler := arguments["shared"].compiler) not in (AUTO, "none") and not blocks:
-        raise UserError(
-            f"compiler {compiler}: compiles the blocks, and none were found; name their classes: block_classes"
-        )
-    return {"module": LossWrapper(module), "block_classes": blocks}
-
-
-def _read_data(
-    dataset: Any,
-    val_dataset: Any,
-    num_workers: int,
-    allow_duplicates: bool,
-    data: DataModule | None,
-    arguments: dict[str, Any],
-) -> DataModule:
-    train = arguments["train"]
-    if allow_duplicates and not is_loader(dataset):
-        raise UserError("allow_duplicate_data True: only for a DataLoader; other data is split by toolkit")
-    if dataset is not None and data is not None:
-        raise UserError("data: a dataset is given, too; leave one of them out")
-    if dataset is None or isinstance(dataset, DataModule):
-        if val_dataset is not None or num_workers:
-            name = "num_workers" if num_workers else "val_dataset"
-            raise UserError(f"{name}: a DataModule has its own; set it there")
-        if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length == AUTO:
-            raise UserError("train.max_seq_length: must be given, the model's context length is not known")
-        return arguments["data"] if dataset is None else dataset
-    ready: PythonData
-    max_length = none_if_auto(train.max_seq_length)
-    if is_iterable(dataset):
-        if num_workers:
-            raise UserError(f"num_workers {num_workers}: {IN_ORDER}")
-        ready = IterableData(dataset, val_dataset, max_length, allow_duplicates)
-    else:
-        ready = InMemoryData(dataset, val_dataset, num_workers, max_length)
-    other_limits = (train.max_steps, train.epochs, train.max_time)
-    if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
-        raise UserError(
-            f"train.max_tokens {train.max_tokens}: the rows of the dataset differ in length, so that the number of "
-            "steps, which the learning rate's schedule needs, is not known; give train.max_steps or train.epochs"
-        )
-    return ready
-
-
-def _read_optimizer(value: Any) -> tuple[dict[str, Any], type[torch.optim.Optimizer] | None]:
-    """Return the options of ``--optimizer``, and the class where torch.optim has none of that name."""
-    if value is None:
-        return {}, None
-    if inspect.isclass(value) or isinstance(value, str):
-        value = {"name": value}
-    if isinstance(value, torch.optim.Optimizer):
-        raise UserError(
-            f"optimizer {type(value).__name__}: give the class, the run makes the object from the sharded weights"
-        )
-    values = dict(as_mapping("optimizer", value))
-    cls = values.get("name")
-    if not inspect.isclass(cls):
-        return values, None
-    if not issubclass(cls, torch.optim.Optimizer):
-        raise UserError(f"optimizer {cls.__name__}: must be a class derived from torch.optim.Optimizer")
-    name = cls.__name__
-    if getattr(torch.optim, name, None) is cls:
-        return values | {"name": name}, None
-    return values | {"name": f"{cls.__module__}.{cls.__qualname__}"}, cls
+    return run_from_python(args, callbacks, run_training)

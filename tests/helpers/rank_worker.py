@@ -70,8 +70,8 @@ def watch(seen: dict, fit):
     """Wrap the loop and record initial weights and the bytes in use in the middle of a step."""
 
     def watched(training):
-        module, optimizer = unwrapped(training.model), training.checkpointer.optimizer
-        weights, _ = full_state(module, optimizer, training.state.model.tied)
+        module, optimizer = unwrapped(training.model), training.run.checkpointer.optimizer
+        weights, _ = full_state(module, optimizer, training.run.state.model.tied)
         waiting = [0]
         module.register_forward_pre_hook(lambda *_: waiting.append(local_bytes(module, optimizer, "gradients")))
         seen["initial"] = {name: [float(w.double().sum()), float(w.double().norm())] for name, w in weights.items()}
@@ -80,7 +80,7 @@ def watch(seen: dict, fit):
         )
         optimizer.register_step_post_hook(lambda *_: seen.update(moments=local_bytes(module, optimizer, "moments")))
         seen["copied"] = 0
-        copies = training.saver._copies
+        copies = training.run.saver._copies
         if copies is not None:
             copy = copies.copy
 

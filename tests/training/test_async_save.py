@@ -27,7 +27,7 @@ from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback
 from toolkit.training.pending_save import PendingSave
-from toolkit.training.run import run_training
+from toolkit.training.trainer import run_training
 
 ASYNC = ["--train.async_save", "true"]
 

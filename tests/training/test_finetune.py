@@ -29,8 +29,8 @@ from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import run_args
-from toolkit.training import trainer
-from toolkit.training.run import run_training
+from toolkit.training import build, trainer
+from toolkit.training.trainer import run_training
 
 COMPANIONS = {
     "added_tokens.json": "{}",
@@ -325,7 +325,7 @@ def test_running_out_of_memory_while_reading_blames_no_batch(base, questions, tm
     def full(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(trainer, "find_intact", full)
+    monkeypatch.setattr(build, "find_intact", full)
     words = ["finetune_full", base, "--data.json_path", questions, "--out_dir", tmp_path / "run"]
     assert main([str(word) for word in words]) == 1
     assert capsys.readouterr().err.startswith("toolkit finetune_full: this machine has not enough memory; ")

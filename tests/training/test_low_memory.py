@@ -38,7 +38,7 @@ from toolkit.optim.update import clip_gradients
 from toolkit.planning import optimizer_memory
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.training.callbacks import Callback
-from toolkit.training.run import run_training
+from toolkit.training.trainer import run_training
 
 NAMES = ("AdamW", "SGD", "NAdam", "Adafactor", "Muon", "AdamW8bit")
 

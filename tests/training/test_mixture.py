@@ -21,7 +21,7 @@ from toolkit.data.loader import train_batches
 from toolkit.errors import DataError, UserError
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.evaluate import data_of_run, evaluate
-from toolkit.training.run import run_training
+from toolkit.training.trainer import run_training
 from toolkit.training.validate import rows_of_source
 from toolkit.ui.loggers import read_metrics
 

@@ -30,9 +30,10 @@ from toolkit.models.config import ModelOverrides
 from toolkit.planning import resolve
 from toolkit.planning.limits import Intervals
 from toolkit.planning.run_args import RunArgs
+from toolkit.training import build as build_module
 from toolkit.training import data_reader, rank_consistency, trainer
 from toolkit.training.checkpoint_meta import RunFingerprint
-from toolkit.training.run import run_training
+from toolkit.training.trainer import run_training
 
 
 def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:
@@ -371,7 +372,7 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
         return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
 
     monkeypatch.setattr(resolve, "pick_precision", lambda *given: "16-mixed")
-    monkeypatch.setattr(trainer, "build_fabric", build)
+    monkeypatch.setattr(build_module, "build_fabric", build)
     train = {"max_steps": 45, "save_interval": 35, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train))
     assert "GradScaler skipped" in capsys.readouterr().out

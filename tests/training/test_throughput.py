@@ -17,9 +17,12 @@ def test_n8_throughput_since_the_last_read():
 
 
 def test_n8_monitor_declares_the_columns_that_it_adds():
-    monitor, trainer = ThroughputMonitor(Throughput(10.0, 1000.0)), SimpleNamespace(fabric=SimpleNamespace())
-    trainer.fabric.device, trainer.step_times = torch.device("cpu"), StepTimes()
-    trainer.step_times.add([[0, 0]], 1.0)
+    monitor, trainer = (
+        ThroughputMonitor(Throughput(10.0, 1000.0)),
+        SimpleNamespace(fabric=SimpleNamespace(), run=SimpleNamespace()),
+    )
+    trainer.fabric.device, trainer.run.step_times = torch.device("cpu"), StepTimes()
+    trainer.run.step_times.add([[0, 0]], 1.0)
     monitor.on_step_end(trainer, {"step_tokens": 100, "step_seconds": 1.0})
     metrics = {"loss": 1.0}
     monitor.on_log(trainer, metrics)

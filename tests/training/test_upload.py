@@ -29,8 +29,8 @@ from toolkit.errors import CallbackError, GuardError, UserError
 from toolkit.io import storage
 from toolkit.training.callbacks import Upload
 from toolkit.training.checkpoint_meta import read_meta
-from toolkit.training.run import run_training
 from toolkit.training.saving import Saver
+from toolkit.training.trainer import run_training
 
 URL = "memory://bucket/run"
 

@@ -41,7 +41,7 @@ def setup(
         groups: Options of extensions by group.
     """
     from toolkit.planning.run_args import run_args
-    from toolkit.training.run import run_training
+    from toolkit.training.trainer import run_training
 
     args = run_args(
         "finetune_lora", shared, adapters, checkpoint_dir=checkpoint_dir,

@@ -50,7 +50,7 @@ def setup(
         _print_names()
         return
     from toolkit.planning.run_args import run_args
-    from toolkit.training.run import run_training
+    from toolkit.training.trainer import run_training
 
     args = run_args(
         "pretrain", shared, model_name=model_name, model_config=model_config,

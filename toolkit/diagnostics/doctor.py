@@ -231,7 +231,7 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
         config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
         if world.global_rank == 0:
             check.run_references(args, 1, config, quiet=True)
-        ShortRunTrainer(config, world, [check]).fit()
+        ShortRunTrainer().start(config, world, [check])
     _print(world, f"Gradients of one step of {_MODEL}: {config.strategy}")
     if world.global_rank != 0:
         return

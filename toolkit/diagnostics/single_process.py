@@ -85,5 +85,5 @@ def _train(args: RunArgs, steps: int, device: str, micro_batch_size: int | None)
         args = single_process_args(short_run_args(args, steps, folder), micro_batch_size)
         world = WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
         config = resolve(args, DeviceSpec.of_this_machine(device))
-        ShortRunTrainer(config, world, [*load_callbacks(args.callbacks), recorder]).fit()
+        ShortRunTrainer().start(config, world, [*load_callbacks(args.callbacks), recorder])
     return recorder.records

@@ -55,7 +55,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
             _announce(args, config)
             check.run_references(args, steps, config)
             print(f"On {world.world_size} ranks:", flush=True)
-        ShortRunTrainer(config, world, [*callbacks, check]).fit()
+        ShortRunTrainer().start(config, world, [*callbacks, check])
 
 
 class LayoutCheck(GradientRecorder):

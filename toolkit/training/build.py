@@ -1,33 +1,44 @@
-"""The parts of a run, built from what it was resolved to: model, checkpointer, callbacks."""
+"""Launch a run and build its parts from the resolved config: data, model, checkpointer, callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
 
-from toolkit.checkpoints.lock import exclusive_lock
+from toolkit.checkpoints.lock import exclusive_lock, require_unlocked
 from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import rename_damaged
 from toolkit.data.interleave import MixtureOrder
+from toolkit.data.loader import choose_padding
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
-from toolkit.distributed.device import choose_attention_kernels
+from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms, fp32_reductions
+from toolkit.distributed.fabric import build_fabric
+from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.private_lightning import FabricModule
+from toolkit.distributed.world import WorldInfo
 from toolkit.errors import UserError
+from toolkit.io.paths import is_url
 from toolkit.io.tempfiles import sweep
 from toolkit.models.attention_dispatch import needs_masks
+from toolkit.models.gpt import Block
 from toolkit.objectives.base import LOSS
 from toolkit.objectives.inputs import original_module
 from toolkit.optim.classes import build_optimizer
-from toolkit.optim.update import Update, choose_update
+from toolkit.optim.update import Update, choose_update, set_learning_rate
+from toolkit.planning.advice import oom_advice
+from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.cards import peak_flops
 from toolkit.training import adapters
 from toolkit.training.callbacks import (
@@ -40,21 +51,141 @@ from toolkit.training.callbacks import (
     MixtureShares,
     Profile,
     ReplicaCheck,
-    Sampler,
     ThroughputMonitor,
     Upload,
     notify,
     overrides,
 )
+from toolkit.training.callbacks.metrics import plot_run
+from toolkit.training.callbacks.samples import make_sampler
+from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.checkpointer import Checkpointer, seed_generators
+from toolkit.training.compiler import resolve_compiler
+from toolkit.training.data import prepare_data
+from toolkit.training.data_reader import DataReader
+from toolkit.training.describe import describe_rounding, describe_run
 from toolkit.training.model import build_model, unwrapped
-from toolkit.training.start_state import StartState
+from toolkit.training.run import Launch, Run
+from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state
 from toolkit.training.throughput import Throughput
-from toolkit.training.verify import require_intact_together
+from toolkit.training.verify import fetch_on_other_nodes, find_intact, require_intact_together
+from toolkit.ui.console import make_progress
 from toolkit.ui.loggers import MetricsCSV, make_loggers
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
+
+
+def launch_run(
+    config: ResolvedConfig,
+    world: WorldInfo,
+    launched_at: float,
+    resume_hint: Callable[[Path], str],
+    stack: ExitStack,
+) -> Launch:
+    """Launch the processes, prepare the data, and agree on the checkpoint to resume from."""
+    args, out_dir = config.args, config.args.run_dir
+    remote = RemoteRun(args.out_dir, out_dir) if is_url(args.out_dir) else None
+    # a launcher without peers looks before it starts processes: no other process waits for it yet
+    is_single_launcher = world.world_size == 1 or (world.starts_processes and world.num_nodes == 1)
+    resume_from = _find_resume(args, remote, print) if is_single_launcher else None
+    fabric = build_fabric(
+        config.strategy,
+        world,
+        accelerator=config.device,
+        precision=config.precision,
+        fsdp=config.fsdp,
+        ddp=args.ddp,
+        block_classes=set(args.block_classes or (Block,)),
+        groups=args.groups,
+    )
+    group = stack.enter_context(launch_processes(fabric, world, Timeouts.of(args.timeout)))
+    group.shutdown.resume_hint = partial(resume_hint, out_dir)
+    stack.enter_context(oom_advice(config))
+    stack.enter_context(deterministic_algorithms(args.deterministic))
+    stack.enter_context(fp32_reductions())
+    display: Any = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))
+    if world.global_rank == 0 and not is_single_launcher:
+        resume_from = _find_resume(args, remote, display.message)
+    display.phase("preparing data")
+    data = group.first_then_others(lambda: prepare_data(args, config.max_seq_length, display.message))
+    group.init_process_group()
+    fetch_on_other_nodes(remote, args.resume, resume_from, world)
+    resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, display)
+    config = keep_fused_qkv(config, resume_from)
+    state = prepare_start_state(config, data, resume_from, damaged)
+    sampler = make_sampler(data, state.model.config, args.eval.max_new_tokens)
+    return Launch(config, world, launched_at, remote, display, fabric, data, state, sampler)
+
+
+def _find_resume(args: RunArgs, remote: RemoteRun | None, report: Callable[[str], None]) -> Path | None:
+    require_unlocked(args.run_dir)
+    if remote is not None:
+        remote.prepare(args.resume, report, keep_best=args.train.keep_best, verify=args.verify_checkpoint)
+    return resolve_resume(args.resume, args.run_dir)
+
+
+def finish_run(launch: Launch, stack: ExitStack) -> None:
+    """Complete what an earlier launch of a finished run could not: its plot and its uploads."""
+    display, state, remote = launch.display, launch.state, launch.remote
+    display.message(f"{state.resume_from} has reached step {state.progress.step}: the run is finished, nothing to do")
+    if launch.world.global_rank == 0 and not (launch.out_dir / "loss.png").exists():
+        plot_run(launch.out_dir)  # killed before it was drawn
+    if remote is not None:
+        ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))
+        start_uploads(remote, launch, stack).finish()
+
+
+def build_run(launch: Launch, stack: ExitStack) -> Run:
+    """Build the reader, the model and the optimizer, and restore their state if the run resumes."""
+    state, fabric, data, display = launch.state, launch.fabric, launch.data, launch.display
+    launch.config = config = resolve_compiler(launch.config, state, fabric.device)
+    args, resume_from = config.args, state.resume_from
+    context = None if state.model.config is None else config.max_seq_length
+    padding = choose_padding(fabric.device.type, state.longest_ragged > 0, context)
+    reader = DataReader(config, state, data.train, padding, fabric.device)
+    stack.callback(reader.close)
+    token_bytes = None if data.tokenizer is None else data.tokenizer.token_bytes()
+    display.total_steps = state.limits.total_steps
+    display.phase("building the model")
+    for line in describe_run(config, state, reader):
+        display.message(line)
+    if (gpt := state.model.meta_model) is not None and args.optimizer_class is None:
+        require_memory(config, gpt.config, gpt)
+    model = prepare_model(config, state, fabric, display.message)
+    if (note := describe_rounding(config, state, model)) is not None:
+        display.message(note)
+    checkpointer = build_checkpointer(config, state, fabric, model, data.tokenizer, display.message)
+    if resume_from is not None:
+        restore(checkpointer, resume_from)
+    optimizer: Any = fabric.setup_optimizers(checkpointer.optimizer)
+    return Run(
+        **vars(launch),
+        padding=padding,
+        reader=reader,
+        token_bytes=token_bytes,
+        model=model,
+        checkpointer=checkpointer,
+        optimizer=optimizer,
+        seconds_before=state.progress.seconds,
+    )
+
+
+def restore(checkpointer: Checkpointer, folder: Path) -> None:
+    """Restore optimizer, scaler and random states from a checkpoint; the model has its weights already."""
+    state, report = checkpointer.state, checkpointer.report
+    progress, schedule = state.progress, state.schedule
+    checkpointer.restore(folder, progress.step)
+    set_learning_rate(checkpointer.optimizer, schedule.learning_rate(max(progress.step - 1, 0)))
+    report(f"resuming from {folder}: step {progress.step}, {progress.tokens:,} tokens")
+    old, new = read_meta(folder)["schedule"], asdict(schedule)
+    changes = [f"{name} {_short(old.get(name))} -> {_short(new[name])}" for name in new if old.get(name) != new[name]]
+    if changes:
+        report(f"LR schedule changed on resume: {', '.join(changes)}")
+
+
+def _short(value: object) -> object:
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def prepare_model(
@@ -132,40 +263,31 @@ def build_update(trainer: Trainer) -> Update:
     )
 
 
-def build_callbacks(
-    trainer: Trainer, sampler: Sampler | None, user_callbacks: Sequence[Callback], stack: ExitStack
-) -> list[Callback]:
-    """Return all callbacks of a run: checks and throughput, the user's, the outputs, what validations decide.
+def build_callbacks(run: Run, user_callbacks: Sequence[Callback], stack: ExitStack) -> list[Callback]:
+    """Return all callbacks: checks and throughput, the user's in their order, outputs, what validations decide.
 
-    Args:
-        trainer: With its model.
-        sampler: Prints samples, with ``--eval.max_new_tokens``.
-        user_callbacks: In the user's order.
-        stack: Keeps rank 0's lock of the folder until the run ends.
+    ``stack`` keeps rank 0's lock of the folder until the run ends.
     """
-    train, state = trainer.args.train, trainer.state
-    peak = peak_flops(trainer.fabric.device, trainer.config.precision)
+    train, state = run.args.train, run.state
+    peak = peak_flops(run.fabric.device, run.config.precision)
     throughput = Throughput(state.flops, None if peak is None else peak * ranks.world_size())
-    callbacks: list[Callback] = [
-        ReplicaCheck(state.model, trainer.config.strategy.shards),
-        ThroughputMonitor(throughput),
-    ]
-    if trainer.args.profile:
-        callbacks.append(Profile(trainer.args.profiler))
-    if isinstance(trainer.reader.order, MixtureOrder):
-        callbacks.append(MixtureShares(trainer.reader.order))
+    callbacks: list[Callback] = [ReplicaCheck(state.model, run.config.strategy.shards), ThroughputMonitor(throughput)]
+    if run.args.profile:
+        callbacks.append(Profile(run.args.profiler))
+    if isinstance(run.reader.order, MixtureOrder):
+        callbacks.append(MixtureShares(run.reader.order))
     callbacks += user_callbacks
-    columns = [f"val_loss_{name}" for name in trainer.data.val_sources]
+    columns = [f"val_loss_{name}" for name in run.data.val_sources]
     columns += [name for callback in callbacks for name in callback.columns]
-    parts = [part.name for part in trainer.objective.parts(original_module(trainer.model)) if part.name != LOSS]
+    parts = [part.name for part in run.objective.parts(original_module(run.model)) if part.name != LOSS]
     columns += [f"{prefix}{name}" for prefix in ("", "val_") for name in parts]
-    callbacks += ranks.run_on_rank0(lambda: open_outputs(trainer, columns, stack)) or []
-    if trainer.remote is not None:
-        callbacks.append(open_uploads(trainer.remote, trainer, stack))
+    callbacks += ranks.run_on_rank0(lambda: open_outputs(run, columns, stack)) or []
+    if run.remote is not None:
+        callbacks.append(start_uploads(run.remote, run, stack))
     if ranks.global_rank() == 0:
         callbacks.append(Console())  # after the uploads: it reports the end
-    if sampler is not None:
-        callbacks.append(sampler)
+    if run.sampler is not None:
+        callbacks.append(run.sampler)
     if train.patience is not None:
         callbacks.append(EarlyStopping(train.patience))
     if train.keep_best:
@@ -173,42 +295,32 @@ def build_callbacks(
     return callbacks
 
 
-def open_outputs(trainer: Trainer, columns: list[str], stack: ExitStack) -> list[Callback]:
+def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callback]:
     """Lock the folder for this run, rename damaged checkpoints, and open metrics.csv and the loggers. On rank 0."""
-    args, state, out_dir = trainer.args, trainer.state, trainer.out_dir
+    args, state, out_dir = run.args, run.state, run.out_dir
     stack.enter_context(exclusive_lock(out_dir))
     sweep(out_dir)
     if resolve_resume(args.resume, out_dir) != next(iter(state.damaged), state.resume_from):
         raise UserError(f"--out_dir {out_dir}: another process has just run there; start again")
     for folder in state.damaged:  # else it would count as the run's newest, and for --train.keep_last
-        trainer.display.message(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
+        run.display.message(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
     resume_step = None if state.resume_from is None else state.progress.step
     csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step, columns)
     expected = state.progress.logged_rows if state.resume_from and state.resume_from.parent == out_dir else 0
     if csv.n_resumed < expected:
-        trainer.display.message(
+        run.display.message(
             f"{csv.path}: {expected - csv.n_resumed} of the {expected} rows to step {resume_step} are lost or damaged"
         )
-    loggers = make_loggers(args.logger_name, out_dir, args.log, trainer.config.hyperparameters(), resume_step)
+    loggers = make_loggers(args.logger_name, out_dir, args.log, run.config.hyperparameters(), resume_step)
     return [MetricsFile(csv), ExternalLoggers(loggers)]
 
 
-def open_uploads(remote: RemoteRun, trainer: Trainer, stack: ExitStack) -> Upload:
+def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack) -> Upload:
     """Take the run's folder on remote storage and start to upload there. On rank 0 the staging folder is locked."""
 
     def start() -> Uploader:
-        uploader = remote.start_uploads(trainer.args.train.keep_last, trainer.display.message)
+        uploader = remote.start_uploads(launch.args.train.keep_last, launch.display.message)
         stack.callback(uploader.close)
         return uploader
 
-    return Upload(ranks.run_on_rank0(start))
-
-
-def upload_missing(remote: RemoteRun, trainer: Trainer, stack: ExitStack) -> None:
-    """Upload what an earlier launch of a finished run could not; every rank calls this.
-
-    Raises:
-        GuardError: the upload fails again.
-    """
-    ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))
-    open_uploads(remote, trainer, stack).on_train_end(trainer)
+    return Upload(ranks.run_on_rank0(start), launch.args, launch.display)

@@ -17,7 +17,6 @@ from toolkit.distributed import ranks
 from toolkit.training.callbacks import notify
 from toolkit.training.callbacks.base import callback_states
 from toolkit.training.callbacks.upload import submit_upload
-from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.pending_save import PendingSave
 from toolkit.training.trace import SAVE
 
@@ -32,14 +31,10 @@ class Saver:
 
     At most one checkpoint is being written while training goes on. When all ranks have written, they commit it
     together, and only then callbacks see it.
-
-    Args:
-        trainer: Of the run.
-        checkpointer: Of the run.
     """
 
-    def __init__(self, trainer: Trainer, checkpointer: Checkpointer) -> None:
-        self._trainer, self._checkpointer = trainer, checkpointer
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._checkpointer = trainer, trainer.run.checkpointer
         self._keep_last = trainer.args.train.keep_last
         self._copies = HostCopies() if trainer.args.train.async_save else None
         self._pending: PendingSave | None = None
@@ -134,7 +129,7 @@ class Saver:
     @contextmanager
     def _saving(self) -> Iterator[None]:
         self._trainer.display.phase("saving")
-        timeouts = self._trainer.timeouts
+        timeouts = self._trainer.run.timeouts
         with ranks.extended_timeout(timeouts.first, timeouts.later), record_function(SAVE):
             yield
         self._trainer.display.phase("training")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from toolkit.distributed import ranks
 from toolkit.distributed.signals import SignalWatch
 from toolkit.errors import StoppedBySignalError
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.callbacks import Callback, ReplicaCheck, Sampler
+from toolkit.training.callbacks import Callback, ReplicaCheck
+from toolkit.training.run import Run
 from toolkit.training.trainer import Trainer
 
 
@@ -21,15 +23,15 @@ class ShortRunTrainer(Trainer):
     def save(self, name: str) -> Path:
         return self.out_dir / name
 
-    def _build_callbacks(self, sampler: Sampler | None, stack: ExitStack) -> list[Callback]:
-        return [ReplicaCheck(self.state.model, self.config.strategy.shards), *self.user_callbacks]
+    def _build_callbacks(self, run: Run, user_callbacks: Sequence[Callback], stack: ExitStack) -> list[Callback]:
+        return [ReplicaCheck(run.state.model, run.config.strategy.shards), *user_callbacks]
 
     def _stop_for_signal(self, signals: SignalWatch) -> None:
         signal_number = max(ranks.all_gather_object(signals.received))
         signals.ignore()
         raise StoppedBySignalError(signal_number, f"stopped after step {self.progress.step}")
 
-    def _resume_hint(self) -> str:
+    def _resume_hint(self, out_dir: Path) -> str:
         return "Start the command again"
 
 

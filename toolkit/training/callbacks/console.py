@@ -32,8 +32,8 @@ class Console(Callback):
 
     def on_train_end(self, trainer: Trainer) -> None:
         progress, display = trainer.progress, trainer.display
-        if trainer.skipped_steps:
-            display.message(f"GradScaler skipped {trainer.skipped_steps} steps")
+        if trainer.run.skipped_steps:
+            display.message(f"GradScaler skipped {trainer.run.skipped_steps} steps")
         display.message(
             f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {final_model(trainer)}"
         )
@@ -43,15 +43,15 @@ class Console(Callback):
 
 def final_model(trainer: Trainer) -> Path | str:
     """The folder of the run's model, or its URL."""
-    return trainer.out_dir / FINAL if trainer.remote is None else f"{trainer.remote.url}/{FINAL}"
+    return trainer.out_dir / FINAL if trainer.run.remote is None else f"{trainer.run.remote.url}/{FINAL}"
 
 
 def next_commands(trainer: Trainer) -> list[str]:
     """Commands for the model that the run has written; none for a module from Python."""
-    state, data = trainer.state, trainer.data
+    state, data = trainer.run.state, trainer.data
     if state.model.config is None or not trainer.args.is_repeatable:
         return []
-    hf_dir = trainer.out_dir / "hf" if trainer.remote is None else Path("out", "hf")
+    hf_dir = trainer.out_dir / "hf" if trainer.run.remote is None else Path("out", "hf")
     final, hf = (shlex.quote(str(path)) for path in (final_model(trainer), hf_dir))
     merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"

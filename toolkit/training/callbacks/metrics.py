@@ -29,7 +29,7 @@ class ThroughputMonitor(Callback):
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if "loss" in metrics:  # not for a validation before the first step
             metrics |= self.throughput.read() | {"peak_memory_gb": peak_memory_gb(trainer.fabric.device)}
-            metrics |= trainer.step_times.read()
+            metrics |= trainer.run.step_times.read()
 
 
 class MetricsFile(Callback):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.store import BEST, FINAL, prune
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError
+from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -27,13 +28,15 @@ class Upload(Callback):
 
     Args:
         uploader: On rank 0; None on the others.
+        args: The arguments of the run.
+        display: Receives messages.
     """
 
-    def __init__(self, uploader: Uploader | None) -> None:
-        self.uploader = uploader
+    def __init__(self, uploader: Uploader | None, args: RunArgs, display: Any) -> None:
+        self.uploader, self.args, self.display = uploader, args, display
 
     def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._report(trainer)
+        self._report()
 
     def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
         """
@@ -42,53 +45,57 @@ class Upload(Callback):
         """
         if self.uploader is not None:
             self.uploader.submit(folder)
-            prune(trainer.out_dir, keep_last=1)
-        self.wait(trainer, MAX_WAITING)
+            prune(self.args.run_dir, keep_last=1)
+        self.wait(MAX_WAITING)
         taken_by = ranks.broadcast_from_rank0(None if self.uploader is None else self.uploader.lease.taken_by)
         if taken_by is not None:
             raise GuardError(
-                f"--out_dir {trainer.args.out_dir}: another run has taken it over ({taken_by}); stopped after step "
+                f"--out_dir {self.args.out_dir}: another run has taken it over ({taken_by}); stopped after step "
                 f"{trainer.progress.step}, {folder} is saved. Run only one of them"
             )
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """
+        self.finish()
+
+    def finish(self) -> None:
+        """Upload what is left; every rank calls this.
+
         Raises:
             GuardError: the last checkpoint could not be uploaded.
         """
-        self.wait(trainer)
+        self.wait()
         if self.uploader is None:
             return
-        self._finish(trainer)
+        self._finish()
         for name in (FINAL, BEST):
             if name in self.uploader.failed:
                 raise GuardError(
-                    f"--out_dir {trainer.args.out_dir}: {name} could not be uploaded: {self.uploader.failed[name]}; "
-                    f"it is complete in {trainer.out_dir / name}, and the same command with --resume auto uploads it"
+                    f"--out_dir {self.args.out_dir}: {name} could not be uploaded: {self.uploader.failed[name]}; "
+                    f"it is complete in {self.args.run_dir / name}, and the same command with --resume auto uploads it"
                 )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         if self.uploader is not None:
             self.uploader.wait(None if ranks.world_size() == 1 else SECONDS_AFTER_FAILURE)
-            self._finish(trainer)
+            self._finish()
 
-    def wait(self, trainer: Trainer, at_most: int = 0) -> None:
+    def wait(self, at_most: int = 0) -> None:
         """Wait until at most so many checkpoints are left to upload; every rank calls this."""
         ranks.wait_for_all(
             lambda seconds: self.uploader is None or self.uploader.wait(seconds, at_most),
-            lambda _: trainer.display.phase("uploading"),
+            lambda _: self.display.phase("uploading"),
         )
-        self._report(trainer)
+        self._report()
 
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self) -> None:
         assert self.uploader is not None
         if (reason := self.uploader.upload_outputs()) is not None:
-            trainer.display.message(f"warning: logs could not be uploaded to {trainer.args.out_dir}: {reason}")
-        self._report(trainer)
+            self.display.message(f"warning: logs could not be uploaded to {self.args.out_dir}: {reason}")
+        self._report()
 
-    def _report(self, trainer: Trainer) -> None:
+    def _report(self) -> None:
         for line in [] if self.uploader is None else self.uploader.take_messages():
-            trainer.display.message(line)
+            self.display.message(line)
 
 
 def submit_upload(callbacks: Iterable[Callback], folder: Path) -> None:
@@ -98,8 +105,8 @@ def submit_upload(callbacks: Iterable[Callback], folder: Path) -> None:
             callback.uploader.submit(folder)
 
 
-def finish_uploads(callbacks: Iterable[Callback], trainer: Trainer) -> None:
+def finish_uploads(callbacks: Iterable[Callback]) -> None:
     """Wait for all uploads, where a run has any; every rank calls this."""
     for callback in callbacks:
         if isinstance(callback, Upload):
-            callback.wait(trainer)
+            callback.wait()

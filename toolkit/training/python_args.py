@@ -1,0 +1,239 @@
+"""Runs from Python: turn models, datasets, optimizers and options into the arguments of a command's run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.checkpoints.store import FINAL
+from toolkit.config import AUTO, TrainingCommand, none_if_auto
+from toolkit.config.command import as_mapping, parse_object
+from toolkit.data.base import DataModule
+from toolkit.data.tokens.in_memory import InMemoryData
+from toolkit.data.tokens.iterable import IN_ORDER, IterableData, is_iterable, is_loader
+from toolkit.data.tokens.rows import PythonData
+from toolkit.distributed import ranks
+from toolkit.distributed.signals import handlers_restored
+from toolkit.errors import PeerShutdownError, UserError
+from toolkit.extension import import_object
+from toolkit.io.paths import require_local
+from toolkit.models.config import ModelConfig, ModelOverrides
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.loss_wrapper import LossWrapper, find_blocks
+from toolkit.planning.run_args import RunArgs, run_args
+from toolkit.training.callbacks import Callback
+from toolkit.training.checkpoint_meta import read_meta
+from toolkit.training.run import detect_devices
+from toolkit.ui.loggers import read_metrics
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended; the same on every rank.
+
+    Args:
+        out_dir: The folder of the run; its local staging folder if it is on remote storage.
+        checkpoint: The folder of the last weights, ``out_dir/final``.
+        step: Optimizer steps done.
+        tokens: Input tokens so far, over all ranks.
+        metrics: The last row of metrics.csv: loss, val_loss where there was held-out data, ...
+    """
+
+    out_dir: Path
+    checkpoint: Path
+    step: int
+    tokens: int
+    metrics: dict[str, float]
+
+
+@contextmanager
+def names_arguments() -> Iterator[None]:
+    """Name arguments in messages as Python does: the names of the command line without the dashes."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (re.sub(r"(?<![\w-])--(?=[a-z])", "", str(error)),)
+        raise
+
+
+def setup_of(command: TrainingCommand) -> Callable[..., None]:
+    """Return the function whose parameters are the options of a command; the package of commands is above this one."""
+    setup: Callable[..., None] = import_object(f"toolkit.commands.{command}.setup")
+    return setup
+
+
+def read_run_args(
+    command: TrainingCommand,
+    options: dict[str, Any],
+    model: Any = None,
+    dataset: Any = None,
+    val_dataset: Any = None,
+    optimizer: Any = None,
+    block_classes: Iterable[type[nn.Module] | str] | None = None,
+    num_workers: int = 0,
+    allow_duplicate_data: bool = False,
+) -> RunArgs:
+    """Return the arguments of a run.
+
+    Args:
+        command: The command that has the options.
+        options: Its options by name; groups are dictionaries or objects.
+
+    The others: see :func:`toolkit.train`.
+    """
+    if not isinstance(strategy := options.get("strategy", AUTO), str):
+        raise UserError(f"strategy {type(strategy).__name__}: give a name, such as 'fsdp', and options as fsdp={{...}}")
+    chosen, cls = _read_optimizer(optimizer)
+    arguments = parse_object(setup_of(command), options | {"optimizer": chosen})
+    if command == "pretrain":
+        arguments |= _read_model(model, block_classes, arguments)
+    data = _read_data(dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), arguments)
+    for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
+        if name not in getattr(data, "takes_urls", ()):
+            require_local(f"data.{name}", value)
+    return run_args(command, **arguments | {"data": data, "optimizer_class": cls})
+
+
+def run_from_python(
+    args: RunArgs, callbacks: Iterable[Callback], run: Callable[[RunArgs, list[Callback]], None]
+) -> TrainResult:
+    """Train with ``run`` in a Python script, and return the result on all ranks."""
+    callbacks = list(callbacks)
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            name = getattr(callback, "__name__", type(callback).__name__)
+            raise UserError(f"callbacks {name}: must be objects of a class of toolkit.Callback")
+    _require_script(args)
+    try:
+        with handlers_restored():
+            run(args, callbacks)
+        return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: read_result(args.run_dir)))
+    except PeerShutdownError as error:
+        raise SystemExit(error.exit_code) from None  # rank 0 prints the reason; a traceback here would hide it
+
+
+def read_result(out_dir: Path) -> TrainResult:
+    checkpoint = out_dir / FINAL
+    meta, rows = read_meta(checkpoint), read_metrics(out_dir / "logs" / "metrics.csv")
+    last = {name: value for name, value in (rows[-1] if rows else {}).items() if value == value}  # NaN: an empty cell
+    metrics = {name: value for name, value in last.items() if name not in ("step", "tokens")}
+    return TrainResult(out_dir, checkpoint, meta["step"], meta["tokens"], metrics)
+
+
+def _require_script(args: RunArgs) -> None:
+    """Refuse to start processes from where there is no script that they could run."""
+    _, world = detect_devices(args)
+    if world.starts_processes and not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
+        raise UserError(
+            f"devices {world.devices}: a notebook, a prompt, stdin or python -c has no script to start the other "
+            "processes with; put this into a file and run that, or take devices=1"
+        )
+
+
+def _read_model(
+    model: Any, block_classes: Iterable[type[nn.Module] | str] | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of RunArgs that say what is trained."""
+    if model is not None and arguments["model_name"] is not None:
+        raise UserError(f"model_name {arguments['model_name']}: a model is given, too; leave one of them out")
+    if isinstance(model, nn.Module):
+        return _read_module(model, block_classes, arguments)
+    if block_classes is not None:
+        raise UserError("block_classes: only for a user-provided module; remove it, toolkit's models have known blocks")
+    if model is None or isinstance(model, str):
+        return {} if model is None else {"model_name": model}
+    if not isinstance(model, ModelConfig):
+        raise UserError(f"model {type(model).__name__}: must be a model's name, a ModelConfig or a torch.nn.Module")
+    if arguments["initial_checkpoint_dir"] is not None:
+        raise UserError("initial_checkpoint_dir: brings its own architecture; leave it or the ModelConfig out")
+    return {"model_config": ModelOverrides(**model.override(arguments["model_config"]).to_dict())}
+
+
+def _read_module(
+    module: nn.Module, block_classes: Iterable[type[nn.Module] | str] | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    no_effect = {
+        "initial_checkpoint_dir": arguments["initial_checkpoint_dir"] is not None,
+        "model_config": arguments["model_config"] != ModelOverrides(),
+        "train.tie_embeddings": arguments["train"].tie_embeddings is not None,
+    }
+    for name in (name for name, given in no_effect.items() if given):
+        raise UserError(f"{name}: has no effect on a model that is ready; change the model itself")
+    if any(p.is_meta for p in module.parameters()):
+        raise UserError("model: has weights on the meta device, which are no values; build it on the CPU")
+    if isinstance(module, GPT):
+        return {"module": module, "block_classes": (Block,)}
+    blocks = find_blocks(module, block_classes)
+    if (compiler := arguments["shared"].compiler) not in (AUTO, "none") and not blocks:
+        raise UserError(
+            f"compiler {compiler}: compiles the blocks, and none were found; name their classes: block_classes"
+        )
+    return {"module": LossWrapper(module), "block_classes": blocks}
+
+
+def _read_data(
+    dataset: Any,
+    val_dataset: Any,
+    num_workers: int,
+    allow_duplicates: bool,
+    data: DataModule | None,
+    arguments: dict[str, Any],
+) -> DataModule:
+    train = arguments["train"]
+    if allow_duplicates and not is_loader(dataset):
+        raise UserError("allow_duplicate_data True: only for a DataLoader; other data is split by toolkit")
+    if dataset is not None and data is not None:
+        raise UserError("data: a dataset is given, too; leave one of them out")
+    if dataset is None or isinstance(dataset, DataModule):
+        if val_dataset is not None or num_workers:
+            name = "num_workers" if num_workers else "val_dataset"
+            raise UserError(f"{name}: a DataModule has its own; set it there")
+        if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length == AUTO:
+            raise UserError("train.max_seq_length: must be given, the model's context length is not known")
+        return arguments["data"] if dataset is None else dataset
+    ready: PythonData
+    max_length = none_if_auto(train.max_seq_length)
+    if is_iterable(dataset):
+        if num_workers:
+            raise UserError(f"num_workers {num_workers}: {IN_ORDER}")
+        ready = IterableData(dataset, val_dataset, max_length, allow_duplicates)
+    else:
+        ready = InMemoryData(dataset, val_dataset, num_workers, max_length)
+    other_limits = (train.max_steps, train.epochs, train.max_time)
+    if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
+        raise UserError(
+            f"train.max_tokens {train.max_tokens}: the rows of the dataset differ in length, so that the number of "
+            "steps, which the learning rate's schedule needs, is not known; give train.max_steps or train.epochs"
+        )
+    return ready
+
+
+def _read_optimizer(value: Any) -> tuple[dict[str, Any], type[torch.optim.Optimizer] | None]:
+    """Return the options of ``--optimizer``, and the class where torch.optim has none of that name."""
+    if value is None:
+        return {}, None
+    if inspect.isclass(value) or isinstance(value, str):
+        value = {"name": value}
+    if isinstance(value, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer {type(value).__name__}: give the class, the run makes the object from the sharded weights"
+        )
+    values = dict(as_mapping("optimizer", value))
+    cls = values.get("name")
+    if not inspect.isclass(cls):
+        return values, None
+    if not issubclass(cls, torch.optim.Optimizer):
+        raise UserError(f"optimizer {cls.__name__}: must be a class derived from torch.optim.Optimizer")
+    name = cls.__name__
+    if getattr(torch.optim, name, None) is cls:
+        return values | {"name": name}, None
+    return values | {"name": f"{cls.__module__}.{cls.__qualname__}"}, cls

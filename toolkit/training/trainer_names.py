@@ -1,0 +1,116 @@
+"""The arguments of ``toolkit.Trainer``, also under OpenLanguageModel's names, as arguments of :func:`toolkit.train`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from toolkit.config import AUTO, PRETRAIN, DDPArgs, FSDPArgs, TrainArgs, none_if_auto
+from toolkit.config.command import CommandOptions, as_mapping
+from toolkit.config.elsewhere import elsewhere
+from toolkit.distributed import script
+from toolkit.distributed.world import count_processes
+from toolkit.errors import UserError, did_you_mean
+from toolkit.training.python_args import setup_of
+
+PYTHON_OBJECTS = (
+    "model", "dataset", "val_dataset", "optimizer", "block_classes", "num_workers", "allow_duplicate_data",
+)  # fmt: skip
+"""Arguments of :func:`toolkit.train` that are no options of the command."""
+_OBJECTS = (*PYTHON_OBJECTS[3:], "callbacks", "data", "extensions")
+_RENAMED = {
+    **{field.name: f"train.{field.name}" for field in fields(TrainArgs)},
+    **{field.name: f"ddp.{field.name}" for field in fields(DDPArgs)},
+    **{name: f"fsdp.{name}" for name in ("sharding_strategy", "min_num_params", "cpu_offload", "limit_all_gathers")},
+    "batch_size": "train.micro_batch_size",
+    "context_length": "train.max_seq_length",
+    "warmup_steps": "train.lr_warmup_steps",
+    "weight_decay": "optimizer.weight_decay",
+}
+"""Names of other trainers with the same meaning as an option."""
+_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+_PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", None: "none"}
+
+
+def _accelerator(device: Any) -> str | None:
+    """Convert "auto", a kind of device, or "cuda:N", where N must be the local rank."""
+    kind, _, index = re.sub(":auto$", "", str(device)).partition(":")
+    if index and index != str(rank := script.get_local_rank()):
+        raise UserError(f"device {device}: each process takes the device of its local rank, here {rank}; use {kind}")
+    return None if device is None else kind
+
+
+_CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "device": ("accelerator", _accelerator),
+    "grad_clip_norm": ("train.max_norm", lambda norm: norm or 0),
+    "use_amp": ("precision", lambda is_on: "auto" if is_on else "32-true"),  # auto: bf16-mixed on CUDA
+    "mixed_precision_policy": ("precision", lambda policy: _PRECISIONS.get(policy, policy) or None),
+    "auto_wrap_policy": ("fsdp.auto_wrap", lambda v: {"transformer": "block"}.get(v, v) or FSDPArgs.auto_wrap),
+    "transformer_layer_cls": ("block_classes", lambda cls: [cls]),
+    "backward_prefetch": ("fsdp.backward_prefetch", lambda value: _PREFETCH.get(value, value)),
+}
+"""Names of other trainers whose values differ: the option, and its value; None: the option's default."""
+
+
+def find_dataset(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the dataset among the positional arguments after the model, or ``dataloader``, and the other options."""
+    dataset, *more = given
+    if inspect.isclass(dataset) and issubclass(dataset, Optimizer):  # Trainer(model, optimizer class, loader)
+        options = options | {"optimizer": dataset}
+        dataset, more = (more[0], more[1:]) if more else (None, [])
+    if more:
+        raise UserError(f"Trainer(model, dataset): {len(more)} further positional arguments; name them")
+    if "dataloader" in options and dataset is not None:
+        raise UserError("dataloader: a dataset is given, too; remove one of them")
+    dataset = options.get("dataloader", dataset)
+    return dataset, {name: value for name, value in options.items() if name != "dataloader"}
+
+
+def translate(arguments: dict[str, Any], dataset: Any) -> dict[str, Any]:
+    """Return the arguments of :func:`toolkit.train`; an unknown name, or an option given twice, is an error."""
+    command = CommandOptions(setup_of("pretrain"))
+    options = {name: value for name, value in arguments.items() if name in (*command.parameters, *_OBJECTS)}
+    for name, value in arguments.items():
+        if name in _RENAMED:
+            _set(options, _RENAMED[name], value, name)
+        elif name in _CONVERTED:
+            option, convert = _CONVERTED[name]
+            if (converted := convert(value)) is not None:
+                _set(options, option, converted, name)
+        elif name not in options and name != "grad_accum_steps":
+            known = [*command.parameters, *_OBJECTS, *_RENAMED, *_CONVERTED, "grad_accum_steps"]
+            hint = elsewhere(name, command.options(), lambda option: option.rpartition(".")[2])
+            raise UserError(f"{name}: no such argument{hint or did_you_mean(name, known) or '; see toolkit.Trainer'}")
+    if "grad_accum_steps" in arguments:
+        _set_global_batch_size(options, arguments["grad_accum_steps"], dataset)
+    return options
+
+
+def _set(options: dict[str, Any], option: str, value: Any, name: str) -> None:
+    """Set an option by its dotted name; ``name`` is the argument that the user gave."""
+    group, _, inner = option.rpartition(".")
+    values = options
+    if group == "optimizer" and not isinstance(options.get(group), dict):
+        options[group] = {"name": options[group]} if options.get(group) is not None else {}
+    if group:
+        values = options[group] = dict(as_mapping(group, options.get(group, {})))
+    if inner in values:
+        raise UserError(f"{name}: {option} is given, too; remove one of them")
+    values[inner] = value
+
+
+def _set_global_batch_size(options: dict[str, Any], accumulation: int, dataset: Any) -> None:
+    """Set the global batch size to micro-batch size x processes x ``accumulation``."""
+    train = dict(as_mapping("train", options.get("train", {})))
+    if "micro_batch_size" not in train and isinstance(dataset, DataLoader):
+        train["micro_batch_size"] = dataset.batch_size
+    micro = none_if_auto(train.get("micro_batch_size") or AUTO) or PRETRAIN.micro_batch_size
+    options["train"] = train | {"micro_batch_size": micro}
+    processes = count_processes(*(options.get(name, AUTO) for name in ("devices", "num_nodes", "accelerator")))
+    _set(options, "train.global_batch_size", micro * processes * accumulation, "grad_accum_steps")
