@@ -224,7 +224,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions letters --compiler printng": "printing; did you mean 'printing'",
         "--compiler printing": "--compiler printing: must be one of auto, none, torch",
         "--strategy replicas": "--strategy replicas: must be one of auto, single, ddp, fsdp",
-        "--extensions letters --strategy replicas --ddp.bucket_cap_mb 3": "would have no effect",
+        "--extensions letters --strategy replicas --ddp.bucket_cap_mb 3": "has no effect with",
     }
     for words, message in cases.items():
         extension._added.clear()

@@ -155,8 +155,7 @@ def test_the_wrap_plan_is_shown(capsys):
     assert size["memory_gb"]["unsharded_unit"] > plan(capsys, *run)["memory_gb"]["unsharded_unit"]
     assert main(["plan", *run]) == 0 and "\nFSDP units 12 x Block, " in capsys.readouterr().out
     assert plan(capsys, "pretrain", "pythia-160m")["units"] is None
-    message = mistake(capsys, *run, "--fsdp.auto_wrap", "size", "--compiler", "torch")
-    assert "--fsdp.auto_wrap size: is not proven with --compiler torch" in message
+    assert plan(capsys, *run, "--fsdp.auto_wrap", "size", "--compiler", "torch")["compiler"] == "torch"
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from toolkit.data import CharText
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
+from toolkit.planning.compatibility import Facts, find_conflicts
+from toolkit.planning.run_args import RunArgs
 
 TUTORIALS = Path(__file__).parents[2] / "tutorials"
 GUIDE = re.search(r"```yaml\n(distributed:.*?)```", (TUTORIALS / "distributed.md").read_text(), re.S)[1]
@@ -189,7 +191,12 @@ def test_printed_guide_fits_any_layout(parse):
     ):
         options = parse(content, *flags, devices=devices)
         arguments = {name: options[name] for name in ("strategy", "fsdp", "ddp", "precision")}
-        plan_strategy(**arguments, devices=devices, num_nodes=1, accelerator="cpu")
+        strategy = plan_strategy(**arguments, devices=devices, num_nodes=1, accelerator="cpu")
+        args = RunArgs(
+            command="pretrain", data=options["data"], train=options["train"], eval=options["eval"],
+            optimizer=options["optimizer"], out_dir="out", **arguments,
+        )  # fmt: skip
+        assert not list(find_conflicts(Facts(args, args.precision, "cpu", devices, strategy)))
     fsdp = options["fsdp"]
     assert (fsdp.auto_wrap, fsdp.min_num_params, fsdp.reduce_dtype) == ("size", 1_000_000, "bf16")
     assert (fsdp.backward_prefetch, fsdp.forward_prefetch, fsdp.buffer_dtype) == ("post", True, "auto")

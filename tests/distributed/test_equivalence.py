@@ -54,6 +54,9 @@ def cases(size: int) -> list[Case]:
             found.append(Case(f"2-{name}-{strategy}-32-true", recompute))
         accumulate = ["--strategy", "fsdp", "--fsdp.accumulate", "sharded", "--precision", "32-true"]
         found.append(Case("2-full-accumulate-32-true", [*accumulate, "--train.activation_checkpointing", "full"]))
+        full = ["--precision", "32-true", "--strategy", "fsdp", "--train.activation_checkpointing", "full"]
+        found.append(Case("2-wrap-size-full-32-true", [*full, *WRAPPED["wrap-size"]]))
+        found.append(Case("2-wrap-class-compiled-32-true", [*compiled, *WRAPPED["wrap-class"]]))
         found.append(Case("2-selective-compiled-32-true", [*compiled, "--train.activation_checkpointing", "selective"]))
     if size == 4:
         recompute = ["--train.activation_checkpointing", "full", "--precision", "32-true"]
@@ -109,7 +112,11 @@ def test_n3_fp32(runs, name):
         assert (weights[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
 
 
-SAME = {"2-full-fsdp-32-true": "2-FULL_SHARD-32-true", "2-selective-ddp-32-true": "2-ddp-32-true"}
+SAME = {
+    "2-full-fsdp-32-true": "2-FULL_SHARD-32-true",
+    "2-selective-ddp-32-true": "2-ddp-32-true",
+    "2-wrap-size-full-32-true": "2-wrap-size-32-true",
+}
 
 
 @named(list(SAME))

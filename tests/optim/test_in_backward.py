@@ -79,16 +79,16 @@ def test_options_that_need_all_gradients_at_once_are_refused(corpus, tmp_path):
     resolve(valid, DeviceSpec("cpu", 1, 1))
 
     def refused(changes, reason, spec):
-        with pytest.raises(UserError, match=f"--optimizer.in_backward true: .*{reason}"):
+        with pytest.raises(UserError, match=f"--optimizer.in_backward true .* with .*{reason}"):
             resolve(replace(valid, **changes), spec)
 
     one = DeviceSpec("cpu", 1, 1)
     check_each(refused, [
         ({"train": replace(valid.train, max_norm=1.0)}, "use --train.max_norm 0", one),
-        ({"train": replace(valid.train, micro_batch_size=2)}, "4 micro-batches are accumulated", one),
-        ({"train": replace(valid.train, micro_batch_size=4)}, "needs one device, and 2", DeviceSpec("cpu", 2, 1)),
+        ({"train": replace(valid.train, micro_batch_size=2)}, "accumulation .* x 4 accumulated", one),
+        ({"train": replace(valid.train, micro_batch_size=4)}, "2 devices", DeviceSpec("cpu", 2, 1)),
         ({"lora": LoRAConfig(), "train": replace(valid.train, tie_embeddings=None)}, "adapters are small", one),
-        ({"optimizer_class": torch.optim.AdamW}, "only torch's optimizers", one),
+        ({"optimizer_class": torch.optim.AdamW}, "a user-provided optimizer", one),
         ({"precision": "16-mixed"}, "use bf16-mixed", DeviceSpec("cuda", 1, 1)),
     ])  # fmt: skip
 

@@ -35,7 +35,7 @@ def test_gpus_without_bf16_get_no_advice_to_use_it():
         )
         assert "--precision bf16" in with_bf16 and "--precision" not in without, (command, with_bf16, without)
     plan, _ = advise("finetune_lora", DeviceSpec("cuda", 1, 1, has_bf16=False), gb=10, quantize="bnb.nf4")
-    assert plan.config.precision == "32-true"  # 16-mixed is not proven with 4 bits
+    assert plan.config.precision == "32-true"  # 16-mixed is not supported with 4 bits
 
 
 def test_options_without_fsdp_are_given_up_where_only_a_copy_does_not_fit():

@@ -87,14 +87,14 @@ def test_strategies_of_runs(config_of):
              "ddp, 8 replicas (auto: fsdp is not supported with --precision bf16-master)"),
         ],
     )  # fmt: skip
-    with pytest.raises(UserError, match="--ddp.bucket_cap_mb 5.0: would have no effect, the strategy is fsdp"):
+    with pytest.raises(UserError, match="--ddp.bucket_cap_mb 5.0 has no effect with fsdp"):
         config_of({"fsdp.forward_prefetch": True, "ddp.bucket_cap_mb": 5.0})
 
 
 def test_a_variable_under_which_ddp_crashes_on_a_cpu_excludes_it(config_of, monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     assert config_of({}, device="cpu", devices=2).strategy.kind == "fsdp"
-    with pytest.raises(UserError, match="^TORCH_DISTRIBUTED_DEBUG=DETAIL: .*; use --strategy fsdp"):
+    with pytest.raises(UserError, match="^TORCH_DISTRIBUTED_DEBUG=DETAIL is not supported with ddp on a CPU: "):
         config_of(DDP, device="cpu", devices=2)
 
 

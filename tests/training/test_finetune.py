@@ -302,8 +302,8 @@ def test_qlora_trains_adapters_and_merges_into_the_unquantized_base(base, questi
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--compiler", "torch"], "--compiler torch: does not go with --quantize"),
-        (["--precision", "16-mixed"], "--precision 16-mixed: .*"),
+        (["--compiler", "torch"], "--quantize bnb.nf4 is not supported with --compiler torch"),
+        (["--precision", "16-mixed"], "--quantize bnb.nf4 is not supported with --precision 16-mixed"),
     ],
 )
 def test_unsupported_options_with_quantize_are_errors(base, questions, tmp_path, flags, message):

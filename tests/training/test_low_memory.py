@@ -410,8 +410,14 @@ def test_errors_name_the_option_and_the_fix():
         "--optimizer.state_dtype bf16.*one device": (2, {"optimizer": moments}),
         "--optimizer.name Muon.*one device": (2, {"optimizer": OptimizerArgs(name="Muon")}),
         "--optimizer.name AdamW8bit.*one device": (2, {"optimizer": OptimizerArgs(name="AdamW8bit")}),
-        "state_dtype bf16.*SGD has none": (1, {"optimizer": OptimizerArgs(name="SGD", state_dtype="bf16")}),
-        "state_dtype bf16.*in 8 bits": (1, {"optimizer": OptimizerArgs(name="AdamW8bit", state_dtype="bf16")}),
+        "state_dtype bf16 has no .*SGD: it has no moments": (
+            1,
+            {"optimizer": replace(moments, name="SGD")},
+        ),
+        "state_dtype bf16.*8bit: its moments are in 8 bits": (
+            1,
+            {"optimizer": replace(moments, name="AdamW8bit")},
+        ),
         "state_dtype bf16.*are bf16 already": (1, {"optimizer": moments, "precision": "bf16-true"}),
     }
     for message, (devices, options) in cases.items():

@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 import traceback
+from typing import Any
 
-from toolkit.commands import COMMANDS, DISTRIBUTED
+from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
 from toolkit.config import elsewhere
 from toolkit.distributed.rendezvous import report_failure
-from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line
+from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
 
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM
 
@@ -56,7 +57,7 @@ def run(name: str, argv: list[str]) -> int:
         parse = importlib.import_module("toolkit.cli.parser").parse
         setup = importlib.import_module(module).setup
         if (arguments := parse(name, setup, positionals, argv)) is not None:
-            importlib.import_module("toolkit.planning.early").check_early(name, arguments)
+            _check_before_torch(name, arguments)
             setup(**arguments)
         return 0
     except BrokenPipeError:
@@ -73,6 +74,19 @@ def run(name: str, argv: list[str]) -> int:
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
         return _end(program, f"{type(error).__name__}: {error}", 1, is_internal=True)
+
+
+def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
+    """Check the folder and the packages of a command that is no training command."""
+    from toolkit.checkpoints.find import find_checkpoint_dir
+    from toolkit.io.paths import is_url
+
+    folder = arguments.get("checkpoint_dir")
+    takes_others = name in (*TRAINING, "verify", "consolidate") or (name == "merge_lora" and is_url(folder))
+    if folder is not None and not takes_others:
+        find_checkpoint_dir(folder)
+    if arguments.get("quantize") is not None:
+        require_bitsandbytes(f"--quantize {arguments['quantize']}")
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -39,7 +39,7 @@ def parse(
         argv: The words after the subcommand.
     """
     functions: tuple[Callable[..., None], ...] = (setup,)
-    if name in WRAPPING and argv[:1] not in (["--help"], ["-h"]):
+    if name in WRAPPING and argv[:1] not in (["--help"], ["-h"], ["compatibility"]):
         wrapped = _wrapped_command(name, argv)
         functions = (setup, importlib.import_module(COMMANDS[wrapped][0]).setup)
         positionals = ("command", *COMMANDS[wrapped][1])

@@ -37,12 +37,15 @@ def setup(
         shared: See :class:`toolkit.config.RunOptions`.
         groups: Options of extensions by group.
     """
+    from toolkit.planning.options import check_start
     from toolkit.planning.run_args import run_args
-    from toolkit.training.trainer import run_training
 
     args = run_args(
         "finetune_full", shared, checkpoint_dir=checkpoint_dir,
         data=data, train=train, eval=eval, optimizer=optimizer, objective=objective, out_dir=out_dir,
         precision=precision, groups=groups,
     )  # fmt: skip
+    check_start(args)
+    from toolkit.training.trainer import run_training  # imports torch
+
     run_training(args)

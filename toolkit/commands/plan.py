@@ -13,7 +13,7 @@ from toolkit.extension import NO_GROUPS
 
 
 def setup(
-    command: TrainingCommand,
+    command: TrainingCommand | Literal["compatibility"],
     run: Mapping[str, Any] = NO_GROUPS,
     device_memory_gb: PositiveFloat | None = None,
     host_memory_gb: PositiveFloat | None = None,
@@ -26,13 +26,13 @@ def setup(
 
     toolkit plan pretrain pythia-160m --devices 8 --train.micro_batch_size 8 --device_memory_gb 80
 
-    `toolkit plan COMMAND --help` shows all options. Nothing is started: neither GPUs nor weights are needed. GPUs are
-    assumed unless --accelerator cpu says otherwise. A checkpoint_dir that is not on this disk stands for the named
-    architecture, such as meta-llama/Llama-2-7b-hf. Sequences count with their greatest length,
-    --train.max_seq_length.
+    `toolkit plan COMMAND --help` shows all options, `toolkit plan compatibility` the options that are not supported
+    together. Nothing is started: neither GPUs nor weights are needed. GPUs are assumed unless --accelerator cpu says
+    otherwise. A checkpoint_dir that is not on this disk stands for the named architecture, such as
+    meta-llama/Llama-2-7b-hf. Sequences count with their greatest length, --train.max_seq_length.
 
     Args:
-        command: The command to plan: pretrain, finetune_full or finetune_lora.
+        command: The command to plan: pretrain, finetune_full or finetune_lora; or compatibility.
         run: Its options.
         device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
             Strategy and micro-batch that are auto are chosen from it. Default: that of the GPU of --speed, else of this
@@ -42,6 +42,16 @@ def setup(
             would be faster. A prediction: nothing is measured.
         format: Text table, or JSON.
     """
+    if command == "compatibility":
+        from toolkit.planning.compatibility import ROWS
+
+        print(*(row.message() for row in ROWS), sep="\n")
+        return
+    if speed is not None:
+        from toolkit.planning.speed.cards import card_for
+
+        name, card = card_for(speed, str(run["shared"].accelerator))
+        device_memory_gb = device_memory_gb or card.memory / 1e9
     from toolkit.distributed.device import device_memory
     from toolkit.planning.advice import advice_for
     from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
@@ -50,12 +60,9 @@ def setup(
     predicted = None
     with run_args_of(command, run) as args:
         if speed is not None:
-            from toolkit.planning.speed.cards import card_for
             from toolkit.planning.speed.predict import predict
             from toolkit.planning.speed.variants import variants
 
-            name, card = card_for(speed, args.accelerator)
-            device_memory_gb = device_memory_gb or card.memory / 1e9
         spec = device_spec_of(args, device_memory_gb)
         plan = plan_run(args, spec if speed is None else replace(spec, has_bf16=card.has_bf16))
         host_memory_gb = host_memory_gb or device_memory("cpu") / 1e9

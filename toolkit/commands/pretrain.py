@@ -49,14 +49,17 @@ def setup(
     if model_name == "list":
         _print_names()
         return
+    from toolkit.planning.options import check_start
     from toolkit.planning.run_args import run_args
-    from toolkit.training.trainer import run_training
 
     args = run_args(
         "pretrain", shared, model_name=model_name, model_config=model_config,
         initial_checkpoint_dir=initial_checkpoint_dir, data=data, train=train, eval=eval, optimizer=optimizer,
         objective=objective, out_dir=out_dir, precision=precision, groups=groups,
     )  # fmt: skip
+    check_start(args)
+    from toolkit.training.trainer import run_training  # imports torch
+
     run_training(args)
 
 

@@ -32,7 +32,11 @@ def setup(command: TrainingCommand, run: Mapping[str, Any] = NO_GROUPS, steps: P
         run: Its options.
         steps: Optimizer steps to compare.
     """
-    from toolkit.diagnostics.verify import verify_parallel
+    from toolkit.planning.options import check_start
     from toolkit.planning.run_args import run_args
 
-    verify_parallel(run_args(command, **run), steps)
+    args = run_args(command, **run)
+    check_start(args, writes=False)
+    from toolkit.diagnostics.verify import verify_parallel  # imports torch
+
+    verify_parallel(args, steps)

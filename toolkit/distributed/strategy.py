@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from toolkit.config import AUTO, STRATEGIES, DDPArgs, FSDPArgs, Precision
-from toolkit.errors import UserError, require_option
 from toolkit.extension import load_registered
 
 OFFLOADING = ("cuda",)
@@ -92,8 +91,6 @@ def plan_strategy(
     """
     ranks = devices * num_nodes
     if strategy not in STRATEGIES:
-        for group, args in (("fsdp", fsdp), ("ddp", ddp)):
-            _check_unused(group, args, ("state_dict_type",), f"the strategy is {strategy}")
         planned: StrategyPlan = load_registered("strategies", strategy)().plan(
             groups or {}, devices=devices, num_nodes=num_nodes, accelerator=accelerator, precision=precision
         )
@@ -111,22 +108,6 @@ def plan_strategy(
         plan = replace(plan, offloads=True)
     if fsdp.auto_wrap != "block":
         plan = replace(plan, units=f"units by {fsdp.auto_wrap}")
-    if ranks > 1 and strategy == "single":
-        raise UserError(f"--strategy single: requires one device, but {ranks} are in use; use auto, fsdp or ddp")
-    if ranks > 1 and accelerator == "mps":
-        raise UserError(f"--devices {ranks}: mps has one device; use --devices 1 or --accelerator cpu")
-    if plan.kind != "fsdp":
-        allowed = ("sharding_strategy", "state_dict_type", *(["cpu_offload"] if accelerator == "cpu" else []))
-        _check_unused("fsdp", fsdp, allowed, f"nothing is sharded: {plan}")
-        if strategy == "ddp" and sharding_of(fsdp) not in ("HYBRID_SHARD", "NO_SHARD"):
-            raise UserError(
-                f"--fsdp.sharding_strategy {fsdp.sharding_strategy}: contradicts --strategy ddp; leave one out"
-            )
-    if plan.kind != "ddp":
-        _check_unused("ddp", ddp, (), f"the strategy is {plan}")
-    _check_dtypes(fsdp, precision)
-    if fsdp.cpu_offload and precision == "16-mixed":
-        raise UserError("--fsdp.cpu_offload true: is not proven with --precision 16-mixed; use bf16-mixed or 32-true")
     return plan
 
 
@@ -140,31 +121,6 @@ def implied_strategy(fsdp: FSDPArgs, ddp: DDPArgs) -> Literal["ddp", "fsdp"] | N
 def sharding_of(fsdp: FSDPArgs) -> str:
     """Return the sharding strategy of FSDP."""
     return "HYBRID_SHARD" if fsdp.sharding_strategy == AUTO else fsdp.sharding_strategy
-
-
-def _check_unused(group: str, args: FSDPArgs | DDPArgs, allowed: tuple[str, ...], reason: str) -> None:
-    for field in fields(args):
-        value = getattr(args, field.name)
-        is_used = field.name in allowed or value == field.default
-        require_option(is_used, f"{group}.{field.name}", value, f"would have no effect, {reason}; leave it out")
-
-
-def _check_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:
-    """Check that the precision supports the given dtypes."""
-    fits = {
-        "32-true": ("fp32",),
-        "bf16-true": ("bf16",),
-        "bf16-master": ("bf16",),
-        "bf16-mixed": ("bf16", "fp32"),
-        "16-mixed": ("fp16", "fp32"),
-    }
-    if fsdp.param_dtype != "auto" and fsdp.param_dtype not in fits[precision]:
-        hint = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}[fsdp.param_dtype]
-        raise UserError(
-            f"--fsdp.param_dtype {fsdp.param_dtype}: not supported with --precision {precision}; use --precision {hint}"
-        )
-    if fsdp.reduce_dtype == "fp16" and precision != "16-mixed":
-        raise UserError("--fsdp.reduce_dtype fp16: needs the gradient scaler of --precision 16-mixed; use bf16 or fp32")
 
 
 def _plan(strategy: str, sharding: str, devices: int, num_nodes: int) -> StrategyPlan:

@@ -1,81 +1,316 @@
-"""What is not supported together. Imports no torch."""
+"""The options that are not supported together, or have no effect together: one table. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
+from toolkit.config import AUTO, DDPArgs, FSDPArgs
 from toolkit.errors import UserError
+from toolkit.extension import registered, run_checks
+
+if TYPE_CHECKING:
+    from toolkit.distributed.strategy import StrategyPlan
+    from toolkit.planning.batch import BatchPlan
+    from toolkit.planning.run_args import RunArgs
+
+HYBRID = ("Muon", "AdamW8bit")
+"""Optimizers of :mod:`toolkit.optim.hybrid`."""
 
 
-def check_in_backward(
-    *, has_adapters: bool, world_size: int, accumulation: int, max_norm: float, precision: str, is_torch_optimizer: bool
-) -> None:
-    """Check that every weight can be updated as soon as its gradient is known."""
-    reasons = {
-        "would save nothing, the gradients of adapters are small; leave it out": has_adapters,
-        f"needs one device, and {world_size} are in use; FSDP shards gradients instead": world_size > 1,
-        f"needs the complete gradient in one backward pass, and {accumulation} micro-batches are accumulated; use "
-        "--train.micro_batch_size equal to --train.global_batch_size": accumulation > 1,
-        "clipping needs the norm of all gradients first; use --train.max_norm 0": max_norm > 0,
-        "does not go with --precision 16-mixed, whose scaler checks all gradients first; use bf16-mixed or 32-true": (
-            precision == "16-mixed"
-        ),
-        "only torch's optimizers are known to update each weight by itself; leave it out": not is_torch_optimizer,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(f"--optimizer.in_backward true: {reason}")
-
-
-def check_low_memory(
-    options: dict[str, Any],
-    precision: str,
-    strategy_kind: str,
-    *,
-    is_extension: bool,
-    has_adapters: bool,
-    has_blocks: bool,
-    is_hybrid: bool,
-    is_builtin: bool,
-    has_moments: bool,
-) -> None:
-    """Check that strategy, weights and class go with bf16-master, bf16 moments, or a hybrid optimizer.
+@dataclass(frozen=True)
+class Facts:
+    """The facts about a run that the table checks. Rows about facts that are not known yet do not apply.
 
     Args:
-        options: The resolved options of the optimizer, with its name.
-        is_extension: Whether an extension provides the strategy.
-        is_builtin: Whether the class is one of torch's or of :mod:`toolkit.optim.hybrid`.
+        args: The options.
+        precision: The resolved precision; "" if unknown.
+        device: "cpu", "cuda" or "mps"; "" if unknown.
+        world_size: Processes of the run; 0 if unknown.
+        strategy: The resolved strategy.
+        batch: The division of the global batch.
         has_moments: Whether the optimizer has state of the shape of the weights.
     """
-    name, state_dtype = options["name"], options.get("state_dtype")
-    chosen = {
-        "--precision bf16-master": precision == "bf16-master",
-        f"--optimizer.state_dtype {state_dtype}": state_dtype is not None,
-        f"--optimizer.name {name}": is_hybrid,
-    }
-    for option, is_chosen in chosen.items():
-        if not is_chosen:
-            continue
-        if strategy_kind == "fsdp" or is_extension:
-            instead = "bf16-mixed, whose weights fsdp gathers in bf16" if "master" in option else "AdamW in fp32"
-            raise UserError(
-                f"{option}: is for one device or --strategy ddp, and this run uses {strategy_kind}; with shards use "
-                f"{instead}"
-            )
-        if not is_builtin:
-            raise UserError(f"{option}: is for torch's optimizers, which update each weight by itself; leave it out")
-    if has_adapters and precision == "bf16-master":
-        raise UserError("--precision bf16-master: adapters are fp32 beside a bf16 base already; use bf16-true")
-    if name == "Muon" and not has_blocks:
-        raise UserError("--optimizer.name Muon: is for the matrices of blocks, and none were found: block_classes")
-    if state_dtype is None:
-        return
-    reasons = {
-        "those of --precision bf16-true are bf16 already": precision == "bf16-true" and not has_adapters,
-        "is not proven with --precision 16-mixed, use bf16-mixed or 32-true": precision == "16-mixed",
-        "AdamW8bit has them in 8 bits": name == "AdamW8bit",
-        f"{name} has none here": not has_moments,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(f"--optimizer.state_dtype {state_dtype}: is for moments; {reason}; leave it out")
+
+    args: RunArgs
+    precision: str = ""
+    device: str = ""
+    world_size: int = 0
+    strategy: StrategyPlan | None = None
+    batch: BatchPlan | None = None
+    has_moments: bool = True
+
+    @property
+    def strategy_name(self) -> str:
+        return "" if self.strategy is None else self.strategy.extension or self.strategy.kind
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether weights are sharded, also by a strategy of an extension."""
+        return self.strategy is not None and self.strategy.kind == "fsdp"
+
+    @property
+    def needs_plain_updates(self) -> bool:
+        """Whether the strategy shards the optimizer state, or an extension decides where it is."""
+        return self.is_fsdp or (self.strategy is not None and self.strategy.extension is not None)
+
+    @property
+    def offloads(self) -> bool:
+        return self.strategy is not None and self.strategy.offloads
+
+    @property
+    def accumulation(self) -> int:
+        return 1 if self.batch is None else self.batch.accumulation
+
+    @property
+    def samples_per_device(self) -> int:
+        """Sequences of the global batch on one device."""
+        return 0 if self.batch is None else self.batch.global_batch_size // self.batch.world_size
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.args.lora is not None
+
+    @property
+    def has_no_blocks(self) -> bool:
+        """Whether the model is a user-provided module without known blocks."""
+        return self.args.module is not None and not self.args.block_classes
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the optimizer is one of torch's or of :data:`HYBRID`."""
+        return self.args.optimizer_class is None and self.args.optimizer.name not in registered("optimizers")
+
+    @property
+    def has_bf16_moments(self) -> bool:
+        return self.args.optimizer.state_dtype == "bf16"
+
+    @property
+    def unused_fsdp(self) -> str:
+        """The first option of FSDP that has no effect, with its value; "" if there is none."""
+        if self.strategy is None or self.strategy_name == "fsdp":
+            return ""
+        allowed = ["state_dict_type"]
+        if self.strategy.extension is None:
+            allowed += ["sharding_strategy", *(["cpu_offload"] if self.device == "cpu" else [])]
+        return _first_changed("fsdp", self.args.fsdp, allowed)
+
+    @property
+    def unused_ddp(self) -> str:
+        return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
+
+    def uses(self, *optimizers: str) -> bool:
+        """Whether the optimizer is one of torch's or toolkit's of these names, in lower case."""
+        return self.args.optimizer_class is None and self.args.optimizer.name.lower() in optimizers
+
+    def text(self, name: str) -> str:
+        """Return a value as the command line takes it; ``name`` is dotted, an attribute of this object or an option."""
+        value = attrgetter(name)(self if hasattr(self, name.partition(".")[0]) else self.args)
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Row(NamedTuple):
+    """Two options, or an option and a circumstance, that are not supported together.
+
+    In both texts ``{name:words}`` is the value of ``name`` (:meth:`Facts.text`) in a message, ``words`` in the table.
+    """
+
+    option: str
+    other: str
+    applies: Callable[[Facts], bool]
+    reason: str
+    fix: str = "remove one of them"
+    verb: str = "is not supported with"
+
+    def message(self, facts: Facts | None = None) -> str:
+        """Return the message for a run, or the line of the table."""
+        text = f"{self.option} {self.verb} {self.other}{': ' * bool(self.reason)}{self.reason}; {self.fix}"
+        return re.sub(r"\{([\w.]+):([^}]*)\}", lambda found: facts.text(found[1]) if facts else found[2], text)
+
+
+def _no_effect(
+    option: str, other: str, applies: Callable[[Facts], bool], reason: str = "", fix: str = "remove it"
+) -> Row:
+    return Row(option, other, applies, reason, fix, "has no effect with")
+
+
+def _dtypes() -> Iterator[Row]:
+    """Yield the compute dtypes of FSDP that a precision does not have."""
+    for dtype, precisions, others, fix in (
+        ("bf16", ("bf16-true", "bf16-master", "bf16-mixed"), "32-true, 16-mixed", "bf16-mixed"),
+        ("fp16", ("16-mixed",), "32-true, bf16-true, bf16-master, bf16-mixed", "16-mixed"),
+        ("fp32", ("32-true", "bf16-mixed", "16-mixed"), "bf16-true, bf16-master", "32-true"),
+    ):
+
+        def applies(f: Facts, dtype: str = dtype, precisions: tuple[str, ...] = precisions) -> bool:
+            return f.args.fsdp.param_dtype == dtype and f.precision not in ("", *precisions)
+
+        other = f"--precision {{precision:{others}}}"
+        yield Row(f"--fsdp.param_dtype {dtype}", other, applies, "the weights have another dtype", f"use {fix}")
+
+
+_IN_BACKWARD = "--optimizer.in_backward true"
+_CHECKPOINTING = "--train.activation_checkpointing {train.activation_checkpointing:selective, full}"
+_QUANTIZE = "--quantize {quantize:bnb.nf4, bnb.nf4-dq}"
+_COMPILER = "--compiler {compiler:torch}"
+_OFFLOAD = "--fsdp.cpu_offload true"
+_MASTERS = "--precision bf16-master"
+_MOMENTS = "--optimizer.state_dtype bf16"
+_NAME = "--optimizer.name {optimizer.name:NAME}"
+_SHARDED = "{strategy_name:fsdp, and strategies of extensions}"
+_FOREIGN = "an optimizer of yours or of an extension"
+_NO_BLOCKS = "a module without known blocks"
+_NAME_BLOCKS = "name them: block_classes"
+
+
+def _is_compiled(f: Facts) -> bool:
+    return f.args.compiler not in (AUTO, "none")
+
+
+def _is_recomputed(f: Facts) -> bool:
+    return f.args.train.activation_checkpointing != "none"
+
+
+# fmt: off
+ROWS: tuple[Row, ...] = (
+    Row("--model_name {model_name:NAME}", "--initial_checkpoint_dir {initial_checkpoint_dir:FOLDER}",
+        lambda f: f.args.model_name is not None and f.args.initial_checkpoint_dir is not None,
+        "the checkpoint defines the architecture"),
+    # devices and strategies
+    Row("--strategy single", "{world_size:several} devices",
+        lambda f: f.args.strategy == "single" and f.world_size > 1, "", "use auto, fsdp or ddp"),
+    Row("--devices {world_size:2 or more}", "--accelerator mps", lambda f: f.device == "mps" and f.world_size > 1,
+        "mps has one device", "use --devices 1 or --accelerator cpu"),
+    Row("TORCH_DISTRIBUTED_DEBUG=DETAIL", "ddp on a CPU",
+        lambda f: (f.strategy_name, f.device, os.environ.get("TORCH_DISTRIBUTED_DEBUG")) == ("ddp", "cpu", "DETAIL"),
+        "torch crashes", "use --strategy fsdp"),
+    Row("--fsdp.sharding_strategy {fsdp.sharding_strategy:FULL_SHARD, SHARD_GRAD_OP}", "--strategy ddp",
+        lambda f: f.args.strategy == "ddp" and f.args.fsdp.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP"),
+        "ddp does not shard"),
+    _no_effect("{unused_fsdp:--fsdp.OPTION}", "{strategy:ddp, with one device, or with a strategy of an extension}",
+               lambda f: bool(f.unused_fsdp), "nothing is sharded by fsdp"),
+    _no_effect("{unused_ddp:--ddp.OPTION}", "{strategy:other strategies than ddp}", lambda f: bool(f.unused_ddp)),
+    _no_effect("--timeout {timeout:MINUTES}", "a single process",
+               lambda f: f.args.timeout != AUTO and f.world_size == 1),
+    Row("--ddp.static_graph true", "accumulation ({batch:of several micro-batches})",
+        lambda f: f.args.ddp.static_graph and f.accumulation > 1, "a limit of torch's DDP",
+        "use --train.micro_batch_size {samples_per_device:equal to a device's share of the global batch}"),
+    # dtypes
+    *_dtypes(),
+    Row("--fsdp.reduce_dtype fp16", "--precision {precision:32-true, bf16-true, bf16-master, bf16-mixed}",
+        lambda f: f.args.fsdp.reduce_dtype == "fp16" and f.precision not in ("", "16-mixed"),
+        "fp16 needs the gradient scaler of 16-mixed", "use bf16 or fp32"),
+    Row(_OFFLOAD, "--precision 16-mixed", lambda f: f.args.fsdp.cpu_offload and f.precision == "16-mixed",
+        "loss scaling is for gradients on the device", "use bf16-mixed or 32-true"),
+    Row("--optimizer.options fused", "--precision 16-mixed",
+        lambda f: bool(f.args.optimizer.options.get("fused")) and f.precision == "16-mixed",
+        "a fused optimizer unscales the gradients after they are clipped"),
+    # FSDP
+    _no_effect("--fsdp.accumulate {fsdp.accumulate:sharded, unsharded}", "finetune_lora",
+               lambda f: f.args.fsdp.accumulate != AUTO and f.has_adapters, "adapters are replicated"),
+    _no_effect("--fsdp.accumulate {fsdp.accumulate:sharded, unsharded}", "one micro-batch per step",
+               lambda f: f.args.fsdp.accumulate != AUTO and f.batch is not None and f.accumulation == 1,
+               "nothing is accumulated"),
+    Row("--fsdp.accumulate sharded", _OFFLOAD,
+        lambda f: f.args.fsdp.accumulate == "sharded" and f.offloads,
+        "FSDP cannot add to gradients in CPU memory", "use micro-batches as large as the global batch"),
+    Row(_OFFLOAD, _QUANTIZE, lambda f: f.offloads and f.args.quantize is not None,
+        "4-bit weights stay on the device"),
+    # modules of users
+    Row("--strategy fsdp", _NO_BLOCKS,
+        lambda f: f.has_no_blocks and f.is_fsdp and f.args.fsdp.auto_wrap == "block",
+        "FSDP shards block by block", _NAME_BLOCKS),
+    Row(_CHECKPOINTING, _NO_BLOCKS, lambda f: f.has_no_blocks and _is_recomputed(f),
+        "the blocks are recomputed", _NAME_BLOCKS),
+    Row("--optimizer.name Muon", _NO_BLOCKS, lambda f: f.has_no_blocks and f.uses("muon"),
+        "Muon updates the matrices of blocks", _NAME_BLOCKS),
+    # adapters
+    Row(_QUANTIZE, "--precision 16-mixed", lambda f: f.args.quantize is not None and f.precision == "16-mixed",
+        "4-bit layers compute in bf16 or fp32", "use bf16-true, or 32-true on a GPU without bfloat16"),
+    Row(_QUANTIZE, _COMPILER, lambda f: f.args.quantize is not None and _is_compiled(f),
+        "the kernels of bitsandbytes break the graph"),
+    _no_effect("--fsdp.state_dict_type sharded", "finetune_lora",
+               lambda f: f.has_adapters and f.args.fsdp.state_dict_type == "sharded",
+               "every device holds all adapters"),
+    Row("--train.tie_embeddings {train.tie_embeddings:true, false}", "finetune_lora",
+        lambda f: f.has_adapters and f.args.train.tie_embeddings is not None, "the base does not change", "remove it"),
+    Row(_MASTERS, "finetune_lora", lambda f: f.has_adapters and f.precision == "bf16-master",
+        "adapters are fp32 already, their base is bf16", "use bf16-true"),
+    # optimizers
+    Row("--optimizer.name Adafactor", "fsdp", lambda f: f.is_fsdp and f.args.optimizer.name.lower() == "adafactor",
+        "it needs unsharded matrices", "use --strategy ddp or AdamW"),
+    Row("--optimizer.name {optimizer.name:Muon, AdamW8bit}", _SHARDED,
+        lambda f: f.needs_plain_updates and f.uses("muon", "adamw8bit"),
+        "it is for one device or ddp", "use AdamW, or --strategy ddp"),
+    Row(_MASTERS, _SHARDED, lambda f: f.needs_plain_updates and f.precision == "bf16-master",
+        "it is for one device or ddp", "use bf16-mixed, whose weights fsdp gathers in bf16, or --strategy ddp"),
+    Row(_MOMENTS, _SHARDED, lambda f: f.needs_plain_updates and f.has_bf16_moments,
+        "it is for one device or ddp", "use AdamW in fp32, or --strategy ddp"),
+    Row(_MASTERS, _FOREIGN, lambda f: f.precision == "bf16-master" and not f.is_builtin,
+        "it may not update each weight independently of the others", "use bf16-mixed"),
+    Row(_MOMENTS, _FOREIGN, lambda f: f.has_bf16_moments and not f.is_builtin,
+        "it may not update each weight independently of the others", "remove it"),
+    Row(_MOMENTS, "--precision bf16-true",
+        lambda f: f.has_bf16_moments and f.precision == "bf16-true" and not f.has_adapters,
+        "the moments of bf16 weights are bf16 already", "remove it"),
+    Row(_MOMENTS, "--precision 16-mixed", lambda f: f.has_bf16_moments and f.precision == "16-mixed",
+        "16-mixed is for GPUs without bfloat16", "use bf16-mixed or 32-true"),
+    Row(_MOMENTS, "--optimizer.name AdamW8bit", lambda f: f.has_bf16_moments and f.uses("adamw8bit"),
+        "its moments are in 8 bits"),
+    _no_effect(_MOMENTS, _NAME, lambda f: f.has_bf16_moments and not f.has_moments,
+               "it has no moments with these options"),
+    # the update in the backward pass
+    _no_effect(_IN_BACKWARD, "finetune_lora", lambda f: f.args.optimizer.in_backward and f.has_adapters,
+               "the gradients of adapters are small"),
+    Row(_IN_BACKWARD, "{world_size:several} devices", lambda f: f.args.optimizer.in_backward and f.world_size > 1,
+        "each weight is updated before other devices' gradients arrive", "use FSDP, which shards gradients"),
+    Row(_IN_BACKWARD, "accumulation ({batch:of several micro-batches})",
+        lambda f: f.args.optimizer.in_backward and f.accumulation > 1,
+        "it needs the complete gradient in one backward pass",
+        "use --train.micro_batch_size equal to --train.global_batch_size"),
+    Row(_IN_BACKWARD, "--train.max_norm {train.max_norm:1.0}",
+        lambda f: f.args.optimizer.in_backward and f.args.train.max_norm > 0,
+        "clipping needs the norm of all gradients first", "use --train.max_norm 0"),
+    Row(_IN_BACKWARD, "--precision 16-mixed", lambda f: f.args.optimizer.in_backward and f.precision == "16-mixed",
+        "its scaler checks all gradients first", "use bf16-mixed or 32-true"),
+    Row(_IN_BACKWARD, "a user-provided optimizer",
+        lambda f: f.args.optimizer.in_backward and f.args.optimizer_class is not None,
+        "it may not update each weight independently of the others", "remove it"),
+    Row(_IN_BACKWARD, _OFFLOAD, lambda f: f.args.optimizer.in_backward and f.offloads,
+        "the gradients are in CPU memory only after the backward pass"),
+    # schedule
+    _no_effect("--train.min_lr {train.min_lr:RATE}", "--train.lr_schedule constant",
+               lambda f: f.args.train.lr_schedule == "constant" and f.args.train.min_lr != AUTO,
+               fix="remove one of them"),
+)
+# fmt: on
+
+
+def find_conflicts(facts: Facts, rows: Iterable[Row] = ROWS) -> Iterator[str]:
+    """Yield the message of each row that a run violates."""
+    yield from (row.message(facts) for row in rows if row.applies(facts))
+
+
+def check_rows(facts: Facts, rows: Iterable[Row] = ROWS) -> None:
+    """Refuse a run that violates a row, with the message of the first one."""
+    for message in find_conflicts(facts, rows):
+        raise UserError(message)
+
+
+def require_compatible(facts: Facts) -> None:
+    """Check the options of a run against the table, and let extensions check theirs."""
+    run_checks(facts.args)
+    check_rows(facts)
+
+
+def _first_changed(group: str, args: FSDPArgs | DDPArgs, allowed: list[str]) -> str:
+    """Return the first option of a group that does not have its default, as a flag with its value."""
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if field.name not in allowed and value != field.default:
+            return f"--{group}.{field.name} {str(value).lower() if isinstance(value, bool) else value}"
+    return ""

@@ -1,10 +1,9 @@
-"""From what the user asked for to what the run will be, before anything starts; ``toolkit plan`` is the same code."""
+"""Resolve the options of a run into its configuration. Starts nothing; ``toolkit plan`` runs the same code."""
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,22 +11,20 @@ from typing import Any, Literal
 import torch
 
 from toolkit.checkpoints.folder import read_model_config
-from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.data.base import choose_seq_length
 from toolkit.distributed.device import device_memory, pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
-from toolkit.errors import UserError, require_option
-from toolkit.extension import registered, run_checks
+from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
-from toolkit.optim.classes import HYBRID, has_moments, resolve_optimizer
+from toolkit.optim.classes import has_moments, resolve_optimizer
 from toolkit.optim.hybrid import Muon
 from toolkit.planning.auto import choose_options
 from toolkit.planning.batch import BatchPlan, plan_batch
-from toolkit.planning.compatibility import check_in_backward, check_low_memory
+from toolkit.planning.compatibility import Facts, require_compatible
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.run_args import RunArgs, hyperparameters
 from toolkit.planning.setup import TrainingSetup, with_known_vocabulary
@@ -110,15 +107,17 @@ class ResolvedConfig:
 
 
 def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
-    """Resolve what the user left open, and check that the options go together."""
-    _check_options(args)
+    """Resolve what the user left open, and check that the options are supported together.
+
+    This is the second stage, which needs torch; the first one is :func:`toolkit.planning.run_args.run_args`.
+    """
     args = with_length(args)
-    given = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
-    args = replace(args, train=replace(args.train, max_seq_length=given or AUTO))
+    requested = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
+    args = replace(args, train=replace(args.train, max_seq_length=requested or AUTO))
     model = choose_model(args)
     length = choose_length(args.train, model)
-    chosen = choose_options(args, devices, length, _needs_of(model, args, devices))
-    args = chosen.args
+    choices = choose_options(args, devices, length, make_memory_estimator(model, args, devices))
+    args = choices.args
     precision = choose_precision(args, devices)
     sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
     strategy = plan_strategy(
@@ -130,61 +129,31 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         precision=precision,
         groups=args.groups,
     )
-    if (reason := chosen.reasons.get("strategy")) is not None:
+    if (reason := choices.reasons.get("strategy")) is not None:
         reason = reason if strategy.kind == "ddp" else f"{reason}; {strategy.reason}"
         strategy = replace(strategy, reason=reason)
-    if (strategy.kind, devices.device, os.environ.get("TORCH_DISTRIBUTED_DEBUG")) == ("ddp", "cpu", "DETAIL"):
-        raise UserError("TORCH_DISTRIBUTED_DEBUG=DETAIL: torch's ddp crashes under it on a CPU; use --strategy fsdp")
-    if args.timeout != AUTO and devices.devices * devices.num_nodes == 1:
-        raise UserError(f"--timeout {args.timeout}: would have no effect, one process waits for no other")
-    if args.lora is not None:
-        _require_fit_for_adapters(args, precision)
     micro_batch_size = args.train.micro_batch_size
     assert isinstance(micro_batch_size, int), "chosen above"
     batch = plan_batch(args.train.global_batch_size, micro_batch_size, **sizes)
-    if args.ddp.static_graph and batch.accumulation > 1:
-        raise UserError(
-            f"--ddp.static_graph true: torch does not support it with accumulation ({batch}); use "
-            f"--train.micro_batch_size {batch.global_batch_size // batch.world_size}"
-        )
-    if args.optimizer.in_backward:
-        if strategy.offloads:
-            raise UserError("--optimizer.in_backward true: does not go with --fsdp.cpu_offload true; leave one out")
-        check_in_backward(
-            has_adapters=args.lora is not None,
-            world_size=batch.world_size,
-            accumulation=batch.accumulation,
-            max_norm=args.train.max_norm,
-            precision=precision,
-            is_torch_optimizer=args.optimizer_class is None,
-        )
-    if args.module is not None and not args.block_classes:
-        _refuse_without_blocks(args, strategy.kind)
-    _check_units(args, strategy)
-    if strategy.kind == "fsdp" and args.optimizer.name.lower() == "adafactor":
-        raise UserError(
-            "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
-        )
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
-    if (ratio := args.loraplus_lr_ratio) != 1:
-        require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
-        optimizer["loraplus_lr_ratio"] = ratio
-    check_low_memory(
-        optimizer,
-        precision,
-        strategy.kind,
-        is_extension=strategy.extension is not None,
-        has_adapters=args.lora is not None,
-        has_blocks=args.module is None or bool(args.block_classes),
-        is_hybrid=optimizer["name"] in HYBRID,
-        has_moments="state_dtype" not in optimizer or has_moments(optimizer),
-        is_builtin=args.optimizer_class is None and optimizer["name"] not in registered("optimizers"),
+    require_compatible(
+        Facts(
+            args,
+            precision,
+            devices.device,
+            devices.devices * devices.num_nodes,
+            strategy,
+            batch,
+            has_moments="state_dtype" not in optimizer or args.optimizer_class is not None or has_moments(optimizer),
+        )
     )
+    if (ratio := args.loraplus_lr_ratio) != 1:
+        optimizer["loraplus_lr_ratio"] = ratio
     config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
-    return replace(config, accumulate=choose_accumulate(config), reasons=chosen.reasons, preset=chosen.preset)
+    return replace(config, accumulate=choose_accumulate(config), reasons=choices.reasons, preset=choices.preset)
 
 
-def _needs_of(model: ModelConfig | None, args: RunArgs, devices: DeviceSpec) -> Callable[[RunArgs], float]:
+def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: DeviceSpec) -> Callable[[RunArgs], float]:
     """Return the function from a variant of ``args`` to the bytes on a device, see :data:`toolkit.planning.auto.Needs`.
 
     Unknown are user-provided modules and optimizers, and a vocabulary that the data defines.
@@ -218,19 +187,9 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
     or optimizer.
     """
     args, model, memory = config.args, config.model, config.devices.memory
-    choice = args.fsdp.accumulate
-    is_fsdp = config.strategy.kind == "fsdp" and config.strategy.extension is None
-    accumulates = is_fsdp and config.batch.accumulation > 1 and args.lora is None
-    if choice != AUTO:
-        why = "adapters are replicated" if args.lora is not None else f"nothing is accumulated: {config.batch}"
-        if not accumulates:
-            raise UserError(f"--fsdp.accumulate {choice}: would have no effect, {why}; leave it out")
-        if choice == "sharded" and config.strategy.offloads:
-            raise UserError(
-                "--fsdp.accumulate sharded: does not go with --fsdp.cpu_offload true, FSDP cannot add to gradients in "
-                "CPU memory; use micro-batches as large as the global batch"
-            )
-        return choice
+    if args.fsdp.accumulate != AUTO:
+        return args.fsdp.accumulate
+    accumulates = config.strategy.kind == "fsdp" and config.batch.accumulation > 1 and args.lora is None
     if not accumulates or config.strategy.offloads or memory == math.inf:
         return "unsharded"
     if model is None or model.vocab_size is None or args.module is not None or args.optimizer_class is not None:
@@ -262,29 +221,6 @@ def setup_of(config: ResolvedConfig, model: ModelConfig) -> TrainingSetup:
     )
 
 
-def _refuse_without_blocks(args: RunArgs, strategy: str) -> None:
-    """Refuse options that need the blocks of a user-provided module."""
-    hint = "and none were found; name them: block_classes"
-    if strategy == "fsdp" and args.fsdp.auto_wrap == "block":
-        raise UserError(f"--strategy fsdp: shards the blocks of a model, {hint}")
-    mode = args.train.activation_checkpointing
-    hint = f"recomputes the blocks of a model, {hint}"
-    require_option(mode == "none", "train.activation_checkpointing", mode, hint)
-
-
-def _check_units(args: RunArgs, strategy: StrategyPlan) -> None:
-    """Refuse what needs complete blocks as units of FSDP, and what is not proven with offloading."""
-    fsdp, mode = args.fsdp, args.train.activation_checkpointing
-    needs_blocks = {f"--compiler {args.compiler}": args.compiler not in (AUTO, "none")}
-    needs_blocks |= {f"--train.activation_checkpointing {mode}": mode != "none"}
-    needs_blocks |= {f"--quantize {args.quantize}": args.quantize is not None}
-    for option, is_given in needs_blocks.items():
-        if is_given and strategy.kind == "fsdp" and fsdp.auto_wrap != "block":
-            raise UserError(f"--fsdp.auto_wrap {fsdp.auto_wrap}: is not proven with {option}; leave one out")
-    if strategy.offloads and args.quantize is not None:
-        raise UserError(f"--fsdp.cpu_offload true: is not proven with --quantize {args.quantize}; leave one out")
-
-
 def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
     """Return the precision of the run; auto is one that goes with its other options."""
     on_cuda: Precision = "bf16-mixed" if args.lora is None else "bf16-true"
@@ -293,18 +229,6 @@ def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
     if (args.precision, precision) == (AUTO, "16-mixed") and (args.quantize is not None or args.fsdp.cpu_offload):
         return "32-true"  # they are not proven with 16-mixed
     return precision
-
-
-def _check_options(args: RunArgs) -> None:
-    run_checks(args)
-    if not args.out_dir:
-        raise UserError("--out_dir '': give the name of a folder")
-    check_out_dir(args.out_dir, args.staging_dir)
-    if args.model_name is not None and args.initial_checkpoint_dir is not None:
-        raise UserError(
-            f"model_name {args.model_name}: --initial_checkpoint_dir {args.initial_checkpoint_dir} brings its own "
-            "architecture; leave one of them out"
-        )
 
 
 def has_length(train: TrainArgs) -> bool:
@@ -325,23 +249,6 @@ def with_length(args: RunArgs) -> RunArgs:
             "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
         )
     return replace(args, train=replace(args.train, max_tokens=DEFAULT_MODEL_TOKENS))
-
-
-def _require_fit_for_adapters(args: RunArgs, precision: Precision) -> None:
-    """Refuse options that do not go with adapters, or with a quantized base."""
-    if args.quantize is not None:
-        if precision == "16-mixed":
-            raise UserError(
-                f"--precision 16-mixed: is not proven with --quantize {args.quantize}; use bf16-true or 32-true"
-            )
-        if args.compiler not in (AUTO, "none"):
-            raise UserError(f"--compiler {args.compiler}: does not go with --quantize {args.quantize}; leave one out")
-    if args.fsdp.state_dict_type == "sharded":
-        raise UserError(
-            "--fsdp.state_dict_type sharded: would have no effect, every device holds all adapters; leave it out"
-        )
-    if args.train.tie_embeddings is not None:
-        raise UserError(f"--train.tie_embeddings {args.train.tie_embeddings}: the base stays as it is; leave it out")
 
 
 def choose_model(args: RunArgs) -> ModelConfig | None:

@@ -1,20 +1,16 @@
-"""What the user asked for: the options of a training command, with ready objects from Python."""
+"""The options of a training command, with ready objects from Python. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from toolkit.checkpoints.adapters import has_adapters_only
-from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
+from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.hf.sums import require_intact
-from toolkit.checkpoints.peft.import_peft import check_base, import_peft
 from toolkit.checkpoints.remote.run import run_folder
+from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.config import (
     AUTO,
     FINETUNE,
@@ -38,8 +34,14 @@ from toolkit.extension import registered, split_names
 from toolkit.models.config import ModelOverrides
 from toolkit.models.families import extension_of
 from toolkit.models.lora_config import LoRAConfig, LoRAOptions
-from toolkit.models.quantize import Quantize
 from toolkit.objectives import NextToken, Objective
+from toolkit.planning.options import check_options
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from toolkit.models.quantize import Quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class RunArgs(RunOptions):
     from_peft: str | None = None
     module: nn.Module | None = None
     block_classes: tuple[type[nn.Module], ...] = ()
-    optimizer_class: type[torch.optim.Optimizer] | None = None
+    optimizer_class: type[Optimizer] | None = None
     objective: Objective = field(default_factory=NextToken)
     groups: Mapping[str, Any] = field(default_factory=dict)
 
@@ -104,26 +106,32 @@ class RunArgs(RunOptions):
         return None if self.initial_checkpoint_dir is None else find_checkpoint_dir(self.initial_checkpoint_dir)
 
 
-def run_args(command: TrainingCommand, shared: RunOptions, adapters: LoRAOptions | None = None, **own: Any) -> RunArgs:
-    """Build the arguments of a run.
+def run_args(
+    command: TrainingCommand, shared: RunOptions, adapters: LoRAOptions | None = None, **options: Any
+) -> RunArgs:
+    """Build and check the arguments of a run: the first stage, before :func:`toolkit.planning.resolve.resolve`.
 
     Args:
-        command: Its command.
+        command: The training command.
         shared: The options that the training commands share.
-        adapters: Those of finetune_lora.
-        own: The command's other options, by name.
+        adapters: The adapter options of finetune_lora.
+        options: The other options of the command, by name.
     """
-    values = vars(shared) | ({} if adapters is None else vars(adapters)) | own
+    values = vars(shared) | ({} if adapters is None else vars(adapters)) | options
     values = {name: value for name, value in values.items() if name in RunArgs.__dataclass_fields__}
-    if command == "pretrain":
-        return RunArgs(command=command, **values)
-    name = own["checkpoint_dir"]
-    if has_adapters_only(find_checkpoint_dir(name)):
-        raise UserError(
-            f"checkpoint_dir {name}: holds adapters, not a model; run `toolkit merge_lora {name}` first, or --resume it"
-        )
-    lora = None if adapters is None else read_lora(adapters, name, shared.verify_checkpoint)
-    return RunArgs(command=command, initial_checkpoint_dir=name, lora=lora, **values)
+    if command != "pretrain":
+        name = options["checkpoint_dir"]
+        base = find_checkpoint_dir(name)
+        if (base / ADAPTERS).is_file() and not (base / WEIGHTS).exists():
+            raise UserError(
+                f"checkpoint_dir {name}: holds adapters, not a model; run `toolkit merge_lora {name}` first, or "
+                "--resume it"
+            )
+        lora = None if adapters is None else read_lora(adapters, name, shared.verify_checkpoint)
+        values |= {"initial_checkpoint_dir": name, "lora": lora}
+    args = RunArgs(command=command, **values)
+    check_options(args)
+    return args
 
 
 def read_lora(adapters: LoRAOptions, checkpoint_dir: str, verify_checkpoint: bool) -> LoRAConfig:
@@ -133,7 +141,10 @@ def read_lora(adapters: LoRAOptions, checkpoint_dir: str, verify_checkpoint: boo
         return LoRAConfig.from_options(options)
     for name, default in LoRAConfig().to_options().items():
         if options[name] != default:
-            raise UserError(f"--{name} {options[name]}: --from_peft {peft_dir} defines the adapters; leave it out")
+            raise UserError(f"--{name} {options[name]} has no effect with --from_peft {peft_dir}; remove one of them")
+    from toolkit.checkpoints.folder import read_model_config  # these import torch
+    from toolkit.checkpoints.peft.import_peft import check_base, import_peft
+
     base = find_checkpoint_dir(checkpoint_dir)
     if verify_checkpoint:
         note(*require_intact(Path(peft_dir), f"--from_peft {peft_dir}"))

@@ -29,6 +29,7 @@ from toolkit.io.paths import require_local
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
+from toolkit.planning.options import check_start
 from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.training.callbacks import Callback
 from toolkit.training.checkpoint_meta import read_meta
@@ -112,6 +113,7 @@ def run_from_python(
         if not isinstance(callback, Callback):
             name = getattr(callback, "__name__", type(callback).__name__)
             raise UserError(f"callbacks {name}: must be objects of a class of toolkit.Callback")
+    check_start(args)
     _require_script(args)
     try:
         with handlers_restored():

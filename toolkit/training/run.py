@@ -31,7 +31,6 @@ from toolkit.training.garbage import GarbageCollection
 from toolkit.training.saving import Saver
 from toolkit.training.start_state import StartState
 from toolkit.training.throughput import StepTimes
-from toolkit.ui.loggers import check_loggers
 
 
 @dataclass
@@ -123,7 +122,6 @@ def resolve_run(args: RunArgs, callbacks: Sequence[Callback] = ()) -> tuple[Reso
     """Return the configuration of a run, its processes, and its callbacks: those of ``--callbacks`` first."""
     device, world = detect_devices(args)
     config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
-    check_loggers(args.logger_name, args.log)
     all_callbacks = [*load_callbacks(args.callbacks), *callbacks]
     if args.optimizer.in_backward:
         _refuse_callbacks_before_the_step(all_callbacks)

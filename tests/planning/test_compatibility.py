@@ -1,0 +1,187 @@
+"""The table of options that are not supported together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.cases import check_each
+from torch import nn
+
+from toolkit.cli import main
+from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
+from toolkit.data import SyntheticTokens
+from toolkit.distributed.strategy import plan_strategy
+from toolkit.errors import UserError
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.planning.auto import with_options
+from toolkit.planning.batch import plan_batch
+from toolkit.planning.compatibility import ROWS, Facts, find_conflicts, require_compatible
+from toolkit.planning.run_args import RunArgs
+
+PAGE = Path(__file__).parents[2] / "tutorials" / "reference.md"
+ARGS = RunArgs(
+    command="pretrain",
+    data=SyntheticTokens(),
+    train=TrainArgs(max_norm=0.0),
+    eval=EvalArgs(),
+    optimizer=OptimizerArgs(),
+    out_dir="out",
+)
+IN_BACKWARD, BF16 = {"optimizer.in_backward": True}, {"optimizer.state_dtype": "bf16"}
+LORA, MODULE, SGD = {"lora": LoRAConfig()}, {"module": nn.Linear(1, 1)}, {"optimizer_class": torch.optim.SGD}
+NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
+FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
+
+
+def facts_of(options: dict, *, devices=1, device="cpu", precision="32-true", micro=None, **facts) -> Facts:
+    """The facts about a run on these devices, as resolving it finds them; without accumulation by default."""
+    args = with_options(ARGS, options)
+    strategy = plan_strategy(
+        args.strategy, args.fsdp, args.ddp,
+        devices=devices, num_nodes=1, accelerator=device, precision=precision,
+    )  # fmt: skip
+    batch = plan_batch(64, micro or 64 // devices, devices)
+    return Facts(args, precision, device, devices, strategy, batch, **facts)
+
+
+# (options, the facts about the run, the message)
+CASES = [
+    ({"model_name": "x", "initial_checkpoint_dir": "y"}, {},
+     "--model_name x is not supported with --initial_checkpoint_dir y: the checkpoint defines the architecture; remove "
+     "one of them"),
+    ({"strategy": "single"}, {"devices": 2},
+     "--strategy single is not supported with 2 devices; use auto, fsdp or ddp"),
+    ({}, {"devices": 2, "device": "mps"}, "--devices 2 is not supported with --accelerator mps: mps has one device"),
+    ({"strategy": "ddp"}, {"devices": 2, "detail": True},
+     "TORCH_DISTRIBUTED_DEBUG=DETAIL is not supported with ddp on a CPU: torch crashes; use --strategy fsdp"),
+    ({"strategy": "ddp", "fsdp.sharding_strategy": "FULL_SHARD"}, {"devices": 2},
+     "--fsdp.sharding_strategy FULL_SHARD is not supported with --strategy ddp: ddp does not shard; remove one of"),
+    ({"strategy": "ddp", "fsdp.forward_prefetch": True}, {"devices": 2},
+     "--fsdp.forward_prefetch true has no effect with ddp, 2 replicas (--strategy ddp): nothing is sharded"),
+    ({"strategy": "fsdp", "ddp.bucket_cap_mb": 1.0}, {"devices": 2},
+     "--ddp.bucket_cap_mb 1.0 has no effect with fsdp FULL_SHARD, one unit per block, 2 shards"),
+    ({"timeout": 5.0}, {}, "--timeout 5.0 has no effect with a single process; remove it"),
+    ({"strategy": "ddp", "ddp.static_graph": True}, {"devices": 2, "micro": 8},
+     "--ddp.static_graph true is not supported with accumulation (global batch 64 = micro batch 8 x 2 devices x 4 "
+     "accumulated): a limit of torch's DDP; use --train.micro_batch_size 32"),
+    ({"fsdp.param_dtype": "bf16"}, FSDP,
+     "--fsdp.param_dtype bf16 is not supported with --precision 32-true: the weights have another dtype; use "
+     "bf16-mixed"),
+    ({"fsdp.param_dtype": "fp16"}, {"precision": "bf16-mixed", **FSDP},
+     "--fsdp.param_dtype fp16 is not supported with --precision bf16-mixed"),
+    ({"fsdp.param_dtype": "fp32"}, {"precision": "bf16-true", **FSDP},
+     "--fsdp.param_dtype fp32 is not supported with --precision bf16-true"),
+    ({"fsdp.reduce_dtype": "fp16"}, {"precision": "bf16-mixed", **FSDP},
+     "--fsdp.reduce_dtype fp16 is not supported with --precision bf16-mixed"),
+    ({"fsdp.cpu_offload": True}, CUDA | MIXED,
+     "--fsdp.cpu_offload true is not supported with --precision 16-mixed: loss scaling is for gradients on the device"),
+    ({"optimizer.options": {"fused": True}}, CUDA | MIXED,
+     "--optimizer.options fused is not supported with --precision 16-mixed"),
+    ({"fsdp.accumulate": "sharded", **LORA}, {"micro": 8, **FSDP},
+     "--fsdp.accumulate sharded has no effect with finetune_lora: adapters are replicated; remove it"),
+    ({"fsdp.accumulate": "sharded"}, FSDP,
+     "--fsdp.accumulate sharded has no effect with one micro-batch per step: nothing is accumulated; remove it"),
+    ({"fsdp.accumulate": "sharded", "fsdp.cpu_offload": True}, {"device": "cuda", "micro": 8, **FSDP},
+     "--fsdp.accumulate sharded is not supported with --fsdp.cpu_offload true: FSDP cannot add"),
+    ({"fsdp.cpu_offload": True, **NF4, **LORA}, CUDA,
+     "--fsdp.cpu_offload true is not supported with --quantize bnb.nf4: 4-bit weights stay on the device"),
+    ({"strategy": "fsdp", **MODULE}, FSDP,
+     "--strategy fsdp is not supported with a module without known blocks: FSDP shards block by block; name them: "
+     "block_classes"),
+    ({"train.activation_checkpointing": "full", **MODULE}, {},
+     "--train.activation_checkpointing full is not supported with a module without known blocks"),
+    ({"optimizer.name": "Muon", **MODULE}, {},
+     "--optimizer.name Muon is not supported with a module without known blocks"),
+    ({**NF4, **LORA}, CUDA | MIXED,
+     "--quantize bnb.nf4 is not supported with --precision 16-mixed: 4-bit layers compute in bf16 or fp32; use "
+     "bf16-true, or 32-true on a GPU without bfloat16"),
+    (NF4 | LORA | {"compiler": "torch"}, {},
+     "--quantize bnb.nf4 is not supported with --compiler torch: the kernels of bitsandbytes break the graph"),
+    ({"fsdp.state_dict_type": "sharded", **LORA}, FSDP,
+     "--fsdp.state_dict_type sharded has no effect with finetune_lora"),
+    ({"train.tie_embeddings": True, **LORA}, {},
+     "--train.tie_embeddings true is not supported with finetune_lora: the base does not change; remove it"),
+    (LORA, {"precision": "bf16-master"},
+     "--precision bf16-master is not supported with finetune_lora: adapters are fp32 already, their base is bf16; use "
+     "bf16-true"),
+    ({"optimizer.name": "adafactor"}, FSDP, "--optimizer.name Adafactor is not supported with fsdp"),
+    ({"optimizer.name": "Muon"}, FSDP, "--optimizer.name Muon is not supported with fsdp: it is for one device or ddp"),
+    ({}, {"precision": "bf16-master", **FSDP}, "--precision bf16-master is not supported with fsdp"),
+    (BF16, FSDP, "--optimizer.state_dtype bf16 is not supported with fsdp"),
+    (SGD, {"precision": "bf16-master"}, "--precision bf16-master is not supported with an optimizer of yours"),
+    (BF16 | SGD, {}, "--optimizer.state_dtype bf16 is not supported with an optimizer of yours"),
+    (BF16, {"precision": "bf16-true"}, "--optimizer.state_dtype bf16 is not supported with --precision bf16-true"),
+    (BF16, CUDA | MIXED, "--optimizer.state_dtype bf16 is not supported with --precision 16-mixed"),
+    (BF16 | {"optimizer.name": "AdamW8bit"}, {},
+     "--optimizer.state_dtype bf16 is not supported with --optimizer.name AdamW8bit: its moments are in 8 bits"),
+    (BF16 | {"optimizer.name": "SGD"}, {"has_moments": False},
+     "--optimizer.state_dtype bf16 has no effect with --optimizer.name SGD: it has no moments with these options"),
+    (IN_BACKWARD | LORA, {}, "--optimizer.in_backward true has no effect with finetune_lora"),
+    (IN_BACKWARD, {"devices": 2}, "--optimizer.in_backward true is not supported with 2 devices"),
+    (IN_BACKWARD, {"micro": 32}, "--optimizer.in_backward true is not supported with accumulation (global batch 64 = "),
+    (IN_BACKWARD | {"train.max_norm": 1.0}, {},
+     "--optimizer.in_backward true is not supported with --train.max_norm 1.0: clipping needs the norm of all "
+     "gradients first; use --train.max_norm 0"),
+    (IN_BACKWARD, CUDA | MIXED, "--optimizer.in_backward true is not supported with --precision 16-mixed"),
+    (IN_BACKWARD | SGD, {}, "--optimizer.in_backward true is not supported with a user-provided optimizer"),
+    (IN_BACKWARD | {"fsdp.cpu_offload": True}, CUDA,
+     "--optimizer.in_backward true is not supported with --fsdp.cpu_offload true"),
+    ({"train.lr_schedule": "constant", "train.min_lr": 1e-5}, {},
+     "--train.min_lr 1e-05 has no effect with --train.lr_schedule constant; remove one of them"),
+]  # fmt: skip
+
+
+def test_each_row_is_violated_by_a_run_and_says_so(monkeypatch):
+    def check(options: dict, run: dict, message: str) -> None:
+        run = dict(run)
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL" if run.pop("detail", False) else "OFF")
+        facts = facts_of(options, **run)
+        (found,) = find_conflicts(facts)
+        assert found.startswith(message) and "{" not in found
+        violated.update(row for row in ROWS if row.applies(facts))
+        with pytest.raises(UserError) as error:
+            require_compatible(facts)
+        assert str(error.value) == found
+
+    violated = set()
+    check_each(check, CASES)
+    assert not [row.message() for row in ROWS if row not in violated]
+
+
+def test_supported_runs_violate_no_row():
+    def check(options: dict, run: dict) -> None:
+        assert not list(find_conflicts(facts_of(options, **run)))
+
+    sizes = {"fsdp.auto_wrap": "size", "fsdp.min_num_params": 20000}
+    check_each(check, [
+        ({}, {}),
+        ({}, {"devices": 8, "device": "cuda", "precision": "bf16-mixed"}),
+        ({"fsdp.accumulate": "sharded"}, {"micro": 8, **FSDP}),
+        (sizes | {"train.activation_checkpointing": "full", "compiler": "torch"}, FSDP),
+        (sizes | NF4 | LORA, FSDP),
+        (IN_BACKWARD, {"precision": "bf16-master"}),
+        (MODULE | {"strategy": "ddp"}, {"devices": 2}),
+        (NF4 | LORA, {"precision": "bf16-true"}),
+    ])  # fmt: skip
+
+
+def test_facts_that_are_not_known_yet_violate_no_row():
+    """The first stage knows neither devices nor strategy."""
+    for options, _, message in CASES:
+        known = list(find_conflicts(Facts(with_options(ARGS, options))))
+        assert known in ([], [message]) or known[0].startswith(message), known
+
+
+def test_the_table_is_printed_and_in_the_reference(capsys):
+    assert main(["plan", "compatibility"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [row.message() for row in ROWS] and not any("{" in line for line in lines)
+    page = [line.removeprefix("- ") for line in PAGE.read_text().splitlines() if " with " in line]
+    missing = [line for line in lines if line not in page]
+    assert not missing, "copy the lines of `toolkit plan compatibility`"
+
+
+def test_options_of_one_device_are_kept_for_several():
+    """On a CPU nothing is offloaded, and one device shards nothing: a config for several devices runs on one."""
+    options = {"fsdp.cpu_offload": True, "fsdp.state_dict_type": "sharded", "fsdp.sharding_strategy": "FULL_SHARD"}
+    assert not list(find_conflicts(facts_of(options)))

@@ -1,0 +1,138 @@
+"""Mistakes in the options of a run that show without torch, which takes seconds to import."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import math
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.checkpoints.remote.run import check_out_dir
+from toolkit.checkpoints.run.resume import resolve_resume
+from toolkit.config import AUTO
+from toolkit.config.command import classes_of
+from toolkit.data import DataModule, HuggingFaceText
+from toolkit.data.chat.sources import require_style
+from toolkit.data.sft.instruct import InstructionData
+from toolkit.distributed.world import detect_world
+from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option
+from toolkit.extension import find_modules_here, registered
+from toolkit.io.paths import is_url
+from toolkit.io.storage import Storage
+from toolkit.models.families import DEFAULT_MODEL, get_config
+from toolkit.planning.batch import BatchPlan, plan_batch
+from toolkit.planning.compatibility import HYBRID, Facts, require_compatible
+from toolkit.planning.limits import require_profiled_steps, unknown_rows_error
+from toolkit.ui.loggers import check_loggers
+
+if TYPE_CHECKING:
+    from toolkit.planning.run_args import RunArgs
+
+
+def check_options(args: RunArgs) -> None:
+    """Check the options of a run, as far as they need neither its devices nor its files."""
+    if not args.out_dir:
+        raise UserError("--out_dir '': give the name of a folder")
+    check_out_dir(args.out_dir, args.staging_dir)
+    ratio = args.loraplus_lr_ratio
+    require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
+    if args.base_dir is None and args.module is None:
+        get_config(args.model_name or DEFAULT_MODEL).override(args.model_config)
+    batch = _known_batch(args)
+    require_compatible(
+        Facts(
+            args,
+            precision="" if args.precision == AUTO else args.precision,
+            world_size=0 if batch is None else batch.world_size,
+            batch=None if args.train.micro_batch_size == AUTO else batch,
+        )
+    )
+
+
+def check_start(args: RunArgs, *, writes: bool = True) -> None:
+    """Check what a run needs before it starts: processes, packages, files, and the folder that it ``writes``.
+
+    Files are not checked in a process that a launcher started: rank 0 may have begun to write.
+    """
+    detect_world(args.devices, args.num_nodes, None)
+    check_loggers(args.logger_name, args.log)
+    if args.quantize is not None:
+        require_bitsandbytes(f"--quantize {args.quantize}")
+    if args.optimizer_class is None:
+        _check_optimizer_name(args.optimizer.name)
+    _check_callbacks(args.callbacks)
+    if args.profile and args.resume is False:
+        require_profiled_steps(args.profiler, args.train.max_steps)
+    train, data = args.train, args.data
+    has_limit = train.max_steps is not None or train.max_tokens is not None
+    if train.epochs is not None and not has_limit and isinstance(data, HuggingFaceText):
+        raise unknown_rows_error(train.epochs)
+    if args.initial_checkpoint_dir is None and args.tokenizer_dir is None and isinstance(data, InstructionData):
+        raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; specify --tokenizer_dir")
+    if _is_launched():
+        return
+    _check_files(data)
+    if writes and isinstance(args.resume, str) and is_url(args.resume):
+        Storage(args.resume, "--resume")  # is its package installed?
+    elif writes and not is_url(args.out_dir):
+        resolve_resume(args.resume, Path(args.out_dir))
+
+
+def _is_launched() -> bool:
+    return bool({"LOCAL_RANK", "RANK", "SLURM_PROCID"} & os.environ.keys())
+
+
+def _known_batch(args: RunArgs) -> BatchPlan | None:
+    """Return the division of the global batch; None if it depends on the devices that are found, or on the memory."""
+    train = args.train
+    micro, nodes = (1 if value == AUTO else value for value in (train.micro_batch_size, args.num_nodes))
+    devices = 1 if (args.devices, args.accelerator) == (AUTO, "cpu") else args.devices
+    if _is_launched() and AUTO in (args.devices, args.num_nodes):
+        return None
+    if not isinstance(devices, int) or devices < 1 or nodes < 1 or args.preset != "balanced":
+        return None
+    return plan_batch(train.global_batch_size, micro, devices, nodes)
+
+
+def _check_optimizer_name(name: str) -> None:
+    """Check the name of an optimizer by the text of torch.optim."""
+    if name == "AdamW8bit":
+        require_bitsandbytes("--optimizer.name AdamW8bit")
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
+        text = Path(spec.origin).with_name("optim").joinpath("__init__.py").read_text()
+        names = {*re.findall(r'"([A-Z]\w*)"', text), *HYBRID, *registered("optimizers")} - {"Optimizer"}
+        if name.lower() not in map(str.lower, names):
+            raise UserError(f"--optimizer.name {name}: not in torch.optim{did_you_mean(name, names)}")
+
+
+def _check_callbacks(callbacks: object) -> None:
+    """Check that the packages of callbacks exist, without importing them."""
+    for path in callbacks.split(",") if isinstance(callbacks, str) else ():
+        find_modules_here()
+        if "." in path and importlib.util.find_spec(path.strip().partition(".")[0]) is None:
+            raise UserError(f"--callbacks {path}: no such class, here or among the installed packages")
+
+
+def _check_files(data: DataModule) -> None:
+    """Check the paths of toolkit's data modules."""
+    if type(data) not in classes_of(DataModule).values():
+        return
+    if getattr(data, "prompt_style", None):
+        require_style(data.prompt_style)  # type: ignore[attr-defined]
+    for name, value in vars(data).items():
+        if name == "json_path" and not value:  # the default of the finetuning commands
+            raise UserError("--data.json_path: must be given")
+        if not name.endswith("_path") or not value or name in getattr(data, "takes_urls", ()):
+            continue  # URLs are checked when they are listed
+        path = Path(value).expanduser()
+        if glob.has_magic(str(value)) and not path.exists():
+            if not glob.glob(str(path), recursive=True):
+                raise UserError(f"--data.{name} {value}: no file matches")
+        elif not path.exists():
+            raise UserError(f"--data.{name} {value}: no such file or folder")
+        elif path.is_file() and not path.stat().st_size:
+            raise UserError(f"--data.{name} {value}: is empty")
