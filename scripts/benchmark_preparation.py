@@ -85,19 +85,19 @@ def text_files(folder: Path, tokenizer_dir: Path, out: Path, workers: int) -> tu
 
 def hugging_face_text(folder: Path, tokenizer_dir: Path, out: Path, workers: int) -> tuple[float, int]:
     from toolkit.data import HuggingFaceText
-    from toolkit.data.streamed import units
+    from toolkit.data.streamed import segments
     from toolkit.data.streamed.open import prepare_all
     from toolkit.data.tokenizer import Tokenizer
 
     path = folder / "text.jsonl"
-    units.UNIT_BYTES = min(units.UNIT_BYTES, path.stat().st_size // 8)  # else a short text has one unit
+    segments.SEGMENT_BYTES = min(segments.SEGMENT_BYTES, path.stat().st_size // 8)  # else a short text has one segment
     data = HuggingFaceText(path=str(path), val_rows=0, cache_dir=str(out))
     tokenizer, started = Tokenizer.load(tokenizer_dir), time.perf_counter()
     rows: Any = data.prepare(tokenizer=tokenizer, max_seq_length=1024, report=report).train
     prepare_all(rows, workers, (1, 1), report)
-    stream = rows.units.reader.stream
+    stream = rows.segments.reader.stream
     seconds = time.perf_counter() - started
-    return seconds, sum(stream.ready(number).tokens for number in range(len(stream.source.units)))
+    return seconds, sum(stream.ready(number).tokens for number in range(len(stream.source.segments)))
 
 
 def load_core(tokenizer_dir: Path, is_parallel: bool) -> tuple[Callable[[list[str]], list[list[int]]], int]:

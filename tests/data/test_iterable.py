@@ -220,7 +220,7 @@ def test_rows_that_differ_when_iterated_again_are_refused():
             return map(row, range(self.first, 50))
 
     rows = IterableRows(Changing(), None).order(0, {})
-    with pytest.raises(DataError, match="item 0 is not what it was before; .*set_epoch"):
+    with pytest.raises(DataError, match="item 0 changed between reads; .*set_epoch"):
         rows[0]
 
 

@@ -1,4 +1,4 @@
-"""Streamed text: units, the order of rows, broken files, and the processes that prepare units."""
+"""Streamed text: segments, the order of rows, broken files, and the processes that prepare segments."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from training.test_keep_best import same_weights
 from toolkit.cli import main
 from toolkit.data import HuggingFaceText
 from toolkit.data.base import row_count, sample_order
+from toolkit.data.streamed import segments
 from toolkit.data.streamed import stream as stream_module
-from toolkit.data.streamed import units
 from toolkit.data.streamed.files import list_path
 from toolkit.data.streamed.order import ROW_BITS
-from toolkit.data.streamed.preparer import make_room
-from toolkit.data.streamed.reader import Wanted, stop_preparers, used_bytes
-from toolkit.data.streamed.units import plan_units, read_part
+from toolkit.data.streamed.reader import Wanted, stop_workers, used_bytes
+from toolkit.data.streamed.segments import plan_segments, read_part
+from toolkit.data.streamed.tokenize_worker import make_room
 from toolkit.errors import DataError, UserError
 from toolkit.io.safe_parse import MAX_ROW
 
@@ -66,8 +66,8 @@ ALL_TEXTS += sorted(documents(1, seed)[0] for seed in range(4, 10))
 
 
 @pytest.fixture(autouse=True)
-def _small_units(monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 4000)
+def _small_segments(monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 4000)
 
 
 def opened(path, cache: Path, **options):
@@ -76,22 +76,22 @@ def opened(path, cache: Path, **options):
 
 
 def stream_of(prepared):
-    return prepared.train.units.reader.stream
+    return prepared.train.segments.reader.stream
 
 
-def prepare_units(prepared) -> dict[int, int]:
-    """Prepare all units in this process; return their tokens."""
+def prepare_segments(prepared) -> dict[int, int]:
+    """Prepare all segments in this process; return their tokens."""
     stream = stream_of(prepared)
-    return {number: stream.prepare(number).tokens for number in range(len(stream.source.units))}
+    return {number: stream.prepare(number).tokens for number in range(len(stream.source.segments))}
 
 
-@pytest.mark.parametrize("unit_bytes", [200, 3000, 10**6])
-def test_units_have_every_document_once(folder, unit_bytes):
+@pytest.mark.parametrize("segment_bytes", [200, 3000, 10**6])
+def test_segments_have_every_document_once(folder, segment_bytes):
     files = list_path(str(folder), "path")
     found = []
-    for unit in plan_units(files, unit_bytes):
-        for part in unit:
-            assert len(unit) == 1 or part.total == 1  # parts of a large file are units of their own
+    for segment in plan_segments(files, segment_bytes):
+        for part in segment:
+            assert len(segment) == 1 or part.total == 1  # parts of a large file are segments of their own
             found += [piece.text for piece in read_part(files[part.file], part, "text")]
     assert sorted(found) == sorted(ALL_TEXTS)
 
@@ -100,13 +100,13 @@ def test_line_at_a_cut_is_read_once(tmp_path):
     texts = [f"{i:90}" for i in range(40)]
     (tmp_path / "a.jsonl").write_bytes(lines(texts))
     (file,) = list_path(str(tmp_path / "a.jsonl"), "path")
-    parts = [part for unit in plan_units([file], file.size // 10) for part in unit]
+    parts = [part for segment in plan_segments([file], file.size // 10) for part in segment]
     assert len(parts) == 10 and [p.text for part in parts for p in read_part(file, part, "text")] == texts
 
 
 def test_n3_stream_order_has_every_row_once_per_epoch_and_seeks(folder, tmp_path):
     prepared = opened(folder, tmp_path, val_rows=3)
-    tokens = prepare_units(prepared)
+    tokens = prepare_segments(prepared)
     assert row_count(prepared.train) is None and len(prepared.val) == 3
     rows = {(n << ROW_BITS) | row for n, count in tokens.items() for row in range(count // (T + 1))}
     first = tokens[0] // (T + 1)
@@ -115,7 +115,9 @@ def test_n3_stream_order_has_every_row_once_per_epoch_and_seeks(folder, tmp_path
     epochs = [order.ids(np.arange(e * size, (e + 1) * size)) for e in range(3)]
     assert all(set(ids.tolist()) == rows and len(ids) == size for ids in epochs)
     assert not np.array_equal(epochs[0], epochs[1]) and not np.array_equal(epochs[1], epochs[2])
-    assert set((epochs[0][: first - 3] >> ROW_BITS).tolist()) == {0}  # the unit that is prepared before the first step
+    assert set((epochs[0][: first - 3] >> ROW_BITS).tolist()) == {
+        0
+    }  # the segment that is prepared before the first step
     stream = np.concatenate(epochs)
     for begin in (0, 1, first - 4, first - 3, size - 1, size, size + 7, 2 * size):
         state = json.loads(json.dumps(order.state(begin)))
@@ -129,7 +131,7 @@ def test_n3_stream_order_has_every_row_once_per_epoch_and_seeks(folder, tmp_path
 @pytest.mark.slow
 def test_resume_in_a_clean_cache_reads_only_what_comes_next(folder, tmp_path):
     prepared = opened(folder, tmp_path / "first")
-    n_units = len(prepare_units(prepared))
+    n_segments = len(prepare_segments(prepared))
     order = sample_order(prepared.train, 3, {})
     order.ids(np.arange(600))
     passed = list(dict.fromkeys((order.ids(np.arange(600)) >> ROW_BITS).tolist()))
@@ -139,54 +141,54 @@ def test_resume_in_a_clean_cache_reads_only_what_comes_next(folder, tmp_path):
     assert clean.content_key == prepared.content_key
     resumed = sample_order(clean.train, 3, order.state(begin))
     ids = resumed.ids(np.arange(begin, begin + 2))
-    stop_preparers(stream_of(clean).folder)
+    stop_workers(stream_of(clean).folder)
     assert np.array_equal(ids, order.ids(np.arange(begin, begin + 2)))
     row = clean.train[int(ids[0])]
     assert row["input_ids"].tolist() == prepared.train[int(ids[0])]["input_ids"].tolist() and len(row["labels"]) == T
-    consumed = set(passed[1:-1])  # unit 0 has the rows to validate on
-    assert consumed and not consumed & set(stream_of(clean).prepared()) and n_units > len(passed)
+    consumed = set(passed[1:-1])  # segment 0 has the rows to validate on
+    assert consumed and not consumed & set(stream_of(clean).prepared()) and n_segments > len(passed)
 
 
 @pytest.mark.slow
-def test_unit_that_was_evicted_or_damaged_is_prepared_again(folder, tmp_path):
+def test_segment_that_was_evicted_or_damaged_is_prepared_again(folder, tmp_path):
     prepared = opened(folder, tmp_path)
-    prepare_units(prepared)
+    prepare_segments(prepared)
     stream, row_id = stream_of(prepared), 3 << ROW_BITS
     expected = prepared.train[row_id]["input_ids"].tolist()
     for damage in ("evicted", "damaged", "without checksums"):
         if damage == "evicted":
             stream.evict(3)
         elif damage == "without checksums":  # as after a power cut
-            (stream.unit_folder(3) / "tokens" / "crc32.npy").write_bytes(b"")
+            (stream.segment_folder(3) / "tokens" / "crc32.npy").write_bytes(b"")
         else:
-            chunk = next((stream.unit_folder(3) / "tokens").glob("*.bin"))
+            chunk = next((stream.segment_folder(3) / "tokens").glob("*.bin"))
             content = chunk.read_bytes()
             chunk.write_bytes(content[:-400] + bytes(byte ^ 255 for byte in content[-400:]))
-        prepared.train.units._open.clear()
+        prepared.train.segments._open.clear()
         assert prepared.train[row_id]["input_ids"].tolist() == expected, damage
-    stop_preparers(stream.folder)
+    stop_workers(stream.folder)
     shutil.rmtree(stream.folder)
-    prepared.train.units._open.clear()
+    prepared.train.segments._open.clear()
     with pytest.raises(DataError, match="No such file or directory.*; was it deleted"):
         prepared.train[4 << ROW_BITS]
 
 
 def test_reader_leaves_the_copy_that_another_one_has_prepared(folder, tmp_path, monkeypatch):
     prepared = opened(folder, tmp_path)
-    prepare_units(prepared)
+    prepare_segments(prepared)
     stream, row_id = stream_of(prepared), 3 << ROW_BITS
-    chunk = next((stream.unit_folder(3) / "tokens").glob("*.bin"))
+    chunk = next((stream.segment_folder(3) / "tokens").glob("*.bin"))
 
     def damage():
         chunk.write_bytes(bytes(chunk.stat().st_size))
-        prepared.train.units._open.clear()
+        prepared.train.segments._open.clear()
 
     damage()
-    prepared.train.units._store(3)  # the damaged copy is open
+    prepared.train.segments._store(3)  # the damaged copy is open
     stream.evict(3)
     stream.prepare(3)
     fresh = stream.copy_of(3)
-    store, _ = prepared.train.units._open[3]
+    store, _ = prepared.train.segments._open[3]
     monkeypatch.setattr(store.array, "_checksums", store.array._checksums + 1)  # as the damaged one would be
     prepared.train[row_id]
     assert stream.copy_of(3) == fresh
@@ -194,21 +196,21 @@ def test_reader_leaves_the_copy_that_another_one_has_prepared(folder, tmp_path, 
     monkeypatch.setattr(stream_module.os, "rename", lambda *paths: (_ for _ in ()).throw(PermissionError()))
     with pytest.raises(DataError, match="units/000003: is damaged and cannot be removed; delete this folder"):
         prepared.train[row_id]
-    (stream.unit_folder(3) / "tokens" / "index.json").unlink()
+    (stream.segment_folder(3) / "tokens" / "index.json").unlink()
     with pytest.raises(DataError, match="units/000003: is damaged and cannot be removed"):
         stream.open(3)
 
 
-def test_resume_within_a_unit_of_other_rows_is_refused(folder, tmp_path):
+def test_resume_within_a_segment_of_other_rows_is_refused(folder, tmp_path):
     prepared = opened(folder, tmp_path)
-    prepare_units(prepared)
+    prepare_segments(prepared)
     order, stream = sample_order(prepared.train, 3, {}), stream_of(prepared)
     order.ids(np.arange(600))
-    begin, unit = order._starts[-1], order._units[-1]
+    begin, segment = order._starts[-1], order._segments[-1]
     within, before = order.state(begin + 1), order.state(begin)
     assert within == before | {"rows": order._counts[-1]}
-    counts = stream.counts(unit).__dict__ | {"tokens": stream.counts(unit).tokens + T + 1}
-    stream._counts_file(unit).write_text(json.dumps(counts))  # a file was repaired
+    counts = stream.counts(segment).__dict__ | {"tokens": stream.counts(segment).tokens + T + 1}
+    stream._counts_file(segment).write_text(json.dumps(counts))  # a file was repaired
     names = (
         rf"\w+\.\S+: has {within['rows'] + 1} rows here, but {within['rows']} when the checkpoint was saved; restore"
     )
@@ -222,13 +224,13 @@ def test_line_beyond_the_bound_is_refused_with_its_place(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
     (tmp_path / "b.jsonl").write_bytes(content)
     for file in list_path(str(tmp_path), "path"):
-        with pytest.raises(units.BrokenFileError, match="byte 27: begins a line of more than 67,108,864 bytes"):
-            list(read_part(file, units.Part(0, 0, 1), "text"))
-    assert list(read_part(file, units.Part(0, 1, 2), "text")) == []  # the line begins in the part before
+        with pytest.raises(segments.BrokenFileError, match="byte 27: begins a line of more than 67,108,864 bytes"):
+            list(read_part(file, segments.Part(0, 0, 1), "text"))
+    assert list(read_part(file, segments.Part(0, 1, 2), "text")) == []  # the line begins in the part before
     parquet.write_table(pyarrow.table({"text": ["short", "x" * (MAX_ROW + 9)]}), tmp_path / "a.parquet")
     (file,) = list_path(str(tmp_path / "a.parquet"), "path")
-    with pytest.raises(units.BrokenFileError, match="'text' has more than 67,108,864 characters in a row"):
-        list(read_part(file, units.Part(0, 0, 1), "text"))
+    with pytest.raises(segments.BrokenFileError, match="'text' has more than 67,108,864 characters in a row"):
+        list(read_part(file, segments.Part(0, 0, 1), "text"))
 
 
 def test_broken_file_is_an_error_or_skipped(folder, tmp_path):
@@ -241,7 +243,7 @@ def test_broken_file_is_an_error_or_skipped(folder, tmp_path):
     for choice in ("error", "skip", "error"):
         data = HuggingFaceText(path=str(source), cache_dir=str(tmp_path), vocab_size=300, on_bad_shard=choice)
         prepared = data.prepare(tokenizer=None, max_seq_length=T, report=lines.append)
-        prepare_units(prepared)
+        prepare_segments(prepared)
         order = sample_order(prepared.train, 3, {})
         if choice == "error":
             with pytest.raises(DataError, match=r"(b.jsonl|c.jsonl.gz): .*--data.on_bad_shard skip"):
@@ -278,7 +280,7 @@ def test_invalid_input_is_one_line(folder, tmp_path, monkeypatch):
         ({"path": tmp_path / "table.csv"}, "table.csv: must end in .parquet, .jsonl or .txt"),
         ({"path": tmp_path / "short.txt"}, "5 tokens, but one row needs 17"),
         ({"path": tmp_path / "list.json"}, "list.json: byte 0: is not a JSON object"),
-        ({"path": folder, "max_cache_gb": 1e-6}, "--data.max_cache_gb 1e-06: a run needs 5 units at a time"),
+        ({"path": folder, "max_cache_gb": 1e-6}, "--data.max_cache_gb 1e-06: a run needs 5 segments at a time"),
         ({"path": folder, "val_path": folder / "b.jsonl"}, "--data.val_path .*b.jsonl is also training text"),
         ({"path": "unknown://bucket/x.txt"}, "unknown kind of storage"),
         ({"path": "https://user:secret@host/x.txt"}, "--data.path https://...: contains credentials"),
@@ -326,10 +328,10 @@ def test_parts_prepared_by_several_processes_are_what_a_run_reads(folder, tmp_pa
     data += ["--data.cache_dir", str(tmp_path), "--max_seq_length", str(T)]
     for part in ("2/2", "1/2"):
         assert main(["prepare_data", *data, "--workers", "2", "--part", part]) == 0
-    assert "units prepared in" in capsys.readouterr().out
+    assert "segments prepared in" in capsys.readouterr().out
     prepared = opened(folder, tmp_path)
     stream, other = stream_of(prepared), stream_of(opened(folder, tmp_path / "other"))
-    for number in range(len(stream.source.units)):
+    for number in range(len(stream.source.segments)):
         assert stream.ready(number) == other.prepare(number)
         tokens = [s.open(number).tokens(0, stream.counts(number).tokens) for s in (stream, other)]
         assert np.array_equal(*tokens)
@@ -359,13 +361,13 @@ def flags_for(folder: Path, tmp_path: Path, out: str, **data) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "workers"), [(1, 0), (1, 2), (2, 0)])
 def test_s2_streamed_run_killed_at_random_is_bit_equal(folder, tmp_path, devices, workers):
-    """Also with a clean cache for each launch, and a disk budget that evicts units."""
+    """Also with a clean cache for each launch, and a disk budget that evicts segments."""
     options = {"num_workers": workers, "max_cache_gb": 1e-4, "prepare_workers": 1 + workers // 2}
     rng, kills = random.Random(devices + workers), 0
 
     def launch(out):
         words = [*flags_for(folder, tmp_path, out, **options), "--devices", str(devices)]
-        return start(str(Path(__file__).parents[1] / "helpers" / "small_units.py"), *words)
+        return start(str(Path(__file__).parents[1] / "helpers" / "small_segments.py"), *words)
 
     done = launch("whole")
     _, errors = done.communicate()
@@ -386,26 +388,26 @@ def test_s2_streamed_run_killed_at_random_is_bit_equal(folder, tmp_path, devices
     assert same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")
 
 
-def test_budget_evicts_the_oldest_units_that_nobody_reads(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 1500)
+def test_budget_evicts_the_oldest_segments_that_nobody_reads(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1500)
     stream = stream_of(prepared := opened(folder, tmp_path))
-    full = [number for number, tokens in prepare_units(prepared).items() if tokens]
+    full = [number for number, tokens in prepare_segments(prepared).items() if tokens]
     assert len(full) > 12
     for number in full:
-        os.utime(stream.unit_folder(number), (number, number))  # the first is the oldest
+        os.utime(stream.segment_folder(number), (number, number))  # the first is the oldest
     first, next_one, missing = full[0], full[3], full[5]
     wanted = [Wanted(keep=[first, next_one], ahead=[full[4], missing])]
     stream.evict(missing)
     budget = used_bytes(stream.folder) - 3000
 
     def kept() -> list[int]:
-        return [number for number in full if stream.unit_folder(number).exists()]
+        return [number for number in full if stream.segment_folder(number).exists()]
 
     assert make_room(stream, wanted, missing, budget) and used_bytes(stream.folder) <= budget
     newer = [number for number in kept() if number > missing]
     assert kept() == [first, next_one, full[4], *newer] and newer == full[-len(newer) :]
     assert all(stream.counts(number) is not None for number in full)
-    # The look-ahead pauses when only wanted units are left; for a process that waits, units of the look-ahead go.
+    # The look-ahead pauses when only wanted segments are left; for a process that waits, segments of the look-ahead go.
     assert not make_room(stream, wanted, missing, 100) and kept() == [first, next_one, full[4]]
     waiting = [*wanted, Wanted(keep=[next_one], ahead=[missing], is_waiting=True)]
     assert make_room(stream, waiting, missing, 100) and kept() == [first, next_one]
@@ -413,13 +415,13 @@ def test_budget_evicts_the_oldest_units_that_nobody_reads(folder, tmp_path, monk
 
 @pytest.mark.slow
 def test_reading_with_a_budget_stays_below_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 4000)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 4000)
     folder, budget = tmp_path / "text.jsonl", 40_000
     folder.write_bytes(lines(documents(600, 1)))
     free, bounded = (
         opened(folder, tmp_path / name, max_cache_gb=gb) for name, gb in (("a", None), ("b", budget / 1e9))
     )
-    assert sum(prepare_units(free).values()) * 2 > budget
+    assert sum(prepare_segments(free).values()) * 2 > budget
     orders = [sample_order(prepared.train, 3, {}) for prepared in (free, bounded)]
     largest = 0
     for begin in range(0, 1500, 10):  # more than an epoch
@@ -428,14 +430,14 @@ def test_reading_with_a_budget_stays_below_it(tmp_path, monkeypatch):
         first = [prepared.train[int(ids[0])]["input_ids"].tolist() for prepared in (free, bounded)]
         assert first[0] == first[1]
         largest = max(largest, used_bytes(stream_of(bounded).folder))
-    stop_preparers(stream_of(bounded).folder)
-    stop_preparers(stream_of(free).folder)
+    stop_workers(stream_of(bounded).folder)
+    stop_workers(stream_of(free).folder)
     assert budget / 3 < largest <= budget
 
 
 def test_repaired_file_is_read_again(tmp_path, monkeypatch):
     """The repair changes neither the size nor what of the file identifies it."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1 << 20)
     whole = lines(documents(900, 1)) + lines(documents(300, 2)) * 4
     middle = whole.index(b"{", len(whole) // 2)
     (tmp_path / "text.jsonl").write_bytes(whole[:middle] + b"(" + whole[middle + 1 :])

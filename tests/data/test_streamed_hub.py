@@ -20,7 +20,7 @@ from pyarrow import parquet
 from toolkit.data import HuggingFaceText
 from toolkit.data.base import sample_order
 from toolkit.data.streamed import hub as hub_module
-from toolkit.data.streamed import units
+from toolkit.data.streamed import segments
 from toolkit.errors import UserError
 
 REPO = "acme/text"
@@ -84,7 +84,7 @@ def opened(tmp_path: Path, report=lambda line: None, **options):
 
 
 def names(prepared) -> list[str]:
-    return [file.name for file in prepared.train.units.reader.stream.source.files]
+    return [file.name for file in prepared.train.segments.reader.stream.source.files]
 
 
 def test_subsets_and_splits_of_the_readme_and_of_names(hub, tmp_path):
@@ -100,7 +100,7 @@ def test_subsets_and_splits_of_the_readme_and_of_names(hub, tmp_path):
 
 
 def test_hub_text_equals_local_text_and_survives_cut_connections(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
     for name in ("part-0.parquet", "part-1.parquet"):
         (tmp_path / name).write_bytes(FILES[f"sample/{name}"])
     _, local = opened(tmp_path, path=str(tmp_path / "part-*.parquet"))
@@ -109,8 +109,8 @@ def test_hub_text_equals_local_text_and_survives_cut_connections(hub, tmp_path, 
     _, remote = opened(tmp_path, repo_id=REPO, subset="sample")
     found = []
     for prepared in (local, remote):
-        stream = prepared.train.units.reader.stream
-        for number in range(len(stream.source.units)):
+        stream = prepared.train.segments.reader.stream
+        for number in range(len(stream.source.segments)):
             stream.prepare(number)
         ids = sample_order(prepared.train, 3, {}).ids(np.arange(60))
         found.append([prepared.train[int(i)]["input_ids"].tolist() for i in ids])
@@ -262,14 +262,14 @@ def bucket(monkeypatch):
 
 @pytest.mark.slow
 def test_text_in_object_storage_equals_local_text(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
     for name in ("part-0.parquet", "part-1.parquet", "b.jsonl.gz"):
         (tmp_path / name).write_bytes(FILES[f"sample/{name}"])
     found = []
     for path in (f"{tmp_path}/*.*[tz]", f"{bucket}/sample/"):
         _, prepared = opened(tmp_path, path=path)
-        stream = prepared.train.units.reader.stream
-        tokens = [stream.prepare(number).tokens for number in range(len(stream.source.units))]
+        stream = prepared.train.segments.reader.stream
+        tokens = [stream.prepare(number).tokens for number in range(len(stream.source.segments))]
         ids = sample_order(prepared.train, 3, {}).ids(np.arange(90))
         found.append((names(prepared), tokens, [prepared.train[int(i)]["input_ids"].tolist() for i in ids]))
     assert found[0] == found[1]

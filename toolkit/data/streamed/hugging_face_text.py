@@ -28,12 +28,12 @@ class HuggingFaceText(DataModule):
         val_split: Split to validate on.
         val_path: Files to validate on.
         val_rows: Sequences to validate on: the first ones of val_split or val_path, else the last ones of the first
-            unit, but at most a tenth of it; 0 for none.
+            segment, but at most a tenth of it; 0 for none.
         max_cache_gb: Disk space for tokens; the oldest ones are deleted, and tokenized again when they are needed
             again. By default all are kept.
         on_bad_shard: What to do about a file that cannot be read: end the run, or skip the rest of it.
         prepare_workers: Processes that tokenize ahead of the run, on each node.
-        vocab_size: Size of the byte-level BPE tokenizer trained on the first unit without --tokenizer_dir.
+        vocab_size: Size of the byte-level BPE tokenizer trained on the first segment without --tokenizer_dir.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
@@ -88,7 +88,7 @@ class HuggingFaceText(DataModule):
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
     ) -> PreparedData:
-        """See :meth:`DataModule.prepare`. Only the first unit, about 32 MB, is tokenized here."""
+        """See :meth:`DataModule.prepare`. Only the first segment, about 32 MB, is tokenized here."""
         from toolkit.data.streamed.open import TextSource, open_text
 
         where, files, val_files = self._list_files(report)

@@ -1,5 +1,4 @@
-"""Open a stream of text: prepare what a run needs before its first step, which is the tokenizer, the first unit and the
-rows to validate on."""
+"""Open a stream of text: prepare the tokenizer, the first segment and the validation rows."""
 
 from __future__ import annotations
 
@@ -11,18 +10,18 @@ from pathlib import Path
 
 from toolkit.data.base import PreparedData, TokenDataset
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
-from toolkit.data.streamed import units
+from toolkit.data.streamed import segments
 from toolkit.data.streamed.files import SourceFile, identify
-from toolkit.data.streamed.order import RowSpans, StreamedRows, UnitRows, describe_broken
-from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_preparers, used_bytes
-from toolkit.data.streamed.stream import SOURCE, Report, Source, Stream, UnitCounts, unit_texts
+from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
+from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_workers, used_bytes
+from toolkit.data.streamed.stream import SOURCE, Report, SegmentCounts, Source, Stream, segment_texts
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import DataError, UserError
 from toolkit.io.locks import file_lock
 from toolkit.io.storage import StorageError
 
 _BPE_SAMPLE = 8_000_000  # characters for tokenizer training
-_LEAST_UNITS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
+_LEAST_SEGMENTS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class TextSource:
     Args:
         where: The option that named the files, for messages.
         val_where: The option that named ``val_files``.
-        val_files: Text to validate on; None: held out from the first unit.
+        val_files: Text to validate on; None: held out from the first segment.
         skips_broken: Whether files that cannot be read are left out.
         vocab_size: Of the tokenizer to train if none is given.
     """
@@ -51,7 +50,7 @@ class TextSource:
 
 
 def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Report) -> PreparedData:
-    """Return the rows of the files, with the first unit prepared."""
+    """Return the rows of the files, with the first segment prepared."""
     start = time.perf_counter()
     if tokenizer is not None and tokenizer.eos_id is None:
         raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
@@ -74,14 +73,14 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
 
 def _source(files: list[SourceFile], column: str, skips_broken: bool) -> Source:
     if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
-        units.import_pyarrow()
-    source = Source(files, column, units.UNIT_BYTES, identify(files))
-    part = source.units[0][0]
+        segments.import_pyarrow()
+    source = Source(files, column, segments.SEGMENT_BYTES, identify(files))
+    part = source.segments[0][0]
     try:
-        next(units.read_part(files[part.file], part, column), None)
-    except units.ColumnError as error:
+        next(segments.read_part(files[part.file], part, column), None)
+    except segments.ColumnError as error:
         raise UserError(f"--data.text_column {column}: {files[part.file].name}: {error}") from error
-    except units.BrokenFileError as error:
+    except segments.BrokenFileError as error:
         if not skips_broken:  # before a tokenizer is trained
             raise UserError(f"--data: {describe_broken({files[part.file].name: str(error)})}") from error
     return source
@@ -90,7 +89,7 @@ def _source(files: list[SourceFile], column: str, skips_broken: bool) -> Source:
 def _open_stream(
     cache_dir: Path, source: Source, tokenizer: Tokenizer | None, vocab_size: int, report: Report
 ) -> Stream:
-    """Return the stream; without a tokenizer, with one trained on its first unit."""
+    """Return the stream; without a tokenizer, with one trained on its first segment."""
     key = source.key(["trained", vocab_size] if tokenizer is None else tokenizer.fingerprint)
     folder = cache_dir / f"streamed-{key[:16]}"
     (folder / "locks").mkdir(parents=True, exist_ok=True)
@@ -108,8 +107,8 @@ def _open_stream(
 
 def _train_tokenizer(source: Source, vocab_size: int, report: Report) -> Tokenizer:
     start, texts, left = time.perf_counter(), list[str](), _BPE_SAMPLE
-    for piece in unit_texts(source, 0, {}):
-        texts.append(piece.text[:left])
+    for chunk in segment_texts(source, 0, {}):
+        texts.append(chunk.text[:left])
         left -= len(texts[-1])
         if not left:
             break
@@ -123,20 +122,20 @@ def _train_tokenizer(source: Source, vocab_size: int, report: Report) -> Tokeniz
 def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Report) -> PreparedData:
     skips = text.skips_broken
     if not skips and (n := stream.forget_broken()):
-        report(f"Data: reading the files of {n} units again that could not be read before")
+        report(f"Data: reading the files of {n} segments again that could not be read before")
     first, counts = _prepare_first(stream, block_size, skips, text.where, report)
     n_rows = counts.tokens // block_size
     max_bytes = _require_budget(text.max_cache_gb, stream, first)
     reader = StreamReader(stream, text.workers, max_bytes, report)
-    rows, held_out, val = UnitRows(reader, block_size), 0, None
+    rows, held_out, val = SegmentRows(reader, block_size), 0, None
     if text.val_files is not None:
         val = _val_rows(text, stream, text.val_files, block_size, report)
     elif text.val_rows and n_rows > 1:
         held_out = min(text.val_rows, max(1, n_rows // 10))
         val = RowSpans(rows, [(first, n_rows - held_out, n_rows)])
-    of_val = None if val is None else [val.units.reader.stream.folder.name, val.spans]
+    of_val = None if val is None else [val.segments.reader.stream.folder.name, val.spans]
     content = [stream.source.key(stream.tokenizer.fingerprint), block_size, of_val]
-    files, n_units = stream.source.files, len(stream.source.units)
+    files, n_segments = stream.source.files, len(stream.source.segments)
     size = sum(file.size for file in files) / 1e6
     return PreparedData(
         train=StreamedRows(rows, first, n_rows - held_out, held_out, skips),  # type: ignore[arg-type]
@@ -144,19 +143,21 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
         tokenizer=stream.tokenizer,
         content_key=hashlib.sha256(json.dumps(content).encode()).hexdigest(),
         summary=(
-            f"{len(files):,} file{'s' if len(files) > 1 else ''}, {size:,.1f} MB in {n_units:,} "
-            f"unit{'s' if n_units > 1 else ''}, tokenized while they are read; the first has {n_rows:,} rows of "
+            f"{len(files):,} file{'s' if len(files) > 1 else ''}, {size:,.1f} MB in {n_segments:,} "
+            f"segment{'s' if n_segments > 1 else ''}, tokenized while they are read; the first has {n_rows:,} rows of "
             f"{block_size - 1:,} tokens, {'no rows' if val is None else f'{len(val):,} rows'} to validate on"
         ),
     )
 
 
-def _prepare_first(stream: Stream, block_size: int, skips: bool, where: str, report: Report) -> tuple[int, UnitCounts]:
-    """Tokenize units up to the first one with a row, with all cores; return its number and counts."""
+def _prepare_first(
+    stream: Stream, block_size: int, skips: bool, where: str, report: Report
+) -> tuple[int, SegmentCounts]:
+    """Tokenize segments up to the first one with a row, with all cores; return its number and counts."""
     total = 0
-    for number in range(len(stream.source.units)):
+    for number in range(len(stream.source.segments)):
         if stream.ready(number) is None:
-            report(f"Data: tokenizing unit {number:,} into {stream.folder}")
+            report(f"Data: tokenizing segment {number:,} into {stream.folder}")
         counts = stream.prepare(number, report)
         assert counts is not None
         if counts.broken and not skips:
@@ -177,23 +178,23 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
     if max_cache_gb is None:
         return None
     source = stream.source
-    size = sum(path.stat().st_size for path in stream.unit_folder(first).rglob("*") if path.is_file())
-    largest = max(map(source.text_bytes, range(len(source.units)))) / max(1, source.text_bytes(first))
-    needed = _LEAST_UNITS * size * max(1.0, largest)
+    size = sum(path.stat().st_size for path in stream.segment_folder(first).rglob("*") if path.is_file())
+    largest = max(map(source.text_bytes, range(len(source.segments)))) / max(1, source.text_bytes(first))
+    needed = _LEAST_SEGMENTS * size * max(1.0, largest)
     if max_cache_gb * 1e9 < needed:
         raise UserError(
-            f"--data.max_cache_gb {max_cache_gb:g}: a run needs {_LEAST_UNITS} units at a time, about "
+            f"--data.max_cache_gb {max_cache_gb:g}: a run needs {_LEAST_SEGMENTS} segments at a time, about "
             f"{needed / 1e9:.2g} GB; give at least that"
         )
     return int(max_cache_gb * 1e9)
 
 
 def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_size: int, report: Report) -> RowSpans:
-    """Tokenize as many units of the validation files as ``val_rows`` needs."""
+    """Tokenize as many segments of the validation files as ``val_rows`` needs."""
     source = _source(files, text.column, text.skips_broken)
     stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
     spans, left = list[tuple[int, int, int]](), text.val_rows
-    for number in range(len(source.units)):
+    for number in range(len(source.segments)):
         counts = stream.prepare(number, report)
         assert counts is not None
         if counts.broken and not text.skips_broken:
@@ -205,14 +206,14 @@ def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_si
             break
     if not spans:
         raise UserError(f"{text.val_where}: has no row of {block_size:,} tokens; give more text")
-    return RowSpans(UnitRows(StreamReader(stream, 1, None, report), block_size), spans)
+    return RowSpans(SegmentRows(StreamReader(stream, 1, None, report), block_size), spans)
 
 
 def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report: Report) -> None:
-    """Tokenize all units, or part ``part[0]`` of ``part[1]``, with several processes."""
+    """Tokenize all segments, or part ``part[0]`` of ``part[1]``, with several processes."""
     assert isinstance(rows, StreamedRows)
-    stream = rows.units.reader.stream
-    left = [n for n in range(part[0] - 1, len(stream.source.units), part[1]) if stream.ready(n) is None]
+    stream = rows.segments.reader.stream
+    left = [n for n in range(part[0] - 1, len(stream.source.segments), part[1]) if stream.ready(n) is None]
     reader, total, done, size = StreamReader(stream, workers, None, report), len(left), 0, 0
     start = last_line = time.perf_counter()
     for number in left:
@@ -233,13 +234,13 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
             now = time.perf_counter()
             if now - last_line > HEARTBEAT:
                 last_line = now
-                report(f"Data: {done:,} of {total:,} units, {size / 1e6 / (now - start):.1f} MB of text per second")
+                report(f"Data: {done:,} of {total:,} segments, {size / 1e6 / (now - start):.1f} MB of text per second")
             time.sleep(0.1)
     except DataError as error:
         raise UserError(str(error)) from error
     finally:
         reader.close()
-        stop_preparers(stream.folder)
+        stop_workers(stream.folder)
     seconds = time.perf_counter() - start
     rate = f", {size / 1e6 / seconds:.1f} MB of text per second" if done else ""
-    report(f"Data: {total:,} units prepared in {stream.folder}, {used_bytes(stream.folder) / 1e9:.2f} GB{rate}")
+    report(f"Data: {total:,} segments prepared in {stream.folder}, {used_bytes(stream.folder) / 1e9:.2f} GB{rate}")

@@ -1,4 +1,4 @@
-"""A process that reads a stream: it says which units it needs, has them prepared, and waits for them."""
+"""Readers of a stream: a process publishes which segments it needs, starts tokenize workers, and waits for them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import IO
 
 from toolkit.data.cache import HEARTBEAT
-from toolkit.data.streamed.stream import Report, Stream, UnitCounts
+from toolkit.data.streamed.stream import Report, SegmentCounts, Stream
 from toolkit.errors import DataError, one_line
 from toolkit.io.atomic import write_json
 from toolkit.io.locks import file_lock, lock
 from toolkit.io.tempfiles import machine_name
 
-_POLL = 0.05  # seconds between looks for a unit
-_MAX_STARTS = 4  # of each preparer, until a unit is ready
+_POLL = 0.05  # seconds between looks for a segment
+_MAX_STARTS = 4  # of each tokenize worker, until a segment is ready
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The units that a process needs.
+    """The segments that a process needs.
 
     Args:
-        keep: Units it may be reading, which must not be evicted.
-        ahead: Units that it will read next, the most urgent first.
+        keep: Segments it may be reading, which must not be evicted.
+        ahead: Segments that it will read next, the most urgent first.
         is_waiting: Whether it waits for the first of ``ahead``.
     """
 
@@ -40,11 +40,11 @@ class Wanted:
 
 
 class StreamReader:
-    """Asks for units and waits for them, in one process; a forked copy asks under a name of its own.
+    """Asks for segments and waits for them, in one process; a forked copy asks under a name of its own.
 
     Args:
-        workers: Processes that prepare units.
-        max_bytes: Disk space for units; None: no limit.
+        workers: Processes that prepare segments.
+        max_bytes: Disk space for segments; None: no limit.
     """
 
     def __init__(self, stream: Stream, workers: int, max_bytes: int | None, report: Report) -> None:
@@ -66,12 +66,12 @@ class StreamReader:
         except OSError as error:
             raise self._lost(error) from error
         if not all(self.stream.ready(number) for number in wanted.ahead):
-            self.require_preparers()
+            self.require_workers()
 
-    def require_preparers(self) -> None:
-        """Start the preparers that do not run."""
+    def require_workers(self) -> None:
+        """Start the tokenize workers that do not run."""
         try:
-            self._starts += start_preparers(self.stream.folder, self.workers, self.max_bytes)
+            self._starts += start_workers(self.stream.folder, self.workers, self.max_bytes)
         except OSError as error:
             raise self._lost(error) from error
         if self._starts > _MAX_STARTS * self.workers:
@@ -81,11 +81,11 @@ class StreamReader:
         return DataError(f"{self.stream.folder}: {one_line(error)}; was it deleted? resume to prepare the data again")
 
     def has_progressed(self) -> None:
-        """Take note that a unit is ready."""
+        """Take note that a segment is ready."""
         self._starts = 0
 
-    def wait(self, number: int, keep: list[int], ahead: list[int]) -> UnitCounts:
-        """Return the counts of a unit once it can be read; ``keep`` and ``ahead`` as in :class:`Wanted`.
+    def wait(self, number: int, keep: list[int], ahead: list[int]) -> SegmentCounts:
+        """Return the counts of a segment once it can be read; ``keep`` and ``ahead`` as in :class:`Wanted`.
 
         Raises:
             DataError: it cannot be prepared.
@@ -101,10 +101,10 @@ class StreamReader:
             time.sleep(_POLL)
             with contextlib.suppress(FileNotFoundError):
                 raise DataError(error.read_text(encoding="utf-8"))
-            self.require_preparers()
+            self.require_workers()
             if time.monotonic() - last_line > HEARTBEAT:
                 last_line = time.monotonic()
-                self.report(f"Data: waiting for unit {number:,} to be tokenized ({last_line - started:.0f} s)")
+                self.report(f"Data: waiting for segment {number:,} to be tokenized ({last_line - started:.0f} s)")
         self.has_progressed()
         self.ask(Wanted(keep, ahead))
         return counts
@@ -150,29 +150,29 @@ def read_wanted(folder: Path) -> list[Wanted]:
 
 
 def error_file(folder: Path, number: int) -> Path:
-    """Return where a preparer says why it cannot prepare a unit."""
+    """Return where a tokenize worker says why it cannot prepare a segment."""
     return folder / "readers" / f"unit-{number:06d}.error"
 
 
 def _describe_death(folder: Path) -> str:
-    """Return one line with the last words of a preparer."""
+    """Return one line with the last words of a tokenize worker."""
     lines = [text for file in sorted(folder.glob("readers/preparer-*.log")) if (text := file.read_text().strip())]
     last = one_line(lines[-1].splitlines()[-1])[:300] if lines else "it was killed; is there enough memory?"
     return f"{folder}: the process that tokenizes the data ended {_MAX_STARTS} times in a row: {last}"
 
 
 _processes: dict[tuple[Path, int], subprocess.Popen[bytes]] = {}
-"""The preparers that this process started: they end when it closes their stdin, which the end of the process does."""
+"""Tokenize workers of this process; each ends when its stdin closes, at the latest when this process ends."""
 
 
-def start_preparers(folder: Path, workers: int, max_bytes: int | None) -> int:
-    """Start the preparers of a stream that do not run, in any process of this machine; return their number."""
+def start_workers(folder: Path, workers: int, max_bytes: int | None) -> int:
+    """Start the tokenize workers of a stream that do not run, in any process of this machine; return their number."""
     started = 0
     for slot in range(workers):
         mine = _processes.get((folder, slot))
         if mine is not None and mine.poll() is None:
             continue
-        # On another machine with the same folder, another preparer may run.
+        # On another machine with the same folder, another tokenize worker may run.
         with file_lock(folder / "locks" / f"preparer-{machine_name()}-{slot}", wait=False) as lock:
             if lock is not None:
                 _processes[folder, slot] = _start(folder, slot, max_bytes, lock)
@@ -181,10 +181,10 @@ def start_preparers(folder: Path, workers: int, max_bytes: int | None) -> int:
 
 
 def _start(folder: Path, slot: int, max_bytes: int | None, lock: IO[str]) -> subprocess.Popen[bytes]:
-    """Start a preparer that holds ``lock`` until it ends."""
+    """Start a tokenize worker that holds ``lock`` until it ends."""
     with open(folder / "readers" / f"preparer-{slot}.log", "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "toolkit.data.streamed.preparer", str(folder), str(max_bytes or 0)],
+            [sys.executable, "-m", "toolkit.data.streamed.tokenize_worker", str(folder), str(max_bytes or 0)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=log,
@@ -193,8 +193,8 @@ def _start(folder: Path, slot: int, max_bytes: int | None, lock: IO[str]) -> sub
         )
 
 
-def stop_preparers(folder: Path) -> None:
-    """End the preparers that this process started, and wait for them."""
+def stop_workers(folder: Path) -> None:
+    """End the tokenize workers that this process started, and wait for them."""
     for key in [key for key in _processes if key[0] == folder]:
         process = _processes.pop(key)
         process.kill()  # what it writes is whole or absent
@@ -202,7 +202,7 @@ def stop_preparers(folder: Path) -> None:
 
 
 def used_bytes(folder: Path) -> int:
-    """Return the disk space of all units, those being written included."""
+    """Return the disk space of all segments, those being written included."""
     total = 0
     for parent, _, names in os.walk(folder / "units"):
         for name in names:

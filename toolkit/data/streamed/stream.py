@@ -1,11 +1,11 @@
-"""The cache of a stream: units tokenized one by one, each published whole, by whichever process needs it first.
+"""Cache of tokenized segments. The first process that needs a segment writes it atomically.
 
 <cache_dir>/streamed-<first 16 of the key>/
     source.json             the files, so that other processes need not list them
     tokenizer/
-    counts/000000.json      tokens and broken files of a unit; kept when the unit is evicted
+    counts/000000.json      tokens and broken files of a segment; kept when the segment is evicted
     units/000000/           its tokens, with a manifest and checksums
-    locks/  readers/        of the processes that prepare and read units
+    locks/  readers/        of the processes that prepare and read segments
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from toolkit.data.cache import (
     staging_folder,
 )
 from toolkit.data.streamed.files import SourceFile
-from toolkit.data.streamed.units import BrokenFileError, Part, plan_units, read_part
-from toolkit.data.text.documents import BATCH, Piece, tokenize
+from toolkit.data.streamed.segments import BrokenFileError, Part, plan_segments, read_part
+from toolkit.data.text.documents import BATCH, TextChunk, tokenize
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import DataError
@@ -42,7 +42,7 @@ from toolkit.io.locks import file_lock
 from toolkit.io.tempfiles import sweep, temporary_path
 
 Report = Callable[[str], None]
-Copy = tuple[int, int]  # inode and time of a unit's folder, which tell its copies apart
+Copy = tuple[int, int]  # inode and time of a segment's folder, which tell its copies apart
 
 CODE_VERSION = 1  # increment if the same files and options give different tokens
 SOURCE = "source.json"
@@ -50,14 +50,14 @@ _EXPANSION = {".gz": 3, ".zst": 4, "parquet": 2}  # bytes of text per byte of a 
 
 
 @dataclass(frozen=True)
-class UnitCounts:
-    """What a unit holds.
+class SegmentCounts:
+    """What a segment holds.
 
     Args:
         tokens: Tokens.
         documents: Documents.
         text_bytes: Bytes of their text.
-        broken: Name of each broken file, and the reason; the documents before the damage are in the unit.
+        broken: Name of each broken file, and the reason; the documents before the damage are in the segment.
     """
 
     tokens: int
@@ -71,33 +71,33 @@ class Source:
     """What is tokenized.
 
     Args:
-        files: In the order in which they are cut into units.
-        unit_bytes: See :func:`~toolkit.data.streamed.units.plan_units`.
+        files: In the order in which they are cut into segments.
+        segment_bytes: See :func:`~toolkit.data.streamed.segments.plan_segments`.
         identity: Hex SHA-256 of the files.
     """
 
     files: list[SourceFile]
     column: str
-    unit_bytes: int
+    segment_bytes: int
     identity: str
 
     @cached_property
-    def units(self) -> list[tuple[Part, ...]]:
-        return plan_units(self.files, self.unit_bytes)
+    def segments(self) -> list[tuple[Part, ...]]:
+        return plan_segments(self.files, self.segment_bytes)
 
     def key(self, tokenizer: list[Any] | str) -> str:
-        """Return the hex SHA-256 of all that the tokens of the units depend on."""
-        inputs = [CODE_VERSION, self.identity, self.column, self.unit_bytes, tokenizer]
+        """Return the hex SHA-256 of all that the tokens of the segments depend on."""
+        inputs = [CODE_VERSION, self.identity, self.column, self.segment_bytes, tokenizer]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
     def text_bytes(self, number: int) -> int:
-        """Return an estimate of the bytes of text of a unit, from the listing alone."""
-        parts = ((self.files[part.file], part.total) for part in self.units[number])
+        """Return an estimate of the bytes of text of a segment, from the listing alone."""
+        parts = ((self.files[part.file], part.total) for part in self.segments[number])
         return sum(_EXPANSION.get(file.compression or file.kind, 1) * file.size // total for file, total in parts)
 
 
 class Stream:
-    """A source, its tokenizer and the cache folder of its units."""
+    """A source, its tokenizer and the cache folder of its segments."""
 
     def __init__(self, folder: Path, source: Source, tokenizer: Tokenizer) -> None:
         self.folder, self.source, self.tokenizer = folder, source, tokenizer
@@ -112,31 +112,33 @@ class Stream:
             if not (self.folder / SOURCE).exists():
                 (self.folder / "tokenizer").mkdir(exist_ok=True)
                 self.tokenizer.save(self.folder / "tokenizer")
-                write_json(self.folder / SOURCE, asdict(self.source))
+                values = asdict(self.source)
+                write_json(self.folder / SOURCE, values | {"unit_bytes": values.pop("segment_bytes")})
 
     @classmethod
     def load(cls, folder: Path) -> Stream:
         """Open the stream of a folder that :meth:`save` has written."""
         values = json.loads((folder / SOURCE).read_bytes())
         values["files"] = [SourceFile(**file) for file in values["files"]]
+        values["segment_bytes"] = values.pop("unit_bytes")
         return cls(folder, Source(**values), Tokenizer.load(folder / "tokenizer", flag="the cached tokenizer"))
 
-    def unit_folder(self, number: int) -> Path:
+    def segment_folder(self, number: int) -> Path:
         return self.folder / "units" / f"{number:06d}"
 
-    def counts(self, number: int) -> UnitCounts | None:
-        """Return the counts of a unit that was prepared at some time, else None."""
+    def counts(self, number: int) -> SegmentCounts | None:
+        """Return the counts of a segment that was prepared at some time, else None."""
         with contextlib.suppress(*DAMAGE_ERRORS):
-            return UnitCounts(**json.loads(self._counts_file(number).read_bytes()))
+            return SegmentCounts(**json.loads(self._counts_file(number).read_bytes()))
         return None
 
-    def ready(self, number: int) -> UnitCounts | None:
-        """Return the counts of a unit that can be read now, else None."""
+    def ready(self, number: int) -> SegmentCounts | None:
+        """Return the counts of a segment that can be read now, else None."""
         counts = self.counts(number)
-        return counts if counts is not None and (not counts.tokens or self.unit_folder(number).is_dir()) else None
+        return counts if counts is not None and (not counts.tokens or self.segment_folder(number).is_dir()) else None
 
-    def prepare(self, number: int, report: Report = lambda line: None, wait: bool = True) -> UnitCounts | None:
-        """Tokenize a unit unless it is in the cache.
+    def prepare(self, number: int, report: Report = lambda line: None, wait: bool = True) -> SegmentCounts | None:
+        """Tokenize a segment unless it is in the cache.
 
         Args:
             wait: Where another process is tokenizing it, wait for that.
@@ -153,7 +155,7 @@ class Stream:
                 return None
             if (counts := self.ready(number)) is not None:
                 return counts
-            folder = self.unit_folder(number)
+            folder = self.segment_folder(number)
             with staging_folder(folder) as temporary:
                 counts = self._tokenize(number, temporary, report)
                 write_json(temporary / MANIFEST, asdict(counts))
@@ -163,39 +165,39 @@ class Stream:
             return counts
 
     def open(self, number: int) -> TokenStore | None:
-        """Return the tokens of a unit; None if it is not there. A damaged one is removed."""
+        """Return the tokens of a segment; None if it is not there. A damaged one is removed."""
         copy = self.copy_of(number)
         try:
-            return TokenStore(self.unit_folder(number))
+            return TokenStore(self.segment_folder(number))
         except DAMAGE_ERRORS:
             self.remove_damaged(number, copy)
         return None
 
     def copy_of(self, number: int) -> Copy | None:
-        """Return which copy of a unit's tokens is there, None if none is."""
+        """Return which copy of a segment's tokens is there, None if none is."""
         with contextlib.suppress(OSError):
-            status = self.unit_folder(number).stat()
+            status = self.segment_folder(number).stat()
             return status.st_ino, status.st_mtime_ns
         return None
 
     def remove_damaged(self, number: int, copy: Copy | None) -> None:
-        """Evict a damaged copy of a unit, but no later one, which another process has prepared."""
+        """Evict a damaged copy of a segment, but no later one, which another process has prepared."""
         with contextlib.suppress(OSError), file_lock(self._lock_file(number)):  # one process after the other
             if self.copy_of(number) == copy:
                 self.evict(number)
         if copy is not None and self.copy_of(number) == copy:
-            raise DataError(f"{self.unit_folder(number)}: is damaged and cannot be removed; delete this folder")
+            raise DataError(f"{self.segment_folder(number)}: is damaged and cannot be removed; delete this folder")
 
     def evict(self, number: int) -> None:
-        """Delete the tokens of a unit; its counts stay."""
-        folder = self.unit_folder(number)
+        """Delete the tokens of a segment; its counts stay."""
+        folder = self.segment_folder(number)
         with contextlib.suppress(OSError):
             gone = temporary_path(folder)
             os.rename(folder, gone)  # whole or not at all, also for readers
             shutil.rmtree(gone, ignore_errors=True)
 
     def forget_broken(self) -> int:
-        """Remove units with broken files, to read these files again; return their number."""
+        """Remove segments with broken files, to read these files again; return their number."""
         broken = [n for n in self.prepared() if (counts := self.counts(n)) is not None and counts.broken]
         for number in broken:
             self._counts_file(number).unlink(missing_ok=True)
@@ -203,7 +205,7 @@ class Stream:
         return len(broken)
 
     def prepared(self) -> list[int]:
-        """Return the units with counts."""
+        """Return the segments with counts."""
         names = sorted(path.stem for path in (self.folder / "counts").glob("*.json"))
         return [int(name) for name in names if name.isdigit()]
 
@@ -213,37 +215,37 @@ class Stream:
     def _counts_file(self, number: int) -> Path:
         return self.folder / "counts" / f"{number:06d}.json"
 
-    def _tokenize(self, number: int, folder: Path, report: Report) -> UnitCounts:
+    def _tokenize(self, number: int, folder: Path, report: Report) -> SegmentCounts:
         writer, broken = TokenWriter(folder, token_dtype(self.tokenizer.vocab_size)), dict[str, str]()
         documents = size = 0
         last_line = time.perf_counter()
-        batches = _batches(unit_texts(self.source, number, broken), self.tokenizer.splits_at_newlines())
-        for pieces, ids in tokenize(batches, self.tokenizer):
+        batches = _batches(segment_texts(self.source, number, broken), self.tokenizer.splits_at_newlines())
+        for chunks, ids in tokenize(batches, self.tokenizer):
             writer.add(ids)
-            documents += sum(piece.ends_document for piece in pieces)
-            size += sum(len(piece.text.encode()) for piece in pieces)
+            documents += sum(chunk.ends_document for chunk in chunks)
+            size += sum(len(chunk.text.encode()) for chunk in chunks)
             if time.perf_counter() - last_line > HEARTBEAT:
-                report(f"Data: tokenized {size / 1e6:,.0f} MB of text of unit {number:,}")
+                report(f"Data: tokenized {size / 1e6:,.0f} MB of text of segment {number:,}")
                 last_line = time.perf_counter()
-        return UnitCounts(writer.finish(), documents, size, broken)
+        return SegmentCounts(writer.finish(), documents, size, broken)
 
 
-def unit_texts(source: Source, number: int, broken: dict[str, str]) -> Iterator[Piece]:
-    """Yield the documents of a unit; files that cannot be read to their end are added to ``broken`` with the reason.
+def segment_texts(source: Source, number: int, broken: dict[str, str]) -> Iterator[TextChunk]:
+    """Yield the documents of a segment; files that cannot be read to their end are added to ``broken`` with the reason.
 
     Raises:
         StorageError: a file cannot be read for another reason than its content.
     """
-    for part in source.units[number]:
+    for part in source.segments[number]:
         file, is_open = source.files[part.file], False
         try:
-            for piece in read_part(file, part, source.column):
-                is_open = not piece.ends_document
-                yield piece
+            for chunk in read_part(file, part, source.column):
+                is_open = not chunk.ends_document
+                yield chunk
         except BrokenFileError as error:
             broken[file.name] = str(error)
             if is_open:
-                yield Piece("", True)
+                yield TextChunk("", True)
 
 
 def _is_intact(folder: Path) -> bool:
@@ -253,17 +255,17 @@ def _is_intact(folder: Path) -> bool:
     return False
 
 
-def _batches(texts: Iterator[Piece], can_cut: bool) -> Iterator[list[Piece]]:
-    """Yield pieces in lists of about BATCH characters; with ``can_cut`` false, pieces of a document are joined."""
-    batch, size, held = list[Piece](), 0, list[str]()
-    for piece in texts:
-        size += len(piece.text)
+def _batches(texts: Iterator[TextChunk], can_cut: bool) -> Iterator[list[TextChunk]]:
+    """Yield chunks in lists of about BATCH characters; with ``can_cut`` false, chunks of a document are joined."""
+    batch, size, held = list[TextChunk](), 0, list[str]()
+    for chunk in texts:
+        size += len(chunk.text)
         if not can_cut:
-            held.append(piece.text)
-            if not piece.ends_document:
+            held.append(chunk.text)
+            if not chunk.ends_document:
                 continue
-            piece, held = Piece("".join(held), True), []
-        batch.append(piece)
+            chunk, held = TextChunk("".join(held), True), []
+        batch.append(chunk)
         if size >= BATCH:
             yield batch
             batch, size = [], 0

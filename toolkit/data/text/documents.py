@@ -18,7 +18,7 @@ from toolkit.data.tokenizer import Tokenizer, is_parallel, one_thread_per_call
 from toolkit.errors import UserError
 
 _READ_SIZE = 1 << 20
-PIECE = 1 << 18  # characters of a document tokenized at once
+CHUNK_CHARS = 1 << 18  # characters of a document tokenized at once
 BATCH = 1 << 18  # characters tokenized by a thread at once
 
 
@@ -28,7 +28,7 @@ class Document:
 
     Args:
         sha256: Hex digest of the file contents.
-        size: Bytes of text, as :func:`pieces` reads it.
+        size: Bytes of text, as :func:`chunks` reads it.
         crlf: Number of \r\n line endings, read as \n.
         has_bom: Whether the file starts with a byte order mark, which is dropped from the text.
     """
@@ -41,14 +41,14 @@ class Document:
     has_bom: bool
 
 
-class Piece(NamedTuple):
+class TextChunk(NamedTuple):
     """A part of a document, or all of it."""
 
     text: str
     ends_document: bool
 
 
-Tokenized = tuple[list[Piece], np.ndarray]
+Tokenized = tuple[list[TextChunk], np.ndarray]
 
 
 def fingerprint(paths: list[Path], option: str) -> list[Document]:
@@ -88,8 +88,8 @@ def describe_changes(documents: list[Document]) -> str | None:
     return ", ".join(parts) or None
 
 
-def pieces(document: Document, size: int | None = PIECE) -> Iterator[Piece]:
-    r"""Read a document in pieces of about ``size`` characters; None reads it in one piece.
+def text_chunks(document: Document, size: int | None = CHUNK_CHARS) -> Iterator[TextChunk]:
+    r"""Read a document in chunks of about ``size`` characters; None reads it in one chunk.
 
     \r\n line endings become \n, and a leading byte order mark is dropped.
 
@@ -108,8 +108,8 @@ def pieces(document: Document, size: int | None = PIECE) -> Iterator[Piece]:
         raise UserError(f"{document.option}: {document.path} cannot be read: {error.strerror}") from error
 
 
-def cut_text(file: IO[str], size: int | None) -> Iterator[Piece]:
-    r"""Read one document in pieces of about ``size`` characters; None reads it in one piece.
+def cut_text(file: IO[str], size: int | None) -> Iterator[TextChunk]:
+    r"""Read one document in chunks of about ``size`` characters; None reads it in one chunk.
 
     \r\n line endings become \n.
     Cuts fall only between a line that ends in a visible character and one that starts with a letter: tokenizers with
@@ -121,9 +121,9 @@ def cut_text(file: IO[str], size: int | None) -> Iterator[Piece]:
         carry = "\r" if block.endswith("\r") else ""  # its \n may be in the next block
         rest += block[: len(block) - len(carry)].replace("\r\n", "\n")
         if size and (cut := _last_line_end(rest, len(rest) - size)):
-            yield Piece(rest[:cut], False)
+            yield TextChunk(rest[:cut], False)
             rest = rest[cut:]
-    yield Piece(rest + carry, True)
+    yield TextChunk(rest + carry, True)
 
 
 def _last_line_end(text: str, start: int) -> int:
@@ -135,23 +135,23 @@ def _last_line_end(text: str, start: int) -> int:
     return 0
 
 
-def batches(documents: list[Document], cut: bool, limit: int | None = None) -> Iterator[list[Piece]]:
-    """Yield pieces of all documents in lists of about BATCH characters.
+def batches(documents: list[Document], cut: bool, limit: int | None = None) -> Iterator[list[TextChunk]]:
+    """Yield chunks of all documents in lists of about BATCH characters.
 
     Args:
-        cut: Whether to cut documents into pieces; otherwise each is one piece.
+        cut: Whether to cut documents into chunks; otherwise each is one chunk.
         limit: Bytes of text to read; None reads all.
     """
     batch, size = [], 0
     for document in documents:
-        for piece in pieces(document, PIECE if cut else None):
+        for chunk in text_chunks(document, CHUNK_CHARS if cut else None):
             if limit is not None:
-                text = piece.text.encode()
+                text = chunk.text.encode()
                 if len(text) > limit:
-                    piece = Piece(text[:limit].decode(errors="ignore"), False)
+                    chunk = TextChunk(text[:limit].decode(errors="ignore"), False)
                 limit -= min(len(text), limit)
-            batch.append(piece)
-            size += len(piece.text)
+            batch.append(chunk)
+            size += len(chunk.text)
             if limit == 0:
                 yield batch
                 return
@@ -165,14 +165,14 @@ def batches(documents: list[Document], cut: bool, limit: int | None = None) -> I
 def sample(documents: list[Document], limit: int) -> Iterator[str]:
     """Yield the first ``limit`` characters of the documents."""
     for document in documents:
-        for piece in pieces(document):
+        for chunk in text_chunks(document):
             if limit <= 0:
                 return
-            yield piece.text[:limit]
-            limit -= len(piece.text)
+            yield chunk.text[:limit]
+            limit -= len(chunk.text)
 
 
-def tokenize(batches: Iterable[list[Piece]], tokenizer: Tokenizer) -> Iterator[Tokenized]:
+def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer) -> Iterator[Tokenized]:
     """Yield each batch with its token ids, (n,) int64, an eos token after each complete document.
 
     Batches are tokenized in threads of our own, if the tokenizers library may use all cores: batches are read,
@@ -181,12 +181,12 @@ def tokenize(batches: Iterable[list[Piece]], tokenizer: Tokenizer) -> Iterator[T
     assert tokenizer.eos_id is not None  # checked by the callers
     end = [tokenizer.eos_id]
 
-    def encode(pieces: list[Piece]) -> Tokenized:
+    def encode(chunks: list[TextChunk]) -> Tokenized:
         ids: list[int] = []
-        encoded = tokenizer.encode_batch([piece.text for piece in pieces], bos=False)
-        for piece, part in zip(pieces, encoded, strict=True):
-            ids += part + end if piece.ends_document else part
-        return pieces, np.asarray(ids, np.int64)
+        encoded = tokenizer.encode_batch([chunk.text for chunk in chunks], bos=False)
+        for chunk, part in zip(chunks, encoded, strict=True):
+            ids += part + end if chunk.ends_document else part
+        return chunks, np.asarray(ids, np.int64)
 
     if not is_parallel():
         yield from map(encode, batches)

@@ -200,7 +200,7 @@ def _train_tokenizer(
     train, val = texts
     if sources.vocab_size == "characters":
         # Of the held-out text, too: the model could not read others.
-        everything = (piece.text for document in train + (val or []) for piece in documents.pieces(document))
+        everything = (chunk.text for document in train + (val or []) for chunk in documents.text_chunks(document))
         tokenizer = collect_characters(everything)
         report(f"Data: the text has {tokenizer.vocab_size - 2:,} different characters, each one token")
         return tokenizer
@@ -219,9 +219,9 @@ def _write_tokens(
 ) -> None:
     """Write the tokens of documents, or of their first ``limit`` bytes, an eos token after each complete one."""
     total, done, last_line = limit or sum(d.size for d in texts), 0, time.perf_counter()
-    for pieces, ids in documents.tokenize(documents.batches(texts, tokenizer.splits_at_newlines(), limit), tokenizer):
+    for chunks, ids in documents.tokenize(documents.batches(texts, tokenizer.splits_at_newlines(), limit), tokenizer):
         writer.add(ids)
-        done += sum(len(piece.text) for piece in pieces)
+        done += sum(len(chunk.text) for chunk in chunks)
         if time.perf_counter() - last_line > HEARTBEAT:
             report(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
             last_line = time.perf_counter()

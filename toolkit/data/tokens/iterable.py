@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
 _INTERVAL, _KEPT = 100, 1000
-"""Rows between the places from which a resumed run may go on, and how many of these places are remembered: more rows
-than a run reads ahead."""
+"""Rows between resume points, and the number of resume points kept: together more rows than a run prefetches."""
 
 
 class IterableData(PythonData):
@@ -69,7 +68,7 @@ class IterableRows:
 
     ``first``: The first rows; what ``rows[p]`` returns before :meth:`order` was called.
     ``key``: Their hash, the same whenever the run is resumed.
-    ``note``: How a resumed run finds its place, for the log; "" where there is nothing to say.
+    ``note``: How a resumed run reached its position, for the log, or "".
     """
 
     kind = "iterable"
@@ -87,7 +86,7 @@ class IterableRows:
         if items is source:
             self._one_shot = chain(first, items)
         self._is_open = False
-        self.first = [self._to_row(item, place) for place, item in enumerate(first)]
+        self.first = [self._to_row(item, position) for position, item in enumerate(first)]
         require_shifted(self.first, "dataset")
         self.key = hash_rows(self.first)
         self.is_ragged = len({len(row["input_ids"]) for row in self.first}) > 1
@@ -96,13 +95,13 @@ class IterableRows:
     # ---- position to row
 
     def order(self, seed: int, state: dict[str, Any]) -> IterableRows:
-        """Go to the beginning, or to a place of which :meth:`state` was saved; the order is the iterable's own."""
+        """Seek to the beginning, or to the resume point in ``state``; the order is the iterable's own."""
         self._is_open, self.note = True, ""
         self._items: Iterator[Any] | None = None
         self._epoch, self._epoch_start = state.get("epoch", 0), state.get("epoch_start", 0)
         self._next = self._epoch_start
-        self._places: list[dict[str, Any]] = []
-        self._expected = {place: hash_rows([row]) for place, row in enumerate(self.first)}
+        self._resume_points: list[dict[str, Any]] = []
+        self._expected = {position: hash_rows([row]) for position, row in enumerate(self.first)}
         if state:
             self._expected[state["place"]] = state["hash"]
             if self._load(state):
@@ -119,9 +118,10 @@ class IterableRows:
         return positions.astype(np.int64)
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the last place at or before ``position`` from which a run may go on, {} for the beginning."""
-        place = next((place for place in self._places[::-1] if place["place"] <= position), {})
-        return place | {"position": position} if place else {}
+        """Return the last resume point at or before ``position``; {} for the beginning."""
+        points = (point for point in self._resume_points[::-1] if point["place"] <= position)
+        point = next(points, {})
+        return point | {"position": position} if point else {}
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         if not self._is_open:
@@ -132,23 +132,23 @@ class IterableRows:
         return self._to_row(self._advance(), position)
 
     def _advance(self) -> Any:
-        """Return the next item, and remember its place from time to time."""
-        place, epoch = self._next, self._epoch
-        is_due = not self._places or place - self._places[-1]["place"] >= _INTERVAL
+        """Return the next item; record a resume point every ``_INTERVAL`` rows."""
+        position, epoch = self._next, self._epoch
+        is_due = not self._resume_points or position - self._resume_points[-1]["place"] >= _INTERVAL
         before = self._source_state() if is_due else None
         item = self._next_item()
         self._next += 1
-        found = hash_rows([self._to_row(item, place)]) if is_due or place in self._expected else ""
-        if self._expected.get(place, found) != found:
+        digest = hash_rows([self._to_row(item, position)]) if is_due or position in self._expected else ""
+        if self._expected.get(position, digest) != digest:
             raise DataError(
-                f"dataset: item {place:,} is not what it was before; {type(self._source).__name__} must yield the same "
-                "rows on every rank (toolkit splits them) and whenever it is iterated; shuffle by a seed and "
+                f"dataset: item {position:,} changed between reads; {type(self._source).__name__} must yield the same "
+                "rows on every rank (toolkit splits them) and in every iteration; seed the shuffle, use "
                 "set_epoch(epoch)"
             )
         if is_due and epoch == self._epoch:  # else the state is that of the epoch before
-            here = {"epoch": epoch, "epoch_start": self._epoch_start, "place": place, "hash": found}
-            self._places.append(here if before is None else here | {"state": before})
-            del self._places[:-_KEPT]
+            point = {"epoch": epoch, "epoch_start": self._epoch_start, "place": position, "hash": digest}
+            self._resume_points.append(point if before is None else point | {"state": before})
+            del self._resume_points[:-_KEPT]
         return item
 
     def _next_item(self) -> Any:
@@ -194,15 +194,15 @@ class IterableRows:
         items = iter(self._source)
         for item in items:
             if hash_rows([self._to_row(item, state["place"])]) == state["hash"]:
-                self._items, self._next, self._places = chain([item], items), state["place"], [state]
+                self._items, self._next, self._resume_points = chain([item], items), state["place"], [state]
                 return True
             break
         self.note = f"load_state_dict() of {name} did not restore its next row"
         return False
 
-    def _to_row(self, item: Any, place: int) -> dict[str, Tensor]:
+    def _to_row(self, item: Any, position: int) -> dict[str, Tensor]:
         try:
-            return read_row(item, f"item {place} of dataset", self._max_length)
+            return read_row(item, f"item {position} of dataset", self._max_length)
         except UserError as error:
             raise DataError(str(error)) if self._is_open else error from None
 

@@ -1,6 +1,6 @@
-"""The process that tokenizes units ahead of those that read them: ``python -m toolkit.data.streamed.preparer``.
+"""A process that tokenizes segments ahead of their readers: ``python -m toolkit.data.streamed.tokenize_worker``.
 
-It runs at low priority, and ends with the process that started it, whose pipe is its standard input.
+It runs at low priority and ends with its parent process, whose pipe is its standard input.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from toolkit.data.streamed.reader import Wanted, error_file, read_wanted, used_b
 from toolkit.data.streamed.stream import Stream
 from toolkit.io.storage import StorageError
 
-_POLL = 0.1  # seconds between looks at what is wanted
-_MARGIN = 1.2  # of the estimated size of a unit
-_RETRY = 30.0  # seconds before another attempt at a unit whose storage failed
+_POLL = 0.1  # seconds between checks of the requests
+_MARGIN = 1.2  # of the estimated size of a segment
+_RETRY = 30.0  # seconds before another attempt at a segment whose storage failed
 
 
 def main(folder: Path, max_bytes: int) -> None:
@@ -30,7 +30,7 @@ def main(folder: Path, max_bytes: int) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # other cores train, or prepare other units
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # other cores train, or prepare other segments
     if hasattr(os, "nice"):
         os.nice(10)
     _serve(Stream.load(folder), max_bytes)
@@ -42,7 +42,7 @@ def _exit_with_parent() -> None:
 
 
 def _serve(stream: Stream, max_bytes: int) -> None:
-    failed: dict[int, float] = {}  # units whose storage failed: when
+    failed: dict[int, float] = {}  # segments whose storage failed: when
     while True:
         wanted = read_wanted(stream.folder)
         for number in _missing(stream, wanted):
@@ -62,7 +62,7 @@ def _serve(stream: Stream, max_bytes: int) -> None:
 
 
 def _missing(stream: Stream, wanted: list[Wanted]) -> Iterator[int]:
-    """Yield the units to prepare: what processes wait for first, then what they need next, in turns."""
+    """Yield the segments to prepare: what processes wait for first, then what they need next, in turns."""
     queues = [w.ahead for w in sorted(wanted, key=lambda w: not w.is_waiting)]
     seen = set()
     for number in (n for turn in zip_longest(*queues) for n in turn if n is not None):
@@ -76,28 +76,28 @@ def _is_awaited(number: int, wanted: list[Wanted]) -> bool:
 
 
 def make_room(stream: Stream, wanted: list[Wanted], number: int, max_bytes: int) -> bool:
-    """Evict units until another fits into the budget, and return whether it does.
+    """Evict segments until another fits into the budget, and return whether it does.
 
-    Units that nobody wants go first, the oldest of them first. For a unit that a process waits for, those that others
-    will need later go, too; what they may be reading stays.
+    Unused segments go first, oldest first. If a process waits for the new segment, segments needed later go, too.
+    Segments that may be in use stay.
     """
     sizes = {}  # time of publication, and bytes
     for path in (stream.folder / "units").iterdir():
-        with suppress(FileNotFoundError):  # another preparer evicts it
+        with suppress(FileNotFoundError):  # another tokenize worker evicts it
             if path.name.isdigit():
                 sizes[int(path.name)] = path.stat().st_mtime, _size(path)
     text_bytes = stream.source.text_bytes
-    ratio = max((size / max(1, text_bytes(unit)) for unit, (_, size) in sizes.items()), default=1.0)
+    ratio = max((size / max(1, text_bytes(segment)) for segment, (_, size) in sizes.items()), default=1.0)
     excess = used_bytes(stream.folder) + int(_MARGIN * ratio * text_bytes(number)) - max_bytes
     kept = {n for w in wanted for n in w.keep}
     later = {n for w in wanted for n in w.ahead} - kept
     is_awaited = _is_awaited(number, wanted)
-    for unit in sorted(sizes, key=lambda n: (n in later, sizes[n][0])):
+    for segment in sorted(sizes, key=lambda n: (n in later, sizes[n][0])):
         if excess <= 0:
             return True
-        if unit not in kept and (unit not in later or is_awaited):
-            stream.evict(unit)
-            excess -= sizes[unit][1]
+        if segment not in kept and (segment not in later or is_awaited):
+            stream.evict(segment)
+            excess -= sizes[segment][1]
     return excess <= 0 or is_awaited
 
 

@@ -1,6 +1,6 @@
-"""Units: the list of files, cut into pieces of about UNIT_BYTES that are tokenized and shuffled one by one.
+"""Segments: parts of the input files, about SEGMENT_BYTES each, that are tokenized and shuffled one by one.
 
-The cut depends on names and sizes only, so that nothing is read to know the units of a terabyte.
+Segments depend on file names and sizes only; planning them reads no file.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from toolkit.data.streamed.files import RetryingFile, SourceFile
-from toolkit.data.text.documents import PIECE, Piece, cut_text
+from toolkit.data.text.documents import CHUNK_CHARS, TextChunk, cut_text
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.safe_parse import MAX_ROW
 from toolkit.io.storage import StorageError
 
-UNIT_BYTES = 32 << 20
+SEGMENT_BYTES = 32 << 20
 _BUFFER = 4 << 20  # bytes per read
 _PARQUET_ROWS = 256  # per batch
 
@@ -40,30 +40,30 @@ class ColumnError(BrokenFileError):
     """A file has no such text column."""
 
 
-def plan_units(files: Sequence[SourceFile], unit_bytes: int) -> list[tuple[Part, ...]]:
-    """Return the parts of each unit, in the order of the files.
+def plan_segments(files: Sequence[SourceFile], segment_bytes: int) -> list[tuple[Part, ...]]:
+    """Return the parts of each segment, in the order of the files.
 
-    A Parquet or uncompressed JSONL file of s bytes is cut into ceil(s / unit_bytes) units. Others cannot be read from
-    the middle. Consecutive files smaller than a unit are grouped.
+    A Parquet or uncompressed JSONL file of s bytes is cut into ceil(s / segment_bytes) segments. Other files cannot be
+    read from the middle. Consecutive files smaller than a segment are grouped.
     """
-    units: list[tuple[Part, ...]] = []
+    segments: list[tuple[Part, ...]] = []
     group: list[Part] = []
     grouped = 0
     for number, file in enumerate(files):
         can_cut = file.kind != "text" and not file.compression
-        count = -(-file.size // unit_bytes) if can_cut else 1
-        if group and grouped + file.size > unit_bytes:
-            units.append(tuple(group))
+        count = -(-file.size // segment_bytes) if can_cut else 1
+        if group and grouped + file.size > segment_bytes:
+            segments.append(tuple(group))
             group, grouped = [], 0
         if count > 1:
-            units += [(Part(number, index, count),) for index in range(count)]
+            segments += [(Part(number, index, count),) for index in range(count)]
         else:
             group.append(Part(number, 0, 1))
             grouped += file.size
-    return [*units, tuple(group)] if group else units
+    return [*segments, tuple(group)] if group else segments
 
 
-def read_part(file: SourceFile, part: Part, column: str) -> Iterator[Piece]:
+def read_part(file: SourceFile, part: Part, column: str) -> Iterator[TextChunk]:
     """Yield the documents of a part of a file, those without text left out.
 
     Raises:
@@ -98,7 +98,7 @@ def _storage_error(error: BaseException | None) -> StorageError | None:
     return error
 
 
-def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[Piece]:
+def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[TextChunk]:
     pyarrow = import_pyarrow()
     from pyarrow import parquet, types
 
@@ -119,10 +119,10 @@ def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[Piece]:
             for text in filter(None, batch.column(0).to_pylist()):
                 if len(text) > MAX_ROW:
                     raise BrokenFileError(f"column {column!r} has more than {MAX_ROW:,} characters in a row, the most")
-                yield Piece(text, True)
+                yield TextChunk(text, True)
 
 
-def _json_lines(raw: RetryingFile, file: SourceFile, part: Part, column: str) -> Iterator[Piece]:
+def _json_lines(raw: RetryingFile, file: SourceFile, part: Part, column: str) -> Iterator[TextChunk]:
     start, stop = file.size * part.number // part.total, file.size * (part.number + 1) // part.total
     stream = _decompressed(raw, file)
     if start:  # a line belongs to the part in which it starts
@@ -135,7 +135,7 @@ def _json_lines(raw: RetryingFile, file: SourceFile, part: Part, column: str) ->
             raise BrokenFileError(f"byte {start:,}: begins a line of more than {MAX_ROW:,} bytes, the most of a row")
         content = line.removeprefix(BOM_UTF8).strip()
         if content and (text := _text_of(content, column, start)):
-            yield Piece(text, True)
+            yield TextChunk(text, True)
         start += len(line)
 
 
@@ -156,9 +156,9 @@ def _text_of(line: bytes, column: str, start: int) -> str | None:
     return text
 
 
-def _text(stream: IO[bytes]) -> Iterator[Piece]:
+def _text(stream: IO[bytes]) -> Iterator[TextChunk]:
     with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
-        yield from cut_text(file, PIECE)
+        yield from cut_text(file, CHUNK_CHARS)
 
 
 def _decompressed(raw: RetryingFile, file: SourceFile) -> IO[bytes]:

@@ -1,0 +1,11 @@
+"""The toolkit command with small segments of streamed text: ``python small_segments.py COMMAND ...``."""
+
+import sys
+
+from toolkit.cli import main
+from toolkit.data.streamed import segments
+
+segments.SEGMENT_BYTES = 4000
+
+if __name__ == "__main__":
+    sys.exit(main())
