@@ -119,21 +119,6 @@ def test_s2_rows_and_keys_equal_those_of_earlier_versions(tmp_path):
     assert digest.hexdigest() == "654a8d191c2422150ddbd91d974bf065aa3d9af8ac063f2a541a804785b441f4"
 
 
-def test_data_of_an_earlier_version_is_prepared_anew_and_that_is_said(prepare, text, tmp_path):
-    from toolkit.data.text import prepare as module
-
-    prepare()
-    (folder,) = (tmp_path / "cache").iterdir()
-    found = documents.fingerprint(sorted(text.iterdir()), "x")
-    sources = module.TextSources("text_files", [], None, "", "", 0.05, 300, None)
-    inputs = module._key_inputs(sources, found, None, None)
-    assert folder.name == f"text_files-{cache.hash_inputs(inputs)[:16]}"
-    former = folder.with_name(f"text_files-{cache.hash_inputs(inputs | {'code': 2, 'block_size': T + 1})[:16]}")
-    folder.rename(former)
-    log = prepare()[1]
-    assert f"preparing {folder} (not prepared yet; {former.name} is of an earlier version and can be deleted)" in log
-
-
 def test_s5_code_version_is_part_of_the_key(prepare, monkeypatch):
     prepare()
     monkeypatch.setattr("toolkit.data.text.prepare.CODE_VERSION", 10**6)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 DEFAULT_VAL_FRACTION = 0.05  # share of the tokens to hold out
 
+Report = Callable[[str], None]
+"""Receives progress lines: cache hit or miss, sizes, seconds."""
+
 # The tokenizer to train: the size of a byte-level BPE, or one token per character.
 Vocabulary = int | Literal["characters"]
 
@@ -141,9 +144,7 @@ class DataModule(ABC):
         return None
 
     @abstractmethod
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """Return rows of ``max_seq_length`` input tokens, from the cache if they are there.
 
         Args:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from toolkit.data.base import Report
 from toolkit.errors import DataError, UserError
 from toolkit.io.checksums import Checksum, check_entries, checksum_files, find_damage
 from toolkit.io.locks import lock
@@ -81,9 +82,7 @@ def load_or_prepare(
     what: str,
     read: Callable[[], T],
     make: Callable[[Path], None],
-    report: Callable[[str], None],
-    *,
-    former: Path | None = None,
+    report: Report,
 ) -> tuple[T, bool]:
     """Return what ``read`` returns of a prepared folder, and whether it was in the cache.
 
@@ -93,14 +92,11 @@ def load_or_prepare(
         read: Reads ``folder``; raises one of DAMAGE_ERRORS if it is damaged.
         make: Fills the folder that it is given.
         report: Receives progress lines.
-        former: Where an earlier version of this package put the same data, in a format that is not read any more.
     """
     try:
         found, reason = find_prepared(folder, read, report)
         if found is not None:
             return found, True
-        if former is not None and former.exists():
-            reason += f"; {former.name} is of an earlier version and can be deleted"
         report(f"Data: preparing {folder} ({reason}): {what}")
         clean_up(folder.parent)
         with staging_folder(folder) as temporary:
@@ -111,7 +107,7 @@ def load_or_prepare(
         raise UserError(f"--data.cache_dir {folder.parent}: cannot be used: {error.strerror or error}") from error
 
 
-def find_prepared(folder: Path, read: Callable[[], T], report: Callable[[str], None]) -> tuple[T | None, str]:
+def find_prepared(folder: Path, read: Callable[[], T], report: Report) -> tuple[T | None, str]:
     """Verify a prepared folder and return ``read()``, or None and the reason for the cache miss."""
     if not folder.exists():
         return None, "not prepared yet"
@@ -158,7 +154,7 @@ def require_intact(folder: Path, checksums: Mapping[str, Checksum]) -> None:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))
 
 
-def verify(folder: Path, report: Callable[[str], None]) -> None:
+def verify(folder: Path, report: Report) -> None:
     """Compare the files of ``folder`` with their checksums, once per user and machine.
 
     Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files. Of more than 4 GiB,

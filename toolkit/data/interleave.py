@@ -1,8 +1,8 @@
 """The rows of several datasets as one stream in fixed shares, see :class:`toolkit.data.Mixture`.
 
 The sources take turns in a pattern of ``PERIOD`` rows that repeats: source i has ``slots[i]`` of them, evenly spread.
-Each source's rows come in the order that they have alone. So a position of the stream gives the source and the position
-in it without a look at what came before, and the shares hold at any point of a run, not only at its end.
+Each source keeps the row order that it has without the mixture. A position of the stream maps directly to a source and
+a position in it, and the shares hold at any point of a run, not only at its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, UserError
 
 PERIOD = 100_000  # rows
-ID_BITS = 55  # of a source's own row ids, where they may be any number: 2**23 files of 2**32 rows
+ID_BITS = 55  # row ids of a source with arbitrary ids: 2**23 files of 2**32 rows
 MAX_SOURCES = 1 << (63 - ID_BITS)
 
 
@@ -29,7 +29,7 @@ class SourceRows:
     """The training rows of one source.
 
     Args:
-        name: Of the source.
+        name: Name of the source.
         rows: The dataset.
         weight: Its share of the tokens, 0 to 1.
         max_epochs: How often a run may read it; None: as often as it takes.
@@ -49,9 +49,9 @@ def interleave(counts: Sequence[int]) -> np.ndarray:
     Slot j of source i is at (j + 0.5) / counts[i] of the length. In any prefix the share of a source is exact to
     about a row per two sources.
     """
-    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
+    positions = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
     sources = np.repeat(np.arange(len(counts)), counts)
-    return sources[np.argsort(places, kind="stable")]
+    return sources[np.argsort(positions, kind="stable")]
 
 
 def ranks_within(sources: np.ndarray, n_sources: int) -> np.ndarray:
@@ -112,8 +112,8 @@ class ConcatenatedRows:
         if not (self.is_ragged and self.is_dense):
             return None
         fixed = (np.full(len(rows), round(mean_length(rows))) for rows in self.datasets)
-        found = (row_lengths(rows) for rows in self.datasets)
-        return np.concatenate([same if own is None else own for own, same in zip(found, fixed, strict=True)])
+        lengths = (row_lengths(rows) for rows in self.datasets)
+        return np.concatenate([same if each is None else each for each, same in zip(lengths, fixed, strict=True)])
 
 
 class CountedRows(ConcatenatedRows):
@@ -138,7 +138,7 @@ class MixtureRows(ConcatenatedRows):
 
     @property
     def preview(self) -> CountedRows:
-        """Rows to look at before a run."""
+        """Sample rows of all sources, for inspect_data."""
         return CountedRows([getattr(rows, "preview", rows) for rows in self.datasets])
 
     def order(self, seed: int, state: dict[str, Any]) -> MixtureOrder:
@@ -147,7 +147,7 @@ class MixtureRows(ConcatenatedRows):
         if state and state["weights"] != weights and not self.change_weights:
             raise UserError(
                 f"--data.sources: weights are {describe_weights(weights)}, but {describe_weights(state['weights'])} "
-                "in the checkpoint; give those, or --data.change_weights true to go on with the new ones"
+                "in the checkpoint; restore those, or set --data.change_weights true to continue with the new ones"
             )
         return MixtureOrder(self.sources, self.first_ids, seed, state)
 
@@ -172,21 +172,21 @@ class MixtureOrder:
 
     Args:
         first_ids: The index of each source's first row, (n_sources,).
-        seed: Each source has a seed of its own, from this and its name.
-        state: Of the checkpoint; {} at the start of a run.
+        seed: Seed of the run; each source derives its seed from this and its name.
+        state: State from the checkpoint; {} at the start of a run.
     """
 
     def __init__(self, sources: Sequence[SourceRows], first_ids: np.ndarray, seed: int, state: dict[str, Any]) -> None:
         self.sources, self.first_ids = sources, first_ids
         self.weights = {source.name: source.weight for source in sources}
         start = {name: {"position": 0, "order": {}} for name in self.weights}
-        of_source: dict[str, Any] = state["sources"] if state else start
+        source_states: dict[str, Any] = state["sources"] if state else start
         self.orders = [
-            sample_order(source.rows, _source_seed(seed, source.name), of_source[source.name]["order"])
+            sample_order(source.rows, _source_seed(seed, source.name), source_states[source.name]["order"])
             for source in sources
         ]
-        # where these weights began to count, and each source's own position there
-        began = {name: saved["position"] for name, saved in of_source.items()}
+        # Each source's position where the current weights took effect.
+        began = {name: saved["position"] for name, saved in source_states.items()}
         if state and state["weights"] == self.weights:
             began = state["began"]
         self._base = np.array([began[name] for name in self.weights], dtype=np.int64)
@@ -201,13 +201,13 @@ class MixtureOrder:
         """See :meth:`SampleOrder.ids`."""
         periods, slot = np.divmod(np.asarray(positions, dtype=np.int64) - self.began, PERIOD)
         source_of = self._pattern[slot]
-        own = self._base[source_of] + periods * self.slots[source_of] + self._ranks[slot]
-        found = np.empty_like(own)
+        positions = self._base[source_of] + periods * self.slots[source_of] + self._ranks[slot]  # in each source
+        row_ids = np.empty_like(positions)
         for i in np.unique(source_of):
             in_source = source_of == i
-            self._require_rows(self.sources[i], own[in_source])
-            found[in_source] = self.first_ids[i] + self.orders[i].ids(own[in_source])
-        return found
+            self._require_rows(self.sources[i], positions[in_source])
+            row_ids[in_source] = self.first_ids[i] + self.orders[i].ids(positions[in_source])
+        return row_ids
 
     def _require_rows(self, source: SourceRows, positions: np.ndarray) -> None:
         count = row_count(source.rows)
@@ -220,12 +220,12 @@ class MixtureOrder:
     def state(self, position: int) -> dict[str, Any]:
         """See :meth:`SampleOrder.state`."""
         counts = self.counts(position).tolist()
-        of_source = {
+        source_states = {
             name: {"position": count, "order": order.state(count)}
             for name, count, order in zip(self.weights, counts, self.orders, strict=True)
         }
         began = dict(zip(self.weights, self._base.tolist(), strict=True))
-        return {"weights": self.weights, "began": began, "sources": of_source}
+        return {"weights": self.weights, "began": began, "sources": source_states}
 
     def counts(self, position: int) -> np.ndarray:
         """Return the rows of each source before ``position``, since the start of the run, (n_sources,) int64."""

@@ -6,12 +6,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.command import CommandOptions, Given, class_path
-from toolkit.data.base import DataModule, PreparedData, is_ragged, mean_length, require, row_count, row_lengths
+from toolkit.data.base import DataModule, PreparedData, Report, is_ragged, mean_length, require, row_count, row_lengths
 from toolkit.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -76,48 +76,48 @@ class Mixture(DataModule):
 
     @property
     def vocab_size(self) -> Any:
-        """That of the first source, which may train the tokenizer."""
+        """Vocabulary size of the first source, which may train the tokenizer."""
         return getattr(next(iter(self.modules.values())), "vocab_size", None)
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`.
 
-        Without a tokenizer, the first source that trains one does so for all; then none may be of tokens already.
+        Without a tokenizer, the first source that trains one trains it for all; no source may then be pre-tokenized.
         """
         from toolkit.data.interleave import SourceRows, mixture_rows
 
-        found: dict[str, PreparedData] = {}
+        parts: dict[str, PreparedData] = {}
         trained = ""  # the source that has trained the tokenizer
         for name, source in self._modules.items():
-            found[name] = _prepare_source(name, source, tokenizer, max_seq_length, report)
-            own = found[name].tokenizer
-            if tokenizer is None and own is not None:
-                tokenizer, trained = own, name
+            parts[name] = _prepare_source(name, source, tokenizer, max_seq_length, report)
+            source_tokenizer = parts[name].tokenizer
+            if source_tokenizer is None:
+                continue
+            if tokenizer is None:
+                tokenizer, trained = source_tokenizer, name
                 report(f"Data: all sources use the tokenizer of {name}")
-            elif tokenizer is not None and own is not None and own.fingerprint != tokenizer.fingerprint:
+            elif source_tokenizer.fingerprint != tokenizer.fingerprint:
                 raise UserError(
-                    f"--data.sources.{name}: its tokenizer differs from {tokenizer.name}; leave the source out, or "
-                    "prepare its data with that one"
+                    f"--data.sources.{name}: its tokenizer differs from {tokenizer.name}; remove the source, or "
+                    "prepare its data with that tokenizer"
                 )
-        if trained and (names := [name for name, prepared in found.items() if prepared.vocab_size is not None]):
+        if trained and (names := [name for name, part in parts.items() if part.vocab_size is not None]):
             raise UserError(
-                f"--data.sources.{names[0]}: its tokens are not of the tokenizer that {trained} has trained; "
-                "give theirs with --tokenizer_dir, for all sources"
+                f"--data.sources.{names[0]}: was tokenized with a different tokenizer than the one trained on "
+                f"{trained}; pass one --tokenizer_dir for all sources"
             )
-        # a source may have replaced an option by what it has found, such as a branch by its commit
+        # A source may have resolved an option, such as a branch to its commit.
         self.sources = {name: _plain(source) for name, source in self._modules.items()}
         rows = [
-            SourceRows(name, found[name].train, source.weight, source.max_epochs, mean_length(found[name].train))
+            SourceRows(name, parts[name].train, source.weight, source.max_epochs, mean_length(parts[name].train))
             for name, source in self._modules.items()
         ]
         train = mixture_rows(rows, self.change_weights)
-        return _join(found, train, tokenizer, report)
+        return _join(parts, train, tokenizer, report)
 
 
 def _read_source(name: Any, entry: Any) -> MixtureSource:
-    """Return a source from what YAML, flags or Python give."""
+    """Return a source from its entry in YAML, flags or Python."""
     flag = f"--data.sources.{name}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UserError(f"--data.sources {name!r}: a name must consist of letters, digits, _ and -")
@@ -184,7 +184,7 @@ def _plain(source: MixtureSource) -> dict[str, Any]:
 
 
 def _prepare_source(
-    name: str, source: MixtureSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None]
+    name: str, source: MixtureSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
 ) -> PreparedData:
     """Prepare one source, with its name in the messages."""
     from toolkit.data.tokens.rows import check_rows
@@ -213,16 +213,14 @@ def _prepare_source(
     return prepared
 
 
-def _join(
-    found: dict[str, PreparedData], train: Any, tokenizer: Tokenizer | None, report: Callable[[str], None]
-) -> PreparedData:
+def _join(parts: dict[str, PreparedData], train: Any, tokenizer: Tokenizer | None, report: Report) -> PreparedData:
     """Return the data of all sources as one; ``train`` is their :class:`~toolkit.data.interleave.MixtureRows`."""
     from toolkit.data.interleave import CountedRows, describe_weights
 
-    val = {name: rows for name, prepared in found.items() if (rows := prepared.val) is not None and len(rows)}
+    val = {name: rows for name, part in parts.items() if (rows := part.val) is not None and len(rows)}
     # without the weights, which may change
-    key = json.dumps([[name, prepared.content_key] for name, prepared in found.items()])
-    sizes = [prepared.vocab_size for prepared in found.values() if prepared.vocab_size is not None]
+    key = json.dumps([[name, part.content_key] for name, part in parts.items()])
+    sizes = [part.vocab_size for part in parts.values() if part.vocab_size is not None]
     weights = describe_weights({source.name: source.weight for source in train.sources})
     held_out = CountedRows(list(val.values())) if val else None
     summary = f"a mixture of {weights}; {row_count(held_out):,} held-out rows"
@@ -233,6 +231,6 @@ def _join(
         tokenizer=tokenizer,
         content_key=hashlib.sha256(key.encode()).hexdigest(),
         summary=summary,
-        vocab_size=max(sizes) if sizes and (tokenizer is None or len(sizes) == len(found)) else None,
+        vocab_size=max(sizes) if sizes and (tokenizer is None or len(sizes) == len(parts)) else None,
         val_sources=val,
     )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, OnLong, Packing, PreparedData, TrainOn, require
+from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, OnLong, Packing, PreparedData, Report, TrainOn, require
 from toolkit.data.sft.schemas import require_columns
 from toolkit.errors import UserError
 
@@ -66,9 +65,7 @@ class InstructionData(DataModule):
     def find_rows(self) -> tuple[str, Splits]:
         """Return the option that names the rows, such as ``--data.json_path faq.jsonl``, and their sources."""
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`; rows have up to ``max_seq_length`` input tokens."""
         name = type(self).__name__
         if tokenizer is None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import bisect
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.data.base import PreparedData
+from toolkit.data.base import PreparedData, Report
 from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.tokenize import Counts, tokenize_samples
@@ -38,11 +38,10 @@ _ROWS = "rows.npz"
 _CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts")
 
 
-def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedData:
+def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
     """Load the rows of ``config`` from the cache, or prepare them."""
     start = time.perf_counter()
-    inputs = _key_inputs(config)
-    key, former = hash_inputs(inputs), hash_inputs(inputs | {"code": 6})
+    key = hash_inputs(_key_inputs(config))
     folder = choose_cache_dir(config.cache_dir) / f"{config.module}-{key[:16]}"
     (prepared, statistics), is_cached = load_or_prepare(
         folder,
@@ -50,7 +49,6 @@ def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedDat
         lambda: _open(folder, key, config),
         lambda temporary: _make(temporary, key, config, report),
         report,
-        former=folder.with_name(f"{config.module}-{former[:16]}"),
     )
     if is_cached:
         report(f"Data: using cached {folder} ({time.perf_counter() - start:.1f} s)")
@@ -190,7 +188,7 @@ def _content_key(store: TokenStore, arrays: dict[str, np.ndarray]) -> str:
 # ---- writing
 
 
-def _make(folder: Path, key: str, config: SFTConfig, report: Callable[[str], None]) -> None:
+def _make(folder: Path, key: str, config: SFTConfig, report: Report) -> None:
     writer = TokenWriter(folder, token_dtype(config.tokenizer.vocab_size), with_loss_mask=True)
     counts, samples = tokenize_samples(config, writer, report)
     rows = _assign_rows(config, samples, counts)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.data.base import Report
 from toolkit.data.cache import HEARTBEAT
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
@@ -18,7 +19,7 @@ from toolkit.data.sft.schemas import EmptyAnswerError, Record, to_record
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.data.base import OnLong, Packing, TrainOn
+    from toolkit.data.base import OnLong, Packing, Report, TrainOn
     from toolkit.data.tokenizer import Tokenizer
     from toolkit.data.tokens.store import TokenWriter
 
@@ -108,9 +109,7 @@ class Counts:
         return asdict(self) | {"dropped": self.dropped, "longest": longest}
 
 
-def tokenize_samples(
-    config: SFTConfig, writer: TokenWriter, report: Callable[[str], None]
-) -> tuple[Counts, dict[str, np.ndarray]]:
+def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> tuple[Counts, dict[str, np.ndarray]]:
     """Tokenize all rows, with their loss mask, and finish the writer.
 
     Returns:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from toolkit.data.base import DataModule, PreparedData, require
+from toolkit.data.base import DataModule, PreparedData, Report, require
 
 if TYPE_CHECKING:
     from toolkit.data.streamed.files import SourceFile
@@ -85,9 +84,7 @@ class HuggingFaceText(DataModule):
             if value := getattr(self, name):
                 require_no_secret(value, name)
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`. Only the first segment, about 32 MB, is tokenized here."""
         from toolkit.data.streamed.open import TextSource, open_text
 
@@ -108,7 +105,7 @@ class HuggingFaceText(DataModule):
         )
         return open_text(text, tokenizer, max_seq_length, report)
 
-    def _list_files(self, report: Callable[[str], None]) -> tuple[str, list[SourceFile], list[SourceFile] | None]:
+    def _list_files(self, report: Report) -> tuple[str, list[SourceFile], list[SourceFile] | None]:
         """Return the option that names the files, and the files to train and to validate on.
 
         The revision becomes the commit that is read, which is recorded with the run's options.

@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.data.base import PreparedData, TokenDataset
+from toolkit.data.base import PreparedData, Report, TokenDataset
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
 from toolkit.data.streamed import segments
 from toolkit.data.streamed.files import SourceFile, identify
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_workers, used_bytes
-from toolkit.data.streamed.stream import SOURCE, Report, SegmentCounts, Source, Stream, segment_texts
+from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import DataError, UserError
 from toolkit.io.locks import file_lock

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from toolkit.data.base import Report
 from toolkit.data.cache import HEARTBEAT
-from toolkit.data.streamed.stream import Report, SegmentCounts, Stream
+from toolkit.data.streamed.stream import SegmentCounts, Stream
 from toolkit.errors import DataError, one_line
 from toolkit.io.atomic import write_json
 from toolkit.io.locks import file_lock, lock

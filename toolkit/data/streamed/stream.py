@@ -16,12 +16,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.base import Report
 from toolkit.data.cache import (
     DAMAGE_ERRORS,
     HEARTBEAT,
@@ -41,7 +42,6 @@ from toolkit.io.atomic import write_json
 from toolkit.io.locks import file_lock
 from toolkit.io.tempfiles import sweep, temporary_path
 
-Report = Callable[[str], None]
 Copy = tuple[int, int]  # inode and time of a segment's folder, which tell its copies apart
 
 CODE_VERSION = 1  # increment if the same files and options give different tokens

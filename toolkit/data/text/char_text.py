@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from toolkit.data.base import DataModule, PreparedData, require
+from toolkit.data.base import DataModule, PreparedData, Report, require
 from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
@@ -56,9 +56,7 @@ class CharText(DataModule):
         """See :attr:`DataModule.seq_length`."""
         return self.block_size
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`."""
         from toolkit.data.text.prepare import TextSources, prepare_text
 
@@ -84,7 +82,7 @@ class CharText(DataModule):
         return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)
 
 
-def _fetch(url: str, option: str, cache_dir: str | None, report: Callable[[str], None]) -> Path:
+def _fetch(url: str, option: str, cache_dir: str | None, report: Report) -> Path:
     """Return the local copy of a file at any URL that fsspec reads. A copy in the cache is not downloaded again."""
     from toolkit.data.streamed.files import require_no_secret
 

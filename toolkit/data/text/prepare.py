@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.base import PreparedData, Vocabulary
+from toolkit.data.base import PreparedData, Report, Vocabulary
 from toolkit.data.cache import (
     ANNOUNCE_BYTES,
     HEARTBEAT,
@@ -35,7 +34,6 @@ from toolkit.data.tokenizer import Tokenizer, collect_characters, train_bpe
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
 from toolkit.errors import UserError
 
-Report = Callable[[str], None]
 CODE_VERSION = 3  # increment if the same text and options produce different rows
 _BPE_SAMPLE = 8_000_000  # characters for tokenizer training
 
@@ -78,8 +76,7 @@ def prepare_text(
     texts = train + (val or [])
     if changes := documents.describe_changes(texts):
         report(f"Data: {changes}")
-    inputs = _key_inputs(sources, train, val, tokenizer)
-    key, former = hash_inputs(inputs), hash_inputs(inputs | {"code": 2, "block_size": max_seq_length + 1})
+    key = hash_inputs(_key_inputs(sources, train, val, tokenizer))
     folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
     prepared, is_cached = load_or_prepare(
         folder,
@@ -87,7 +84,6 @@ def prepare_text(
         lambda: _open(folder, key, tokenizer, max_seq_length + 1, report),
         lambda temporary: _make(temporary, key, sources, (train, val), tokenizer, report),
         report,
-        former=folder.with_name(f"{sources.module}-{former[:16]}"),
     )
     _require_block(prepared.train, sources.train_option, "training tokens")
     _require_block(prepared.val, sources.val_option, "held-out tokens")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, Vocabulary, require_text_options
+from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, Report, Vocabulary, require_text_options
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,9 +43,7 @@ class PythonStdlib(DataModule):
     def __post_init__(self) -> None:
         require_text_options(self)
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`."""
         from toolkit.data.text.prepare import TextSources, prepare_text
 

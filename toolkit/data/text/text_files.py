@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from toolkit.data.base import (
     DEFAULT_VAL_FRACTION,
     DataModule,
     PreparedData,
+    Report,
     Vocabulary,
     require,
     require_text_options,
@@ -52,9 +52,7 @@ class TextFiles(DataModule):
         require(0 < share <= 1, "text_fraction", share, "must be greater than 0 and at most 1")
         require_text_options(self)
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`."""
         from toolkit.data.text.prepare import TextSources, prepare_text
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import PreparedData
+from toolkit.data.base import PreparedData, Report
 from toolkit.data.tokens.rows import SURVEYED, PythonData, read_row, require_shifted, row_bytes
 from toolkit.errors import UserError
 
@@ -37,9 +37,7 @@ class InMemoryData(PythonData):
             key = hashlib.sha256(f"{key} {self.val.survey()[1]}".encode()).hexdigest()
         self.content_key = key
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`; there is nothing to prepare."""
         held_out = "" if self.val is None else f" and {len(self.val):,} held-out"
         summary = f"{len(self.train):,}{held_out} rows of {self.describe_lengths(max_seq_length)}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from toolkit.data.base import PreparedData
+from toolkit.data.base import PreparedData, Report
 from toolkit.data.tokens.in_memory import InMemoryDataset
 from toolkit.data.tokens.rows import SURVEYED, PythonData, hash_rows, read_row, require_shifted
 from toolkit.errors import DataError, UserError
@@ -48,9 +48,7 @@ class IterableData(PythonData):
         self.lengths = [len(row["input_ids"]) for row in self.train.first]
         self.val_key = "" if self.val is None else self.val.survey()[1]
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`; there is nothing to prepare."""
         held_out = "" if self.val is None else f", {len(self.val):,} held-out rows"
         summary = f"{self.train.kind} of rows of {self.describe_lengths(max_seq_length)}{held_out}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.base import DataModule, PreparedData, require
+from toolkit.data.base import DataModule, PreparedData, Report, require
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,9 +34,7 @@ class LitData(DataModule):
     def __post_init__(self) -> None:
         require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`; nothing is written."""
         folder, block_size = Path(self.data_path).expanduser(), max_seq_length + 1
         train, val, content, largest = self._open(folder, block_size, report)
@@ -54,7 +51,7 @@ class LitData(DataModule):
         return PreparedData(train, val, tokenizer, content_key, summary, largest + 1)
 
     def _open(
-        self, folder: Path, block_size: int, report: Callable[[str], None]
+        self, folder: Path, block_size: int, report: Report
     ) -> tuple[BlockDataset, BlockDataset | None, bytes, int]:
         """Return the training rows, the held-out rows, what the content key depends on, and the largest token."""
         from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, MANIFEST, verify

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import DataModule, PreparedData, require
+from toolkit.data.base import DataModule, PreparedData, Report, require
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -35,9 +34,7 @@ class SyntheticTokens(DataModule):
         for name in ("seed", "num_workers"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
 
-    def prepare(
-        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> PreparedData:
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`; there is nothing to prepare."""
         block_size = max_seq_length + 1
         options = f"synthetic {self.vocab_size} {self.num_rows} {self.seed} {block_size}"
