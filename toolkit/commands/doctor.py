@@ -20,7 +20,7 @@ def setup(
 ) -> None:
     """Print the environment, for bug reports, and check communication and gradients between processes.
 
-    It is launched as a run is: by itself with --devices and --num_nodes, by torchrun, or by SLURM.
+    Launch it like a run: directly with --devices and --num_nodes, with torchrun, or with SLURM.
 
     The exit code is 0 if all checks pass, 1 if a process does not answer (its rank, host and pid are named), and 3 if a
     collective or a gradient is wrong. Warnings do not change it. Tokens and keys are never printed.

@@ -87,7 +87,7 @@ def setup(
         split: The held-out split of the data, or the training split.
         micro_batch_size: Sequences per forward pass.
         eval: How much to evaluate.
-        max_seq_length: Tokens per sequence. auto: that of the run with its data, else the model's context length.
+        max_seq_length: Tokens per sequence. auto: as in the run if its data is used, else the model's context length.
         trust_checkpoint_data: Without --data, read the paths that the checkpoint's hyperparameters.yaml names, and
             write its cache.
         tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.

@@ -16,7 +16,7 @@ class InferenceOptions:
         top_p: Nucleus sampling: sample from the most likely tokens with this total probability; 1 disables.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
-        precision: Dtype of weights and computation. Default: bf16-true on CUDA, else that of the checkpoint.
+        precision: Dtype of weights and computation. Default: bf16-true on CUDA, else the checkpoint's.
         quantize: Linear layers of the blocks in 4 bits (bitsandbytes): bnb.nf4, or bnb.nf4-dq with quantized scales.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """

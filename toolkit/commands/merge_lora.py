@@ -22,8 +22,8 @@ def setup(
         checkpoint_dir: A checkpoint folder of finetune_lora, or a name below checkpoints/.
         out_dir: A new folder for the merged model. Default: checkpoint_dir, whose merged weights then take precedence.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
-        dtype: Dtype of all weights. Default: that of the base.
-        verify: Compare the logits of the merged model with those of the unmerged adapters, in float32.
+        dtype: Dtype of all weights. Default: the base's.
+        verify: Compare the logits with and without merging, in float32.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     import sys

@@ -35,7 +35,7 @@ def setup(
         command: The command to plan: pretrain, finetune_full or finetune_lora; or compatibility.
         run: Its options.
         device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
-            Strategy and micro-batch that are auto are chosen from it. Default: that of the GPU of --speed, else of this
+            It determines a strategy and micro-batch of auto. Default: the memory of the GPU of --speed, else of this
             machine's devices.
         host_memory_gb: CPU memory of one node in GB, for what is kept there. Default: this machine's.
         speed: Also predict the time of a step, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and what

@@ -68,7 +68,7 @@ def mean_length(dataset: TokenDataset) -> float:
 
 
 def rows_of(item: Any) -> list[dict[str, Any]]:
-    """Return the rows of an item of a dataset: those of a group, or the one."""
+    """Return the rows of a dataset item: the rows of a group, or a single row."""
     return list(item) if isinstance(item, list | tuple) else [item]
 
 
@@ -85,16 +85,16 @@ def sample_order(dataset: TokenDataset, seed: int, state: dict[str, Any]) -> Sam
     Args:
         dataset: The training rows.
         seed: Seed of the sample order.
-        state: Of the checkpoint that the run resumes from, see :meth:`~toolkit.data.order.SampleOrder.state`.
+        state: :meth:`~toolkit.data.order.SampleOrder.state` from the checkpoint; {} at the start of a run.
     """
     from toolkit.data.order import ShuffledOrder
 
-    own = getattr(dataset, "order", None)
-    return ShuffledOrder(len(dataset), seed) if own is None else own(seed, state)
+    order = getattr(dataset, "order", None)
+    return ShuffledOrder(len(dataset), seed) if order is None else order(seed, state)
 
 
 def is_ragged(dataset: TokenDataset | None) -> bool:
-    """Whether rows differ in length, so that batch shapes may vary."""
+    """Whether rows differ in length; batch shapes may then vary."""
     return row_lengths(dataset) is not None or getattr(dataset, "is_ragged", False)
 
 
@@ -110,7 +110,7 @@ class PreparedData:
         summary: One line for the log.
         vocab_size: For pre-tokenized data, one more than the largest possible token (SyntheticTokens) or the largest
             token found (LitData, of samples of very large data). None if ``tokenizer`` made the tokens.
-        val_sources: Parts of ``val`` by name, each of which is also validated on its own, as val_loss_<name>.
+        val_sources: Parts of ``val`` by name; the loss on each is also reported, as val_loss_<name>.
     """
 
     train: TokenDataset
@@ -157,12 +157,12 @@ class DataModule(ABC):
         """
 
 
-def choose_seq_length(data: DataModule, given: int | None, flag: str) -> int | None:
+def choose_seq_length(data: DataModule, option: int | None, flag: str) -> int | None:
     """Return the tokens per sequence that the data or ``flag`` sets; None if neither does."""
     length = data.seq_length
-    if length is not None and given not in (None, length):
-        raise UserError(f"--data.block_size {length}: --{flag} is {given}; give only one of them")
-    return length or given
+    if length is not None and option not in (None, length):
+        raise UserError(f"--data.block_size {length}: --{flag} is {option}; give only one of them")
+    return length or option
 
 
 def require(ok: bool, name: str, value: Any, hint: str) -> None:

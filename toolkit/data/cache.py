@@ -88,10 +88,9 @@ def load_or_prepare(
 
     Args:
         folder: In the cache folder, named after the key of the data.
-        what: What there is to prepare, for the log.
+        what: What is prepared, for the log.
         read: Reads ``folder``; raises one of DAMAGE_ERRORS if it is damaged.
-        make: Fills the folder that it is given.
-        report: Receives progress lines.
+        make: Fills a folder.
     """
     try:
         found, reason = find_prepared(folder, read, report)
@@ -157,8 +156,8 @@ def require_intact(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 def verify(folder: Path, report: Report) -> None:
     """Compare the files of ``folder`` with their checksums, once per user and machine.
 
-    Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files. Of more than 4 GiB,
-    the tokens are left out, so that a run starts at once: a ChunkedArray verifies them as they are read.
+    Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files. Tokens of more than
+    4 GiB are skipped, to start a run at once; ChunkedArray verifies them as it reads them.
     """
     checksums = read_checksums(folder)
     files = checksums
@@ -182,7 +181,7 @@ def verify(folder: Path, report: Report) -> None:
 
 @contextmanager
 def _open_stamp(folder: Path) -> Iterator[IO[str] | None]:
-    """Yield the stamp file of a folder, locked so that only one rank verifies; None if it cannot be written."""
+    """Yield a folder's locked stamp file, or None if it cannot be written. With the lock, only one rank verifies."""
     stamps = user_cache() / "verified"
     name = hashlib.sha256(f"{socket.gethostname()} {folder.resolve()}".encode()).hexdigest()[:32]
     with contextlib.ExitStack() as stack:

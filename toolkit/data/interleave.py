@@ -44,7 +44,7 @@ class SourceRows:
 
 
 def interleave(counts: Sequence[int]) -> np.ndarray:
-    """Return the source of each of ``sum(counts)`` slots, int64, so that each source's slots are evenly spread.
+    """Return the source of each of ``sum(counts)`` slots, int64. Each source's slots are evenly spread.
 
     Slot j of source i is at (j + 0.5) / counts[i] of the length. In any prefix the share of a source is exact to
     about a row per two sources.
@@ -86,8 +86,7 @@ class ConcatenatedRows:
     """The rows of several datasets, one after the other; see :class:`toolkit.data.base.TokenDataset`.
 
     Args:
-        datasets: At most ``MAX_SOURCES``. Rows are numbered with gaps, unless each has a length
-            and no order of its own.
+        datasets: At most ``MAX_SOURCES``. Rows are numbered with gaps if a dataset has no length or defines an order.
 
     Attributes:
         is_dense: Whether rows are numbered without gaps.

@@ -83,12 +83,12 @@ class Batch:
     packed: dict[str, Tensor] = field(default_factory=dict)
     """For packed rows: "positions" and "documents", (B, T) int64 each."""
     sample_keys: list[int] = field(default_factory=list)
-    """For each row a number that is the same in every layout, -1 for a filler row: in training the row's position in
-    the stream of samples, which a later epoch does not repeat and a resumed run does; in validation its index."""
+    """A number per row that is the same in every layout, -1 for a filler row: in training the position in the stream
+    of samples (unique over epochs, the same after a resume), in validation the row index."""
     bounds: DocumentBounds | None = None
-    """Of packed documents, for attention kernels without masks."""
+    """Bounds of packed documents, for attention kernels without masks."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What an objective divides its sums by: the supervised tokens, and what it counts itself."""
+    """The normalizers of the objective: supervised tokens, and the objective's own counts."""
 
     def __post_init__(self) -> None:
         self.counts = {TOKENS: self.n_tokens} | self.counts
@@ -135,7 +135,7 @@ def _collate(
     input_ids = torch.full((len(rows), width), padding.token, dtype=torch.int64)
     labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
     n_inputs = 0
-    # Padding is a separate document, so that no row of the attention mask is empty.
+    # Padding is a separate document: no row of the attention mask may be empty.
     packed = {name: torch.full_like(labels, filler) for name, filler in (("positions", 0), ("documents", -1))}
     is_packed = any(row is not None and "documents" in row for row in rows)
     for i, row in enumerate(rows):
@@ -153,7 +153,7 @@ def _collate(
 
 
 class _MicroBatches(Dataset):
-    """Maps row indices and sample keys to a Batch, so that a worker returns complete micro-batches."""
+    """Maps row indices and sample keys to a Batch: a worker returns complete micro-batches."""
 
     def __init__(self, rows: TokenDataset, padding: Padding, count: Count | None) -> None:
         self.rows, self.padding, self.count = rows, padding, count
@@ -167,7 +167,7 @@ class _MicroBatches(Dataset):
             rows = [row for i in ids for row in self._read(i)]
             longest = len(self._read(0)[0]["input_ids"]) if all(row is None for row in rows) else 0
         except DataError as error:
-            return error  # raised there, a worker's error would arrive with its traceback in the message
+            return error  # if a worker raised it, the message would contain the traceback
         ids, keys = ([number for number in numbers for _ in range(self.group_size)] for numbers in (ids, keys))
         batch = _collate(rows, ids, keys, longest, self.padding)
         if self.count is not None:
@@ -175,7 +175,7 @@ class _MicroBatches(Dataset):
         return batch
 
     def _read(self, index: int) -> list[Any]:
-        """Return the rows of an index: those of a group are neighbors in one micro-batch."""
+        """Return the rows of an index; the rows of a group are neighbors in one micro-batch."""
         if index == FILLER:
             return [None] * self.group_size
         return rows_of(self.rows[index])
@@ -308,7 +308,7 @@ def train_batches(
     """Yield the micro-batches of this rank for each optimizer step, starting at ``start_position``.
 
     A global batch is the next G positions of the stream of samples, up to ``total_positions`` (None: infinite). Filler
-    rows complete a short last batch, so that shapes and counts are equal on all ranks. Rows are read lazily; workers
+    rows complete a short last batch: shapes and counts are equal on all ranks. Rows are read lazily; workers
     prefetch a few micro-batches.
 
     Args:
@@ -336,7 +336,7 @@ def train_batches(
             for start in starts:
                 yield from _step_ids(start, order, total_positions, batch_shape, lengths).tolist()
         except DataError as error:
-            yield error  # in its place: the loader reads ahead
+            yield error  # in sequence; raising here would be too early, because the loader prefetches
 
     batches = _load(rows, micro_batches(), num_workers, padding, count)
     accumulation = global_batch_size // (world_size * micro_batch_size)

@@ -172,7 +172,7 @@ def _make_module(flag: str, value: Any) -> DataModule:
 
 
 def _with_flag(error: UserError, flag: str) -> UserError:
-    """Return the error with the options of a source as those of the mixture."""
+    """Return the error with a source's ``--data`` renamed to its option of the mixture."""
     return UserError(re.sub(r"--data(?=[. :])", f"{flag}.data", str(error)))
 
 
@@ -205,9 +205,7 @@ def _prepare_source(
     if row_count(rows) == 0:
         raise UserError(f"{flag}.data {kind}: has no training rows")
     if source.max_epochs is not None and row_count(rows) is None:
-        raise UserError(
-            f"{flag}.max_epochs {source.max_epochs:g}: the number of rows of {kind} is unknown; leave it out"
-        )
+        raise UserError(f"{flag}.max_epochs {source.max_epochs:g}: the number of rows of {kind} is unknown; remove it")
     if is_ragged(rows) and (row_lengths(rows) is None or hasattr(rows, "order")):
         raise UserError(f"{flag}.data {kind}: the lengths of its rows are unknown; weights are shares of tokens")
     return prepared

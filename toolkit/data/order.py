@@ -1,6 +1,6 @@
 """Sample order: which row stands at each position of the endless stream of samples that a run reads.
 
-That of a dataset of known length is one permutation per epoch, computed and never stored, so that seeking is free.
+A dataset of known length has one permutation per epoch. It is computed and never stored; seeking is free.
 
 A permutation of n rows is a Feistel network over the smallest even-bit domain of at least n values, with cycle walking
 (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: under four steps on average).
@@ -20,23 +20,23 @@ class SampleOrder(Protocol):
     def ids(self, positions: np.ndarray) -> np.ndarray:
         """Return the row indices at ``positions``, int64 of their shape; positions increase from call to call.
 
-        It may wait for data that is being prepared. It runs in the training process, never in its workers, in a thread
-        that reads ahead; it is not called while the run uses :meth:`state` or the held-out rows.
+        It may wait for data that is being prepared. A prefetching thread of the training process calls it, never a
+        worker, and not while the run reads held-out rows.
 
         Raises:
             DataError: The data cannot be read.
         """
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return what a run that resumes at ``position`` needs in order not to read what came before (JSON).
+        """Return the state from which a run can resume at ``position`` without reading earlier rows (JSON).
 
-        Called while another thread, which reads ahead, may be in :meth:`ids`.
+        A prefetching thread may be in :meth:`ids` at the same time.
         """
 
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """Endless epochs of ``n`` rows, each in a permutation of its own; see :func:`shuffled_index`."""
+    """Endless epochs of ``n`` rows, each with its own permutation; see :func:`shuffled_index`."""
 
     n: int
     seed: int

@@ -11,14 +11,14 @@ import torch
 
 from toolkit.data.loader import Batch
 
-_CLOSE_SECONDS = 5.0  # storage that hangs does not hold up the end of the process for longer
+_CLOSE_SECONDS = 5.0  # limit for a read that hangs at the end of the process
 
 
 class ReadAhead:
     """Iterates over ``steps``, read one step ahead by a thread, which also pins them for asynchronous copies to CUDA.
 
-    An exception of ``steps`` is raised in the place of the step that it belongs to. Until the next step is taken, and
-    after :meth:`pause`, the thread reads nothing.
+    An exception of ``steps`` is raised when its step is taken. The thread reads nothing until the next step is taken,
+    nor after :meth:`pause`.
 
     Args:
         steps: The micro-batches of each step. The thread reads them: a generator starts its workers there.
@@ -52,7 +52,7 @@ class ReadAhead:
         self._next.set_result([batch.to(self._device) for batch in step.result()])
 
     def pause(self) -> None:
-        """Wait until the next step has been read: then this thread alone uses the data, until it takes that step."""
+        """Wait until the next step has been read; the caller then uses the data alone until it takes that step."""
         if self._next is not None:
             wait([self._next])
 

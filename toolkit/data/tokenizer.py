@@ -1,4 +1,4 @@
-"""Text to token ids and back with the ``tokenizers`` library; the ids equal those of transformers."""
+"""Text to token ids and back with the ``tokenizers`` library; the ids are the same as with transformers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_parallel() -> bool:
 
 @contextmanager
 def one_thread_per_call() -> Iterator[None]:
-    """Let each call of the tokenizers library use one core; for callers with threads of their own."""
+    """Let each call of the tokenizers library use one core; for callers that start threads."""
     before = os.environ.get(_PARALLEL, "true")
     os.environ[_PARALLEL] = "false"
     try:

@@ -26,7 +26,7 @@ class InstructionData(DataModule):
         prompt_style: Chat template: alpaca, chatml, llama2, llama3, ...; the checkpoint's own by default.
         chat_template: Jinja file with the chat template to use instead; it is saved with the model.
         mask_prompt: Mask the loss on prompts; false trains on them, too.
-        train_on: Tokens with loss: those of all answers, of the last answer, or all. Default "answers".
+        train_on: Tokens with loss: all answers, the last answer, or all tokens. Default "answers".
         on_long: For samples longer than a row: truncate the end, drop the sample, split it into several rows, or
             raise an error.
         packing: "best_fit" packs several samples into each row, without attention between them.
@@ -90,7 +90,7 @@ class InstructionData(DataModule):
             row = next((row for source in splits.train for _, row in source.rows()), None)
             if isinstance(row, dict) and {"instruction", "output"} <= row.keys():
                 template = ChatTemplate.from_tokenizer(tokenizer, "alpaca")
-                report("Data: the model has no chat template; rows with instruction and output get that of alpaca")
+                report("Data: the model has no chat template; rows with instruction and output use alpaca's")
         config = SFTConfig(
             module=re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(),
             option=option,

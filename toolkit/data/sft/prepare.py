@@ -1,7 +1,7 @@
 """Prepare instruction data once, cached by content: rows -> records -> tokens and loss mask -> packed rows.
 
     <cache_dir>/<module>-<first 16 of the key>/tokens/, loss_mask/   the samples, see tokens.store
-                                              rows.npz        their offsets and origin, and those of each row
+                                              rows.npz        offsets and origin of samples and rows
                                               manifest.json   contents and statistics
                                               checksums.json  of all of these files
 
@@ -232,7 +232,7 @@ def _assign_rows(
 
 
 def _count_repeats(store: TokenStore, offsets: np.ndarray, rows: dict[str, Any]) -> int:
-    """Count held-out samples whose tokens equal those of a training sample."""
+    """Count held-out samples with the same tokens as a training sample."""
 
     def hash_samples(split: str) -> Iterator[int]:
         return (hash(store.tokens(*offsets[i : i + 2].tolist()).tobytes()) for i in rows[split][0].tolist())

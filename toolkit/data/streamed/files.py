@@ -1,4 +1,4 @@
-"""Source files: local, or in any storage that fsspec knows. They are listed once, and read with retries."""
+"""Source files, local or in any storage of fsspec: listed once, read with retries."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class SourceFile:
     """One file to read.
 
     Args:
-        url: For fsspec; a local file's path.
-        name: Relative to its source, for the cache key and for messages.
-        size: Bytes.
+        url: URL for fsspec, or the path of a local file.
+        name: Path relative to its source, for the cache key and messages.
+        size: Size in bytes.
         version: The storage's checksum or version, if its listing has one.
     """
 
@@ -65,7 +65,7 @@ def _suffixes(name: str) -> tuple[str, str]:
 
 
 def is_supported(name: str) -> bool:
-    """Whether the suffix of a file name is that of a format to read."""
+    """Whether the suffix names a supported format."""
     return _suffixes(name)[0] != ""
 
 
@@ -155,7 +155,7 @@ def storage_errors(where: str, url: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # each storage has exceptions of its own
+    except Exception as error:  # each storage has its own exceptions
         raise UserError(f"{where}: {describe(error, url)[0]}") from error
 
 

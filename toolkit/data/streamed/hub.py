@@ -1,7 +1,7 @@
 """Files of a dataset on the Hugging Face hub, at one commit, by subset and split.
 
-Subsets are those of the README's ``configs``; without them, splits are recognized by file names, as the datasets
-library does (https://huggingface.co/docs/hub/datasets-file-names-and-splits). No code of the repository is run.
+The README's ``configs`` name the subsets. Without them, splits are recognized by file names, as in the datasets
+library (https://huggingface.co/docs/hub/datasets-file-names-and-splits). No code of the repository is run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def list_split(repository: Repository, subset: str | None, split: str) -> list[S
     if patterns is None:
         by_split = _split_by_name(_tree(repository, ""))
         if subset is not None:
-            raise UserError(f"--data.subset {subset}: {repository.repo_id} has no subsets; leave it out")
+            raise UserError(f"--data.subset {subset}: {repository.repo_id} has no subsets; remove it")
     else:
         by_split = {name: list(_match(repository, globs)) for name, globs in patterns.items()}
     if split not in by_split:

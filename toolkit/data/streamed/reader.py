@@ -30,9 +30,9 @@ class Wanted:
     """The segments that a process needs.
 
     Args:
-        keep: Segments it may be reading, which must not be evicted.
-        ahead: Segments that it will read next, the most urgent first.
-        is_waiting: Whether it waits for the first of ``ahead``.
+        keep: Segments in use, which must not be evicted.
+        ahead: Segments to read next, the most urgent first.
+        is_waiting: Whether the process waits for the first of ``ahead``.
     """
 
     keep: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Wanted:
 
 
 class StreamReader:
-    """Asks for segments and waits for them, in one process; a forked copy asks under a name of its own.
+    """Requests segments and waits for them, in one process; a forked copy registers under its own name.
 
     Args:
         workers: Processes that prepare segments.
@@ -57,7 +57,7 @@ class StreamReader:
         self._starts = 0
 
     def ask(self, wanted: Wanted) -> None:
-        """Publish what this process needs from now on, and see to it that somebody prepares it."""
+        """Publish the segments that this process needs, and start tokenize workers if one is missing."""
         try:
             if wanted != self.wanted or self._pid != os.getpid():
                 self._register()
@@ -82,7 +82,7 @@ class StreamReader:
         return DataError(f"{self.stream.folder}: {one_line(error)}; was it deleted? resume to prepare the data again")
 
     def has_progressed(self) -> None:
-        """Take note that a segment is ready."""
+        """Reset the count of failed starts: a segment is ready."""
         self._starts = 0
 
     def wait(self, number: int, keep: list[int], ahead: list[int]) -> SegmentCounts:
@@ -111,7 +111,7 @@ class StreamReader:
         return counts
 
     def close(self) -> None:
-        """Withdraw what this process asked for."""
+        """Withdraw the requests of this process."""
         if self._file is not None and self._pid == os.getpid():
             self._file.unlink(missing_ok=True)
             self._file.with_suffix(".lock").unlink(missing_ok=True)
@@ -134,7 +134,7 @@ class StreamReader:
 
 
 def read_wanted(folder: Path) -> list[Wanted]:
-    """Return what the living readers of a stream need, and forget the dead."""
+    """Return the requests of running readers, and delete the files of ended ones."""
     found = []
     for file in sorted((folder / "readers").glob("*.json")):
         if file.name.startswith("."):
@@ -151,12 +151,12 @@ def read_wanted(folder: Path) -> list[Wanted]:
 
 
 def error_file(folder: Path, number: int) -> Path:
-    """Return where a tokenize worker says why it cannot prepare a segment."""
+    """Return the file in which a tokenize worker reports an error with a segment."""
     return folder / "readers" / f"unit-{number:06d}.error"
 
 
 def _describe_death(folder: Path) -> str:
-    """Return one line with the last words of a tokenize worker."""
+    """Return one line with the last log line of a tokenize worker."""
     lines = [text for file in sorted(folder.glob("readers/preparer-*.log")) if (text := file.read_text().strip())]
     last = one_line(lines[-1].splitlines()[-1])[:300] if lines else "it was killed; is there enough memory?"
     return f"{folder}: the process that tokenizes the data ended {_MAX_STARTS} times in a row: {last}"

@@ -1,7 +1,7 @@
 """Cache of tokenized segments. The first process that needs a segment writes it atomically.
 
 <cache_dir>/streamed-<first 16 of the key>/
-    source.json             the files, so that other processes need not list them
+    source.json             the listed files, for other processes
     tokenizer/
     counts/000000.json      tokens and broken files of a segment; kept when the segment is evicted
     units/000000/           its tokens, with a manifest and checksums
@@ -51,13 +51,13 @@ _EXPANSION = {".gz": 3, ".zst": 4, "parquet": 2}  # bytes of text per byte of a 
 
 @dataclass(frozen=True)
 class SegmentCounts:
-    """What a segment holds.
+    """Counts of a segment.
 
     Args:
-        tokens: Tokens.
-        documents: Documents.
-        text_bytes: Bytes of their text.
-        broken: Name of each broken file, and the reason; the documents before the damage are in the segment.
+        tokens: Number of tokens.
+        documents: Number of documents.
+        text_bytes: Bytes of text.
+        broken: Reason by name of each broken file; the documents before the damage are in the segment.
     """
 
     tokens: int
@@ -68,10 +68,10 @@ class SegmentCounts:
 
 @dataclass(frozen=True)
 class Source:
-    """What is tokenized.
+    """The files to tokenize, and how.
 
     Args:
-        files: In the order in which they are cut into segments.
+        files: Files in the order of the segments.
         segment_bytes: See :func:`~toolkit.data.streamed.segments.plan_segments`.
         identity: Hex SHA-256 of the files.
     """
@@ -141,7 +141,7 @@ class Stream:
         """Tokenize a segment unless it is in the cache.
 
         Args:
-            wait: Where another process is tokenizing it, wait for that.
+            wait: Whether to wait for another process that is tokenizing it.
 
         Returns:
             Its counts; None if another process is tokenizing it.

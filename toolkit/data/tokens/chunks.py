@@ -192,7 +192,7 @@ class ChunkedArray:
 
 
 _arrays: weakref.WeakSet[ChunkedArray] = weakref.WeakSet()
-"""Those of this process, which share the limit of open files: a mixture has one or more per source."""
+"""The open arrays of this process, which share the limit of open files; a mixture has at least one per source."""
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _is_token_chunk(chunk: Any) -> bool:
 
 
 def _parse_chunk_name(chunk: dict[str, Any]) -> str:
-    """Return the file name of a chunk: no path, so that an untrusted index cannot point outside its folder (S4)."""
+    """Return the file name of a chunk; reject paths, with which an untrusted index could leave its folder (S4)."""
     name = chunk.get("filename")
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\:\0"):
         raise ValueError(f"{INDEX} lists the chunk {name!r}: only plain file names inside the folder are allowed")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class InMemoryData(PythonData):
-    """A map-style dataset whose items are those of :func:`toolkit.data.tokens.rows.read_row`.
+    """A map-style dataset with items as in :func:`toolkit.data.tokens.rows.read_row`.
 
     Args:
         dataset: The training rows. A 1-tuple of a tensor, as from ``TensorDataset``, is unwrapped.

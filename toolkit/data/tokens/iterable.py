@@ -1,7 +1,7 @@
 """User-provided iterables and DataLoaders as a data module. Python API only: no command-line option creates one.
 
-Every rank reads the same items of an iterable, and takes the rows of its own positions. The batches of a DataLoader are
-those of one rank; it takes all of their rows.
+Every rank reads the same items of an iterable and takes the rows of its positions. A DataLoader yields the batches of
+one rank, which takes all of their rows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class IterableRows:
 
     kind = "iterable"
     epoch_rows: int | None = None
-    """Rows of an epoch on all ranks, if known; those of an iterable are not."""
+    """Rows of an epoch on all ranks, if known."""
 
     def __init__(self, source: Any, max_length: int | None) -> None:
         self._source, self._max_length = source, max_length
@@ -143,7 +143,7 @@ class IterableRows:
                 "rows on every rank (toolkit splits them) and in every iteration; seed the shuffle, use "
                 "set_epoch(epoch)"
             )
-        if is_due and epoch == self._epoch:  # else the state is that of the epoch before
+        if is_due and epoch == self._epoch:  # otherwise the state belongs to the previous epoch
             point = {"epoch": epoch, "epoch_start": self._epoch_start, "place": position, "hash": digest}
             self._resume_points.append(point if before is None else point | {"state": before})
             del self._resume_points[:-_KEPT]
@@ -221,7 +221,7 @@ class IterableRows:
 
 
 class LoaderRows(IterableRows):
-    """The rows of the batches of a torch DataLoader, which are those of this rank: ``rows[p]`` is its next row.
+    """The rows of a torch DataLoader of this rank: ``rows[p]`` is its next row.
 
     Args:
         source: A batch is ``(input_ids, labels)`` or a mapping with both, (B, T) each, a tensor (B, T + 1), or a list
@@ -236,7 +236,7 @@ class LoaderRows(IterableRows):
 
         drawing = [part for part in (source, _sampler_of(source)) if hasattr(part, "generator")]
         for part in drawing:
-            if part.generator is None:  # it would draw from that of the training, in the thread that reads ahead
+            if part.generator is None:  # it would draw from the training's generator, in the prefetching thread
                 part.generator = torch.Generator()
         self._generators = [(part.generator, part.generator.get_state()) for part in drawing]
         super().__init__(source, max_length)
@@ -251,7 +251,7 @@ class LoaderRows(IterableRows):
         now = self.state(state.get("position", 0))
         if (before := state.get("ranks", now["ranks"])) != now["ranks"]:
             raise UserError(
-                f"dataset DataLoader: gives each rank rows of its own, and the run had {before} of them, not "
+                f"dataset DataLoader: gives each rank different rows, and the run had {before} ranks, not "
                 f"{now['ranks']}; resume on {before}, or begin a run with the dataset itself, which toolkit splits"
             )
         if state and state != now:
@@ -273,7 +273,7 @@ class LoaderRows(IterableRows):
         return super().__getitem__(self._row - 1)
 
     def _source_state(self) -> None:
-        return None  # would be that of one rank
+        return None  # would belong to one rank
 
     def _open(self, epoch: int) -> Iterator[Any]:
         loader: DataLoader = self._source
@@ -320,7 +320,7 @@ class LoaderRows(IterableRows):
                 )
 
 
-_RECOMMENDED = "hand over the dataset itself, and a resumed run goes on at its place without that"
+_RECOMMENDED = "pass the dataset itself to resume without reading rows again"
 
 
 IN_ORDER = (

@@ -17,9 +17,9 @@ SURVEYED = 32  # rows checked before a run
 
 
 class PythonData(DataModule):
-    """Data that is handed over as an object: without options, and without a tokenizer of its own.
+    """Data passed as a Python object, without options and tokenizer.
 
-    ``lengths`` are those of the rows that were checked, in input tokens.
+    ``lengths``: input tokens of the checked rows.
     """
 
     lengths: list[int]

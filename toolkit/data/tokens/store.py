@@ -94,7 +94,8 @@ class TokenWriter:
 class _ArrayWriter:
     """Streams one array to chunks, and the CRC-32 of each piece of them to ``crc32.npy``.
 
-    The files equal those of LitData's writer, which would import torch and cloud clients: as long as tokenizing 10 MB.
+    The files are the same as from LitData's writer, whose import of torch and cloud clients takes as long as tokenizing
+    10 MB.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, per_chunk: int) -> None:
