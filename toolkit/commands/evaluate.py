@@ -141,9 +141,9 @@ def setup(
 
 def require_effect(tasks: str | None, text_options: dict[str, Any], task_options: dict[str, Any]) -> None:
     """Reject options for text with --tasks, and options for tasks without."""
-    given = task_options if tasks is None else text_options
+    options = task_options if tasks is None else text_options
     why = "requires --tasks" if tasks is None else "has no effect with --tasks"
-    for name, value in given.items():
+    for name, value in options.items():
         require_option(value is None, name, value, f"{why}; remove it")
 
 

@@ -38,12 +38,12 @@ def setup(
     prepared = data.prepare(
         tokenizer=tokenizer, max_seq_length=length, report=lambda line: print(line, file=sys.stderr)
     )
-    found = inspect_rows(prepared, num_samples)
+    inspection = inspect_rows(prepared, num_samples)
     if format == "json":
-        print(json.dumps({"data": type(data).__name__, "max_seq_length": length, **found}))
+        print(json.dumps({"data": type(data).__name__, "max_seq_length": length, **inspection}))
         return
     from rich.console import Console
 
     from toolkit.ui.tokens import print_inspection
 
-    print_inspection(found, Console(highlight=False, markup=False, emoji=False))
+    print_inspection(inspection, Console(highlight=False, markup=False, emoji=False))

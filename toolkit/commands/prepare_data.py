@@ -31,9 +31,9 @@ def setup(
     from toolkit.data.base import choose_seq_length
     from toolkit.data.tokenizer import Tokenizer
 
-    chosen = _parse_part(part)
+    part_of_total = _parse_part(part)
     is_streamed = isinstance(data, HuggingFaceText)
-    for flag, value, is_default in (("workers", workers, workers == 1), ("part", part, chosen == (1, 1))):
+    for flag, value, is_default in (("workers", workers, workers == 1), ("part", part, part_of_total == (1, 1))):
         if not is_default and not is_streamed:
             raise UserError(
                 f"--{flag} {value}: has no effect without --data HuggingFaceText; remove it "
@@ -48,7 +48,7 @@ def setup(
     if is_streamed:
         from toolkit.data.streamed.open import prepare_all
 
-        prepare_all(prepared.train, workers, chosen, print)
+        prepare_all(prepared.train, workers, part_of_total, print)
 
 
 def _parse_part(part: str) -> tuple[int, int]:

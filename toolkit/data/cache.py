@@ -93,9 +93,9 @@ def load_or_prepare(
         make: Fills a folder.
     """
     try:
-        found, reason = find_prepared(folder, read, report)
-        if found is not None:
-            return found, True
+        prepared, reason = find_prepared(folder, read, report)
+        if prepared is not None:
+            return prepared, True
         report(f"Data: preparing {folder} ({reason}): {what}")
         clean_up(folder.parent)
         with staging_folder(folder) as temporary:
@@ -167,8 +167,8 @@ def verify(folder: Path, report: Report) -> None:
     with _open_stamp(folder) as stamp:
         stats = {name: (folder / name).stat() for name in files}  # before reading: a later change is detected next time
         versions = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}
-        seen = {"folder": str(folder.resolve()), "checksums": {"files": checksums}, "versions": versions}
-        if stamp is not None and _read_stamp(stamp) == seen:
+        verified = {"folder": str(folder.resolve()), "checksums": {"files": checksums}, "versions": versions}
+        if stamp is not None and _read_stamp(stamp) == verified:
             return
         if (size := sum(stat.st_size for stat in stats.values())) >= ANNOUNCE_BYTES:
             report(f"Data: verifying {size / 1e9:,.1f} GB in {folder}, once on this machine")
@@ -176,7 +176,7 @@ def verify(folder: Path, report: Report) -> None:
         if stamp is not None:
             stamp.seek(0)
             stamp.truncate()
-            json.dump(seen, stamp)
+            json.dump(verified, stamp)
 
 
 @contextmanager

@@ -75,21 +75,21 @@ def _describe_longest(rows: Any, longest: list[tuple[int, int, int]]) -> list[di
 
 def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, list[int], list[bool]]]:
     """Yield the first ``count`` documents: their origin, token ids and loss mask."""
-    left = count
+    n_left = count
     for index in range(min(count, len(rows))):
         row = {name: values.tolist() for name, values in rows[index].items()}
         inputs, labels = row["input_ids"], row["labels"]
         numbers = row.get("documents", [0] * len(inputs))
-        places = rows.where(index) if hasattr(rows, "where") else [f"row {index + 1:,}"]
-        for document, place in enumerate(places):
-            if not left:
+        origins = rows.where(index) if hasattr(rows, "where") else [f"row {index + 1:,}"]
+        for document, origin in enumerate(origins):
+            if not n_left:
                 return
-            left -= 1
+            n_left -= 1
             indices = [i for i, number in enumerate(numbers) if number == document]
             ids, targets = [inputs[i] for i in indices], [labels[i] for i in indices]
             loss_mask = [target != IGNORE_INDEX for target in targets]
             last = targets[-1:] if loss_mask[-1] else []  # a label, but not an input
-            yield place, ids + last, [False, *loss_mask[: len(ids) - 1 + len(last)]]
+            yield origin, ids + last, [False, *loss_mask[: len(ids) - 1 + len(last)]]
 
 
 def _describe_sample(prepared: PreparedData, where: str, ids: list[int], loss_mask: list[bool]) -> dict[str, Any]:

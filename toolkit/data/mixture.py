@@ -164,8 +164,8 @@ def _make_module(flag: str, value: Any) -> DataModule:
     if isinstance(value, Mapping) and not value.get("class_path"):
         raise UserError(f"{flag}.data.class_path: must be given, one of {', '.join(command.choices('data'))}")
     try:
-        given = command.flatten({"data": value}, "")
-        command.give((key, Given("", one.text)) for key, one in given)
+        options = command.flatten({"data": value}, "")
+        command.give((key, Given("", one.text)) for key, one in options)
         return command.arguments(command.resolve())["data"]
     except UserError as error:
         raise _with_flag(error, flag) from error

@@ -137,16 +137,16 @@ class Tokenizer:
     @property
     def special_tokens(self) -> dict[str, str]:
         """Text of the named special tokens: ``bos_token``, ``eos_token`` and others in the configuration."""
-        found = {}
+        tokens = {}
         for id_, name in ((self.bos_id, "bos_token"), (self.eos_id, "eos_token")):
             if id_ is not None and (text := self._tokenizer.id_to_token(id_)) is not None:
-                found[name] = text
+                tokens[name] = text
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             for name, token in self._settings.get(file, {}).items():
                 token = token.get("content") if isinstance(token, dict) else token
                 if name.endswith("_token") and isinstance(token, str):
-                    found[name] = token
-        return found
+                    tokens[name] = token
+        return tokens
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokenize ``text`` without bos; return ids and the character span [start, end) of each token.
@@ -264,8 +264,8 @@ def _translate_panic(name: str) -> Iterator[None]:
 
 def _read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     """Read the files that belong to the tokenizer in a folder, by relative path."""
-    found = {match for pattern in FILE_PATTERNS for match in folder.glob(pattern)}
-    files = sorted(match for match in found if match.is_file())
+    matches = {match for pattern in FILE_PATTERNS for match in folder.glob(pattern)}
+    files = sorted(match for match in matches if match.is_file())
     for file in files:
         require_inside(file, folder)
     return {str(file.relative_to(folder)): read_bounded(file, "tokenizer") for file in files}

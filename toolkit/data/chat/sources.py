@@ -68,8 +68,8 @@ def read_template(tokenizer: Tokenizer, path: str) -> tuple[str, str, list[str]]
         raise UserError(f"{name}: is not UTF-8") from error
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror or error}") from error
-    own = tokenizer_template(tokenizer, strict=False)
-    return source, name, [name + _OVERRIDES] if own is not None and own[1] != source else []
+    tokenizer_source = tokenizer_template(tokenizer, strict=False)
+    return source, name, [name + _OVERRIDES] if tokenizer_source is not None and tokenizer_source[1] != source else []
 
 
 def has_tool_template(tokenizer: Tokenizer) -> bool:

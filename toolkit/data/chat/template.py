@@ -98,14 +98,14 @@ class ChatTemplate:
             return cls(tokenizer, *read_style(tokenizer, prompt_style))
         if file is not None:
             return cls(tokenizer, *read_template(tokenizer, file))
-        found = tokenizer_template(tokenizer)
-        if found is None:
+        file_and_source = tokenizer_template(tokenizer)
+        if file_and_source is None:
             raise UserError(
                 f"--data.prompt_style: {tokenizer.name} has no chat template; choose one of "
                 f"{', '.join(prompt_styles())}, or provide --data.chat_template FILE"
             )
-        own, source = found
-        template = cls(tokenizer, source, name=f"{tokenizer.name}: {own}")
+        origin, source = file_and_source
+        template = cls(tokenizer, source, name=f"{tokenizer.name}: {origin}")
         template._has_tool_template = has_tool_template(tokenizer)
         return template
 
@@ -151,16 +151,16 @@ class ChatTemplate:
     def export_tokenizer(self) -> Tokenizer:
         """Return the tokenizer with this template and a generation_config.json that stops at the end of turn."""
         changed = {}
-        own = tokenizer_template(self._tokenizer, strict=False)
-        if own is None or own[1] != self.source:
+        saved = tokenizer_template(self._tokenizer, strict=False)
+        if saved is None or saved[1] != self.source:
             changed[TEMPLATE_FILE] = self.source.encode()
             config = self._tokenizer.settings(CONFIG_FILE)
             if "chat_template" in config:  # older versions of transformers read only this
                 changed[CONFIG_FILE] = _to_json(config | {"chat_template": self.source})
         generation = self._tokenizer.settings(GENERATION_FILE)
         eos = generation.get("eos_token_id")
-        known = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        ends = list(dict.fromkeys([*known, self._tokenizer.eos_id, self._end_id]))
+        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        ends = list(dict.fromkeys([*eos_ids, self._tokenizer.eos_id, self._end_id]))
         generation["eos_token_id"] = [i for i in ends if i is not None]
         if self._tokenizer.bos_id is not None:
             generation.setdefault("bos_token_id", self._tokenizer.bos_id)

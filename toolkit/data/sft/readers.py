@@ -132,17 +132,17 @@ def find_splits(value: str, name: str, kinds: dict[str, str]) -> Splits:
 
 
 def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
-    found = {split: _files_of(folder, split, kinds) for split in ("train", *VAL_NAMES)}
-    if not found["train"]:
+    paths_by_split = {split: _files_of(folder, split, kinds) for split in ("train", *VAL_NAMES)}
+    if not paths_by_split["train"]:
         raise UserError(f"{option}: the folder has no {' or '.join(f'train{suffix}' for suffix in kinds)}")
 
     def files(split: str) -> list[RowFile]:
-        paths = _require_same_kind(found[split], split, option)
+        paths = _require_same_kind(paths_by_split[split], split, option)
         return [_require_unsplit(RowFile(path, kinds[path.suffix], option)) for path in paths]
 
-    held_out = next((split for split in VAL_NAMES if found[split]), None)
+    held_out = next((split for split in VAL_NAMES if paths_by_split[split]), None)
     train, val = files("train"), files(held_out) if held_out else None
-    read = {file.name for split in ("train", held_out) if split for file in found[split]}
+    read = {file.name for split in ("train", held_out) if split for file in paths_by_split[split]}
     return Splits(train, val, _describe_unread(folder, read, held_out))
 
 

@@ -138,12 +138,12 @@ def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> di
 
 def _find_column(values: dict[str, Any], group: tuple[str, ...], where: str) -> str | None:
     """Return the name of the non-null column of a group, or None."""
-    found = [name for name in group if values.get(name) is not None]
-    if len(found) > 1:
+    names = [name for name in group if values.get(name) is not None]
+    if len(names) > 1:
         raise UserError(
-            f"{where}: has both {found[0]} and {found[1]}; choose one, such as --data.columns.{found[0]} {found[0]}"
+            f"{where}: has both {names[0]} and {names[1]}; choose one, such as --data.columns.{names[0]} {names[0]}"
         )
-    return found[0] if found else None
+    return names[0] if names else None
 
 
 def _build_turn(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:

@@ -161,15 +161,15 @@ def _tokenize_row(
         counts.too_long += 1
         return []
     pieces = list(_cut(encoding, limit, split=config.on_long == "split"))
-    kept = [(ids, loss_mask) for ids, loss_mask in pieces if any(loss_mask[1:])]
-    counts.trained_tokens += sum(sum(loss_mask[1:]) for _, loss_mask in kept)
-    if not kept:
+    trained_pieces = [(ids, loss_mask) for ids, loss_mask in pieces if any(loss_mask[1:])]
+    counts.trained_tokens += sum(sum(loss_mask[1:]) for _, loss_mask in trained_pieces)
+    if not trained_pieces:
         counts.untrained += 1
     elif is_long:
         counts.truncated += config.on_long == "truncate"
         counts.split += config.on_long == "split"
-        counts.pieces_left_out += len(pieces) - len(kept)
-    return kept
+        counts.pieces_left_out += len(pieces) - len(trained_pieces)
+    return trained_pieces
 
 
 def tokenize_record(record: Record, config: SFTConfig) -> Encoding:

@@ -91,18 +91,18 @@ def list_path(value: str, option: str) -> list[SourceFile]:
 
         fs, path = fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
         if _has_magic(path):
-            found = {k: v for k, v in fs.glob(path, detail=True).items() if v["type"] == "file"}
-            if not found:
+            infos = {k: v for k, v in fs.glob(path, detail=True).items() if v["type"] == "file"}
+            if not infos:
                 raise UserError(f"{where}: no file matches")
             root = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
         elif fs.isdir(path):
-            root, found = path.rstrip("/"), fs.find(path, detail=True)
-            found = {k: v for k, v in found.items() if is_supported(k) and "/." not in k.removeprefix(root)}
-            if not found:
+            root, infos = path.rstrip("/"), fs.find(path, detail=True)
+            infos = {k: v for k, v in infos.items() if is_supported(k) and "/." not in k.removeprefix(root)}
+            if not infos:
                 raise UserError(f"{where}: the folder has no file of a supported format: {SUPPORTED}")
         else:
-            root, found = path.rpartition("/")[0], {path: fs.info(path)}
-        files = [_describe(fs, name, info, root) for name, info in sorted(found.items())]
+            root, infos = path.rpartition("/")[0], {path: fs.info(path)}
+        files = [_describe(fs, name, info, root) for name, info in sorted(infos.items())]
     return require_text(files, where)
 
 
@@ -111,10 +111,10 @@ def require_text(files: list[SourceFile], where: str) -> list[SourceFile]:
     for file in files:
         if not is_supported(file.name):
             raise UserError(f"{where}: {file.name.rpartition('/')[2]}: must end in {SUPPORTED}")
-    if not (found := [file for file in files if file.size]):
+    if not (non_empty := [file for file in files if file.size]):
         names = join_first([file.name for file in files], 3)
         raise UserError(f"{where}: contains no text ({names}: 0 bytes); give other files")
-    return found
+    return non_empty
 
 
 def _has_magic(path: str) -> bool:

@@ -63,8 +63,8 @@ def list_split(repository: Repository, subset: str | None, split: str) -> list[S
     else:
         by_split = {name: list(_match(repository, globs)) for name, globs in patterns.items()}
     if split not in by_split:
-        known = f"it has {join_first(sorted(by_split))}" if by_split else "it has no files of a supported format"
-        raise UserError(f"--data.split {split}: {repository.repo_id} has no such split; {known}")
+        splits = f"it has {join_first(sorted(by_split))}" if by_split else "it has no files of a supported format"
+        raise UserError(f"--data.split {split}: {repository.repo_id} has no such split; {splits}")
     if not by_split[split]:
         raise UserError(f"{where}: split {split} has no files")
     return require_text(by_split[split], where)

@@ -56,23 +56,21 @@ class HuggingFaceText(DataModule):
     takes_urls: ClassVar[tuple[str, ...]] = ("path", "val_path")
 
     def __post_init__(self) -> None:
-        require(
-            (self.repo_id is None) != (self.path is None), "repo_id", self.repo_id, "give either this or --data.path"
-        )
+        has_one = (self.repo_id is None) != (self.path is None)
+        require(has_one, "repo_id", self.repo_id, "give either this or --data.path")
         for name, default in (("subset", None), ("revision", "main"), ("split", "train"), ("val_split", None)):
             value = getattr(self, name)
             require(self.path is None or value == default, name, value, "needs --data.repo_id; --data.path has no such")
         both = self.val_split is not None and self.val_path is not None
         require(not both, "val_path", self.val_path, "give either this or --data.val_split")
-        given = self.val_split or self.val_path
-        require(not given or self.val_rows > 0, "val_rows", self.val_rows, f"must be positive to validate on {given}")
-        require(self.val_rows >= 0, "val_rows", self.val_rows, "must not be negative")
+        source, count = self.val_split or self.val_path, self.val_rows
+        require(not source or count > 0, "val_rows", count, f"must be positive to validate on {source}")
+        require(count >= 0, "val_rows", count, "must not be negative")
         budget = self.max_cache_gb
         require(budget is None or budget > 0, "max_cache_gb", budget, "must be positive")
         require(self.prepare_workers > 0, "prepare_workers", self.prepare_workers, "must be positive")
-        require(
-            self.vocab_size > 256, "vocab_size", self.vocab_size, "must be at least 257: the bytes and <|endoftext|>"
-        )
+        size = self.vocab_size
+        require(size > 256, "vocab_size", size, "must be at least 257: the bytes and <|endoftext|>")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
         require(bool(self.text_column), "text_column", self.text_column, "must be given")
         self._check_urls()

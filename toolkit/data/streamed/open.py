@@ -106,11 +106,11 @@ def _open_stream(
 
 
 def _train_tokenizer(source: Source, vocab_size: int, report: Report) -> Tokenizer:
-    start, texts, left = time.perf_counter(), list[str](), _BPE_SAMPLE
+    start, texts, n_left = time.perf_counter(), list[str](), _BPE_SAMPLE
     for chunk in segment_texts(source, 0, {}):
-        texts.append(chunk.text[:left])
-        left -= len(texts[-1])
-        if not left:
+        texts.append(chunk.text[:n_left])
+        n_left -= len(texts[-1])
+        if not n_left:
             break
     tokenizer = train_bpe(texts, vocab_size)
     note = "" if tokenizer.vocab_size == vocab_size else f" (too little text for {vocab_size:,})"
@@ -193,16 +193,16 @@ def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_si
     """Tokenize as many segments of the validation files as ``val_rows`` needs."""
     source = _source(files, text.column, text.skips_broken)
     stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
-    spans, left = list[tuple[int, int, int]](), text.val_rows
+    spans, n_left = list[tuple[int, int, int]](), text.val_rows
     for number in range(len(source.segments)):
         counts = stream.prepare(number, report)
         assert counts is not None
         if counts.broken and not text.skips_broken:
             raise UserError(f"{text.val_where}: {describe_broken(counts.broken)}")
-        if rows := min(left, counts.tokens // block_size):
+        if rows := min(n_left, counts.tokens // block_size):
             spans.append((number, 0, rows))
-            left -= rows
-        if not left:
+            n_left -= rows
+        if not n_left:
             break
     if not spans:
         raise UserError(f"{text.val_where}: has no row of {block_size:,} tokens; give more text")
@@ -213,20 +213,20 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
     """Tokenize all segments, or part ``part[0]`` of ``part[1]``, with several processes."""
     assert isinstance(rows, StreamedRows)
     stream = rows.segments.reader.stream
-    left = [n for n in range(part[0] - 1, len(stream.source.segments), part[1]) if stream.ready(n) is None]
-    reader, total, done, size = StreamReader(stream, workers, None, report), len(left), 0, 0
+    unprepared = [n for n in range(part[0] - 1, len(stream.source.segments), part[1]) if stream.ready(n) is None]
+    reader, total, done, size = StreamReader(stream, workers, None, report), len(unprepared), 0, 0
     start = last_line = time.perf_counter()
-    for number in left:
+    for number in unprepared:
         error_file(stream.folder, number).unlink(missing_ok=True)
     try:
-        while left:
-            window = left[: 4 * workers]
+        while unprepared:
+            window = unprepared[: 4 * workers]
             reader.ask(Wanted(ahead=window))
             for number in window:
                 if (counts := stream.ready(number)) is not None:
                     if counts.broken and not rows.skips_broken:
                         raise UserError(describe_broken(counts.broken))
-                    left.remove(number)
+                    unprepared.remove(number)
                     reader.has_progressed()
                     done, size = done + 1, size + counts.text_bytes
                 elif error_file(stream.folder, number).exists():

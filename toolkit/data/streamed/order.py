@@ -162,15 +162,15 @@ class StreamOrder:
         while positions.size and self._next[1] <= positions.max():
             self._extend()
         slots = np.searchsorted(self._starts, positions, side="right") - 1
-        found = np.empty_like(positions, dtype=np.int64)
+        row_ids = np.empty_like(positions, dtype=np.int64)
         for slot in np.unique(slots):
             is_here, segment, n = slots == slot, self._segments[slot], self._counts[slot]
             epoch = self._epochs[slot][0]
             offsets = positions[is_here] - self._starts[slot]
             # A seed for each segment; the epoch selects one of its permutations.
             shuffled = shuffled_index(epoch * n + offsets, n, self.seed + (segment + 1) * 0x9E3779B97F4A7C15)
-            found[is_here] = (segment << ROW_BITS) | shuffled
-        return found
+            row_ids[is_here] = (segment << ROW_BITS) | shuffled
+        return row_ids
 
     def state(self, position: int) -> dict[str, Any]:
         """See :meth:`SampleOrder.state`."""

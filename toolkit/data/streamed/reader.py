@@ -135,7 +135,7 @@ class StreamReader:
 
 def read_wanted(folder: Path) -> list[Wanted]:
     """Return the requests of running readers, and delete the files of ended ones."""
-    found = []
+    requests = []
     for file in sorted((folder / "readers").glob("*.json")):
         if file.name.startswith("."):
             continue
@@ -146,8 +146,8 @@ def read_wanted(folder: Path) -> list[Wanted]:
                 lock_file.unlink(missing_ok=True)
                 continue
         with contextlib.suppress(ValueError, TypeError, OSError):
-            found.append(Wanted(**json.loads(file.read_bytes())))
-    return found
+            requests.append(Wanted(**json.loads(file.read_bytes())))
+    return requests
 
 
 def error_file(folder: Path, number: int) -> Path:

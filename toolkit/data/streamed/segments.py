@@ -114,8 +114,8 @@ def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[TextChunk]:
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
             raise ColumnError(f"column {column!r} is of type {kind}, not text")
         groups = file.metadata.num_row_groups
-        chosen = range(groups * part.number // part.total, groups * (part.number + 1) // part.total)
-        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=chosen, columns=[column]):
+        row_groups = range(groups * part.number // part.total, groups * (part.number + 1) // part.total)
+        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=row_groups, columns=[column]):
             for text in filter(None, batch.column(0).to_pylist()):
                 if len(text) > MAX_ROW:
                     raise BrokenFileError(f"column {column!r} has more than {MAX_ROW:,} characters in a row, the most")

@@ -89,13 +89,13 @@ def make_room(stream: Stream, wanted: list[Wanted], number: int, max_bytes: int)
     text_bytes = stream.source.text_bytes
     ratio = max((size / max(1, text_bytes(segment)) for segment, (_, size) in sizes.items()), default=1.0)
     excess = used_bytes(stream.folder) + int(_MARGIN * ratio * text_bytes(number)) - max_bytes
-    kept = {n for w in wanted for n in w.keep}
-    later = {n for w in wanted for n in w.ahead} - kept
+    in_use = {n for w in wanted for n in w.keep}
+    later = {n for w in wanted for n in w.ahead} - in_use
     is_awaited = _is_awaited(number, wanted)
     for segment in sorted(sizes, key=lambda n: (n in later, sizes[n][0])):
         if excess <= 0:
             return True
-        if segment not in kept and (segment not in later or is_awaited):
+        if segment not in in_use and (segment not in later or is_awaited):
             stream.evict(segment)
             excess -= sizes[segment][1]
     return excess <= 0 or is_awaited

@@ -134,9 +134,9 @@ def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, 
 
 def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) -> str:
     """Return the SHA-256 of the lengths and the tokens; all tokens are read once for each row length."""
-    store, known = train.store, train.store.folder / "content_keys" / str(train.block_size)
+    store, key_file = train.store, train.store.folder / "content_keys" / str(train.block_size)
     with suppress(OSError):
-        if len(key := known.read_text(encoding="utf-8")) == 2 * hashlib.sha256().digest_size:
+        if len(key := key_file.read_text(encoding="utf-8")) == 2 * hashlib.sha256().digest_size:
             return key
     if (size := store.n_tokens * store.dtype.itemsize) >= ANNOUNCE_BYTES:
         report(f"Data: hashing {size / 1e9:,.1f} GB in {store.folder}, once for this --train.max_seq_length")
@@ -146,8 +146,8 @@ def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) 
         for block in () if rows is None else store.array.blocks(rows.start, rows.start + rows.n_tokens):
             digest.update(block.data)
     with suppress(OSError):  # another user's cache
-        known.parent.mkdir(exist_ok=True)
-        known.write_text(digest.hexdigest(), encoding="utf-8")
+        key_file.parent.mkdir(exist_ok=True)
+        key_file.write_text(digest.hexdigest(), encoding="utf-8")
     return digest.hexdigest()
 
 

@@ -64,14 +64,14 @@ class PythonStdlib(DataModule):
 def find_sources() -> list[Path]:
     """Return the UTF-8 source files of the standard library, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if _is_included(name)]  # skips excluded folders entirely
-        found += [Path(folder, name) for name in names if name.endswith(".py") and _is_included(name)]
-    found = sorted(path for path in found if _is_utf8(path))
-    if not found:
+        files += [Path(folder, name) for name in names if name.endswith(".py") and _is_included(name)]
+    files = sorted(path for path in files if _is_utf8(path))
+    if not files:
         raise UserError(f"--data PythonStdlib: no Python source in {root}; use --data TextFiles with your own text")
-    return found
+    return files
 
 
 def _is_included(name: str) -> bool:

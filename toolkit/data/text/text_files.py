@@ -86,12 +86,12 @@ def _find_files(value: str, option: str) -> list[Path]:
         return [path]
     if path.is_dir():
         below = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        found = [p for p in below if p.is_file()]
+        files = [p for p in below if p.is_file()]
         problem = "the folder has no files"
     else:
-        found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+        files = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
         missing = "not a regular file" if path.exists() else "no such file or folder"
         problem = "no file matches" if glob.has_magic(value) else missing
-    if not found:
+    if not files:
         raise UserError(f"{option}: {problem}; provide a text file, a folder of text files or a glob")
-    return sorted(set(found))
+    return sorted(set(files))

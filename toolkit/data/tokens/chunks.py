@@ -177,10 +177,10 @@ class ChunkedArray:
             if name not in present:
                 raise ValueError(f"{self.folder / name} is missing")
             if len(self._files) <= _STAT_CHUNKS:
-                found = (self.folder / name).stat().st_size
-                needed = self._headers[chunk] + self.sizes[chunk] * self.dtype.itemsize
-                if found < needed:
-                    raise ValueError(f"{self.folder / name} is truncated: {found:,} of {needed:,} bytes")
+                size = (self.folder / name).stat().st_size
+                min_size = self._headers[chunk] + self.sizes[chunk] * self.dtype.itemsize
+                if size < min_size:
+                    raise ValueError(f"{self.folder / name} is truncated: {size:,} of {min_size:,} bytes")
 
     def _read_checksums(self) -> np.ndarray | None:
         if not (self.folder / PIECES).is_file():
