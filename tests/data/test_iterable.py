@@ -312,7 +312,7 @@ def test_loader_is_not_resumed_on_another_number_of_ranks():
     rows = LoaderRows(DataLoader(Rows(), collate_fn=list), None, False)
     saved = rows.order(0, {}).state(32)
     assert saved["ranks"] == 1
-    with pytest.raises(UserError, match="the run had 2 of them, not 1; resume on 2"):
+    with pytest.raises(UserError, match="the run had 2 ranks, not 1; resume on 2"):
         rows.order(0, saved | {"ranks": 2})
     with pytest.raises(UserError, match="DataLoader: yields other rows than before"):
         LoaderRows(DataLoader(Rows(), shuffle=True, collate_fn=list), None, False).order(0, saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,12 @@ from toolkit.data.streamed.files import SourceFile, identify
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_workers, used_bytes
 from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
-from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.data.text.documents import train_tokenizer
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError, UserError
 from toolkit.io.locks import file_lock
 from toolkit.io.storage import StorageError
 
-_BPE_SAMPLE = 8_000_000  # characters for tokenizer training
 _LEAST_SEGMENTS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
 
 
@@ -97,26 +98,13 @@ def _open_stream(
         with file_lock(folder / "locks" / "tokenizer"):
             if (folder / SOURCE).exists():
                 return Stream.load(folder)
-            stream = Stream(folder, source, _train_tokenizer(source, vocab_size, report))
+            chunks = segment_texts(source, 0, {})
+            stream = Stream(folder, source, train_tokenizer(chunks, sys.maxsize, vocab_size, report))
             stream.save()
             return stream
     stream = Stream(folder, source, tokenizer)
     stream.save()
     return stream
-
-
-def _train_tokenizer(source: Source, vocab_size: int, report: Report) -> Tokenizer:
-    start, texts, n_left = time.perf_counter(), list[str](), _BPE_SAMPLE
-    for chunk in segment_texts(source, 0, {}):
-        texts.append(chunk.text[:n_left])
-        n_left -= len(texts[-1])
-        if not n_left:
-            break
-    tokenizer = train_bpe(texts, vocab_size)
-    note = "" if tokenizer.vocab_size == vocab_size else f" (too little text for {vocab_size:,})"
-    seconds = time.perf_counter() - start
-    report(f"Data: trained a byte-level BPE with {tokenizer.vocab_size:,} tokens{note} ({seconds:.1f} s)")
-    return tokenizer
 
 
 def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Report) -> PreparedData:

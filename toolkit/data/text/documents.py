@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -14,10 +15,12 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from toolkit.data.tokenizer import Tokenizer, is_parallel, one_thread_per_call
+from toolkit.data.base import Report
+from toolkit.data.tokenizer import Tokenizer, is_parallel, one_thread_per_call, train_bpe
 from toolkit.errors import UserError
 
 _READ_SIZE = 1 << 20
+_BPE_SAMPLE = 8_000_000  # characters for tokenizer training
 CHUNK_CHARS = 1 << 18  # characters of a document tokenized at once
 BATCH = 1 << 18  # characters tokenized by a thread at once
 
@@ -162,14 +165,22 @@ def batches(documents: list[Document], cut: bool, limit: int | None = None) -> I
         yield batch
 
 
-def sample(documents: list[Document], limit: int) -> Iterator[str]:
-    """Yield the first ``limit`` characters of the documents."""
-    for document in documents:
-        for chunk in text_chunks(document):
-            if limit <= 0:
-                return
-            yield chunk.text[:limit]
-            limit -= len(chunk.text)
+def train_tokenizer(chunks: Iterable[TextChunk], n_characters: int, vocab_size: int, report: Report) -> Tokenizer:
+    """Train a byte-level BPE on the first ``n_characters`` of the text, at most 8 million."""
+    start = time.perf_counter()
+    tokenizer = train_bpe(_first_characters(chunks, min(n_characters, _BPE_SAMPLE)), vocab_size)
+    note = "" if tokenizer.vocab_size == vocab_size else f" (too little text for {vocab_size:,})"
+    seconds = time.perf_counter() - start
+    report(f"Data: trained a byte-level BPE with {tokenizer.vocab_size:,} tokens{note} ({seconds:.1f} s)")
+    return tokenizer
+
+
+def _first_characters(chunks: Iterable[TextChunk], limit: int) -> Iterator[str]:
+    for chunk in chunks:
+        if limit <= 0:
+            return
+        yield chunk.text[:limit]
+        limit -= len(chunk.text)
 
 
 def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer) -> Iterator[Tokenized]:

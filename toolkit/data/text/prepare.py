@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,11 @@ from toolkit.data.cache import (
     write_manifest,
 )
 from toolkit.data.text import documents
-from toolkit.data.tokenizer import Tokenizer, collect_characters, train_bpe
+from toolkit.data.tokenizer import Tokenizer, collect_characters
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
 from toolkit.errors import UserError
 
 CODE_VERSION = 3  # increment if the same text and options produce different rows
-_BPE_SAMPLE = 8_000_000  # characters for tokenizer training
 
 
 @dataclass(frozen=True)
@@ -193,21 +193,18 @@ def _make(
 def _train_tokenizer(
     sources: TextSources, texts: tuple[list[documents.Document], list[documents.Document] | None], report: Report
 ) -> Tokenizer:
+    def chunks_of(texts: list[documents.Document]) -> Iterator[documents.TextChunk]:
+        return (chunk for document in texts for chunk in documents.text_chunks(document))
+
     train, val = texts
     if sources.vocab_size == "characters":
         # Of the held-out text, too: the model could not read others.
-        everything = (chunk.text for document in train + (val or []) for chunk in documents.text_chunks(document))
-        tokenizer = collect_characters(everything)
+        tokenizer = collect_characters(chunk.text for chunk in chunks_of(train + (val or [])))
         report(f"Data: the text has {tokenizer.vocab_size - 2:,} different characters, each one token")
         return tokenizer
-    start = time.perf_counter()
-    # Only the front of the stream: the end is held out.
+    # Only the front of the text: the end is held out.
     share = sources.text_fraction * (1 - sources.val_fraction) * sum(d.size for d in train)
-    tokenizer = train_bpe(documents.sample(train, min(_BPE_SAMPLE, int(share))), sources.vocab_size)
-    note = "" if tokenizer.vocab_size == sources.vocab_size else f" (too little text for {sources.vocab_size:,})"
-    seconds = time.perf_counter() - start
-    report(f"Data: trained a byte-level BPE with {tokenizer.vocab_size:,} tokens{note} ({seconds:.1f} s)")
-    return tokenizer
+    return documents.train_tokenizer(chunks_of(train), int(share), sources.vocab_size, report)
 
 
 def _write_tokens(
