@@ -19,6 +19,7 @@ from toolkit.cli import main
 from toolkit.cli.parser import parse
 from toolkit.commands import COMMANDS
 from toolkit.config.command import CommandOptions
+from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
 BLOCKS, TROUBLESHOOTING, FINETUNE, CONVERT = (
@@ -136,8 +137,8 @@ def test_conversion_page_runs_from_top_to_bottom(tmp_path):
     assert first.read_bytes() == again.read_bytes()
 
 
-EXTEND, CALLBACKS, EXTENSION = re.split(
-    "# (?:Adding a callback|Writing an extension)\n", (ROOT / "tutorials" / "extend.md").read_text()
+EXTEND, CALLBACKS, OBJECTIVE, EXTENSION = re.split(
+    "# (?:Adding a callback|Adding an objective|Writing an extension)\n", (ROOT / "tutorials" / "extend.md").read_text()
 )
 
 
@@ -175,6 +176,33 @@ def test_extend_page_callbacks(tmp_path, monkeypatch, capsys, corpus):
     assert "stopping after step 1: the loss is 9.0 or less" in capsys.readouterr().out
     header, row = (tmp_path / "out" / "callbacks" / "logs" / "metrics.csv").read_text().splitlines()
     assert float(dict(zip(header.split(","), row.split(","), strict=True))["grad_q50"]) > 0
+
+
+def test_extend_page_objective(tmp_path, monkeypatch, corpus):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # the run adds this folder
+    monkeypatch.setattr(extension, "_added", {})
+    monkeypatch.delitem(sys.modules, "focal", raising=False)
+    (tmp_path / "focal.py").write_text(re.search(r"```python\n(.*?)```", OBJECTIVE, re.S)[1])
+    command = re.search(r"```bash\ntoolkit (.*?)\n```", OBJECTIVE, re.S)[1].split()
+    data = [
+        "--accelerator",
+        "cpu",
+        *text_data(corpus),
+        "--train.max_seq_length",
+        "32",
+        "--train.global_batch_size",
+        "8",
+    ]
+    assert main([*command, *data]) == 0
+    (row, *_) = read_metrics(tmp_path / "out" / "focal" / "logs" / "metrics.csv")
+    assert 0 < row["loss"] < row["cross_entropy"]
+    assert main([*command, *data, "--objective.gamma", "0", "--out_dir", "zero"]) == 0
+    plain = [word for word in command if "objective" not in word and word not in ("Focal", "1.5")]
+    assert main([*plain, *data, "--out_dir", "plain"]) == 0
+    zero, plain = (read_metrics(tmp_path / out / "logs" / "metrics.csv") for out in ("zero", "plain"))
+    for a, b in zip(zero, plain, strict=True):
+        assert a["loss"] == a["cross_entropy"] == pytest.approx(b["loss"], rel=1e-5)
 
 
 def test_extend_page_extension(tmp_path, monkeypatch, capsys):

@@ -68,7 +68,7 @@ _HOMES = {
 _ELSEWHERE = {
     **{f"{kind}Trainer": f'use toolkit.Trainer(strategy="{kind.lower()}")' for kind in ("DDP", "FSDP", "Auto")},
     "HFTokenizer": "use tokenizer_dir='gpt2', after `toolkit download gpt2 --tokenizer_only`",
-    "save_checkpoint": "a run saves by itself; in a callback use trainer.save(name); fsdp={'state_dict_type': ...}",
+    "save_checkpoint": "a run saves automatically; in a callback use trainer.save(name); fsdp={'state_dict_type': ...}",
 }
 """Names of other libraries, and what to use here."""
 

@@ -41,7 +41,7 @@ def load(
     Args:
         checkpoint_dir: A folder, or the name of one below ``checkpoints/``.
         device: Where the weights go.
-        dtype: Their type: torch's, or "fp32", "bf16", "fp16"; that of the file when not given.
+        dtype: Their type: torch's, or "fp32", "bf16", "fp16"; as in the file when not given.
         verify_checkpoint: Compare files with their checksums first; false also reads edited files.
         base_checkpoint_dir: Base model of the adapters; the path recorded in training when not given.
 
@@ -64,7 +64,7 @@ def generate(
     """Continue a prompt, or several together, with the options of ``toolkit generate``.
 
     Args:
-        model: A checkpoint folder, or a model, such as that of :func:`load`, on its device.
+        model: A checkpoint folder, or a loaded model, which generates on its device.
         prompt: The text to continue, or a list of texts.
         tokenizer_dir: A folder with a tokenizer.json. Required for a model, which has none; of a checkpoint folder its
             own when not given.
@@ -86,7 +86,7 @@ def generate(
         raise UserError(f"prompts_path {values['prompts_path']}: give the prompts themselves, as a list")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if len(prompts) * values["num_samples"] < 2 and values["batch_size"] is not None:
-        raise UserError(f"batch_size {values['batch_size']}: has no effect on one sample; leave it out")
+        raise UserError(f"batch_size {values['batch_size']}: has no effect on one sample; remove it")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, "tokenizer_dir")
     if isinstance(model, GPT):
         for name in options.keys() & shared.loading.keys():
@@ -138,7 +138,7 @@ def train(
         model: The name of a model, a :class:`ModelConfig`, or any module. Its forward is ``forward(input_ids, labels)``
             and returns ``(loss_sum, n_tokens)`` as :class:`GPT`'s does, or ``forward(input_ids)`` and returns logits
             (B, T, vocabulary) or an object with ``.logits``. A module is trained in place, or taken apart where it is
-            sharded: the trained weights are those of the returned ``checkpoint``. All ranks begin with rank 0's.
+            sharded; the returned ``checkpoint`` has the trained weights. All ranks start from rank 0's weights.
         dataset: A :class:`~toolkit.data.DataModule`, or anything with ``len()`` and ``[index]``, which is shuffled, or
             an iterable, which is read in its own order and begins anew when it ends, or a torch DataLoader. An item is
             a 1-D tensor of T + 1 tokens, or ``{"input_ids": (T,), "labels": (T,)}`` or a tuple of both, where

@@ -49,7 +49,7 @@ class Extension:
         objectives: Classes derived from :class:`toolkit.objectives.Objective`, for ``--objective``.
         option_groups: Frozen dataclasses, whose fields are options of the training commands: ``--GROUP.FIELD``.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
-            UserError where options of the extension would have no effect, or do not go together.
+            UserError where options of the extension have no effect or are incompatible.
     """
 
     families: Names = field(default_factory=dict)
@@ -108,9 +108,6 @@ def add_extensions(names: str | Iterable[str] | None, source: str = "--extension
     Args:
         names: Dotted paths of modules with an ``EXTENSION``, or names of distributions.
         source: Where they are named, for the message.
-
-    Raises:
-        UserError: there is no such extension; the message has the command that installs it.
     """
     for name in split_names(names, source):
         if not is_known(name):
@@ -122,11 +119,7 @@ def add_extensions(names: str | Iterable[str] | None, source: str = "--extension
 
 
 def split_names(value: Any, source: str = "--extensions") -> list[str]:
-    """Return the names of a list such as ``a,b`` or ``["a", "b"]``.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Return the names of a list such as ``a,b`` or ``["a", "b"]``."""
     names = value.strip("[]").split(",") if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name.strip() for name in names):
         raise UserError(f"{source} {value}: must be the names of extensions, such as my_module")
@@ -143,9 +136,6 @@ def registered(kind: str, own: Collection[str] = ()) -> dict[str, Entry]:
 
     Args:
         own: toolkit's own names of this kind.
-
-    Raises:
-        UserError: a name is registered twice, or is one of ``own``.
     """
     found: dict[str, Entry] = {}
     for origin, extension in extensions().items():
@@ -158,11 +148,7 @@ def registered(kind: str, own: Collection[str] = ()) -> dict[str, Entry]:
 
 
 def load_registered(kind: str, name: str) -> Any:
-    """Import the object that an extension registers under a name.
-
-    Raises:
-        UserError: it does not import.
-    """
+    """Import the object that an extension registers under a name."""
     entry = registered(kind)[name]
     try:
         return import_object(entry.path)
@@ -173,11 +159,7 @@ def load_registered(kind: str, name: str) -> Any:
 
 
 def run_checks(args: Any) -> None:
-    """Let each extension check the options of a run.
-
-    Raises:
-        UserError: one refuses them.
-    """
+    """Let each extension check the options of a run."""
     for origin, extension in extensions().items():
         if extension.check is not None:
             try:
@@ -245,11 +227,7 @@ def find_modules_here() -> None:
 
 
 def import_object(path: str) -> Any:
-    """Import ``module.name``, or a module.
-
-    Raises:
-        ImportError, AttributeError: there is none, or its import ends the process.
-    """
+    """Import ``module.name``, or a module."""
     module, _, name = path.rpartition(".")
     if not module:
         return _import(path)

@@ -113,7 +113,7 @@ def test_missing_chat_template_is_reported(talker, tmp_path, capsys):
     words = ["--tasks", "choose", "--apply_chat_template", "true", "--accelerator", "cpu"]
     assert main(["evaluate", str(tmp_path / "base"), *words]) == 2
     err = capsys.readouterr().err
-    assert f"--apply_chat_template true: {tmp_path / 'base'} has no chat template; leave it out" in err
+    assert f"--apply_chat_template true: {tmp_path / 'base'} has no chat template; remove the option" in err
     assert "prompt_style" not in err
 
 

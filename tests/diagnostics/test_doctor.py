@@ -55,7 +55,7 @@ def test_environment_is_printed_where_torch_does_not_import(tmp_path):
     [
         (["--comm"], "--comm true: needs several processes; use --devices 2 or a launcher"),
         (["--timeout", "1"], "--timeout 1.0: needs several processes"),
-        (["--devices", "2", "--strategy", "ddp"], "--strategy ddp: would have no effect without --check_grads"),
+        (["--devices", "2", "--strategy", "ddp"], "--strategy ddp: has no effect without --check_grads"),
         (["--devices", "2", "--timeout", "0"], "--timeout 0.0: must be greater than zero"),
     ],
 )

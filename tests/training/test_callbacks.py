@@ -197,7 +197,7 @@ def test_s2_states_of_callbacks_are_resumed_by_name(pretrain, tmp_path, capsys):
     keep_best = ["--eval.interval", "2", "--train.keep_best", "true"]
     assert pretrain(*keep_best, "--resume", "true", steps=6) == 0
     shown = capsys.readouterr().out
-    assert "callback KeepBest: the checkpoint has no state of it; it begins anew" in shown
+    assert "callback KeepBest: the checkpoint has no state of it; it starts from scratch" in shown
     assert "callback Counter 2: the checkpoint has its state, and the run has no such callback" in shown
     (tmp_path / "callbacks.yaml").write_text("callbacks: [{class_path: my_callbacks.Counter, init_args: {kind: self}}]")
     assert pretrain("--config", "callbacks.yaml", "--resume", "true", steps=8) == 1
@@ -220,4 +220,4 @@ def test_s2_older_checkpoints_have_two_states_in_meta_json(pretrain, tmp_path):
 
 def test_patience_without_validations_is_refused(pretrain, capsys):
     assert pretrain("--train.patience", "2", "--eval.interval", "0") == 2
-    assert "--train.patience 2: would have no effect without --eval.interval" in capsys.readouterr().err
+    assert "--train.patience 2: has no effect without --eval.interval" in capsys.readouterr().err

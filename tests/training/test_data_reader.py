@@ -1,4 +1,4 @@
-"""Data with a sample order of its own, and data that cannot be read."""
+"""Data that defines its sample order, and data that cannot be read."""
 
 import threading
 

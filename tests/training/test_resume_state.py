@@ -71,7 +71,7 @@ def test_an_option_of_one_launch_only_is_named_with_its_value(tmp_path):
     flag = "--optimizer.state_dtype"
     for saved, now, message in (
         (bf16, plain, f"{flag}: {tmp_path} was trained with {flag} bf16; give the same, or another --out_dir"),
-        (plain, bf16, f"{flag} bf16: {tmp_path} was trained without it; leave it out, or give another --out_dir"),
+        (plain, bf16, f"{flag} bf16: {tmp_path} was trained without it; remove it, or give another --out_dir"),
     ):
         fingerprint = RunFingerprint({}, "data", 8, 0, "32-true", now)
         with pytest.raises(UserError, match=f"^{re.escape(message)}$"):

@@ -30,7 +30,7 @@ class Measurement(NamedTuple):
     Args:
         operation: Its name.
         size: Bytes of the complete tensor.
-        seconds: Of the slowest rank, mean of several repetitions.
+        seconds: Time of the slowest rank, mean of several repetitions.
         algbw, busbw: Bytes per second; see the module.
     """
 
@@ -50,11 +50,7 @@ class Link(NamedTuple):
 
 
 def measure_collectives(device: torch.device) -> Iterator[Measurement]:
-    """Check and time all-reduce, all-gather and reduce-scatter; all ranks iterate together.
-
-    Raises:
-        DifferenceError: on every rank, if a rank got a wrong value.
-    """
+    """Check and time all-reduce, all-gather and reduce-scatter; all ranks iterate together."""
     n = ranks.world_size()
     for size in SIZES.get(device.type, SIZES["cpu"]):
         for name, (prepare, factor) in _OPERATIONS.items():
@@ -66,11 +62,7 @@ def measure_collectives(device: torch.device) -> Iterator[Measurement]:
 
 
 def measure_ring(device: torch.device) -> list[Link]:
-    """Check and time point-to-point transfers from each rank to the next one; every rank returns all links.
-
-    Raises:
-        DifferenceError: on every rank, if a rank got wrong values.
-    """
+    """Check and time point-to-point transfers from each rank to the next one; every rank returns all links."""
     rank, n = ranks.global_rank(), ranks.world_size()
     size = SIZES.get(device.type, SIZES["cpu"])[-1]
     sent, received = _values(_elements(size, n), rank, device), torch.empty(_elements(size, n), device=device)

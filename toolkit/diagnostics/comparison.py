@@ -19,12 +19,12 @@ class Difference(NamedTuple):
     """How far two records of one step are apart, each relative to the second record.
 
     Args:
-        loss: Of the losses.
-        grad_norm: Of the gradient norms.
-        gradient: The largest difference of a parameter's gradient norm, relative to the norm of the whole gradient:
-            a parameter whose gradient is nearly zero has rounding errors only.
-        logged_norm: Of the gradient norms that the runs log and clip by.
-        parameter: The parameter with that largest difference.
+        loss: Difference of the losses.
+        grad_norm: Difference of the gradient norms.
+        gradient: Largest difference of a parameter's gradient norm, relative to the norm of the complete gradient,
+            because a gradient near zero consists of rounding errors.
+        logged_norm: Difference of the gradient norms that the runs log and clip by.
+        parameter: The parameter with the largest difference.
     """
 
     loss: float
@@ -61,10 +61,10 @@ def choose_tolerance(
     precision: Precision, reference: Sequence[StepRecord], splits: Sequence[Sequence[StepRecord]]
 ) -> Difference:
     """Return the tolerance of N3: 1e-5 in fp32; in 16 bits twice the largest difference that another micro-batch size
-    makes on one process, and at least that of fp32.
+    makes on one process, and at least 1e-5.
 
     Args:
-        precision: Of the run.
+        precision: The precision of the run.
         reference: The steps on one process.
         splits: The same steps on one process with other micro-batch sizes.
     """

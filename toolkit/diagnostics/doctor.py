@@ -74,23 +74,17 @@ class DoctorOptions:
         return 5.0 if self.timeout == AUTO else self.timeout
 
     def check(self, world: WorldInfo) -> None:
-        """ """
         if world.world_size == 1:
             for name, default in (("comm", False), ("check_grads", False), ("timeout", AUTO)):
                 value = getattr(self, name)
                 hint = "needs several processes; use --devices 2 or a launcher"
                 require_option(value == default, name, str(value).lower(), hint)
         needless = self.strategy != "auto" and not self.check_grads
-        require_option(not needless, "strategy", self.strategy, "would have no effect without --check_grads")
+        require_option(not needless, "strategy", self.strategy, "has no effect without --check_grads")
 
 
 def examine(options: DoctorOptions) -> None:
-    """Print the report on rank 0. Every process calls this.
-
-    Raises:
-        PeerLostError: a process does not answer within the timeout; the message names its rank, host and pid.
-        DifferenceError: a collective or a gradient is wrong.
-    """
+    """Print the report on rank 0. Every process calls this."""
     device = pick_accelerator(options.accelerator)
     world = detect_world(options.devices, options.num_nodes, count_devices(device))
     options.check(world)

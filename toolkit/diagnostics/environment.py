@@ -1,6 +1,6 @@
 """The environment of a run as plain text: versions, machine, devices, variables, disks. Prints no secret.
 
-Imports torch inside functions only, so that an installation whose torch does not import can be examined too.
+Imports torch inside functions: the report also works where torch does not import.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def describe_environment(out_dir: str) -> Sections:
     """Return what a bug report needs to know about this process.
 
     Args:
-        out_dir: The folder of runs, whose free disk space is reported.
+        out_dir: Its free disk space is reported.
     """
     return {
         "Versions": _versions(),

@@ -51,10 +51,6 @@ class GradientRecorder(Callback):
         self._gradients: dict[str, float] = {}
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        """
-        Raises:
-            DifferenceError: the gradients of copies differ; the message names step, parameter and ranks.
-        """
         module, shards = unwrapped(trainer.model), trainer.config.strategy.shards
         try:
             self._gradients = gradient_norms(module, shards)
@@ -74,9 +70,6 @@ def gradient_norms(module: nn.Module, shards: int) -> dict[str, float]:
     Args:
         module: As the strategy has wrapped it, after the backward pass.
         shards: Ranks per model replica: ranks r and r + shards hold the same shard.
-
-    Raises:
-        DifferenceError: on every rank, if two ranks hold different gradients of the same parameter or shard.
     """
     parameters = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
     sharded = local_parts(module).keys()

@@ -1,4 +1,4 @@
-"""A trial of a run on one device, in a process of its own: it gives all memory back, and may fail alone."""
+"""Run the first steps on one device in a child process: it frees all memory, and its failure is an error message."""
 
 from __future__ import annotations
 
@@ -28,18 +28,10 @@ _RANKS = ("RANK", "NODE_RANK", "WORLD_SIZE")
 def run_single_process(
     args: RunArgs, steps: int, device: str, micro_batch_size: int | None = None, quiet: bool = False
 ) -> list[StepRecord]:
-    """Train the first steps of a run on one device and return their records.
+    """Train the first ``steps`` of a run on one device and return their records.
 
-    Args:
-        args: Of the run, on any layout.
-        steps: Optimizer steps.
-        device: "cpu", "cuda" or "mps".
-        micro_batch_size: Another one than the run's.
-        quiet: Print nothing.
-
-    Raises:
-        UserError, GuardError: from that run; the message begins with "one process: ".
-        CommandError: that process failed otherwise.
+    ``micro_batch_size`` replaces the run's. Errors of that process are raised here; their message begins with
+    "one process: ".
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

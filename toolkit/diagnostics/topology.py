@@ -25,11 +25,7 @@ class Topology(NamedTuple):
 
 
 def parse_topology(text: str) -> Topology:
-    """Parse the output of ``nvidia-smi topo -m``.
-
-    Raises:
-        ValueError: it contains no matrix.
-    """
+    """Parse the output of ``nvidia-smi topo -m``."""
     lines = [_ESCAPES.sub("", line).split() for line in text.splitlines()]
     start = next((i for i, words in enumerate(lines) if words and re.fullmatch(r"GPU\d+", words[0])), None)
     if start is None:

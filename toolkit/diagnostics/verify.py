@@ -37,9 +37,6 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
     """Compare the first steps of a run with the same steps on one process. Every process of the run calls this.
 
     Rank 0 trains on one process first, while the other ranks wait for it.
-
-    Raises:
-        DifferenceError: on every rank, if the two trainings differ; the message names step and parameter.
     """
     device, world = detect_devices(args)
     if world.world_size == 1:
@@ -59,7 +56,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
 
 
 class LayoutCheck(GradientRecorder):
-    """Prints each step beside the same step on one process, on rank 0, and ends the run with the verdict."""
+    """Prints each step next to the same step on one process, on rank 0, and raises an error if they differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +67,7 @@ class LayoutCheck(GradientRecorder):
     def run_references(self, args: RunArgs, steps: int, config: ResolvedConfig, quiet: bool = False) -> None:
         """Train on one process: once, and in 16 bits with other micro-batch sizes for the tolerance.
 
-        Args:
-            args: Of the run.
-            steps: Optimizer steps.
-            config: What ``args`` was resolved to.
-            quiet: The other process prints nothing.
-
-        Raises:
-            CommandError: see :func:`run_single_process`.
+        ``config`` is the resolved configuration of ``args``; with ``quiet`` the child process prints nothing.
         """
         print("One process:", flush=True)
         self.reference = run_single_process(args, steps, config.device, config.batch.micro_batch_size, quiet)
@@ -99,10 +89,6 @@ class LayoutCheck(GradientRecorder):
             trainer.display.message(format_step(trainer.progress.step, record, reference, difference))
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """
-        Raises:
-            DifferenceError: on every rank, if a difference exceeds the tolerance.
-        """
         tolerance, failure = self.tolerance, ""
         if tolerance is not None:
             failure = find_failure(self.differences, tolerance)
@@ -146,9 +132,9 @@ def format_step(step: int, record: StepRecord, reference: StepRecord, difference
 
 def require_memory_of_one_process(args: RunArgs, device: str) -> None:
     """Check by the memory plan that one process can train the model."""
-    alone = single_process_args(args)
+    single = single_process_args(args)
     try:
-        plan = plan_run(alone, DeviceSpec(device, 1, 1))
+        plan = plan_run(single, DeviceSpec(device, 1, 1))
     except UserError:
         return  # the vocabulary is unknown before the data is prepared
     limit = min(device_memory(device), (memory_limit() or float("inf")) if device == "cpu" else float("inf"))
@@ -157,8 +143,8 @@ def require_memory_of_one_process(args: RunArgs, device: str) -> None:
     layers, total = plan.model.n_layer, plan.memory.total
     while layers > 1 and total > limit:
         layers //= 2
-        overrides = ModelOverrides(**vars(alone.model_config) | {"n_layer": layers})
-        fewer = replace(alone, model_config=overrides)
+        overrides = ModelOverrides(**vars(single.model_config) | {"n_layer": layers})
+        fewer = replace(single, model_config=overrides)
         total = plan_run(fewer, DeviceSpec(device, 1, 1)).memory.total
     fix = f"--model_config.n_layer {layers}"
     if total > limit:

@@ -1,8 +1,8 @@
-"""The interface of an objective: sums over the global batch, each divided by a number that the data alone decides.
+"""The interface of an objective: sums over the global batch, each divided by a count that depends only on the data.
 
 The loss of a step is ``sum(part.weight * sums[part.name] / counts[part.normalizer])``. The counts of a micro-batch come
-from its collation and are summed over the ranks before the forward pass, so that every micro-batch is scaled on its
-own: the gradient does not depend on the split into micro-batches and ranks (N2).
+from its collation and are summed over the ranks before the forward pass. The loss scale is therefore known before the
+backward pass, and the gradient does not depend on the split into micro-batches and ranks (N2).
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def _short(value: object) -> object:
 def prepare_model(
     config: ResolvedConfig, state: StartState, fabric: Fabric, report: Callable[[str], None]
 ) -> FabricModule:
-    """Give the model its weights, verified first, and wrap it as the strategy has it."""
+    """Verify the checkpoint with the weights, build the model, and wrap it for the strategy."""
     args, source = config.args, config.args.base_dir
     choose_attention_kernels(
         fixed_shapes=not state.longest_ragged, has_masks=needs_masks(state.model.config, config.max_seq_length)
@@ -203,11 +203,7 @@ def prepare_model(
     model = build_model(
         fabric,
         state.model,
-        seed=args.seed,
-        precision=config.precision,
-        activation_checkpointing=args.train.activation_checkpointing,
-        compiler=args.compiler,
-        groups=args.groups,
+        config,
         longest_ragged=state.longest_ragged,
         source=source if state.base is not None else state.resume_from or source,
         adapters=adapters.initial_adapters(args, state.model, state.resume_from, report),

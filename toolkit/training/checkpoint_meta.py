@@ -70,7 +70,7 @@ def by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
 # Only hashes of these are stored, so a message can only list what may have changed.
 _HASHED = {
     "--data": "other data: the files, the tokenizer, the template, an option of --data, --train.max_seq_length",
-    "--checkpoint_dir": "another base: its weights differ from those of this one",
+    "--checkpoint_dir": "another base model with different weights",
 }
 
 
@@ -83,16 +83,12 @@ def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
     if new is None:  # not given, and without a value by default
         raise UserError(f"{flag}: {folder} was trained with {flag} {old}; {hint}")
     if old is None:
-        raise UserError(f"{flag} {new}: {folder} was trained without it; leave it out, or give another --out_dir")
+        raise UserError(f"{flag} {new}: {folder} was trained without it; remove it, or give another --out_dir")
     raise UserError(f"{flag} {new}: {folder} was trained with {old}; {hint}")
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read ``trainer/meta.json``, and check names, types and ranges, and that they go together.
-
-    Raises:
-        DamagedCheckpointError: it is malformed, or cannot be what a run has written.
-    """
+    """Read ``trainer/meta.json``, and check names, types, ranges and consistency."""
     path = folder / "trainer" / "meta.json"
     try:
         meta = read_json(path)
@@ -114,7 +110,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def read_callback_states(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the states of callbacks by name; older checkpoints have those of two in ``meta.json``."""
+    """Read callback states by name; older checkpoints store KeepBest's and EarlyStopping's in ``meta.json``."""
     file, meta = folder / TRAINER / CALLBACKS, read_meta(folder)
     if file.exists():
         states = load_state(file)

@@ -1,7 +1,7 @@
-"""S2 exact-resume: the state that a run needs to continue where it stopped, beside the weights in ``trainer/``.
+"""S2 exact-resume: save and restore the weights and, in ``trainer/``, the state to continue from.
 
-All ranks save and restore together. The state of all ranks is gathered; rank 0 writes the folder. With ``sharded``
-every rank writes its shards into it. If a rank cannot write, the save fails on all ranks.
+All ranks save and restore together. Rank 0 gathers the state and writes the folder; with ``sharded`` every rank writes
+its shards into it. If a rank cannot write, the save fails on all ranks.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ class Checkpointer:
     """Saves and restores one run.
 
     Args:
-        config: Of the run.
-        state: Its start and end.
-        tokenizer: None if the data came as tokens without one.
-        module: As the strategy has wrapped it.
-        optimizer: Before Fabric has wrapped it.
+        tokenizer: None if the data is pre-tokenized.
+        module: The model as the strategy wraps it.
+        optimizer: The optimizer before Fabric wraps it.
         scaler: The GradScaler of 16-mixed, otherwise None.
-        device: Where this rank computes.
+        device: The device of this rank.
         report: Prints a line.
     """
 
@@ -70,11 +68,7 @@ class Checkpointer:
         return self.config.args.fsdp.state_dict_type == "sharded"
 
     def save(self, name: str, progress: Progress, callbacks: dict[str, Any]) -> Path:
-        """Write the checkpoint folder ``out_dir/name``, complete or not at all, then delete what is too old.
-
-        Raises:
-            GuardError: weights or optimizer state contain NaN or Inf; no checkpoint is created.
-        """
+        """Write the checkpoint folder ``out_dir/name``, complete or not at all, and delete the oldest checkpoints."""
         pending = self.begin(name, progress, callbacks)
         pending.write_on_all_ranks()
         return pending.commit(self.config.args.train.keep_last)
@@ -82,10 +76,7 @@ class Checkpointer:
     def begin(
         self, name: str, progress: Progress, callbacks: dict[str, Any], copies: HostCopies | None = None
     ) -> PendingSave:
-        """Begin to write the checkpoint ``out_dir/name``; with ``copies`` training may go on while it is written.
-
-        ``callbacks``: their states by name.
-        """
+        """Begin to write ``out_dir/name``; with ``copies`` training can overlap with the write."""
         # A rank that fails in these collectives must exit at once, because the others wait in them.
         rng = ranks.all_gather_object(rng_state(self.device))
         state, module, optimizer = self.state, self.module, self.optimizer
@@ -165,8 +156,8 @@ class Checkpointer:
 
 
 def _load_scaler(scaler: Any, saved: Any, file: Path) -> None:
-    own = scaler.state_dict()
-    if not isinstance(saved, dict) or {k: type(v) for k, v in saved.items()} != {k: type(v) for k, v in own.items()}:
+    now = scaler.state_dict()
+    if not isinstance(saved, dict) or {k: type(v) for k, v in saved.items()} != {k: type(v) for k, v in now.items()}:
         raise UserError(f"{file}: scaler: is not the state of a GradScaler; resume from another checkpoint")
     scaler.load_state_dict(saved)
 

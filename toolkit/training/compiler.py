@@ -1,4 +1,4 @@
-"""``--compiler auto``, when the rows and the length of the run are known."""
+"""Resolve ``--compiler auto`` once the rows and the length of the run are known."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The training data of a run, step by step, read ahead. Ranks that cannot read take part in the step's vote: all stop
-together."""
+"""Read the training data step by step, with prefetch. A read error on one rank stops all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -20,15 +19,7 @@ from toolkit.training.start_state import StartState
 
 
 class DataReader:
-    """Reads this rank's micro-batches, from where the run starts.
-
-    Args:
-        config: Of the run.
-        state: With the progress to start from.
-        rows: The training rows.
-        padding: How to pad rows of unequal length.
-        device: Where the steps are computed.
-    """
+    """Reads this rank's micro-batches, starting at the run's progress."""
 
     def __init__(
         self, config: ResolvedConfig, state: StartState, rows: TokenDataset, padding: Padding, device: torch.device
@@ -58,12 +49,12 @@ class DataReader:
         self._steps = self._ahead or steps
 
     def describe(self) -> list[str]:
-        """Return lines for the log on what the run will read, of orders that have some."""
+        """Return lines for the log that describe the sample order, if it has any."""
         describe: Callable[[int | None], list[str]] = getattr(self.order, "describe", lambda end: [])
         return describe(self._end)
 
     def read(self) -> list[Batch]:
-        """Return the micro-batches of the next step; none if they cannot be read, and then ``error`` is set."""
+        """Return the micro-batches of the next step; if they cannot be read, set ``error`` and return none."""
         try:
             batches = next(self._steps)
             for batch in batches if self._vocab_size is not None else ():
@@ -77,17 +68,17 @@ class DataReader:
             return []
 
     def copy_ahead(self) -> None:
-        """Start to copy the next step to the device, if it has been read; the host does not wait for it."""
+        """Start to copy the next step to the device without waiting, if it has been read."""
         if self._ahead is not None:
             self._ahead.copy_ahead()
 
     def pause(self) -> None:
-        """Read nothing until the next :meth:`read`: what uses the data in the meantime need not be thread-safe."""
+        """Stop prefetching until the next :meth:`read`: the data need not be thread-safe."""
         if self._ahead is not None:
             self._ahead.pause()
 
     def close(self) -> None:
-        """End reading ahead."""
+        """Stop prefetching."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -99,23 +90,16 @@ class DataReader:
         return self.order.state(position)
 
     def raise_error(self, saved: str | None) -> NoReturn:
-        """Raise the error of the rank that cannot read, on all ranks; every rank calls this.
-
-        Args:
-            saved: What was saved, for the message; None before the first step.
-
-        Raises:
-            DataError: the run stops.
-        """
-        found = ranks.all_gather_object(None if self.error is None else str(self.error))
-        reason = next(error for error in found if error is not None)
+        """Raise the read error on all ranks. ``saved`` ends the message; None before the first step."""
+        errors = ranks.all_gather_object(None if self.error is None else str(self.error))
+        reason = next(error for error in errors if error is not None)
         if saved is None:
             raise UserError(reason)
         raise DataError(f"{reason}; {saved}")
 
 
 def last_position(state: StartState, global_batch_size: int) -> int | None:
-    """Return the position in the stream of samples where a run ends, an estimate for ragged rows; None if unknown."""
+    """Return the sample position where a run ends, estimated for ragged rows; None if unknown."""
     limits, done = state.limits, state.progress
     if limits.total_steps is None:
         return limits.total_samples

@@ -1,4 +1,4 @@
-"""What the log says about a run before its first step."""
+"""Describe a run in the log before its first step."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def open_checkpoint(
         model = load_model(folder, dtype=dtype, base_checkpoint_dir=base_checkpoint_dir)
     else:
         resolved = fabric.strategy.precision.precision
-        require_option(resolved != "16-mixed", "precision", resolved, f"is not proven with --quantize {quantize}")
+        require_option(resolved != "16-mixed", "precision", resolved, f"is not supported with --quantize {quantize}")
         model = load_quantized(folder, quantize, fabric.device, dtype, base_checkpoint_dir)
     return Evaluated(folder, fabric, model, tokenizer)
 
@@ -99,8 +99,8 @@ def evaluate(
     Without a tokenizer there are no bits per byte.
 
     Args:
-        data: The text; None: that of the checkpoint's run, or PythonStdlib if unknown.
-        max_seq_length: Tokens per sequence; those of the run with its data, else the model's context.
+        data: The text; None: the data of the checkpoint's run, or PythonStdlib if unknown.
+        max_seq_length: Tokens per sequence; None: as in the run if its data is used, otherwise the model's context.
         trust_checkpoint_data: Whether to read the files that the checkpoint names.
     """
     length = max_seq_length
@@ -118,7 +118,7 @@ def evaluate(
     if count is None:
         raise UserError(f"--split {split}: the number of rows of this data is unknown; use --split val")
     if split == "train" and not getattr(rows, "is_dense", True):  # of a mixture
-        raise UserError("--split train: a source of this data has a sample order of its own; use --split val")
+        raise UserError("--split train: a source of this data defines its sample order; use --split val")
     if rows is None or not count:
         raise UserError(
             f"--split {split}: this data has none; hold some out (--data.val_split_fraction, for text "
@@ -237,7 +237,7 @@ def evaluate_tasks(
             template = find_template(checkpoint.tokenizer)
         except UserError:
             if apply_chat_template and tokenizer_template(checkpoint.tokenizer) is None:
-                hint = "leave it out, or add one to the folder as chat_template.jinja"
+                hint = "remove the option, or add chat_template.jinja to the folder"
                 raise UserError(
                     f"--apply_chat_template true: {checkpoint.folder} has no chat template; {hint}"
                 ) from None

@@ -1,4 +1,4 @@
-"""Python's garbage collection during training: only while the host would wait for the device anyhow."""
+"""Run Python's garbage collection while the host waits for the device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ STEPS_BETWEEN_COLLECTIONS = 20
 
 
 class GarbageCollection:
-    """From the first :meth:`collect` to the exit of the context, garbage in cycles is collected only by these calls.
+    """Replaces automatic collection by :meth:`collect`, from its first call to the exit of the context.
 
-    The automatic collector starts at any allocation, on every rank at another time, and all ranks wait for the one that
-    walks the objects of all libraries. Objects of before the first collection are exempt from later ones.
+    Automatic collection starts at different times on different ranks, and each time all ranks wait. Objects that exist
+    at the first collection are frozen: later ones skip them.
     """
 
     def __enter__(self) -> GarbageCollection:

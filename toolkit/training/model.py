@@ -1,10 +1,10 @@
-"""The model of a run: built on the meta device, then initialized or loaded as the strategy shards it."""
+"""Build the model on the meta device, then initialize or load its weights shard by shard."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from toolkit.checkpoints.run.sharded import is_sharded
 from toolkit.checkpoints.run.state_dicts import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_weights
-from toolkit.config import ActivationCheckpointing
 from toolkit.distributed import ranks
 from toolkit.distributed.fabric import block_dtype, materialize_with
 from toolkit.distributed.memory import malloc_trim
@@ -35,6 +34,7 @@ from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
 from toolkit.optim.groups import block_params, no_decay_params
+from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.speed.flops import flops_per_token
 from toolkit.private_torch import configure_compiler
 
@@ -46,8 +46,8 @@ class ModelSpec:
     Args:
         module: A GPT on the meta device, or a user-provided module (which may be a GPT) with its weights.
         meta_model: The module if it is on the meta device; None if it has its weights.
-        config: Its architecture; None for a user-provided module.
-        blocks: The classes of its blocks.
+        config: The architecture; None for a user-provided module.
+        blocks: The classes of the blocks.
         sizes: Elements of each parameter, by name.
         tied: See :func:`toolkit.checkpoints.run.state_dicts.tied_names`.
         no_decay_params: See :func:`toolkit.optim.classes.no_decay_params`.
@@ -96,12 +96,7 @@ def specify_model(
 def build_model(
     fabric: Fabric,
     spec: ModelSpec,
-    *,
-    seed: int,
-    precision: str,
-    activation_checkpointing: ActivationCheckpointing,
-    compiler: str,
-    groups: Mapping[str, Any],
+    config: ResolvedConfig,
     longest_ragged: int,
     source: Path | None,
     adapters: dict[str, torch.Tensor] | None = None,
@@ -112,13 +107,12 @@ def build_model(
     (M3): no rank ever has a second complete copy.
 
     Args:
-        groups: Options of extensions by group.
-        longest_ragged: Tokens of the longest row, where rows differ in length; else 0.
-        source: A checkpoint folder to take the weights from.
-        adapters: Values of the adapters, by name; None initializes them, without effect on the output.
+        longest_ragged: Tokens of the longest row if rows differ in length; otherwise 0.
+        source: The checkpoint folder with the weights; None initializes them.
+        adapters: Values of the adapters by name; None initializes them, without effect on the output.
     """
-    module = spec.module
-    if precision in ("bf16-true", "bf16-master"):
+    module, args = spec.module, config.args
+    if config.precision in ("bf16-true", "bf16-master"):
         module.to(torch.bfloat16)
         for name, parameter in module.named_parameters():
             if is_adapter(name):  # their updates are too small for bf16
@@ -133,17 +127,17 @@ def build_model(
     else:
         storage = block_dtype(fabric, next(spec.meta_model.parameters()).dtype)
         values = _values(
-            spec, spec.meta_model, seed, None if shards else source, shards, adapters, fabric.device, storage
+            spec, spec.meta_model, args.seed, None if shards else source, shards, adapters, fabric.device, storage
         )
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     if isinstance(module, GPT):
-        module.seed = seed
-    checkpoint_blocks(module, spec.blocks, activation_checkpointing)
-    if compiler == "torch":
+        module.seed = args.seed
+    checkpoint_blocks(module, spec.blocks, args.train.activation_checkpointing)
+    if args.compiler == "torch":
         compile_blocks(module, spec.blocks, longest_ragged)
-    elif compiler != "none":
-        load_registered("compilers", compiler)(module, spec.blocks, longest_ragged, groups)
+    elif args.compiler != "none":
+        load_registered("compilers", args.compiler)(module, spec.blocks, longest_ragged, args.groups)
     wrapped = fabric.setup(module)
     malloc_trim()
     if shards:

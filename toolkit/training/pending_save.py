@@ -1,4 +1,4 @@
-"""A checkpoint on its way to disk, in three parts, so that the middle one can run while training goes on."""
+"""A checkpoint save in three phases: begin, write, commit. The write can overlap with training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Snapshot:
     callbacks: dict[str, Any]  # their states by name
 
     def copy(self, copies: HostCopies) -> None:
-        """Copy what training would change, where it is written."""
+        """Copy what training would change, on the rank that writes it."""
         if ranks.global_rank() == 0:
             self.weights, self.optimizer = (
                 copies.copy(self.weights, "weights"),
@@ -51,19 +51,16 @@ class Snapshot:
 
 
 class PendingSave:
-    """All ranks begin and commit it together; in between, each writes its files without any collective.
+    """All ranks begin and commit together; in between, each writes its files without collectives.
 
     Args:
-        folder: The checkpoint.
-        snapshot: What it is made of, with ``shards``.
-        write_files: Writes all but the shards into the temporary folder; rank 0 calls it.
-        shards: Tensors by subfolder, of sharded checkpoints: every rank writes its own.
-        search: For NaN and Inf in this rank's weights and optimizer state.
-        report: Prints a line, if a rank takes long to write.
-        copies: Given if training goes on meanwhile: the state is copied, and ``search`` is awaited.
-
-    Raises:
-        UserError, GuardError, PeerLostError: as :meth:`commit`.
+        folder: The checkpoint folder.
+        snapshot: The state to save, except the shards.
+        write_files: Writes everything except the shards into the temporary folder; called on rank 0.
+        shards: This rank's tensors by subfolder, for sharded checkpoints.
+        search: Finds NaN and Inf in this rank's weights and optimizer state.
+        report: Prints a line if a rank takes long to write.
+        copies: Buffers for the state if training overlaps with the write; ``search`` then ends before it.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class PendingSave:
         copies: HostCopies | None = None,
     ) -> None:
         self.folder, self._snapshot, self._write_files, self._copies = folder, snapshot, write_files, copies
-        self._search: Future[list[str]] | None = search  # None: it has found nothing
+        self._search: Future[list[str]] | None = search  # None: it has ended without a finding
         self._report = report
         self._tmp: Path | None = None
         self._error: Exception | None = None
@@ -116,7 +113,7 @@ class PendingSave:
             raise
 
     def write(self) -> None:
-        """Write this rank's files, in any thread; :meth:`commit` raises an error of it."""
+        """Write this rank's files, in any thread; :meth:`commit` raises its error."""
         assert self._tmp is not None
         try:
             if self._copies is not None:
@@ -125,29 +122,24 @@ class PendingSave:
                 self._write_files(self._tmp, self._snapshot)
             for save in self._shards:
                 save.write()
-            self._checksums = self._checksum_own(self._tmp)
+            self._checksums = self._checksum_local(self._tmp)
         except Exception as error:
             self._error = error
 
-    def _checksum_own(self, tmp: Path) -> dict[str, Checksum] | OSError:
-        """Return the checksums of the files that this rank has written; the others' may not be complete yet."""
+    def _checksum_local(self, tmp: Path) -> dict[str, Checksum] | OSError:
+        """Return the checksums of this rank's files; other ranks may still be writing."""
         rank = ranks.global_rank()
         names = file_names(tmp) if rank == 0 or self._shards else []
-        own = [name for name in names if (f"/__{rank}_" in name if name.endswith(".distcp") else rank == 0)]
+        local = [name for name in names if (f"/__{rank}_" in name if name.endswith(".distcp") else rank == 0)]
         try:
-            return sync_and_checksum(tmp, own)
+            return sync_and_checksum(tmp, local)
         except OSError as error:
             if self._shards:
                 return error  # all ranks will raise it
             raise
 
     def commit(self, keep_last: int) -> Path:
-        """Make it the checkpoint ``folder`` when every rank has written, and delete the oldest; collective.
-
-        Raises:
-            GuardError: weights or optimizer state contain NaN or Inf.
-            PeerLostError: an error of another rank.
-        """
+        """Publish the checkpoint when every rank has written, and delete the oldest; collective."""
         with self._raise_on_all_ranks():
             if self._error is not None:
                 raise self._error
@@ -164,7 +156,7 @@ class PendingSave:
         return self.folder
 
     def commit_alone(self, keep_last: int) -> Path:
-        """As :meth:`commit`, of an unsharded checkpoint on rank 0, where the other ranks may have ended."""
+        """Publish an unsharded checkpoint on rank 0 without the other ranks, which may have exited."""
         assert self._tmp is not None and not self._shards and ranks.global_rank() == 0 and self._search is None
         with deleted_on_error(self._tmp, self.folder):
             if self._error is not None:
@@ -215,19 +207,14 @@ class PendingSave:
 
 
 def require_finite(folder: Path, search: Future[list[str]]) -> None:
-    """Check that the search of no rank has found weights or optimizer state that are not finite.
-
-    Raises:
-        GuardError: it has, on some rank; on every rank.
-        PeerLostError: the search itself failed on another rank. On that rank, its own error.
-    """
+    """Raise a GuardError on all ranks if any rank has found NaN or Inf in weights or optimizer state."""
     error = search.exception()
-    found = [] if error is not None else search.result()
-    votes = ranks.all_reduce_sum(failed=int(error is not None), nonfinite=len(found))
-    if votes["failed"]:  # only now: the other ranks take part in this collective, too
+    nonfinite = [] if error is not None else search.result()
+    totals = ranks.all_reduce_sum(failed=int(error is not None), nonfinite=len(nonfinite))
+    if totals["failed"]:  # raise after the all-reduce; otherwise the other ranks would hang in it
         raise error if error is not None else PeerLostError(f"{folder} could not be checked for NaN and Inf")
-    if votes["nonfinite"]:
-        names = sorted({name for names in ranks.all_gather_object(found) for name in names})
+    if totals["nonfinite"]:
+        names = sorted({name for names in ranks.all_gather_object(nonfinite) for name in names})
         raise GuardError(
             f"{folder} was not saved: NaN, Inf or too large numbers in {join_first(names)}; lower "
             "--train.learning_rate and resume with --resume auto (continues from the latest checkpoint)"

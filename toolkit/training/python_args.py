@@ -146,7 +146,7 @@ def _read_model(
 ) -> dict[str, Any]:
     """Return the fields of RunArgs that say what is trained."""
     if model is not None and arguments["model_name"] is not None:
-        raise UserError(f"model_name {arguments['model_name']}: a model is given, too; leave one of them out")
+        raise UserError(f"model_name {arguments['model_name']}: a model is given, too; remove one of them")
     if isinstance(model, nn.Module):
         return _read_module(model, block_classes, arguments)
     if block_classes is not None:
@@ -156,7 +156,7 @@ def _read_model(
     if not isinstance(model, ModelConfig):
         raise UserError(f"model {type(model).__name__}: must be a model's name, a ModelConfig or a torch.nn.Module")
     if arguments["initial_checkpoint_dir"] is not None:
-        raise UserError("initial_checkpoint_dir: brings its own architecture; leave it or the ModelConfig out")
+        raise UserError("initial_checkpoint_dir: defines the architecture; remove it or the ModelConfig")
     return {"model_config": ModelOverrides(**model.override(arguments["model_config"]).to_dict())}
 
 
@@ -194,7 +194,7 @@ def _read_data(
     if allow_duplicates and not is_loader(dataset):
         raise UserError("allow_duplicate_data True: only for a DataLoader; other data is split by toolkit")
     if dataset is not None and data is not None:
-        raise UserError("data: a dataset is given, too; leave one of them out")
+        raise UserError("data: a dataset is given, too; remove one of them")
     if dataset is None or isinstance(dataset, DataModule):
         if val_dataset is not None or num_workers:
             name = "num_workers" if num_workers else "val_dataset"
@@ -213,8 +213,8 @@ def _read_data(
     other_limits = (train.max_steps, train.epochs, train.max_time)
     if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
         raise UserError(
-            f"train.max_tokens {train.max_tokens}: the rows of the dataset differ in length, so that the number of "
-            "steps, which the learning rate's schedule needs, is not known; give train.max_steps or train.epochs"
+            f"train.max_tokens {train.max_tokens}: the rows of the dataset differ in length, and the LR schedule needs "
+            "the number of steps; give train.max_steps or train.epochs"
         )
     return ready
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks of a run agree before it starts: options, data, samples, weights to load, shared disk."""
+"""Check before a run that all ranks have the same options, data, weights and disk, and read disjoint samples."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def code_versions() -> dict[str, str]:
 
 
 def require_own_samples(rows: TokenDataset) -> None:
-    """Check that together the ranks read each sample once, where a user's object decides what they read."""
+    """Check that the ranks read each sample of a user-provided iterable exactly once."""
     if isinstance(rows, IterableRows):
         rows.check_shares(ranks.all_gather_object(rows.share()))
 

@@ -133,7 +133,7 @@ def _refuse_callbacks_before_the_step(callbacks: Sequence[Callback]) -> None:
         if overrides(callback, "on_before_optimizer_step"):
             raise UserError(
                 f"--optimizer.in_backward true: {type(callback).__qualname__}.on_before_optimizer_step would see no "
-                "gradients; leave one of them out"
+                "gradients; remove one of them"
             )
 
 

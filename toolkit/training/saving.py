@@ -1,4 +1,4 @@
-"""When a checkpoint is written: before training goes on, or with ``--train.async_save`` while it does."""
+"""Save checkpoints: training waits for the write, or with ``--train.async_save`` overlaps with it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ REPORT_WAITS_OVER_S = 1.0  # waits for the previous checkpoint
 class Saver:
     """Saves the checkpoints of a run. Every rank calls each method at the same step.
 
-    At most one checkpoint is being written while training goes on. When all ranks have written, they commit it
-    together, and only then callbacks see it.
+    At most one checkpoint is written at a time. All ranks commit it when all have written; callbacks run after that.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -46,11 +45,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, name: str) -> Path:
-        """Write the checkpoint ``out_dir/name``, after the one that is being written.
-
-        Raises:
-            GuardError: weights or optimizer state are not finite.
-        """
+        """Finish the save in progress, then save ``out_dir/name``."""
         self.finish()
         with self._saving():
             self._trainer.update_progress()
@@ -59,7 +54,7 @@ class Saver:
         return folder
 
     def start(self, name: str) -> None:
-        """As :meth:`save`; with ``--train.async_save`` training goes on while the files are written."""
+        """Save as :meth:`save` does; with ``--train.async_save`` return before the files are written."""
         if self._copies is None:
             self.save(name)
             return
@@ -72,7 +67,7 @@ class Saver:
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete, if there is one."""
+        """Complete the save in progress, if there is one."""
         if (pending := self._pending) is None:
             return
         with self._saving():
@@ -82,10 +77,10 @@ class Saver:
         self._notify(folder)
 
     def finish_after(self, error: BaseException, is_on_all_ranks: bool = False) -> None:
-        """Complete the checkpoint that is being written when the run ends with ``error``, where that is possible.
+        """Complete the save in progress, if possible, when the run ends with ``error``.
 
-        Its state was finite. Of an error on one rank the others may not know, and may have ended: then rank 0 commits
-        alone what it has written, and shards of several ranks are deleted.
+        The saved state was finite. After an error on one rank, the other ranks may have exited: rank 0 then commits an
+        unsharded checkpoint without them and deletes a sharded one.
         """
         if (pending := self._pending) is None:
             return
@@ -106,7 +101,7 @@ class Saver:
             self._pending = None
 
     def _wait(self, pending: PendingSave, is_alone: bool = False) -> None:
-        """Wait until this rank's files are written, those of all ranks unless ``is_alone``."""
+        """Wait until the files of all ranks are written; of this rank only if ``is_alone``."""
         thread, started = self._thread, time.perf_counter()
         assert thread is not None
 

@@ -1,4 +1,4 @@
-"""A few steps of a run, to compare with another run: nothing is written."""
+"""Run the first steps of a run without writing anything, to compare them with another run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.training.trainer import Trainer
 
 
 class ShortRunTrainer(Trainer):
-    """Trains as :class:`Trainer`, but saves no checkpoints and writes no metrics."""
+    """A :class:`Trainer` that saves no checkpoints and writes no metrics."""
 
     def save(self, name: str) -> Path:
         return self.out_dir / name
@@ -38,14 +38,9 @@ class ShortRunTrainer(Trainer):
 def short_run_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
     """Return the arguments of the first ``steps`` optimizer steps of a run.
 
-    Model, data, batch, precision, strategy and optimizer are the run's. The learning rate is the peak from the first
-    step, so that the optimizer changes the weights. LoRA dropout is 0, because its random numbers differ by rank. There
-    are no validations, checkpoints, loggers, samples or profiles.
-
-    Args:
-        args: Of the run.
-        steps: Optimizer steps.
-        out_dir: An empty folder, for callbacks that write there.
+    Model, data, batch, precision, strategy and optimizer are the run's. The learning rate is at its peak from the first
+    step to change the weights. LoRA dropout is 0, because its random numbers differ by rank. There are no validations,
+    checkpoints, loggers, samples or profiles. ``out_dir`` is an empty folder for callbacks that write there.
     """
     train = replace(
         args.train, max_steps=steps, max_tokens=None, epochs=None, max_time=None, lr_schedule="constant", min_lr=AUTO,

@@ -30,17 +30,15 @@ class StartState:
     """Start and end of a run.
 
     Args:
-        resume_from: The checkpoint to resume from, if any.
-        progress: Progress of that checkpoint.
-        model: Not built yet.
+        progress: Progress of the checkpoint ``resume_from``.
         base: The base of the adapters; None if all weights are trained.
         fingerprint: What may not change on resume.
-        limits, schedule: Of the complete run.
+        limits, schedule: Limits and LR schedule over all launches.
         mean_length: Mean input tokens per row.
         longest_ragged: Input tokens of the longest row where rows differ in length; 0 where they do not.
         flops: Per token, counted before layers are packed or sharded; None for a user-provided model.
         damaged: Newer checkpoints of the run that were skipped.
-        callbacks: The states of callbacks by name, of the checkpoint to resume from.
+        callbacks: Callback states by name, from the checkpoint.
     """
 
     resume_from: Path | None
@@ -106,7 +104,7 @@ def prepare_start_state(
 
 
 def keep_fused_qkv(config: ResolvedConfig, resume_from: Path | None) -> ResolvedConfig:
-    """Return the configuration; a run that began with fused q, k and v in Muon keeps them unless the user differs."""
+    """Keep q, k and v fused in Muon if the checkpoint was trained so, unless the user set ``split_qkv``."""
     is_default = "split_qkv" in config.optimizer and "split_qkv" not in config.args.optimizer.options
     if resume_from is None or not is_default or "split_qkv" in read_meta(resume_from)["identity"]["optimizer"]:
         return config
@@ -122,8 +120,8 @@ def read_progress(folder: Path, fingerprint: RunFingerprint) -> Progress:
 
 def longest_ragged(data: PreparedData, limit: int | None) -> int:
     """Return the tokens of the longest row, ``limit`` if lengths are unknown; 0 if all rows have the same length."""
-    known = [row_lengths(rows) for rows in (data.train, data.val) if is_ragged(rows)]
-    return max((limit or 1 if lengths is None else int(lengths.max()) for lengths in known), default=0)
+    row_lengths_by_split = [row_lengths(rows) for rows in (data.train, data.val) if is_ragged(rows)]
+    return max(((limit or 1) if lengths is None else int(lengths.max()) for lengths in row_lengths_by_split), default=0)
 
 
 def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:
@@ -133,9 +131,9 @@ def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedDa
         if data.val is None or not len(data.val):
             raise UserError(
                 f"--train.{flag}: this data has no held-out part to validate on; give one "
-                "(such as --data.val_split_fraction 0.05, for text --data.val_fraction), or leave it out"
+                "(such as --data.val_split_fraction 0.05, for text --data.val_fraction), or remove the option"
             )
         if not (evaluation.interval or evaluation.final_validation or evaluation.initial_validation):
             raise UserError(f"--train.{flag}: the run never validates; set --eval.interval")
     if train.patience is not None and not evaluation.interval:
-        raise UserError(f"--train.patience {train.patience}: would have no effect without --eval.interval")
+        raise UserError(f"--train.patience {train.patience}: has no effect without --eval.interval")

@@ -19,18 +19,18 @@ from toolkit.optim.update import Update
 from toolkit.training.trace import BACKWARD, FORWARD
 
 MAX_SKIPPED_IN_A_ROW = 50
-"""An fp16 scaler that finds no scale within so many steps never will."""
+"""An fp16 scaler that finds no scale within this many steps never will."""
 
 
 class StepResult(NamedTuple):
     loss: float
-    """Of the global batch; for next-token prediction the mean over its supervised tokens, in nats (N2)."""
+    """Mean over the global batch; for next-token prediction per supervised token, in nats (N2)."""
     grad_norm: float
     """Norm of the complete gradient before clipping, the same on all ranks."""
     skipped: bool
-    """The fp16 scaler left the weights alone and lowered its scale."""
+    """The fp16 scaler skipped the update and lowered its scale."""
     parts: Mapping[str, float]
-    """The means of the objective's further parts."""
+    """Means of the objective's other parts."""
 
 
 def train_step(
@@ -44,9 +44,9 @@ def train_step(
     """Accumulate the gradient over the micro-batches and update the weights.
 
     Args:
-        update: Of the model; applies the gradient.
-        counts: The objective's normalizers, over all ranks. Every strategy averages gradients over the ranks, so that
-            the sum of losses times (world size / count) has the gradient of the global mean.
+        update: Clips and applies the gradient.
+        counts: The objective's normalizers, summed over all ranks. Strategies average gradients over ranks, therefore
+            the loss sum is multiplied by (world size / count) to give the gradient of the global mean.
         overlap: Host work to do while the device computes.
 
     Raises:
@@ -75,7 +75,7 @@ def train_step(
 
 
 def describe_nonfinite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:
-    """Name the ranks whose loss is not finite, or all where only the gradient is not; the same text on every rank."""
+    """Describe the ranks with a non-finite loss, or all ranks if only the gradient is not finite; collective."""
     ids = [row for batch in micro_batches for row in batch.ids if row >= 0]
     by_rank = list(enumerate(ranks.all_gather_object((loss_sum, ids))))
     nonfinite_ranks = [entry for entry in by_rank if not math.isfinite(entry[1][0])] or by_rank

@@ -46,11 +46,11 @@ class Throughput:
 
 
 class StepTimes:
-    """Wall time of training steps, and the rank that the others wait for, since the last :meth:`read`.
+    """Wall time of training steps, and the rank that delays the others, since the last :meth:`read`.
 
-    A rank's own time in a step: its callbacks, logging and data loading, from the collective that ended the previous
-    step, validation or checkpoint, to the vote. After the vote, collectives hold the ranks together: one that computes
-    slowly delays all of them, and only a profile tells which (``--profile``).
+    A rank's host time in a step is its callbacks, logging and data loading between the last collective and the step's
+    all-reduce. After the all-reduce, collectives synchronize the ranks: only a profile (``--profile``) shows which rank
+    computes slowly.
     """
 
     COLUMNS = ("data_wait_s", "step_s", "slowest_rank")
@@ -67,8 +67,8 @@ class StepTimes:
         """Add a step.
 
         Args:
-            microseconds: Of each rank: its own time, and how much of it was data loading.
-            seconds: From the vote to the end of the step.
+            microseconds: Host time of each rank, and the part of it spent on data loading.
+            seconds: From the step's all-reduce to its end.
         """
         own, data = np.array(microseconds).T / 1e6
         self._own, self._data = self._own + own, self._data + data

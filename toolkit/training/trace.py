@@ -46,11 +46,7 @@ class Shares:
 
 
 def read_shares(path: Path, n_steps: int) -> Shares:
-    """Return the shares of the first ``n_steps`` steps of a trace.
-
-    Raises:
-        ValueError: it is no trace of that many steps, or too large.
-    """
+    """Return the shares of the first ``n_steps`` steps of a trace."""
     if path.stat().st_size > MAX_TRACE_BYTES:
         raise ValueError(f"{path} is too large to be read beside the run; open it in ui.perfetto.dev")
     with gzip.open(path) as file:
@@ -58,11 +54,7 @@ def read_shares(path: Path, n_steps: int) -> Shares:
 
 
 def compute_shares(events: Iterable[Event], n_steps: int) -> Shares:
-    """Return the shares of the first ``n_steps`` steps of trace events.
-
-    Raises:
-        ValueError: there are fewer steps.
-    """
+    """Return the shares of the first ``n_steps`` steps of trace events."""
     ranges = [event for event in events if event.get("ph") == "X"]
     named = [event for event in ranges if _category(event) == "user_annotation"]
     steps = sorted(_interval(event) for event in named if event["name"].startswith("ProfilerStep#"))[:n_steps]

@@ -25,8 +25,8 @@ def batches_by_source(
 
     Args:
         sources: Rows by name.
-        max_rows: Rows of all sources together. Each has its part of them, in proportion to its size and at least one
-            row, so that a limit does not change the sources' parts in the loss over all. None: all rows.
+        max_rows: Limit over all sources; None: all rows. Each source gets a share in proportion to its size, at least
+            one row. The limit then does not change the sources' shares in the total loss.
         options: See :func:`toolkit.data.loader.val_batches`.
     """
     total = sum(len(rows) for rows in sources.values())
@@ -50,10 +50,10 @@ def validate(
     """Return the metrics of held-out rows.
 
     Args:
-        model: As Fabric has wrapped it.
-        batches: The same number on every rank; a batch may hold no supervised token. Or such batches by source, in the
-            same order on every rank.
-        token_bytes: UTF-8 bytes that each token stands for, (vocabulary,).
+        model: The model as Fabric wraps it.
+        batches: The same number on every rank, some possibly without supervised tokens; or such batches by source, in
+            the same order on every rank.
+        token_bytes: UTF-8 bytes of each token, (vocabulary,).
 
     Returns:
         val_loss over all sources and val_loss_<source>, the means of the objective's further parts as val_<part>, and

@@ -1,4 +1,4 @@
-"""S7 verified-bytes, by all ranks of a run together: they agree on an intact checkpoint to start from."""
+"""S7 verified-bytes: all ranks verify checkpoints together and agree on the one to resume from."""
 
 from __future__ import annotations
 
@@ -47,9 +47,6 @@ def require_intact_together(
 
     Returns:
         Whether there is a manifest.
-
-    Raises:
-        DamagedCheckpointError: on every rank, naming the damaged files.
     """
     manifest = _same_on_all(lambda: read_manifest(folder))
     if manifest is None:
@@ -112,9 +109,6 @@ def find_intact(
         resume_from: Only rank 0's counts.
         is_node_leader: See :func:`require_intact_together`.
         display: Receives warnings and notes.
-
-    Raises:
-        DamagedCheckpointError: it is damaged, or with ``--resume auto`` all checkpoints are; on every rank.
     """
     is_auto = str(args.resume).lower() == "auto"
     candidates = [] if resume_from is None else newest_first(args.run_dir) if is_auto else [resume_from]

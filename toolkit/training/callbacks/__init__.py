@@ -1,4 +1,4 @@
-"""What a run does beside training: metrics, console, samples, best checkpoint, checks; and the user's own callbacks."""
+"""Callbacks: metrics, console, samples, best checkpoint, checks, and the base class for user callbacks."""
 
 from toolkit.training.callbacks.base import Callback, notify, notify_exception, overrides
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest

@@ -1,4 +1,4 @@
-"""Code that runs at fixed moments of a training run: what the Trainer calls, and what users may add to."""
+"""Callback interface: hooks that the Trainer calls at fixed points of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the moments you need; each does nothing by default.
+    """Override the hooks you need; each does nothing by default.
 
-    Every rank calls every moment at the same step, so that a callback may use collectives. Metrics are plain numbers,
-    the same on every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, the validation if
+    Every rank calls every hook at the same step; a callback may use collectives. Metrics are plain numbers, the same on
+    every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, the validation if
     one is due, ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. The user's callbacks come after
     the run's checks and before its outputs, in the order given.
 
@@ -29,7 +29,7 @@ class Callback:
     """
 
     columns: tuple[str, ...] = ()
-    """Names that ``on_log`` adds to the metrics. They are columns of metrics.csv, after those of every run."""
+    """Names that ``on_log`` adds to the metrics. They become additional columns of metrics.csv."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Before the first step of this launch; the model has its weights, a resumed run its state."""
@@ -60,45 +60,36 @@ class Callback:
         """The run has reached its end, and ``final/`` is complete."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know: tensors and plain values, the same on every rank. It is saved in every
-        checkpoint."""
+        """Return the state to save in every checkpoint: tensors and plain values, the same on every rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of the checkpoint that the run resumes from, before ``on_train_start``."""
 
 
-def overrides(callback: Callback, moment: str) -> bool:
-    """Whether a callback does something at a moment."""
-    return getattr(getattr(callback, moment), "__func__", None) is not getattr(Callback, moment)
+def overrides(callback: Callback, hook: str) -> bool:
+    """Whether a callback overrides a hook."""
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
 
 
-def notify(callbacks: Iterable[Callback], moment: str, *args: Any) -> None:
-    """Call a moment of each callback, in order.
-
-    Raises:
-        CallbackError: one failed; the message names it and the moment.
-    """
+def notify(callbacks: Iterable[Callback], hook: str, *args: Any) -> None:
+    """Call a hook of each callback in order; a failure is a CallbackError that names both."""
     for callback in callbacks:
-        _call(callback, moment, *args)
+        _call(callback, hook, *args)
 
 
-def _call(callback: Callback, moment: str, *args: Any) -> Any:
+def _call(callback: Callback, hook: str, *args: Any) -> Any:
     try:
-        return getattr(callback, moment)(*args)
+        return getattr(callback, hook)(*args)
     except CommandError:
         raise
     except Exception as error:
         name = type(callback).__qualname__
-        raise CallbackError(f"callback {name} failed in {moment}: {type(error).__name__}: {error}") from error
+        raise CallbackError(f"callback {name} failed in {hook}: {type(error).__name__}: {error}") from error
 
 
 def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
-    """Return the states of the callbacks that have one, by name.
-
-    Raises:
-        CallbackError: one failed, or returns what a checkpoint cannot hold.
-    """
+    """Return the states of the callbacks that have one, by name."""
     states = {name: _call(callback, "state_dict") for name, callback in _by_name(callbacks).items()}
     for name, state in states.items():
         if (wrong := _not_plain(state)) is not None or not isinstance(state, dict):
@@ -110,17 +101,13 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
 
 
 def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], report: Callable[[str], None]) -> None:
-    """Give the callbacks their states, and report those that have none and those that no callback takes.
-
-    Raises:
-        CallbackError: a callback failed.
-    """
+    """Restore callback states; report callbacks without a state and states without a callback."""
     by_name = _by_name(callbacks)
     for name, callback in by_name.items():
         if name in states:
             _call(callback, "load_state_dict", states[name])
         elif overrides(callback, "load_state_dict"):
-            report(f"callback {name}: the checkpoint has no state of it; it begins anew")
+            report(f"callback {name}: the checkpoint has no state of it; it starts from scratch")
     for name in states.keys() - by_name.keys():
         report(f"callback {name}: the checkpoint has its state, and the run has no such callback")
 

@@ -1,7 +1,6 @@
-"""What validations decide: ``best/``, the checkpoint with the lowest loss so far, and whether to stop early.
+"""Keep the checkpoint with the lowest validation loss in ``best/``, and stop early.
 
-``best/`` is a checkpoint like the others, replaced by the next better one. The losses to beat are part of every
-checkpoint, so that a resumed run decides as an uninterrupted one.
+Every checkpoint stores the lowest losses: a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run reads of each source of a mixture, see :class:`toolkit.data.Mixture`."""
+"""Log the share of each source of a :class:`toolkit.data.Mixture`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class MixtureShares(Callback):
-    """Adds each source's share of the tokens so far to the metrics, and reports them with the epochs at the end.
-
-    Args:
-        order: Of the run.
-    """
+    """Adds each source's share of the tokens so far to the metrics, and reports them with the epochs at the end."""
 
     def __init__(self, order: MixtureOrder) -> None:
         self.order = order

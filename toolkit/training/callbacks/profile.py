@@ -44,7 +44,7 @@ class Profile(Callback):
         self._result: Shares | str = "nothing was recorded"
         """The shares of this rank, or why there are none."""
 
-    # ---- moments
+    # ---- hooks
 
     def on_train_start(self, trainer: Trainer) -> None:
         args, on_cuda = self.args, trainer.fabric.device.type == "cuda"

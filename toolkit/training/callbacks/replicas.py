@@ -14,21 +14,12 @@ if TYPE_CHECKING:
 
 
 class ReplicaCheck(Callback):
-    """Compares checksums of the shards over the replicas, once.
-
-    Args:
-        spec: Of the model, before it was wrapped.
-        shards: Ranks that one copy of the model is sharded over.
-    """
+    """Compares checksums of the shards over the replicas, once. ``shards``: ranks that hold one model replica."""
 
     def __init__(self, spec: ModelSpec, shards: int) -> None:
         self.spec, self.shards, self.is_done = spec, shards, False
 
     def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """
-        Raises:
-            GuardError: replicas differ.
-        """
         if not self.is_done:
             parts = {canonical_name(name): p for name, p in unwrapped(trainer.model).named_parameters()}
             sizes = {canonical_name(name): size for name, size in self.spec.sizes.items()}

@@ -23,7 +23,7 @@ from toolkit.training.callbacks.base import Callback
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
-PLAIN_PROMPT = 32  # tokens of plain text, which has no prompt of its own
+PLAIN_PROMPT = 32  # tokens, for plain text
 _SHOWN = 60  # characters of the prompt
 _NEW_TOKENS = 64  # of --eval.max_new_tokens auto
 
@@ -46,16 +46,12 @@ class Sampler(Callback):
         self.show(trainer.model, trainer.progress.step, trainer.display)
 
     def show(self, model: nn.Module, step: int, display: Any) -> None:
-        """Print a greedy sample; every rank calls it (S6). It uses no random numbers, so training continues as
-        without it.
+        """Print a greedy sample; every rank calls it (S6). It draws no random numbers and does not change training.
 
         Args:
-            model: As Fabric has wrapped it.
+            model: The model as Fabric wraps it.
             step: Optimizer steps done.
-            display: Of the run; silent on all ranks but the first.
-
-        Raises:
-            GuardError: the logits are not finite.
+            display: The run's display; silent on all ranks but the first.
         """
         display.phase("sampling")
         was_training = model.training
@@ -88,15 +84,9 @@ class Sampler(Callback):
 
 
 def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens: int | Auto) -> Sampler | None:
-    """Choose the prompt: that of the first held-out row, or training row where nothing is held out.
+    """Take the prompt from the first held-out row, or from the first training row if nothing is held out.
 
-    Args:
-        data: Prepared.
-        config: None for a user-provided model.
-        max_new_tokens: See ``EvalArgs``.
-
-    Returns:
-        None where nothing is to be sampled.
+    ``config`` is None for a user-provided model. Return None if ``max_new_tokens`` is 0.
     """
     if not max_new_tokens:
         return None

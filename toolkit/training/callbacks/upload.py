@@ -1,4 +1,4 @@
-"""Uploads of a run whose ``--out_dir`` is on remote storage: started on rank 0, waited for on every rank."""
+"""Upload a run to remote storage: rank 0 uploads, all ranks wait."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
 MAX_WAITING = 2  # checkpoints that training may be ahead of the uploads
-SECONDS_AFTER_FAILURE = 20.0  # less than other ranks have patience for
+SECONDS_AFTER_FAILURE = 20.0  # less than the time that other ranks wait
 
 
 class Upload(Callback):
     """Uploads every checkpoint, and all other files of the run at its end.
 
-    Only the newest step checkpoint stays in the staging folder, beside ``best``, ``final`` and the files that are still
-    to be uploaded, which are at most those of :data:`MAX_WAITING` checkpoints.
+    The staging folder keeps the newest step checkpoint, ``best``, ``final`` and at most :data:`MAX_WAITING` checkpoints
+    that are not uploaded yet.
 
     Args:
         uploader: On rank 0; None on the others.
@@ -39,10 +39,6 @@ class Upload(Callback):
         self._report()
 
     def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
-        """
-        Raises:
-            GuardError: another run has taken over the folder on the storage; on every rank.
-        """
         if self.uploader is not None:
             self.uploader.submit(folder)
             prune(self.args.run_dir, keep_last=1)
@@ -58,11 +54,7 @@ class Upload(Callback):
         self.finish()
 
     def finish(self) -> None:
-        """Upload what is left; every rank calls this.
-
-        Raises:
-            GuardError: the last checkpoint could not be uploaded.
-        """
+        """Upload what is left; every rank calls this."""
         self.wait()
         if self.uploader is None:
             return
@@ -99,14 +91,14 @@ class Upload(Callback):
 
 
 def submit_upload(callbacks: Iterable[Callback], folder: Path) -> None:
-    """Upload a checkpoint that rank 0 has completed alone, where a run has uploads; not collective."""
+    """Upload a checkpoint that rank 0 completed without the other ranks; not collective."""
     for callback in callbacks:
         if isinstance(callback, Upload) and callback.uploader is not None:
             callback.uploader.submit(folder)
 
 
 def finish_uploads(callbacks: Iterable[Callback]) -> None:
-    """Wait for all uploads, where a run has any; every rank calls this."""
+    """Wait for all uploads; every rank calls this."""
     for callback in callbacks:
         if isinstance(callback, Upload):
             callback.wait()
