@@ -239,7 +239,7 @@ def test_model_to_read_is_found_and_verified(tmp_path, monkeypatch):
         find_model("n")
     config = tmp_path / "checkpoints" / "m" / "model_config.yaml"
     config.write_text(config.read_text().replace("block_size: 32", "block_size: 16"))
-    with pytest.raises(UserError, match="--base_checkpoint_dir x: would have no effect"):  # before the files are read
+    with pytest.raises(UserError, match="--base_checkpoint_dir x: has no effect"):  # before the files are read
         find_model("m", "x")
     with pytest.raises(UserError, match=r"damaged: model_config\.yaml"):
         find_model("m")

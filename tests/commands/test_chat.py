@@ -136,7 +136,7 @@ def test_another_style_and_a_system_message(folder, monkeypatch, capsys):
         (["--prompt", " "], "--prompt: is empty; ask something"),
         (["--prompt", "\udcff"], "the question: is not valid UTF-8"),
         (["--prompt", "x" * 64], "the conversation has 66 tokens with this question; the model's context of 64"),
-        (["--base_checkpoint_dir", "x"], "--base_checkpoint_dir x: would have no effect"),
+        (["--base_checkpoint_dir", "x"], "--base_checkpoint_dir x: has no effect"),
         (["--prompt_style", "gemma", "--system", "s"], "--prompt_style gemma: the template rejects the messages"),
     ],
 )

@@ -142,7 +142,7 @@ def test_adapter_flags_are_rejected_for_complete_models(tmp_path, capsys):
         for flag, value in (("--merge", "true"), ("--base_checkpoint_dir", str(base_dir))):
             assert main(["convert_to_hf", str(model), str(tmp_path / "hf"), flag, value]) == 2
             shown = capsys.readouterr().err
-            assert f"{flag} {value}: would have no effect, {model} holds a complete model; leave it out" in shown
+            assert f"{flag} {value}: has no effect, {model} holds a complete model; remove it" in shown
             assert shown.count("\n") == 1 and not (tmp_path / "hf").exists()
     assert main(["convert_to_hf", str(folder), str(tmp_path / "hf"), "--merge", "false"]) == 0
 

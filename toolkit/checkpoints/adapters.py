@@ -30,19 +30,15 @@ ADAPTER_CONFIG = "adapter.yaml"
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """The content of ``adapter.yaml``.
-
-    Args:
-        lora: LoRA configuration.
-        base: Checkpoint folder of the base model.
-        base_hash: Its :func:`~toolkit.checkpoints.fingerprint.base_fingerprint`.
-        quantize: Quantization of the base in training, if any. Merging uses the unquantized base.
-    """
+    """The content of ``adapter.yaml``."""
 
     lora: LoRAConfig
     base: Path
+    """Checkpoint folder of the base model."""
     base_hash: str
+    """Its :func:`~toolkit.checkpoints.fingerprint.base_fingerprint`."""
     quantize: Quantize | None = None
+    """Quantization of the base in training, if any. Merging uses the unquantized base."""
 
 
 def is_adapter_dir(folder: str | Path) -> bool:
@@ -57,10 +53,10 @@ def has_adapters_only(folder: str | Path) -> bool:
 
 def require_adapters(folder: str | Path, **flags: Any) -> None:
     """Reject flags that only apply to adapters without merged weights if the folder holds a complete model."""
-    given = next((name for name, value in flags.items() if value not in (None, False)), None)
-    if given is not None and not has_adapters_only(folder):
-        value = str(flags[given]).lower() if flags[given] is True else flags[given]
-        raise UserError(f"--{given} {value}: would have no effect, {folder} holds a complete model; leave it out")
+    flag = next((name for name, value in flags.items() if value not in (None, False)), None)
+    if flag is not None and not has_adapters_only(folder):
+        value = str(flags[flag]).lower() if flags[flag] is True else flags[flag]
+        raise UserError(f"--{flag} {value}: has no effect, {folder} holds a complete model; remove it")
 
 
 def write_adapter_files(folder: Path, adapters: dict[str, Tensor], info: AdapterInfo) -> None:
@@ -85,8 +81,7 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
     path = folder / ADAPTER_CONFIG
     try:
         values = read_yaml(path)
-        known = {field.name for field in fields(LoRAConfig)}
-        if extra := set(values["lora"]) - known:
+        if extra := set(values["lora"]) - {field.name for field in fields(LoRAConfig)}:
             raise ValueError(f"unknown {', '.join(sorted(extra))}")
         places = [Path(values["base_absolute_path"]), Path(values["base_checkpoint_dir"])]
         if not all(str(place).isprintable() for place in places):
@@ -102,10 +97,7 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
 def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = None) -> AdapterInfo:
     """Read ``adapter.yaml`` and check that the base model exists and is the one used in training.
 
-    Args:
-        folder: Adapter checkpoint.
-        base_checkpoint_dir: The base model: a folder or a name below ``checkpoints/``; by default the path recorded in
-            training.
+    ``base_checkpoint_dir`` is a folder or a name below ``checkpoints/``; by default the path recorded in training.
     """
     info = read_adapter_info(folder)
     base = info.base
@@ -127,8 +119,8 @@ def find_base_dir(base_checkpoint_dir: str | Path) -> Path:
     """Return the folder that --base_checkpoint_dir names, whether or not it exists."""
     if is_url(base_checkpoint_dir):
         return local_copy(str(base_checkpoint_dir), "--base_checkpoint_dir")
-    given = Path(base_checkpoint_dir).expanduser()
-    return given if given.is_dir() else Path("checkpoints") / given
+    folder = Path(base_checkpoint_dir).expanduser()
+    return folder if folder.is_dir() else Path("checkpoints") / folder
 
 
 def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Finding the folder that ``checkpoint_dir`` names. Imports no torch."""
+"""Find the folder that ``checkpoint_dir`` names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
 
 
 def find_checkpoint_dir(value: str | Path) -> Path:
-    """Return the model folder that ``value`` names: a path, or a name below ``checkpoints/``; for a URL a copy."""
+    """Return the model folder that ``value`` names: a path, a name below ``checkpoints/``, or a URL (downloaded)."""
     given = local_copy(str(value), "checkpoint_dir") if is_url(value) else Path(value).expanduser()
     folder = given if given.is_dir() else Path("checkpoints") / value
     if given.is_file():

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: adapters store that of their base, and ranks compare them before a run."""
+"""Fingerprints of weights: adapters store their base's, and ranks compare fingerprints before a run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ from toolkit.io.safe_parse import open_regular
 
 
 def base_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over names, shapes and dtypes of the weights, and the checksums of their bytes.
+    """Return SHA-256 in hex over names, shapes, dtypes and byte checksums of the weights.
 
-    The checksums (CRC-32) come from the files' zip directories, so that the weights themselves are not read. The
-    fingerprint depends on the layout (one file or shards), not on the path.
+    The checksums (CRC-32) come from the files' zip directories; the weights are not read. The fingerprint depends on
+    the layout (one file or shards), not on the path.
     """
     path = Path(folder) / WEIGHTS
     return _hash(_shard_lines(path) if path.is_dir() else _file_lines(path))
 
 
 def resume_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over everything that a resume reads: weights and trainer state.
-
-    For tensors, only checksums are read, as in :func:`base_fingerprint`.
-    """
+    """Return SHA-256 in hex over weights and trainer state; of tensors only checksums, as :func:`base_fingerprint`."""
     return _hash(_resume_lines(Path(folder)))
 
 

@@ -71,5 +71,5 @@ def require_finite(folder: Path) -> None:
 
 
 def nonfinite_warning(names: list[str], folder: object) -> str:
-    """Return a one-line warning that names the tensors with NaN or Inf in a converted folder."""
+    """Return a one-line warning about NaN or Inf in a converted folder."""
     return f"warning: NaN or Inf in {len(names)} tensor(s) of {folder}: {join_first(names)}"

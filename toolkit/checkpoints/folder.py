@@ -73,10 +73,7 @@ def find_model(
 ) -> Path:
     """Return the model folder that ``checkpoint_dir`` names, for :func:`load_model`.
 
-    Args:
-        checkpoint_dir: See :func:`find_checkpoint_dir`.
-        base_checkpoint_dir: See :func:`load_model`.
-        verify: Verify checksums, see :func:`require_intact_model`, also for ``report`` and ``editable``.
+    ``verify`` verifies its checksums, see :func:`require_intact_model` for ``report`` and ``editable``.
     """
     folder = find_checkpoint_dir(checkpoint_dir)
     require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
@@ -91,10 +88,9 @@ def require_intact_model(
     report: Callable[[str], None] | None = None,
     editable: tuple[str, ...] = EDITABLE,
 ) -> None:
-    """Verify the files of the model in a folder against its manifest, and of its base if it holds adapters only.
+    """Verify a model's files against its manifest, and the base's files if the folder holds adapters only.
 
-    ``base_checkpoint_dir``: see :func:`load_model`; the others: see
-    :func:`toolkit.checkpoints.manifest.require_intact`; without ``report``, notes go to stderr.
+    See :func:`toolkit.checkpoints.manifest.require_intact`; without ``report``, notes go to stderr.
     """
     report = report or partial(print, file=sys.stderr)
     require_intact(folder, report, (*editable, TRAINER_STATE))
@@ -138,9 +134,9 @@ def load_model(
 
 
 def load_compatible_weights(folder: Path, model: GPT) -> dict[str, Tensor]:
-    """Read a folder's weights under the names that ``model`` (on any device) has, and check names and shapes.
+    """Read a folder's weights by the names of ``model`` (on any device, adapters excluded); check names and shapes.
 
-    Adapters of the model are no part of them. Tied weights share memory; untied weights do not.
+    Tied weights share memory; untied weights do not.
     """
     if has_adapters_only(folder):
         raise UserError(f"{folder}: holds adapters and no merged weights; run toolkit merge_lora on it first")
@@ -162,7 +158,7 @@ def write_model_files(
 ) -> None:
     """Write the files of a model folder: weights, architecture, the run's options, all tokenizer files.
 
-    Each may be None, such as the weights when they are written in shards, or the architecture of a user-defined module.
+    Each may be None: weights that are written in shards, or the architecture of a user-defined module.
     """
     if state_dict is not None:
         save_weights(state_dict, folder / WEIGHTS)
@@ -193,7 +189,7 @@ def _tie_or_untie(weights: dict[str, Tensor], config: ModelConfig, folder: Path)
     for name, other in ((head, embedding), (embedding, head)):
         if other in weights:
             weights.setdefault(name, weights[other])
-    if head not in weights:  # both are missing
+    if head not in weights:  # the embedding is missing, too
         return
     if not (_same_memory(weights[head], weights[embedding]) or torch.equal(weights[head], weights[embedding])):
         raise UserError(f"{folder / CONFIG}: tie_embeddings true: but {head} and {embedding} differ in {WEIGHTS}")

@@ -22,7 +22,7 @@ _ALWAYS_THERE = (
 )  # fmt: skip
 # LitGPT fields without a counterpart, with their neutral value; for all others that is None.
 _NEUTRAL = {"rope_condense_ratio": 1}
-# Unsupported: their weights have a different layout here. None of LitGPT's named models uses them.
+# Unsupported: toolkit stores their weights in another layout. None of LitGPT's named models uses them.
 _UNSUPPORTED = ("latent_attention", "n_expert_groups")
 
 

@@ -100,12 +100,10 @@ _FIX = (
 
 
 def require_intact(folder: Path, report: Callable[[str], None], editable: tuple[str, ...] = EDITABLE) -> None:
-    """Verify the folder's files against its manifest, in several threads (which also fills the page cache).
+    """Verify the folder's files against its manifest; raise DamagedCheckpointError if one differs.
 
-    Args:
-        folder: A checkpoint or model folder.
-        report: Receives a note if there is no manifest.
-        editable: Files and folders that may differ or be missing, by the beginning of their path.
+    ``report`` receives a note if there is no manifest. Paths that start with one of ``editable`` are not verified.
+    Reading in several threads also fills the page cache.
     """
     files = read_manifest(folder)
     if files is None:

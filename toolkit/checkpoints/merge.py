@@ -33,10 +33,10 @@ class MergedWeights(Mapping[str, Tensor]):
     Args:
         folder: Adapter checkpoint.
         base_checkpoint_dir: See :func:`toolkit.checkpoints.adapters.read_adapter`.
-        dtype: Dtype to which the sum is rounded once; by default that of the base's weight.
+        dtype: Dtype to which the sum is rounded once; by default the base weight's.
 
-    ``config`` is the merged model's architecture: adapters of a tied head untie it. ``nonfinite`` collects the names of
-    the weights that contain NaN or Inf when they are written.
+    ``config`` is the merged model's architecture: adapters of a tied head untie it. ``nonfinite`` lists the written
+    weights that contain NaN or Inf.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ def copy_files(source: Path, target: Path, patterns: tuple[str, ...], exclude: C
 
 @torch.no_grad()
 def logit_difference(folder: Path, merged_dir: Path, base_checkpoint_dir: str | Path | None = None) -> float:
-    """Return the rounding error of a merge: the largest difference between the logits of the merged weights and of the
-    base with unmerged adapters, in fp32 and relative to the largest logit."""
+    """Return a merge's rounding error: the largest fp32 logit difference between merged and unmerged adapters, relative
+    to the largest logit."""
     merged = MergedWeights(folder, base_checkpoint_dir)
     exact = load_model(merged.info.base, dtype=torch.float32)
     add_lora(exact, merged.info.lora)
@@ -135,7 +135,7 @@ def logit_difference(folder: Path, merged_dir: Path, base_checkpoint_dir: str | 
 
 
 def random_tokens(config: ModelConfig) -> Tensor:
-    """Return reproducible random ids of a model's vocabulary, (2, at most 64), to compare two models by."""
+    """Return reproducible random token ids, (2, at most 64), to compare two models."""
     shape, generator = (2, min(config.block_size, 64)), torch.Generator().manual_seed(0)
     return torch.randint(config.vocab_size or config.padded_vocab_size or 1, shape, generator=generator)
 
@@ -146,7 +146,7 @@ def relative_difference(logits: Tensor, expected: Tensor) -> float:
 
 
 def _write_weights(merged: MergedWeights, path: Path) -> None:
-    """Write the merged weights. torch.save needs all tensors at once: new ones go to unnamed files."""
+    """Write the merged weights. torch.save needs all tensors at once, so new ones are mapped from unnamed files."""
     weights = {}
     for name in merged:
         weight = merged[name]

@@ -20,11 +20,7 @@ SMALL_NUMEL = 65_536  # elements; smaller tensors stay in memory
 def mmap_empty(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
     """Return an empty tensor in an unnamed file, or in memory if it is small.
 
-    Args:
-        size: Shape of the tensor.
-        dtype: Dtype of the tensor.
-        folder: The folder that is read or written. Its disk is tried first, because the system's temporary folder is
-            often in memory.
+    The file is created in the parent of ``folder`` if possible: the system's temporary folder is often in memory.
     """
     if size.numel() < SMALL_NUMEL:
         return torch.empty(size, dtype=dtype)
@@ -35,8 +31,8 @@ def mmap_empty(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
         except (OSError, RuntimeError):  # read-only, full, or a file system without mmap
             continue
     raise UserError(
-        f"{folder}: needs {nbytes:,} bytes of disk space beside it or in {tempfile.gettempdir()}; free some space or "
-        "set TMPDIR to a folder with enough"
+        f"{folder}: needs {nbytes:,} bytes of disk space in its parent folder or in {tempfile.gettempdir()}; free some "
+        "space or set TMPDIR to a folder with enough"
     )
 
 

@@ -1,4 +1,4 @@
-"""S1 atomic-checkpoints: folders that are created atomically, the lock of a run's folder, and its list of checkpoints.
+"""S1 atomic-checkpoints: create folders atomically, and list a run's checkpoints.
 
 Names that begin with ``.tmp-`` are being written or deleted and are never listed; see :mod:`toolkit.io.tempfiles`.
 """
@@ -36,12 +36,8 @@ _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXI
 def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
     """Write a checkpoint folder atomically (S1). Only one process may write to a run's folder at a time.
 
-    :func:`begin_checkpoint` and :func:`commit_checkpoint` are its first and its last part.
-
-    Args:
-        folder: The checkpoint. An existing folder of that name is replaced, and stays readable until the new one is
-            complete.
-        write: Fills the (empty, temporary) folder that it is given.
+    ``write`` fills the temporary folder that it receives. An existing checkpoint of that name is readable until the new
+    one replaces it. :func:`begin_checkpoint` and :func:`commit_checkpoint` do the first and the last part.
     """
     tmp = begin_checkpoint(folder)
     with deleted_on_error(tmp, folder):
@@ -59,12 +55,9 @@ def begin_checkpoint(folder: Path) -> Path:
 
 
 def commit_checkpoint(tmp: Path, folder: Path, files: Mapping[str, Checksum]) -> None:
-    """Write the manifest into the temporary folder of a checkpoint, and rename it; see :func:`write_checkpoint`.
+    """Write the manifest into the folder that :func:`begin_checkpoint` returned, and rename that to ``folder``.
 
-    Args:
-        tmp: From :func:`begin_checkpoint`.
-        folder: The checkpoint.
-        files: Checksums of files in ``tmp``, by relative path; those of the others are computed.
+    ``files`` are checksums of files in ``tmp``, by relative path; missing ones are computed.
     """
     was_removed = is_lock_lost(folder.parent)
     others = [name for name in file_names(tmp) if name not in files]
@@ -109,9 +102,9 @@ def sync_and_checksum(folder: Path, names: Collection[str]) -> dict[str, Checksu
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None:
-    """Write a folder atomically: write a temporary folder beside it, sync it to disk, rename it.
+    """Write a folder atomically: ``write`` fills a temporary folder, which is synced to disk and renamed.
 
-    ``write`` fills the folder that it is given; ``flag`` is the option that error messages name.
+    Error messages name the option ``flag``.
     """
     tmp = _begin_folder(folder, flag)
     with deleted_on_error(tmp, folder, flag):
@@ -121,7 +114,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None
 
 
 def _begin_folder(folder: Path, flag: str) -> Path:
-    """Create the temporary folder beside ``folder``."""
+    """Create the temporary folder of ``folder`` in the same parent."""
     tmp = temporary_path(folder)
     sweep(folder.parent)
     remove([tmp])  # left by an earlier process with the same id
@@ -145,7 +138,7 @@ def deleted_on_error(tmp: Path, folder: Path, flag: str = "--out_dir") -> Iterat
 
 
 def discard(tmp: Path) -> None:
-    """Delete a temporary folder. It is renamed first: a thread that still writes it must not publish the rest of it."""
+    """Rename and delete a temporary folder: a thread that still writes to it must not publish the rest."""
     with suppress(OSError):
         _delete_atomically(tmp)
 
@@ -165,7 +158,7 @@ def require_new_folder(out_dir: Path) -> None:
 def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:
     """Write one file atomically into an existing folder, and add it to the folder's manifest.
 
-    ``write`` is given a temporary path. ``flag`` is the option that error messages name.
+    ``write`` receives a temporary path. Error messages name the option ``flag``.
     """
     tmp = temporary_path(path)
     sweep(path.parent)
@@ -189,8 +182,8 @@ def is_complete(folder: Path) -> bool:
 
 def step_folders(out_dir: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of a run's complete ``step-*`` checkpoints, by ascending step."""
-    found = ((_STEP.fullmatch(name), path) for name, path in complete_checkpoints(out_dir))
-    return sorted((int(match[1]), path) for match, path in found if match)
+    matches = ((_STEP.fullmatch(name), path) for name, path in complete_checkpoints(out_dir))
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def newest(out_dir: Path) -> Path | None:

@@ -92,7 +92,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested containers, by their path."""
+    """Yield the tensors in nested containers with their paths."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):

@@ -40,16 +40,17 @@ def continue_texts(
     names: Sequence[str] = (),
     **sampling: Any,
 ) -> Iterator[Continuation]:
-    """Yield the continuations of each prompt in turn, one for each seed: the same whatever the batch size, up
-    to rounding in the matrix products.
+    """Yield one continuation per prompt and seed; the batch size changes only the rounding of matrix products.
 
     Args:
         model: See :func:`toolkit.inference.generate.generate`.
+        tokenizer: The model's tokenizer.
+        prompts: Texts to continue.
         batch_size: Sequences per forward pass.
-        seeds: Sampling seeds, for each prompt.
-        sampling: ``max_new_tokens``, ``temperature``, ``top_k`` and ``top_p``.
+        seeds: Sampling seeds; each prompt is continued once per seed.
         notice: Called with one line for the user.
-        names: What messages call the prompts. Default: their numbers.
+        names: Names of the prompts in messages; default: their numbers.
+        sampling: ``max_new_tokens``, ``temperature``, ``top_k`` and ``top_p``.
     """
     eos_ids, limit = stop_tokens(tokenizer), model.config.block_size
     encoded = [encode_prompt(tokenizer, prompt, model.config) for prompt in prompts]
@@ -73,15 +74,9 @@ def continue_texts(
 
 
 def read_prompts(path: str) -> dict[str, dict[str, Any]]:
-    """Read a file of prompts: JSON Lines with a field ``prompt`` (.jsonl), else text with one prompt per line.
+    """Read JSON Lines with a field ``prompt`` (.jsonl) or text with one prompt per line ("-": stdin).
 
-    Empty lines are skipped.
-
-    Args:
-        path: "-" for lines of text on stdin.
-
-    Returns:
-        For each prompt ``--prompts_path FILE:LINE``, and the fields of its row.
+    Returns the fields of each row by ``--prompts_path FILE:LINE``. Empty lines are skipped.
     """
     flag = f"--prompts_path {path}"
     # not splitlines, which also splits at characters that JSON and text may contain, such as U+2028

@@ -32,13 +32,13 @@ def find_template(tokenizer: Tokenizer, prompt_style: str | None = None, file: s
 
 
 def _for_chat(message: str) -> str:
-    """Return a message of training with the flags of ``toolkit chat``, which saves nothing."""
+    """Replace the training flags of a message by the flags of ``toolkit chat``, which saves nothing."""
     message = message.replace(", and is saved with the model", "")
     return message.replace("--data.prompt_style", "--prompt_style").replace("--data.chat_template", "--chat_template")
 
 
 class Conversation:
-    """Questions and answers in turn. For each question only the new tokens of the prompt are computed.
+    """A multi-turn chat. For each question only the new tokens of the prompt are computed.
 
     Args:
         model: In evaluation mode.

@@ -14,12 +14,12 @@ _TOLERANCE_16_BITS = 2e-2
 def capture(
     step: Callable[[], Tensor], undo: Callable[[], None], expected: Tensor, notice: Callable[[str], None]
 ) -> Callable[[], object] | None:
-    """Return a function that replays ``step`` as a CUDA graph; None if that does not give the expected result.
+    """Return a function that replays ``step`` as a CUDA graph; None, with a notice, if the graph cannot be used.
 
     Args:
-        step: Works on tensors at fixed addresses, with fixed shapes; returns a tensor, which is compared.
-        undo: Undoes a step, or a part of one. On return, all steps are undone.
-        expected: The result of the step in the usual way.
+        step: Works on tensors at fixed addresses, with fixed shapes; returns a tensor.
+        undo: Undoes a step or a part of one. On return, all steps are undone.
+        expected: What the step returns without a graph; the graph must agree with it.
         notice: Called with one line if the graph is not used.
     """
     try:
@@ -34,7 +34,7 @@ def capture(
         with torch.cuda.stream(stream), torch.cuda.graph(graph):
             found = step()
         graph.replay()
-        reason = None if is_close(found, expected) else "its logits differ from those of the usual step"
+        reason = None if is_close(found, expected) else "its logits differ from the uncaptured step's"
     except RuntimeError as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     undo()

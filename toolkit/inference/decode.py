@@ -31,10 +31,10 @@ class Decoder:
 
     Args:
         model: See :func:`toolkit.inference.generate.generate`.
-        cache: Empty, or of a prefix of the one prompt.
+        cache: An empty KV cache, or one that holds a prefix of the single prompt.
         prompts: (T,) int64 each, T >= 1.
         count: Maximum number of new tokens.
-        settings: Of :func:`toolkit.inference.sampling.sample`.
+        settings: Arguments of :func:`toolkit.inference.sampling.sample`.
         seeds: Sampling seed of each row.
 
     Attributes:
@@ -67,9 +67,9 @@ class Decoder:
             self._uniforms = uniforms.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
 
     def prefill(self, done: int) -> None:
-        """Sample the token after the prompts and ``done`` new tokens, after computing what the KV cache lacks of them.
+        """Fill the KV cache with the prompts and ``done`` new tokens, and sample the next token.
 
-        Cached tokens are recomputed if they were computed with other longrope factors than these lengths need.
+        Cached tokens are recomputed if these lengths need other longrope factors.
         """
         original_max, cache = self.model.config.original_max_position, self.cache
         lengths = [length + done for length in self.lengths]
@@ -93,7 +93,7 @@ class Decoder:
         return logits
 
     def rewind(self, done: int) -> None:
-        """Return to ``done`` new tokens, and drop what was cached after them."""
+        """Return to ``done`` new tokens, and drop the cached positions after them."""
         end = self.width + done - 1
         self.position.fill_(end)
         self.cache.truncate(min(self.cache.length, end))
@@ -109,7 +109,7 @@ class Decoder:
         return min((n for n in until if n >= 0), default=self.ids.size(1))
 
     def read(self, done: int, count: int) -> list[list[int]]:
-        """Wait for new tokens; return them by column. With several ranks, all get the tokens of rank 0."""
+        """Wait for new tokens; return them by column. All ranks get rank 0's tokens; logits must be finite."""
         columns = self.ids[:, self.width + done : self.width + done + count]
         tokens = columns.t().tolist()
         if ranks.world_size() > 1:
@@ -165,10 +165,10 @@ def decode(
     notice: Callable[[str], None],
     cuda_graph: bool,
 ) -> Generator[list[int], None, None]:
-    """Yield ``count`` times the next token of each row, whatever it is.
+    """Yield the next token of each row ``count`` times, without stopping at end-of-sequence tokens.
 
-    The arguments are those of :class:`Decoder` and :func:`toolkit.inference.generate.generate`. When the caller stops,
-    the KV cache is left with the tokens that were yielded, except the last.
+    Arguments: see :class:`Decoder` and :func:`toolkit.inference.generate.generate`. When the caller stops, the KV cache
+    holds the yielded tokens except the last.
     """
     weight = model.get_parameter("transformer.wte.weight")  # the head's weight may be quantized
     device, capacity = weight.device, max(map(len, prompts)) + count

@@ -83,13 +83,13 @@ def generate_batch(
     Shorter prompts are padded on the left; the padding is masked and has no position. Ends when all rows have ended.
 
     Args:
-        prompts: (T,) int64 each, T >= 1, of any lengths.
+        prompts: (T,) int64 each, T >= 1, of any lengths. One prompt if the model's rows are not independent
+            (:class:`~toolkit.models.gpt.GPT`).
         seeds: Sampling seed of each row; None for torch's default generator.
         cache: See :func:`generate`; only with one prompt.
-        names: Of the prompts, for notices; default: prompt 1, prompt 2, ..., and none for a single one.
+        names: Names of the prompts in notices; default: prompt 1, prompt 2, ..., and none for a single prompt.
 
-    The others, and errors: see :func:`generate`. Where the model's rows are not independent
-    (:class:`~toolkit.models.gpt.GPT`), pass one prompt.
+    Other arguments: see :func:`generate`.
     """
     check_sampling(temperature, top_k, top_p)
     check_seeds(seeds or ())

@@ -1,6 +1,7 @@
-"""Adapter of a model to lm-eval: batched log-likelihoods and continuations.
+"""Adapter of a model to lm-eval, an optional dependency: batched log-likelihoods and continuations.
 
-Imports lm-eval, an optional dependency. Results match lm-eval's wrapper of transformers models.
+Results match ``lm_eval.models.huggingface.HFLM``. That class needs an export: it cannot evaluate 4-bit weights,
+unmerged adapters or extensions' families, and it computes the logits of complete batches at once.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class HarnessLM(TemplateLM):
     """A GPT for :func:`lm_eval.simple_evaluate`.
 
     Args:
-        model: In evaluation mode; may be wrapped by Fabric.
+        model: A model in evaluation mode; may be wrapped by Fabric.
         tokenizer: The model's tokenizer.
-        batch_size: Sequences per forward pass; for likelihoods 1 with longrope, because padding would change the RoPE
-            factors of shorter sequences.
+        batch_size: Sequences per forward pass. With longrope, likelihoods are computed one by one, because padding
+            would change the RoPE factors of shorter sequences.
         template: Chat template for tasks in chat format.
         notice: Called with one line for the user.
     """
@@ -52,11 +53,11 @@ class HarnessLM(TemplateLM):
         notice: Callable[[str], None] = print,
     ) -> None:
         super().__init__()
-        bos, eos = tokenizer.bos_id, tokenizer.eos_id
-        if (end := bos if eos is None else eos) is None:
+        ids = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None]
+        if not ids:
             raise UserError(f"{tokenizer.name}: has neither bos nor eos, one of which is needed to start a text")
         self._model, self._tokens = model, tokenizer
-        self._end, self._prefix = end, end if bos is None else bos
+        self._prefix, self._end = ids[0], ids[-1]
         self._batch_size = batch_size if model.config.original_max_position is None else 1
         self._rows_together = batch_size if model.is_row_independent else 1
         self._template, self._notice, self._has_warned = template, notice, False
@@ -98,7 +99,7 @@ class HarnessLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a conversation; without a generation prompt the text ends with the content of the last message.
 
-        The system message, lm-eval's task description, is dropped if the template does not support one.
+        The system message (lm-eval's task description) is dropped if the template does not support one.
         """
         assert self._template is not None
         try:
@@ -134,21 +135,18 @@ class HarnessLM(TemplateLM):
             window = [*context, *continuation][-self.max_length - 1 :]
             requests_by_input.setdefault(tuple(window[:-1]), []).append(i)
         results: list[Any] = [None] * len(requests)
-        progress = tqdm(total=len(requests), desc="likelihoods", disable=disable_tqdm or None)
-        for inputs in _batches(sorted(requests_by_input, key=len, reverse=True), self._batch_size):
-            targets = [(row, i) for row, ids in enumerate(inputs) for i in requests_by_input[ids]]
-            scores = self._score(inputs, [(row, requests[i][2]) for row, i in targets])
-            for (_, i), score in zip(targets, scores, strict=True):
-                results[i] = score
-            progress.update(len(targets))
-        progress.close()
+        with tqdm(total=len(requests), desc="likelihoods", disable=disable_tqdm or None) as progress:
+            for inputs in _batches(sorted(requests_by_input, key=len, reverse=True), self._batch_size):
+                targets = [(row, i) for row, ids in enumerate(inputs) for i in requests_by_input[ids]]
+                scores = self._score(inputs, [(row, requests[i][2]) for row, i in targets])
+                for (_, i), score in zip(targets, scores, strict=True):
+                    results[i] = score
+                progress.update(len(targets))
         return results
 
     @torch.no_grad()
-    def _score(
-        self, inputs: Sequence[Sequence[int]], targets: list[tuple[int, list[int]]]
-    ) -> Iterator[tuple[float, bool]]:
-        """Return the log-likelihoods of (row, continuation); the last tokens of the row predict the continuation.
+    def _score(self, inputs: Sequence[Sequence[int]], targets: list[tuple[int, list[int]]]) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, is greedy) of each (row, continuation), which the row's last tokens predict.
 
         Runs in chunks of tokens to bound the memory of the logits.
         """
@@ -166,7 +164,7 @@ class HarnessLM(TemplateLM):
                     chunk = logits[row, begin - start : end - start].float()
                     totals[k] += float(torch.log_softmax(chunk, -1).gather(-1, labels[:, None]).sum())
                     greedy[k] &= bool((chunk.argmax(-1) == labels).all())
-        return zip(totals, greedy, strict=True)
+        return list(zip(totals, greedy, strict=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihoods of complete texts, in windows of the model's context."""
@@ -189,21 +187,18 @@ class HarnessLM(TemplateLM):
         for i, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         results = [""] * len(requests)
-        progress = tqdm(total=len(requests), desc="continuations", disable=disable_tqdm or None)
-        for settings, members in groups.items():
-            stops, limit, sampling = _read_settings(json.loads(settings))
-            if limit >= self.max_length:
-                raise UserError(
-                    f"--tasks: requests up to {limit} new tokens; the model's context of {self.max_length} "
-                    "leaves no room for a prompt"
-                )
-            prompts = {i: self.tok_encode(requests[i].args[0])[limit - self.max_length :] for i in members}
-            for batch in _batches(sorted(members, key=lambda i: -len(prompts[i])), self._rows_together):
-                answers = self._continue([prompts[i] for i in batch], stops, limit, sampling)
-                for i, answer in zip(batch, answers, strict=True):
-                    results[i] = answer
-                progress.update(len(batch))
-        progress.close()
+        with tqdm(total=len(requests), desc="continuations", disable=disable_tqdm or None) as progress:
+            for settings, members in groups.items():
+                stops, limit, sampling = _read_settings(json.loads(settings))
+                if limit >= self.max_length:
+                    context = f"the model's context of {self.max_length} leaves no room for a prompt"
+                    raise UserError(f"--tasks: requests up to {limit} new tokens; {context}")
+                prompts = {i: self.tok_encode(requests[i].args[0])[limit - self.max_length :] for i in members}
+                for batch in _batches(sorted(members, key=lambda i: -len(prompts[i])), self._rows_together):
+                    answers = self._continue([prompts[i] for i in batch], stops, limit, sampling)
+                    for i, answer in zip(batch, answers, strict=True):
+                        results[i] = answer
+                    progress.update(len(batch))
         return results
 
     def _continue(self, prompts: list[list[int]], stops: list[str], limit: int, sampling: dict[str, Any]) -> list[str]:
@@ -211,7 +206,7 @@ class HarnessLM(TemplateLM):
         rows = [torch.tensor(prompt or [self.prefix_token_id]) for prompt in prompts]
         answers: list[list[int]] = [[] for _ in rows]
         is_done = [False] * len(rows)
-        tail = 4 * max(map(len, stops), default=0) + 8  # number of last tokens that must contain a stop string
+        tail = 4 * max(map(len, stops), default=0) + 8  # number of last tokens to search for a stop string
         steps = generate_batch(
             self._model, rows, max_new_tokens=limit, eos_ids=self._eos_ids, notice=self._notice, **sampling
         )
@@ -232,16 +227,16 @@ def _batches(items: list[T], size: int) -> Iterator[list[T]]:
     return (items[i : i + size] for i in range(0, len(items), size))
 
 
-def _read_settings(given: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
+def _read_settings(settings: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
     """Return stop strings, maximum new tokens and sampling settings from a task's generation settings."""
-    if unknown := sorted(given.keys() - _SUPPORTED_SETTINGS):
+    if unknown := sorted(settings.keys() - _SUPPORTED_SETTINGS):
         raise UserError(f"--tasks: requests generation settings that are not supported: {', '.join(unknown)}")
-    until = given.get("until") or []
-    limit = next((given[name] for name in _LIMITS if given.get(name) is not None), DEFAULT_NEW_TOKENS)
+    until = settings.get("until") or []
+    limit = next((settings[name] for name in _LIMITS if settings.get(name) is not None), DEFAULT_NEW_TOKENS)
     sampling: dict[str, Any] = {"temperature": 0.0}
-    if given.get("do_sample"):
-        sampling = {"temperature": given.get("temperature", 1.0)}
-        sampling |= {name: given[name] for name in ("top_k", "top_p") if given.get(name) is not None}
+    if settings.get("do_sample"):
+        sampling = {"temperature": settings.get("temperature", 1.0)}
+        sampling |= {name: settings[name] for name in ("top_k", "top_p") if settings.get(name) is not None}
     return [until] if isinstance(until, str) else [stop for stop in until if stop], int(limit), sampling
 
 

@@ -40,9 +40,8 @@ def load_checkpoint(
     Args:
         checkpoint_dir: A folder, or a name below ``checkpoints/``.
         base_checkpoint_dir: Path of the adapters' base model, if it has moved.
-        accelerator: The accelerator to use.
-        precision: Dtype of the weights; default: bf16-true on a CUDA device that supports it, else that of the
-            checkpoint.
+        accelerator: Device type.
+        precision: Dtype of the weights; default: bf16-true on a CUDA device that supports it, else the checkpoint's.
         quantize: See :func:`load_quantized`.
         verify_checkpoint: Whether to verify checksums of the files.
     """
@@ -66,16 +65,10 @@ def load_quantized(
     dtype: torch.dtype | None,
     base_checkpoint_dir: str | Path | None = None,
 ) -> GPT:
-    """Load a model whose linear layers in the blocks have 4-bit weights, as in QLoRA training.
+    """Load a model and quantize the linear layers of its blocks to 4 bits, as in QLoRA training.
 
-    The weights are quantized one by one from the dtype of the file, so that nothing is rounded twice and the device
-    never holds the complete model.
-
-    Args:
-        kind: See :func:`toolkit.models.quantize.quantize_linears`.
-        device: Device of the model.
-        dtype: Dtype of the other weights; by default that of the file. Adapters stay fp32.
-        folder, base_checkpoint_dir: See :func:`toolkit.checkpoints.folder.load_model`.
+    ``dtype`` applies to the other weights; adapters stay fp32. Weights are quantized one by one from the file's dtype:
+    nothing is rounded twice, and the device never holds the unquantized model.
     """
     model = load_model(folder, base_checkpoint_dir=base_checkpoint_dir)
     quantize_linears(model, kind, device=device)

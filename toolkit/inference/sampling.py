@@ -32,9 +32,7 @@ def check_seeds(seeds: Sequence[int | None]) -> None:
 def draw_uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
     """Return uniform numbers in [0, 1), (B, count) fp64 on the CPU: row b depends only on seed b, on every device.
 
-    Args:
-        seeds: One per row; None: drawn from torch's default generator.
-        count: Numbers per row, one for each token.
+    ``count`` is the number of tokens; a seed of None is drawn from torch's default generator.
     """
     rows = []
     for seed in seeds:
@@ -60,9 +58,8 @@ def sample(
         top_k: Sample from the k most likely tokens; 0 or None: all.
         top_p: Sample from the smallest set of most likely tokens whose probabilities, after temperature and top_k, sum
             to at least this (nucleus sampling, arXiv:1904.09751); 1: all.
-        vocab_size: Ids from this on are vocabulary padding and never sampled.
-        uniform: (B,), uniform in [0, 1): selects the token by its place in the cumulative distribution. Needed unless
-            greedy.
+        vocab_size: Larger ids are vocabulary padding and never sampled.
+        uniform: (B,), uniform in [0, 1): selects the token in the cumulative distribution. Required unless greedy.
 
     Returns:
         Ids, (B,) int64; :data:`NONFINITE` where the logits of a row contain NaN or Inf.

@@ -1,4 +1,4 @@
-"""Run lm-eval tasks on a model, and return results with the settings they depend on."""
+"""Run lm-eval tasks on a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_tasks(
     apply_chat_template: bool,
     notice: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Return, by task (and group of tasks), its metrics with their standard errors, num_fewshot and samples.
+    """Return metrics with standard errors, num_fewshot and number of samples by task and group of tasks.
 
     Args:
         lm: The model.
@@ -41,7 +41,7 @@ def run_tasks(
         num_fewshot: Number of few-shot examples; None for the task's default, and ignored where that is 0.
         limit: Maximum number of questions per task, or below 1 a fraction of them.
         include_path: A folder with user-provided task files.
-        apply_chat_template: Use the model's chat template, with the examples as previous turns.
+        apply_chat_template: Whether to use the model's chat template, with the examples as previous turns.
         notice: Called with one line for the user.
     """
     import datasets
@@ -77,7 +77,7 @@ def run_tasks(
 
 
 def _manager_for(names: list[str], include_path: str | None) -> Any:
-    """Return the task manager. Indexing lm-eval's built-in tasks takes seconds: only when needed."""
+    """Return a task manager; it indexes lm-eval's built-in tasks, which takes seconds, only if a name needs them."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:

@@ -64,12 +64,9 @@ def encode_prompt(tokenizer: Tokenizer, text: str, config: ModelConfig) -> list[
 
 
 def require_embedded(ids: Iterable[int], config: ModelConfig, source: str) -> None:
-    """Check that the model has an embedding for each token: the tokenizer's vocabulary may be larger.
+    """Check that the model has an embedding for each token id: the tokenizer's vocabulary may be larger.
 
-    Args:
-        ids: Inputs of the model.
-        config: The model's configuration.
-        source: Origin of the ids, for the message.
+    ``source`` is the origin of the ids, for the message.
     """
     largest, n_embeddings = max(ids, default=0), config.padded_vocab_size
     if largest >= n_embeddings:

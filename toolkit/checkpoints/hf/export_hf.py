@@ -30,7 +30,7 @@ from toolkit.models.families.tables import WeightMapping
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
 
-MAX_SHARD_BYTES = 5_000_000_000  # of a weights file; a single larger tensor gets its own
+MAX_SHARD_BYTES = 5_000_000_000  # per weights file; a larger tensor gets a file to itself
 
 
 def export_hf(
@@ -48,11 +48,10 @@ def export_hf(
         checkpoint_dir: A model folder.
         out_dir: The new folder; an existing one must be empty.
         dtype: Dtype of the weights; unchanged by default.
-        merge: Merge adapters during the export if the folder holds no merged weights.
+        merge: Whether to merge adapters during the export if the folder holds no merged weights.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
         check: Called with the written folder before it is renamed to out_dir; if it raises, nothing is created.
-        family_options: Options of an extension's family to change; weights that the changed model does not have are
-            left out.
+        family_options: Options of an extension's family to change; weights that the changed model lacks are dropped.
 
     Returns:
         The names of the tensors in the new folder that contain NaN or Inf.
@@ -84,11 +83,10 @@ def export_hf(
 
 @torch.no_grad()
 def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_dir: str | Path | None = None) -> float:
-    """Load both folders in float32 and compare their logits on random tokens.
+    """Return the largest difference between the logits of both folders in float32, relative to the largest logit.
 
-    Returns:
-        The largest difference, relative to the largest logit. The native weights are merged and rounded to the exported
-        dtype first, so that one tolerance (1e-4 is ample) holds for every dtype.
+    The native weights are merged and rounded to the exported dtype first, so one tolerance (1e-4) fits every dtype.
+    Raises GuardError if transformers cannot load the folder.
     """
     require_transformers()
     import transformers
@@ -158,7 +156,7 @@ def _change_options(
 def _write_weights(
     folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
 ) -> list[str]:
-    """Return the names of the tensors that contain NaN or Inf."""
+    """Write the weights' files, and return the names of the tensors that contain NaN or Inf."""
     maps = _complete_weight_map(config, weights)
     # The header precedes the tensors: convert on the meta device first to get shapes and dtypes.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
@@ -176,7 +174,7 @@ def _write_weights(
 
 
 def _complete_weight_map(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[WeightMapping]:
-    """Return the family's weight map."""
+    """Return the family's weight map, which must list exactly these weights."""
     maps = family_of(config).weight_map(config)
     listed = {name for entry in maps for name in entry.native}
     present = weights.keys() - ({"lm_head.weight"} if config.tie_embeddings else set())
@@ -199,7 +197,7 @@ def to_hf_names(
 
 
 def _split(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Group tensors, in order, into shards of at most :data:`MAX_SHARD_BYTES`."""
+    """Split tensors, in order, into shards of at most :data:`MAX_SHARD_BYTES`."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -256,10 +254,9 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
 
 def _embedded_ids(ids: Any, config: ModelConfig) -> int | list[int] | None:
     """Return an id, or the ids of a list, if the model embeds them; None without any."""
-    known = [
-        i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and 0 <= i < config.padded_vocab_size
-    ]
-    return known if isinstance(ids, list) and known else next(iter(known), None)
+    listed = ids if isinstance(ids, list) else [ids]
+    embedded = [i for i in listed if type(i) is int and 0 <= i < config.padded_vocab_size]
+    return embedded if isinstance(ids, list) and embedded else next(iter(embedded), None)
 
 
 def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:
@@ -280,8 +277,8 @@ def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], 
     _write_json(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
     generation = read_json_object(folder / GENERATION_FILE, optional=True)
     if generation.get("eos_token_id") is None:
-        known = {name: value for name, value in ids.items() if value is not None}
-        _write_json(folder / GENERATION_FILE, generation | known)
+        ids = {name: value for name, value in ids.items() if value is not None}
+        _write_json(folder / GENERATION_FILE, generation | ids)
 
 
 def _eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
@@ -299,17 +296,17 @@ def _eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
 def _write_model_card(path: Path, config: ModelConfig, has_tokenizer: bool) -> None:
     name = config.name or "A language model"
     parameters = sum(p.numel() for p in model_on_meta(config).parameters())
-    is_known, classes = family_of(config).is_in_transformers, ["AutoModelForCausalLM"]
-    tokenizer = ""
+    is_in_transformers = family_of(config).is_in_transformers
+    classes, tokenizer = "AutoModelForCausalLM", ""
     if has_tokenizer:
-        classes.append("AutoTokenizer")
+        classes += ", AutoTokenizer"
         tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'
     usage = f"""```python
-from transformers import {", ".join(classes)}
+from transformers import {classes}
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){tokenizer}
 ```"""
-    if not is_known:
+    if not is_in_transformers:
         usage = f"""transformers has no class for `{config.family}`; this reads the folder:
 
 ```bash
@@ -317,7 +314,7 @@ toolkit convert_from_hf path/to/this/folder path/to/checkpoint
 ```"""
     path.write_text(
         f"""---
-library_name: {"transformers" if is_known else "toolkit"}
+library_name: {"transformers" if is_in_transformers else "toolkit"}
 pipeline_tag: text-generation
 ---
 

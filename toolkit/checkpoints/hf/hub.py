@@ -31,13 +31,15 @@ _HEARTBEAT = 10.0  # seconds between progress lines
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Snapshot(NamedTuple):
+class Repository(NamedTuple):
     """A repository at one commit."""
 
     repo_id: str
-    revision: str  # as requested: a branch, a tag or a commit
+    revision: str
+    """The requested branch, tag or commit."""
     commit: str
-    sizes: dict[str, int]  # in bytes, by path
+    sizes: dict[str, int]
+    """In bytes, by path; 0 if unknown."""
 
 
 def download(
@@ -50,11 +52,11 @@ def download(
 ) -> list[str]:
     """Download a repository's model into a model folder, and record the commit in ``download.yaml``; print progress.
 
-    Files are downloaded to ``.download-NAME`` beside out_dir. After an interruption, complete files are kept there, and
-    the next call downloads the remaining ones.
+    Files are downloaded to ``.download-NAME`` in out_dir's parent. After an interruption, the next call downloads only
+    the missing files.
 
     Args:
-        repo_id: ``organization/name``, or a name alone.
+        repo_id: ``organization/name`` or a name without an organization.
         out_dir: The new folder; an existing one must be empty.
         revision: A branch, a tag or a commit.
         dtype: Dtype of the weights; unchanged by default.
@@ -66,24 +68,23 @@ def download(
     """
     out_dir = Path(out_dir)
     require_new_folder(out_dir)
-    snapshot = _look_up(repo_id, revision)
+    repository = _look_up(repo_id, revision)
     staging = out_dir.parent / f".download-{out_dir.resolve().name}"
-    folder = staging / snapshot.commit
+    folder = staging / repository.commit
     convert = convert and not tokenizer_only
-    if tokenizer_only:
-        names, size_ratio = _select_tokenizer(snapshot), 0.0
-    else:
-        with tempfile.TemporaryDirectory() as preview:
-            names = _select_files(snapshot, Path(preview))
-            size_ratio = _conversion_size_ratio(Path(preview), dtype) if convert else 0.0
-    _require_disk_space(snapshot, names, folder, size_ratio)
+    with tempfile.TemporaryDirectory() as preview:
+        names = _select_tokenizer(repository) if tokenizer_only else _select_files(repository, Path(preview))
+        size_ratio = _conversion_size_ratio(Path(preview), dtype) if convert else 0.0
+    _require_disk_space(repository, names, folder, size_ratio)
     with exclusive_lock(staging):
-        _drop_other_commits(staging, snapshot.commit)
-        size = sum(snapshot.sizes[name] for name in names)
-        print(f"downloading {repo_id} at commit {snapshot.commit}: {len(names)} files, {size:,} bytes")
+        for other in staging.iterdir():  # left by an interrupted download of another commit
+            if other.is_dir() and other != folder:
+                shutil.rmtree(other)
+        size = sum(repository.sizes[name] for name in names)
+        print(f"downloading {repo_id} at commit {repository.commit}: {len(names)} files, {size:,} bytes")
         hint = f"; complete files are kept in {staging}, the same command fetches the others"
-        _fetch(snapshot, names, folder, hint, is_silent=False)
-        write_origin(folder, {"repo_id": repo_id, "revision": revision, "commit": snapshot.commit})
+        _fetch(repository, names, folder, hint, is_silent=False)
+        write_origin(folder, {"repo_id": repo_id, "revision": revision, "commit": repository.commit})
         if convert:
             print(f"converting it to {out_dir}")
         try:
@@ -96,7 +97,7 @@ def download(
     return notes
 
 
-def _look_up(repo_id: str, revision: str) -> Snapshot:
+def _look_up(repo_id: str, revision: str) -> Repository:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -113,32 +114,37 @@ def _look_up(repo_id: str, revision: str) -> Snapshot:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_TIMEOUT)
         if not info.sha:
             raise ValueError("no commit")
-    return Snapshot(repo_id, revision, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()})
+    return Repository(repo_id, revision, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()})
 
 
-def _select_tokenizer(snapshot: Snapshot) -> list[str]:
-    names = sorted(name for name in snapshot.sizes if _is_tokenizer_file(name))
+def _select_tokenizer(repository: Repository) -> list[str]:
+    names = sorted(filter(_is_tokenizer_file, repository.sizes))
     if "tokenizer.json" not in names:
-        held = f" ({', '.join(names)} alone is not supported)" if names else ""
-        raise UserError(f"repo_id {snapshot.repo_id}: holds no tokenizer.json{held}; try another repository")
+        others = f" ({', '.join(names)} alone is not supported)" if names else ""
+        raise UserError(f"repo_id {repository.repo_id}: holds no tokenizer.json{others}; try another repository")
     return names
 
 
-def _select_files(snapshot: Snapshot, folder: Path) -> list[str]:
+def _select_files(repository: Repository, folder: Path) -> list[str]:
     """Return the files that the conversion needs; this downloads config.json and the index to ``folder``."""
-    sizes, where = snapshot.sizes, f"repo_id {snapshot.repo_id}"
+    sizes, where = repository.sizes, f"repo_id {repository.repo_id}"
     if CONFIG not in sizes:
         raise UserError(f"{where}: holds no {CONFIG}; give the repository of a Hugging Face model")
-    _fetch(snapshot, [CONFIG], folder)
+    _fetch(repository, [CONFIG], folder)
     with _name_repository(where, folder):
-        read_hf_config(folder, name=snapshot.repo_id)
+        read_hf_config(folder, name=repository.repo_id)
     if SINGLE in sizes:
         weights = [SINGLE]
     elif INDEX in sizes:
-        weights = [INDEX, *_shards(snapshot, folder)]
+        _fetch(repository, [INDEX], folder)
+        with _name_repository(where, folder):
+            shards = sorted(set(read_index(folder / INDEX).values()))
+        if missing := [name for name in shards if name not in sizes]:
+            raise UserError(f"{where}: {INDEX}: {missing[0]!r:.200} is not in the repository; try another --revision")
+        weights = [INDEX, *shards]
     else:
-        raise UserError(f"{where}: {_missing_weights_hint(snapshot)}")
-    return [CONFIG, *sorted(name for name in sizes if _is_tokenizer_file(name)), *weights]
+        raise UserError(f"{where}: {_missing_weights_hint(repository)}")
+    return [CONFIG, *sorted(filter(_is_tokenizer_file, sizes)), *weights]
 
 
 @contextmanager
@@ -154,24 +160,14 @@ def _is_tokenizer_file(name: str) -> bool:
     return any(name.count("/") == pattern.count("/") and fnmatch(name, pattern) for pattern in FILE_PATTERNS)
 
 
-def _shards(snapshot: Snapshot, folder: Path) -> list[str]:
-    _fetch(snapshot, [INDEX], folder)
-    where = f"repo_id {snapshot.repo_id}"
-    with _name_repository(where, folder):
-        shards = sorted(set(read_index(folder / INDEX).values()))
-    if missing := [name for name in shards if name not in snapshot.sizes]:
-        raise UserError(f"{where}: {INDEX}: {missing[0]!r:.200} is not in the repository; try another --revision")
-    return shards
-
-
-def _missing_weights_hint(snapshot: Snapshot) -> str:
-    if pickled := sorted(name for name in snapshot.sizes if fnmatch(name, "pytorch_model*.bin*")):
+def _missing_weights_hint(repository: Repository) -> str:
+    if pickled := sorted(name for name in repository.sizes if fnmatch(name, "pytorch_model*.bin*")):
         return (
             f"holds {pickled[0]}, a format that can run code, and no {SINGLE}; look for a --revision with "
-            f"safetensors, or fetch it with `hf download {snapshot.repo_id} --local-dir hf_dir` and convert it with "
+            f"safetensors, or fetch it with `hf download {repository.repo_id} --local-dir hf_dir` and convert it with "
             "toolkit convert_from_hf, which does not run code"
         )
-    if "adapter_model.safetensors" in snapshot.sizes:
+    if "adapter_model.safetensors" in repository.sizes:
         return "holds an adapter, not a complete model; give the repository of its base model"
     return f"holds neither {SINGLE} nor {INDEX}; give the repository of a Hugging Face model"
 
@@ -185,48 +181,41 @@ def _conversion_size_ratio(folder: Path, dtype: torch.dtype | None) -> float:
     return dtype.itemsize / stored if dtype is not None and stored else 1.0
 
 
-def _require_disk_space(snapshot: Snapshot, names: list[str], folder: Path, size_ratio: float) -> None:
-    """Check that the download and the converted weights (``size_ratio`` times as large; 0: none) fit on the disk."""
-    weights = sum(snapshot.sizes[name] for name in names if name.endswith(".safetensors"))
-    present = sum(snapshot.sizes[name] for name in names if _is_complete(snapshot, name, folder))
-    needed = sum(snapshot.sizes[name] for name in names) - present + int(size_ratio * weights)
+def _require_disk_space(repository: Repository, names: list[str], folder: Path, size_ratio: float) -> None:
+    """Check that the download and the converted weights, ``size_ratio`` times as large, fit on the disk."""
+    weights = sum(repository.sizes[name] for name in names if name.endswith(".safetensors"))
+    present = sum(repository.sizes[name] for name in names if _is_complete(repository, name, folder))
+    needed = sum(repository.sizes[name] for name in names) - present + int(size_ratio * weights)
     disk = next(parent for parent in folder.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(disk).free
     if needed > free:
         raise UserError(
-            f"--out_dir {folder.parent.parent}: {snapshot.repo_id} needs {needed:,} bytes of disk there to download"
+            f"--out_dir {folder.parent.parent}: {repository.repo_id} needs {needed:,} bytes of disk there to download"
             f"{' and convert it' if size_ratio else ' it'}, and {free:,} are free; free some space or give "
             "another folder"
         )
 
 
-def _is_complete(snapshot: Snapshot, name: str, folder: Path) -> bool:
+def _is_complete(repository: Repository, name: str, folder: Path) -> bool:
     file = folder / name
-    return file.is_file() and snapshot.sizes[name] in (0, file.stat().st_size)  # 0: unknown
+    return file.is_file() and repository.sizes[name] in (0, file.stat().st_size)
 
 
-def _drop_other_commits(staging: Path, commit: str) -> None:
-    """Delete files that an interrupted download of another commit left behind."""
-    for path in staging.iterdir():
-        if path.is_dir() and path.name != commit:
-            shutil.rmtree(path)
-
-
-def _fetch(snapshot: Snapshot, names: list[str], folder: Path, hint: str = "", is_silent: bool = True) -> None:
+def _fetch(repository: Repository, names: list[str], folder: Path, hint: str = "", is_silent: bool = True) -> None:
     """Download files to a folder. ``hint`` is appended to error messages."""
     from huggingface_hub import snapshot_download
 
-    size = sum(snapshot.sizes[name] for name in names)
-    with _hub_errors(snapshot.repo_id, snapshot.revision, hint), _progress(folder, size, is_silent) as tqdm_class:
+    size = sum(repository.sizes[name] for name in names)
+    with _hub_errors(repository.repo_id, repository.revision, hint), _progress(folder, size, is_silent) as tqdm_class:
         snapshot_download(
-            snapshot.repo_id,
-            revision=snapshot.commit,
+            repository.repo_id,
+            revision=repository.commit,
             local_dir=folder,
             allow_patterns=[glob.escape(name) for name in names],
             tqdm_class=tqdm_class,
         )
         # Without network access it returns an existing folder with only a warning.
-        if missing := [name for name in names if not _is_complete(snapshot, name, folder)]:
+        if missing := [name for name in names if not _is_complete(repository, name, folder)]:
             raise OSError(f"{missing[0]} is incomplete")
         if changed := find_changed(folder):
             for name in changed:
@@ -236,7 +225,7 @@ def _fetch(snapshot: Snapshot, names: list[str], folder: Path, hint: str = "", i
 
 @contextmanager
 def _progress(folder: Path, size: int, is_silent: bool) -> Iterator[type | None]:
-    """Yield the tqdm class to use: the default on a terminal; elsewhere one without output, and print lines instead."""
+    """Yield a tqdm class: None (the default) on a terminal; elsewhere a disabled one, and print lines instead."""
     if not is_silent and sys.stderr.isatty():
         yield None
         return

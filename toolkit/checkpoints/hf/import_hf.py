@@ -40,11 +40,11 @@ def import_hf(
 ) -> list[str]:
     """Convert a Hugging Face folder to a model folder, atomically and with about one weight in memory at a time.
 
-    Converted weights are buffered in unnamed files beside out_dir, which need additional free disk space.
+    Converted weights are buffered in unnamed files on out_dir's disk, which need additional free space.
 
     Args:
-        hf_dir: Holds ``config.json`` and safetensors, or pickles that load with weights_only, in one file or several
-            with an index.
+        hf_dir: Holds ``config.json`` and safetensors (or pickles that load with weights_only), one file or several with
+            an index.
         out_dir: The new folder; an existing one must be empty.
         dtype: Dtype of the weights; unchanged by default.
         verify: Compare the files with their checksums, where the folder has some.
@@ -64,7 +64,7 @@ def import_hf(
         dtype, notes_of_type = resolve_dtype(found, config, dtype)
 
         def write(folder: Path) -> None:
-            weights, nonfinite = _convert(found, config, dtype, beside=out_dir)
+            weights, nonfinite = _convert(found, config, dtype, out_dir)
             if nonfinite:
                 notes.append(nonfinite_warning(nonfinite, out_dir))
             write_model_files(folder, state_dict=weights, config=config, hyperparameters=None, tokenizer=None)
@@ -81,7 +81,7 @@ def import_hf(
 
 
 def write_origin(folder: Path, origin: dict[str, str]) -> None:
-    """Record where a model came from: repo_id, revision and commit, or hf_dir."""
+    """Record the origin of a model: repo_id, revision and commit, or hf_dir."""
     (folder / ORIGIN_FILE).write_text(yaml.safe_dump(origin, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
@@ -165,12 +165,11 @@ def _custom_code_warning(hf_dir: Path) -> list[str]:
 
 
 def _convert_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None, list[str]]:
-    """Convert a SentencePiece model to tokenizer.json if the folder has no tokenizer.json.
+    """Convert a SentencePiece model if the folder has no tokenizer.json.
 
-    Returns:
-        The new file's content, or None; and notes for the user.
+    Returns the content of the new tokenizer.json (None if there is none) and notes for the user.
     """
-    hint = "copy one and its companion files beside the weights; training and evaluate also take --tokenizer_dir"
+    hint = "copy one and its companion files into that folder; training and evaluate also take --tokenizer_dir"
     if (hf_dir / "tokenizer.json").is_file():
         return None, _vocab_size_warning(Tokenizer.load(hf_dir, flag="hf_dir"), config)
     model = find_sentencepiece(hf_dir)
@@ -245,7 +244,7 @@ def _require_compatible(found: dict[str, Weight], config: ModelConfig, hf_dir: P
 def resolve_dtype(
     found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype | None
 ) -> tuple[torch.dtype, list[str]]:
-    """Return the dtype of all weights: the requested one, else the stored one, else the promoted one of several."""
+    """Return the dtype of all weights: as requested, else as stored (promoted if several); and notes for the user."""
     entries = family_of(config).weight_map(config)
     fixed = {name for entry in entries if resolve_weight_dtype(entry.native[0], None) is not None for name in entry.hf}
     types = {stored.dtype for name, stored in found.items() if name not in fixed}
@@ -259,7 +258,7 @@ def resolve_dtype(
 
 
 def _convert(
-    found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, beside: Path
+    found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, out_dir: Path
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights under native names, and the names of those that contain NaN or Inf.
 
@@ -272,7 +271,7 @@ def _convert(
         for name, tensor in zip(entry.native, entry.from_hf(originals), strict=True):
             wanted = resolve_weight_dtype(name, dtype) or dtype
             if tensor.dtype != wanted or all(tensor is not original for original in originals):
-                tensor = mmap_empty(tensor.shape, wanted, beside).copy_(tensor)
+                tensor = mmap_empty(tensor.shape, wanted, out_dir).copy_(tensor)
             weights[name] = tensor
             nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL_NUMEL:

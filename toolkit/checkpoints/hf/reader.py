@@ -73,7 +73,7 @@ def read_index(path: Path) -> dict[str, str]:
     if not (isinstance(where, dict) and where and all(isinstance(file, str) for file in where.values())):
         raise UserError(f"{path}: holds no weight_map of names to files; copy or download it again")
     kind = "safetensors" if path.name == INDEX else "bin"
-    # The file itself may be a symbolic link: the hub's cache stores its blobs elsewhere.
+    # Only names are checked: in the hub's cache, the files are links to blobs in another folder.
     if outside := sorted(file for file in where.values() if not re.fullmatch(rf"[^/\\:\0]+\.{kind}", file)):
         raise UserError(f"{path}: points to {outside[0]!r:.200}, which is not a {kind} file beside it")
     return where

@@ -1,14 +1,14 @@
-"""Checksums of a Hugging Face folder: ``SHA256SUMS``, which ``sha256sum --check`` reads too, and those of the hub.
+"""Checksums of a Hugging Face folder: the file ``SHA256SUMS`` and the hub's ETags.
 
-Exports write the file. ``hf download`` and ``toolkit download`` keep the hub's ETag of each file: the SHA-256 of large
-files, git's SHA-1 of others.
+Exports write ``SHA256SUMS`` for ``sha256sum --check``. ``hf download`` and ``toolkit download`` keep the hub's ETag of
+each file: SHA-256 for large files, git's SHA-1 for others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -24,7 +24,7 @@ _MAX_BYTES = 2**22  # of SHA256SUMS, a line per file
 
 
 def write_sums(folder: Path) -> None:
-    """Write ``SHA256SUMS`` for all files of a folder but ``*.md`` and hidden ones."""
+    """Write ``SHA256SUMS`` for all files of a folder except ``*.md`` and hidden files."""
     files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".md"]
     names = [file.as_posix() for file in files if not file.parts[0].startswith(".") and file.name != SUMS]
     sums = _hash(folder, names)
@@ -33,9 +33,9 @@ def write_sums(folder: Path) -> None:
 
 def find_changed(folder: Path) -> list[str]:
     """Return the names of files that differ from their checksums; none if the folder has no checksums."""
-    known = _hub_sums(folder) | _read_sums(folder)
-    actual = _hash(folder, [name for name in known if (folder / name).is_file()], known)
-    return [name for name, value in known.items() if name in actual and actual[name] != value]
+    expected = _hub_sums(folder) | _read_sums(folder)
+    actual = _hash(folder, [name for name in expected if (folder / name).is_file()], expected)
+    return [name for name, value in expected.items() if name in actual and actual[name] != value]
 
 
 def require_intact(folder: Path, where: str) -> list[str]:
@@ -76,11 +76,11 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
-def _hash(folder: Path, names: Iterable[str], known: dict[str, str] | None = None) -> dict[str, str]:
-    """Return the checksum of each file: of the kind that is ``known``, otherwise SHA-256."""
+def _hash(folder: Path, names: Iterable[str], expected: Mapping[str, str] = {}) -> dict[str, str]:
+    """Return the checksum of each file: git's SHA-1 if the expected one has 40 digits, else SHA-256."""
 
     def checksum(name: str) -> tuple[str, str]:
-        is_git = len((known or {}).get(name, "")) == 40
+        is_git = len(expected.get(name, "")) == 40
         with open_regular(folder / name) as file:
             value = hashlib.sha1(b"blob %d\0" % (folder / name).stat().st_size) if is_git else hashlib.sha256()
             while piece := file.read(_PIECE):

@@ -23,13 +23,9 @@ def find_sentencepiece(hf_dir: Path) -> Path | None:
 
 
 def convert_sentencepiece(model: Path) -> bytes:
-    """Convert a SentencePiece model, with the config files beside it, to tokenizer.json using transformers.
+    """Convert a SentencePiece model with its config files using transformers; return the content of tokenizer.json.
 
-    Returns:
-        The content of tokenizer.json, which encodes all probe texts like SentencePiece.
-
-    Raises:
-        ValueError: the conversion failed; the message has the reason.
+    It encodes all probe texts like SentencePiece; a ValueError has the reason if the conversion fails.
     """
     try:
         import sentencepiece

@@ -47,11 +47,11 @@ class ExportResult(NamedTuple):
     base: str
     """``base_model_name_or_path`` of the new folder."""
     is_known: bool
-    """Whether transformers can load that base: given by the user, or recorded when the base was imported."""
+    """Whether transformers can load that base: the user named it, or its import recorded it."""
     is_checked: bool
     """Whether the base exists and its fingerprint matches."""
     wrapper_type: str | None
-    """Model type of the multimodal model whose text model is the base; the tensor names are those of that model."""
+    """Model type of the multimodal model whose text model is the base; the tensors have that model's names."""
     nonfinite: list[str]
     """The names of the tensors in the new folder that contain NaN or Inf."""
 

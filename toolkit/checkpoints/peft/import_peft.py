@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,18 +41,56 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-@dataclass(frozen=True)
-class _Fused:
-    """The layout of adapters of layers that hold several parts in the Hugging Face model.
+class _PeftAdapters(NamedTuple):
+    """A folder of adapters: the settings, the tensors by Hugging Face layer and kind, and the model's layers."""
 
-    Args:
-        rank: Rank of each adapter.
-        parts: Parts whose adapters were concatenated, with equally many columns of lora_B each; empty if all rows share
-            all columns.
-    """
+    folder: Path
+    settings: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]]
+    layers: list[Layer]
+
+    def pattern_error(self) -> UserError:
+        name = "rank_pattern" if self.settings.get("rank_pattern") else "alpha_pattern"
+        return UserError(
+            f"{self.folder / SETTINGS}: {name} {self.settings[name]!r:.100}: not supported; only patterns that toolkit "
+            "convert_to_peft writes for fused layers are"
+        )
+
+    def rank(self, lora: LoRAConfig, fused: list[Layer]) -> int:
+        """Return the rank of fused layers; refuse patterns that select other layers or change the scaling."""
+        ranks, alphas = (self.settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
+        found = set()
+        try:
+            if ranks.keys() != alphas.keys():
+                raise self.pattern_error()
+            for key, rank in ranks.items():
+                named = [one for one in self.layers if any(f".{module}".endswith(f".{key}") for module in one.modules)]
+                same = math.isclose(replace(lora, r=rank, alpha=alphas[key]).scaling, lora.scaling)
+                if not (same and type(rank) is int and named and all(map(_is_fused, named))):
+                    raise self.pattern_error()
+                found |= {rank for layer in named if layer in fused}
+        except (AttributeError, TypeError, ValueError) as error:  # the file may hold anything
+            raise self.pattern_error() from error
+        if len(found) > 1:
+            raise self.pattern_error()
+        return found.pop() if found else lora.r
+
+    def used_columns(self, layers: list[Layer], parts: dict[str, range], rank: int) -> dict[str, Tensor]:
+        """Return {part: mask of the columns of lora_B that are nonzero in the part's rows, (rank,)} over the layers."""
+        used = torch.zeros(layers[0].out_features, rank, dtype=torch.bool)
+        for layer in layers:
+            b = self.tensors.get(layer.modules[0], {}).get("lora_B")
+            if b is not None and b.shape == used.shape:  # wrong shapes are reported later
+                used |= layer.to_native([b]) != 0
+        return {part: used[rows.start : rows.stop].any(0) for part, rows in parts.items()}
+
+
+class _Fused(NamedTuple):
+    """The layout of adapters of layers that hold several parts in the Hugging Face model."""
 
     rank: int
     parts: tuple[str, ...] = ()
+    """Parts whose adapters were concatenated, with equally many columns of lora_B each; empty if all share them."""
 
     def columns(self, part: str) -> slice:
         """Return the part's columns of lora_B, which are its rows of lora_A."""
@@ -65,30 +103,30 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
     """Read adapters that peft saved, for a base of this architecture.
 
     An adapter of a layer that is fused in the Hugging Face model is split into the parts from which
-    :func:`~.export_peft.export_peft` concatenated it. Otherwise it is split into one for the queries, one for the keys
-    and one for the values (or one for each of Phi-3's two MLP layers), which compute the same function with the same
-    rank each.
+    :func:`~.export_peft.export_peft` concatenated it. Otherwise queries, keys and values (or Phi-3's two MLP layers)
+    get a copy each, which compute the same function with the same rank.
 
     Returns:
         The LoRA configuration, the adapters in fp32 by native names, and a note if one adapter became several.
     """
     folder = Path(folder)
-    settings, found = _read_settings(folder), _read_tensors(folder, config)
+    settings, tensors = _read_settings(folder), _read_tensors(folder, config)
     layers = linear_layers(config)
     for old, new in RENAMED.items():
-        if any(old in layer.modules for layer in layers) and new in found:
-            found[old] = found.pop(new)
-    lora = _lora_config(folder, settings, _adapted_parts(layers, found, config))
-    hf_fused = _split_hf_fused(folder, settings, lora, layers, found)
-    lora, fused = _split_fused_qkv(folder, settings, lora, layers, found, config)
+        if any(old in layer.modules for layer in layers) and new in tensors:
+            tensors[old] = tensors.pop(new)
+    peft = _PeftAdapters(folder, settings, tensors, layers)
+    lora = _lora_config(folder, settings, _adapted_parts(layers, tensors, config))
+    hf_fused = _split_hf_fused(peft, lora)
+    lora, qkv = _split_fused_qkv(peft, lora, config)
     model = adapted_on_meta(replace(config, tie_embeddings=False), lora)
     adapters: dict[str, Tensor] = {}
     note = None
     for layer in layers:
-        of_kind = hf_fused if layer.is_fused_in_hf else fused if _is_fused_qkv(layer) else _Fused(lora.r)
+        fused = hf_fused if layer.is_fused_in_hf else qkv if _is_fused_qkv(layer) else _Fused(lora.r)
         placed = layer.adapters(model)
-        adapters |= _convert_layer(layer, placed, found, folder, of_kind)
-        if len(placed) > 1 and not of_kind.parts and (layer.is_fused_in_hf or _is_fused_qkv(layer)):
+        adapters |= _convert_layer(layer, placed, peft, fused)
+        if len(placed) > 1 and not fused.parts and _is_fused(layer):
             n, module = len(placed), layer.modules[0].rpartition(".")[2]
             note = (
                 f"--from_peft {folder}: peft has one adapter of {module}, and here each of its {n} parts gets a copy: "
@@ -96,17 +134,13 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
                 f"steps, and an export has rank {n * lora.r}"
             )
     used = {module for layer in layers for module in layer.modules}
-    if unknown := sorted(module for module in found if module not in used):
+    if unknown := sorted(tensors.keys() - used):
         raise UserError(f"--from_peft {folder}: adapts {unknown[0]}, which is not supported for this model")
     return lora, adapters, note
 
 
 def check_base(folder: str | Path, base: Path) -> str | None:
-    """Compare the base that peft's adapters name with ``base``.
-
-    Returns:
-        A note for the user if the named base does not exist locally or cannot be read.
-    """
+    """Compare ``base`` with the base that peft's adapters name; return a note if that one cannot be read locally."""
     named = _read_settings(Path(folder)).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return f"--from_peft {folder}: does not name its base model; not verified against {base}"
@@ -142,10 +176,10 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     for name, neutral in _UNSUPPORTED.items():
         if name in settings and settings[name] not in neutral:
             raise UserError(f"{path}: {name} {settings[name]!r:.100}: not supported; only {neutral[0]!r} is")
-    start = str(settings.get("init_lora_weights", "")).lower()
-    if start.startswith(_CHANGES_BASE):
+    init = str(settings.get("init_lora_weights", "")).lower()
+    if init.startswith(_CHANGES_BASE):
         raise UserError(
-            f"{path}: init_lora_weights {start}: also changes the base's weights; save the adapters from peft with "
+            f"{path}: init_lora_weights {init}: also changes the base's weights; save the adapters from peft with "
             "path_initial_model_for_weight_conversion first"
         )
     return settings
@@ -176,7 +210,7 @@ def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tens
 
 
 def _adapted_parts(layers: list[Layer], found: dict[str, Any], config: ModelConfig) -> set[str]:
-    """Return the parts of LoRAConfig that have adapters in the file."""
+    """Return the parts of LoRAConfig that are adapted in the file."""
     selected: set[str] = set()
     for layer in layers:
         for i, module in enumerate(layer.modules):
@@ -217,95 +251,46 @@ def _is_fused_qkv(layer: Layer) -> bool:
     return layer.names[0].endswith((".attn.qkv", ".attn.kv_b")) and len(layer.modules) == 1
 
 
-def _split_fused_qkv(
-    folder: Path,
-    settings: dict[str, Any],
-    lora: LoRAConfig,
-    layers: list[Layer],
-    found: dict[str, dict[str, Tensor]],
-    config: ModelConfig,
-) -> tuple[LoRAConfig, _Fused]:
-    """Determine the parts of the adapters of QKV layers that are fused both natively and in Hugging Face.
+def _is_fused(layer: Layer) -> bool:
+    return layer.is_fused_in_hf or _is_fused_qkv(layer)
 
-    Args:
-        lora: The configuration of all other layers.
 
-    Returns:
-        The configuration with a separate adapter for each part, and the layout of the fused adapters.
+def _split_fused_qkv(peft: _PeftAdapters, lora: LoRAConfig, config: ModelConfig) -> tuple[LoRAConfig, _Fused]:
+    """Find the parts of the adapters of QKV layers that are fused both natively and in Hugging Face.
+
+    ``lora`` is the configuration of all other layers. Returns the configuration with a separate adapter for each part,
+    and the layout of the fused adapters.
     """
-    fused = list(filter(_is_fused_qkv, layers))
-    rank = _pattern_rank(settings, lora, layers, fused)
+    layers = list(filter(_is_fused_qkv, peft.layers))
+    rank = peft.rank(lora, layers)
     parts: tuple[str, ...] = ()
-    if fused and rank is not None:
-        columns = _used_columns(fused, _parts(fused[0], config), found, rank)
+    if layers:
+        columns = peft.used_columns(layers, _parts(layers[0], config), rank)
         used = tuple(part for part in columns if columns[part].any())
         parts = used if _are_in_blocks(columns, _Fused(rank, used)) else ()
     n = max(1, len(parts))
     if rank not in (lora.r, n * lora.r):
-        raise _pattern_error(folder, settings)
+        raise peft.pattern_error()
     if not parts or (rank != n * lora.r and (lora.projection or lora.mlp or lora.head)):
         return lora, _Fused(rank)
     if rank == lora.r:
         alpha = float(f"{lora.alpha / (math.sqrt(n) if lora.rslora else n):.12g}")  # removes rounding errors
         lora = replace(lora, r=rank // n, alpha=alpha)
-    all_parts = {part for layer in fused for part in _parts(layer, config)}
+    all_parts = {part for layer in layers for part in _parts(layer, config)}
     return replace(lora, **{part: part in parts for part in all_parts}), _Fused(rank, parts)
 
 
-def _split_hf_fused(
-    folder: Path, settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer], found: dict[str, dict[str, Tensor]]
-) -> _Fused:
+def _split_hf_fused(peft: _PeftAdapters, lora: LoRAConfig) -> _Fused:
     """Like :func:`_split_fused_qkv`, for MLP layers that only Hugging Face fuses. All of their parts are adapted."""
-    hf_fused = [layer for layer in layers if layer.is_fused_in_hf]
-    rank = _pattern_rank(settings, lora, layers, hf_fused)
+    layers = [layer for layer in peft.layers if layer.is_fused_in_hf]
+    rank = peft.rank(lora, layers)
     if rank == lora.r:
         return _Fused(rank)
-    if rank is None or rank != lora.r * len(hf_fused[0].names):
-        raise _pattern_error(folder, settings)
-    columns = _used_columns(hf_fused, hf_fused[0].rows, found, rank)
+    columns = peft.used_columns(layers, layers[0].rows, rank)
     fused = _Fused(rank, tuple(columns))
-    if not _are_in_blocks(columns, fused):
-        raise _pattern_error(folder, settings)
+    if rank != lora.r * len(columns) or not _are_in_blocks(columns, fused):
+        raise peft.pattern_error()
     return fused
-
-
-def _pattern_error(folder: Path, settings: dict[str, Any]) -> UserError:
-    name = "rank_pattern" if settings.get("rank_pattern") else "alpha_pattern"
-    return UserError(
-        f"{folder / SETTINGS}: {name} {settings[name]!r:.100}: not supported; only patterns that toolkit "
-        "convert_to_peft writes for fused layers are"
-    )
-
-
-def _pattern_rank(settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer], some: list[Layer]) -> int | None:
-    """Return the rank of some layers; None if a pattern selects other layers than fused ones or changes the scaling."""
-    ranks, alphas = (settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
-    found = set()
-    try:
-        if ranks.keys() != alphas.keys():
-            return None
-        for key, rank in ranks.items():
-            named = [layer for layer in layers if any(f".{module}".endswith(f".{key}") for module in layer.modules)]
-            same = math.isclose(replace(lora, r=rank, alpha=alphas[key]).scaling, lora.scaling) and type(rank) is int
-            if not same or not named or not all(layer.is_fused_in_hf or _is_fused_qkv(layer) for layer in named):
-                return None
-            found |= {rank for layer in named if layer in some}
-    except (AttributeError, TypeError, ValueError, UserError):
-        return None
-    found = found or {lora.r}
-    return found.pop() if len(found) == 1 else None
-
-
-def _used_columns(
-    layers: list[Layer], parts: dict[str, range], found: dict[str, dict[str, Tensor]], rank: int
-) -> dict[str, Tensor]:
-    """Return {part: mask of the columns of lora_B that are nonzero in the part's rows, (rank,)} over these layers."""
-    used = torch.zeros(layers[0].out_features, rank, dtype=torch.bool)
-    for layer in layers:
-        b = found.get(layer.modules[0], {}).get("lora_B")
-        if b is not None and b.shape == used.shape:  # wrong shapes are reported later
-            used |= layer.to_native([b]) != 0
-    return {part: used[rows.start : rows.stop].any(0) for part, rows in parts.items()}
 
 
 def _are_in_blocks(columns: dict[str, Tensor], fused: _Fused) -> bool:
@@ -318,21 +303,19 @@ def _are_in_blocks(columns: dict[str, Tensor], fused: _Fused) -> bool:
     return not any(column.any() for column in outside.values())
 
 
-def _convert_layer(
-    layer: Layer, placed: list[PlacedAdapter], found: dict[str, dict[str, Tensor]], folder: Path, fused: _Fused
-) -> dict[str, Tensor]:
+def _convert_layer(layer: Layer, placed: list[PlacedAdapter], peft: _PeftAdapters, fused: _Fused) -> dict[str, Tensor]:
     """Return the adapters of one layer, by native names."""
     outs = [part.size(0) for part in layer.to_hf(torch.empty(layer.out_features, 1))]
     adapters: dict[str, Tensor] = {}
     for name, part, at, adapter in placed:
         i = layer.covers(at).index(True)
-        given = found.get(layer.modules[i], {})
-        _require_adapter(given, layer.modules[i], outs[i], adapter, fused.rank, folder)
+        tensors = peft.tensors.get(layer.modules[i], {})
+        _require_adapter(tensors, layer.modules[i], outs[i], adapter, fused.rank, peft.folder)
         rows, columns = slice(at.start, at.stop), fused.columns(part)
-        adapters[f"{name}.A"] = given["lora_A"][columns].clone()
-        adapters[f"{name}.B"] = _part_to_native(layer, i, given["lora_B"], outs)[rows, columns].clone()
+        adapters[f"{name}.A"] = tensors["lora_A"][columns].clone()
+        adapters[f"{name}.B"] = _part_to_native(layer, i, tensors["lora_B"], outs)[rows, columns].clone()
         if hasattr(adapter, "magnitude"):
-            magnitude = _part_to_native(layer, i, given["lora_magnitude_vector"][:, None], outs)
+            magnitude = _part_to_native(layer, i, tensors["lora_magnitude_vector"][:, None], outs)
             adapters[f"{name}.magnitude"] = magnitude[rows, 0].clone()
     return adapters
 
@@ -342,16 +325,16 @@ def _part_to_native(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Te
     return layer.to_native([tensor if k == i else tensor.new_zeros(out, tensor.size(1)) for k, out in enumerate(outs)])
 
 
-def _require_adapter(given: dict[str, Tensor], module: str, out: int, adapter: Adapter, r: int, folder: Path) -> None:
+def _require_adapter(tensors: dict[str, Tensor], module: str, out: int, adapter: Adapter, r: int, folder: Path) -> None:
     in_features = adapter.A.size(1)
     wanted: dict[str, tuple[int, ...]] = {"lora_A": (r, in_features), "lora_B": (out, r)}
     if hasattr(adapter, "magnitude"):
         wanted["lora_magnitude_vector"] = (out,)
     for kind, shape in wanted.items():
-        if kind not in given:
+        if kind not in tensors:
             raise UserError(
                 f"--from_peft {folder}: has no {module}.{kind}; every block must adapt the same layers, and "
                 "either all layers of its MLP or none"
             )
-        if tuple(given[kind].shape) != shape:
-            raise UserError(f"{folder / TENSORS}: {module}.{kind} is {tuple(given[kind].shape)}, not {shape}")
+        if tuple(tensors[kind].shape) != shape:
+            raise UserError(f"{folder / TENSORS}: {module}.{kind} is {tuple(tensors[kind].shape)}, not {shape}")
