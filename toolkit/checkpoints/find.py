@@ -15,14 +15,14 @@ CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
 
 def find_checkpoint_dir(value: str | Path) -> Path:
     """Return the model folder that ``value`` names: a path, a name below ``checkpoints/``, or a URL (downloaded)."""
-    given = local_copy(str(value), "checkpoint_dir") if is_url(value) else Path(value).expanduser()
-    folder = given if given.is_dir() else Path("checkpoints") / value
-    if given.is_file():
+    path = local_copy(str(value), "checkpoint_dir") if is_url(value) else Path(value).expanduser()
+    folder = path if path.is_dir() else Path("checkpoints") / value
+    if path.is_file():
         raise UserError(f"checkpoint_dir {value}: is a file; give the folder that holds it")
     if not folder.is_dir():
-        if step_in_name(given) is not None or given.name == FINAL or (given.parent != Path() and given.parent.is_dir()):
+        if step_in_name(path) is not None or path.name == FINAL or (path.parent != Path() and path.parent.is_dir()):
             raise UserError(
-                f"checkpoint_dir {value}: no such folder, here or below checkpoints/; {_suggest_folder(given.parent)}"
+                f"checkpoint_dir {value}: no such folder, here or below checkpoints/; {_suggest_folder(path.parent)}"
             )
         is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not str(value).startswith(".")
         name = value if is_hub_name else "ORGANIZATION/NAME"

@@ -55,18 +55,18 @@ def require_finite(folder: Path) -> None:
     """Read and check all tensors of a checkpoint without a manifest: early versions saved non-finite values."""
     try:
         weights = load_state(folder / ADAPTERS) if (folder / ADAPTERS).is_file() else load_weights(folder)
-        found = nonfinite_tensors(weights, weights.keys())
+        nonfinite = nonfinite_tensors(weights, weights.keys())
         state = dict(named_tensors(load_state(folder / "trainer" / "state.pth"), "trainer/state.pth"))
         if (folder / "trainer" / "optimizer").is_dir():
             from toolkit.checkpoints.run.sharded import read_sharded  # slow to import (1 s)
 
             state |= read_sharded(folder / "trainer" / "optimizer")
-        found += nonfinite_tensors({name: tensor for name, tensor in state.items() if tensor.ndim})
+        nonfinite += nonfinite_tensors({name: tensor for name, tensor in state.items() if tensor.ndim})
     except UserError as error:
         raise DamagedCheckpointError(str(error)) from error
-    if found:
+    if nonfinite:
         raise DamagedCheckpointError(
-            f"{folder}: damaged: NaN or Inf in {join_first(found)}; resume from an older checkpoint"
+            f"{folder}: damaged: NaN or Inf in {join_first(nonfinite)}; resume from an older checkpoint"
         )
 
 

@@ -30,8 +30,8 @@ def config_from_litgpt(values: dict[str, Any]) -> ModelConfig:
     """Build a config from the content of a ``model_config.yaml`` that LitGPT wrote."""
     if values.get("vocab_size") is not None and (missing := [name for name in _ALWAYS_THERE if name not in values]):
         raise UserError(f"{missing[0]} is missing")
-    if found := [name for name in _UNSUPPORTED if values.get(name)]:
-        raise UserError(f"{found[0]} {values[found[0]]}: LitGPT models with this field are not supported")
+    if unsupported := [name for name in _UNSUPPORTED if values.get(name)]:
+        raise UserError(f"{unsupported[0]} {values[unsupported[0]]}: LitGPT models with this field are not supported")
     values = _with_condensed_positions({name: value for name, value in values.items() if name != "hf_config"})
     values = {name: value for name, value in values.items() if name not in _NEUTRAL or value != _NEUTRAL[name]}
     config = ModelConfig.from_dict(values | _implicit_fields(values))
@@ -54,18 +54,18 @@ def _with_condensed_positions(values: dict[str, Any]) -> dict[str, Any]:
 def _implicit_fields(values: dict[str, Any]) -> dict[str, Any]:
     """Return what LitGPT's code derives from the model's name (``norm_class`` in its config.py) or other fields."""
     name, is_rms = str(values.get("name")), values.get("norm_class_name") == "RMSNorm"
-    found = {"norm_offset": is_rms and "Gemma" in name, "norm_affine": is_rms or "OLMo" not in name}
+    implied = {"norm_offset": is_rms and "Gemma" in name, "norm_affine": is_rms or "OLMo" not in name}
     listed = values.get("sliding_window_indices") or []  # written even if all layers are alike
     windows = listed[: values.get("n_layer")]
     if values.get("sliding_window_size") is None or (windows and not any(windows)):
-        found |= {"sliding_window_size": None, "sliding_window_indices": None}
+        implied |= {"sliding_window_size": None, "sliding_window_indices": None}
     elif windows and all(windows):
-        found["sliding_window_indices"] = None
+        implied["sliding_window_indices"] = None
     if values.get("rope_local_base_freq") is None:
-        found["rope_indices"] = None
+        implied["rope_indices"] = None
     if values.get("mlp_class_name") == "LLaMAMoE":
-        found["norm_topk_prob"] = True  # its softmax is over the top-k experts only
-    return found
+        implied["norm_topk_prob"] = True  # its softmax is over the top-k experts only
+    return implied
 
 
 def _family(config: ModelConfig) -> str:

@@ -32,9 +32,9 @@ def capture(
         graph = torch.cuda.CUDAGraph()
         # the outer context restores the stream: torch's does not if the capture fails
         with torch.cuda.stream(stream), torch.cuda.graph(graph):
-            found = step()
+            actual = step()
         graph.replay()
-        reason = None if is_close(found, expected) else "its logits differ from the uncaptured step's"
+        reason = None if is_close(actual, expected) else "its logits differ from the uncaptured step's"
     except RuntimeError as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     undo()
@@ -44,7 +44,7 @@ def capture(
     return None
 
 
-def is_close(found: Tensor, expected: Tensor) -> bool:
+def is_close(actual: Tensor, expected: Tensor) -> bool:
     """Whether two tensors agree up to the rounding of their dtype; waits for the device."""
     tolerance = _TOLERANCE.get(expected.dtype, _TOLERANCE_16_BITS)
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())

@@ -52,7 +52,7 @@ def generate(
         seed: Sampling seed; None for torch's default generator.
         cache: KV cache of a proper prefix of the prompt. The remaining prompt tokens and the new tokens, except the
             last, are added to it.
-        cuda_graph: Decode with a CUDA graph where that is possible; it has memory of its own.
+        cuda_graph: Whether to decode with a CUDA graph, which needs additional memory, where that is possible.
         notice: Called with one line for the user.
     """
     rows = generate_batch(

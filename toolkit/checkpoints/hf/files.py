@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,18 +20,6 @@ FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF1
 QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 DTYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()} | QUANTIZED
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Weight(Protocol):
-    """A weight that is read on demand: one stored tensor, or a quantized one with its scales."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read(self) -> Tensor: ...
 
 
 class StoredTensor(NamedTuple):
@@ -54,6 +42,9 @@ class Dequantized(NamedTuple):
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     dtype: torch.dtype = torch.bfloat16
+
+
+Weight = StoredTensor | Dequantized  # read on demand
 
 
 def close() -> None:

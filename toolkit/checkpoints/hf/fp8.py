@@ -30,14 +30,14 @@ def block_size(config_json: dict[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def join_scales(found: dict[str, StoredTensor], block: tuple[int, int]) -> dict[str, Dequantized]:
-    """Move each pair of 8-bit weight and matching scales from ``found`` to one weight."""
+def join_scales(tensors: dict[str, StoredTensor], block: tuple[int, int]) -> dict[str, Dequantized]:
+    """Move each pair of 8-bit weight and matching scales from ``tensors`` to one weight."""
     weights = {}
-    for name in [name for name in found if f"{name}{_SCALES}" in found]:
-        weight, scales = found[name], found[f"{name}{_SCALES}"]
+    for name in [name for name in tensors if f"{name}{_SCALES}" in tensors]:
+        weight, scales = tensors[name], tensors[f"{name}{_SCALES}"]
         fits = _n_blocks(weight, block) == scales.shape
         if weight.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and len(weight.shape) == 2 and fits:
-            del found[name], found[f"{name}{_SCALES}"]
+            del tensors[name], tensors[f"{name}{_SCALES}"]
             weights[name] = Dequantized(weight.shape, partial(_read, weight, scales, block))
     return weights
 
@@ -51,9 +51,9 @@ def _n_blocks(weight: StoredTensor, block: tuple[int, int]) -> tuple[int, ...]:
     return tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=False))
 
 
-def describe_load_error(name: str, found: dict[str, StoredTensor], block: tuple[int, int]) -> str:
+def describe_load_error(name: str, tensors: dict[str, StoredTensor], block: tuple[int, int]) -> str:
     """Describe why an 8-bit weight could not be joined with its scales."""
-    scales, shape = found.get(f"{name}{_SCALES}"), _n_blocks(found[name], block)
+    scales, shape = tensors.get(f"{name}{_SCALES}"), _n_blocks(tensors[name], block)
     if scales is None:
         return f"{name}{_SCALES} {shape}, the scales of its blocks, is missing"
     kind = str(scales.dtype).removeprefix("torch.")

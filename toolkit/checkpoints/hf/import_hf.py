@@ -58,13 +58,13 @@ def import_hf(
     notes += require_intact(hf_dir, f"hf_dir {hf_dir}") if verify else []
     tokenizer_json, notes_of_tokenizer = _convert_tokenizer(hf_dir, config)
     try:
-        found, notes_of_unused = _drop_unused(_add_prefix(find_weights(hf_dir), config), config)
-        config, notes_of_head = resolve_tied_head(found, config)
-        _require_compatible(found, config, hf_dir)
-        dtype, notes_of_type = resolve_dtype(found, config, dtype)
+        stored, notes_of_unused = _drop_unused(_add_prefix(find_weights(hf_dir), config), config)
+        config, notes_of_head = resolve_tied_head(stored, config)
+        _require_compatible(stored, config, hf_dir)
+        dtype, notes_of_type = resolve_dtype(stored, config, dtype)
 
         def write(folder: Path) -> None:
-            weights, nonfinite = _convert(found, config, dtype, out_dir)
+            weights, nonfinite = _convert(stored, config, dtype, out_dir)
             if nonfinite:
                 notes.append(nonfinite_warning(nonfinite, out_dir))
             write_model_files(folder, state_dict=weights, config=config, hyperparameters=None, tokenizer=None)
@@ -110,11 +110,11 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
         return False
     weights = load_compatible_weights(folder, model_on_meta(config))
     try:
-        found, _ = _drop_unused(_add_prefix(find_weights(hf_dir), hf_config), hf_config)
-        _require_compatible(found, resolve_tied_head(found, hf_config)[0], hf_dir)
+        stored, _ = _drop_unused(_add_prefix(find_weights(hf_dir), hf_config), hf_config)
+        _require_compatible(stored, resolve_tied_head(stored, hf_config)[0], hf_dir)
         for entry in family_of(config).weight_map(config):
             if entry.native[0].startswith("transformer.h.0."):
-                read = entry.from_hf([found[name].read() for name in entry.hf])
+                read = entry.from_hf([stored[name].read() for name in entry.hf])
                 if not all(_equal_up_to_rounding(weights[n], t) for n, t in zip(entry.native, read, strict=True)):
                     return False
     finally:
@@ -193,22 +193,22 @@ def _vocab_size_warning(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
     ]
 
 
-def _add_prefix(found: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:
+def _add_prefix(hf_weights: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:
     """Normalize names of weights that were saved from the model without its head (openai-community/gpt2), or as a part
     of a multimodal model (google/gemma-3-4b-it)."""
     wanted = {name for entry in family_of(config).weight_map(config) for name in entry.hf}
     prefix = _hf_name(config, _EMBEDDING).split(".")[0]
     renamed = {}
-    for name, stored in found.items():
+    for name, stored in hf_weights.items():
         candidates = f"{prefix}.{name}", name.replace("language_model.", "", 1)
-        renamed[next((other for other in candidates if other in wanted and other not in found), name)] = stored
+        renamed[next((other for other in candidates if other in wanted and other not in hf_weights), name)] = stored
     return renamed
 
 
-def _drop_unused(found: dict[str, Weight], config: ModelConfig) -> tuple[dict[str, Weight], list[str]]:
-    unused = [name for name in found if family_of(config).is_unused(name, config)]
+def _drop_unused(hf_weights: dict[str, Weight], config: ModelConfig) -> tuple[dict[str, Weight], list[str]]:
+    unused = [name for name in hf_weights if family_of(config).is_unused(name, config)]
     notes = [f"skipped {len(unused)} weights that the model does not use: {unused[0]} ..."] if unused else []
-    return {name: stored for name, stored in found.items() if name not in set(unused)}, notes
+    return {name: stored for name, stored in hf_weights.items() if name not in set(unused)}, notes
 
 
 def _hf_name(config: ModelConfig, native: str) -> str:
@@ -216,7 +216,7 @@ def _hf_name(config: ModelConfig, native: str) -> str:
     return next(entry.hf[0] for entry in family_of(config).weight_map(config) if entry.native == (native,))
 
 
-def resolve_tied_head(found: dict[str, Weight], config: ModelConfig) -> tuple[ModelConfig, list[str]]:
+def resolve_tied_head(hf_weights: dict[str, Weight], config: ModelConfig) -> tuple[ModelConfig, list[str]]:
     """Keep one tensor for a tied head and embedding, whichever is stored (N10).
 
     If both are stored and differ, untie them, as transformers 5 does (version 4 drops the head).
@@ -224,30 +224,30 @@ def resolve_tied_head(found: dict[str, Weight], config: ModelConfig) -> tuple[Mo
     if not config.tie_embeddings:
         return config, []
     head, embedding = _hf_name(config, _HEAD), _hf_name(config, _EMBEDDING)
-    if head not in found:
+    if head not in hf_weights:
         return config, []
-    a, b = found[head], found.get(embedding)
+    a, b = hf_weights[head], hf_weights.get(embedding)
     if b is not None and ((a.shape, a.dtype) != (b.shape, b.dtype) or not torch.equal(a.read(), b.read())):
         note = f"warning: {CONFIG} ties {head} and {embedding}, but they differ: imported as untied"
         return dataclasses.replace(config, tie_embeddings=False), [note]
-    found.setdefault(embedding, a)
-    del found[head]
+    hf_weights.setdefault(embedding, a)
+    del hf_weights[head]
     return config, []
 
 
-def _require_compatible(found: dict[str, Weight], config: ModelConfig, hf_dir: Path) -> None:
+def _require_compatible(hf_weights: dict[str, Weight], config: ModelConfig, hf_dir: Path) -> None:
     wanted = dict(to_hf_names(family_of(config).weight_map(config), model_on_meta(config).state_dict()))
-    stored = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in found.items()}
+    stored = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in hf_weights.items()}
     require_compatible(stored, wanted, hf_dir, CONFIG)
 
 
 def resolve_dtype(
-    found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype | None
+    hf_weights: dict[str, Weight], config: ModelConfig, dtype: torch.dtype | None
 ) -> tuple[torch.dtype, list[str]]:
     """Return the dtype of all weights: as requested, else as stored (promoted if several); and notes for the user."""
     entries = family_of(config).weight_map(config)
     fixed = {name for entry in entries if resolve_weight_dtype(entry.native[0], None) is not None for name in entry.hf}
-    types = {stored.dtype for name, stored in found.items() if name not in fixed}
+    types = {stored.dtype for name, stored in hf_weights.items() if name not in fixed}
     if dtype is not None:
         return dtype, []
     widest = functools.reduce(torch.promote_types, types)
@@ -258,7 +258,7 @@ def resolve_dtype(
 
 
 def _convert(
-    found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, out_dir: Path
+    hf_weights: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, out_dir: Path
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights under native names, and the names of those that contain NaN or Inf.
 
@@ -267,7 +267,7 @@ def _convert(
     weights: dict[str, Tensor] = {}
     nonfinite: list[str] = []
     for entry in family_of(config).weight_map(config):
-        originals = [found[name].read() for name in entry.hf]
+        originals = [hf_weights[name].read() for name in entry.hf]
         for name, tensor in zip(entry.native, entry.from_hf(originals), strict=True):
             wanted = resolve_weight_dtype(name, dtype) or dtype
             if tensor.dtype != wanted or all(tensor is not original for original in originals):

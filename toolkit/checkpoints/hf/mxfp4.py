@@ -28,15 +28,15 @@ def is_packed(config_json: dict[str, Any]) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
 
 
-def join_blocks(found: dict[str, StoredTensor]) -> dict[str, Dequantized]:
-    """Move each pair of matching blocks and scales from ``found`` to one weight."""
+def join_blocks(tensors: dict[str, StoredTensor]) -> dict[str, Dequantized]:
+    """Move each pair of matching blocks and scales from ``tensors`` to one weight."""
     weights = {}
-    for weight in [name.removesuffix(_BLOCKS) for name in found if name.endswith(_BLOCKS)]:
-        blocks, scales = found[f"{weight}{_BLOCKS}"], found.get(f"{weight}{_SCALES}")
-        if scales is None or {blocks.dtype, scales.dtype} != {torch.uint8} or weight in found:
+    for weight in [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]:
+        blocks, scales = tensors[f"{weight}{_BLOCKS}"], tensors.get(f"{weight}{_SCALES}")
+        if scales is None or {blocks.dtype, scales.dtype} != {torch.uint8} or weight in tensors:
             continue
         if len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16):
-            del found[f"{weight}{_BLOCKS}"], found[f"{weight}{_SCALES}"]
+            del tensors[f"{weight}{_BLOCKS}"], tensors[f"{weight}{_SCALES}"]
             experts, outputs, groups, size = blocks.shape
             weights[weight] = Dequantized((experts, groups * size * 2, outputs), partial(_read, blocks, scales))
     return weights

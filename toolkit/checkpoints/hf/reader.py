@@ -37,23 +37,24 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
             break
     else:
         raise UserError(f"hf_dir {hf_dir}: {_missing_weights_hint(hf_dir)}")
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, shape, dtype in list_weights(hf_dir / file):
-            if (name in found and where.get(name) != file) or _BUFFERS.fullmatch(name):
+            if (name in tensors and where.get(name) != file) or _BUFFERS.fullmatch(name):
                 continue
             if dtype not in DTYPES:
                 raise _unsupported_dtype(hf_dir / file, name, dtype)
-            found[name] = StoredTensor(hf_dir / file, name, shape, DTYPES[dtype])
-    joined: dict[str, Weight] = {**mxfp4.join_blocks(found)}
+            tensors[name] = StoredTensor(hf_dir / file, name, shape, DTYPES[dtype])
+    joined: dict[str, Weight] = {**mxfp4.join_blocks(tensors)}
     if (block := fp8.block_size(read_json_object(hf_dir / CONFIG))) is not None:
-        joined |= fp8.join_scales(found, block)
-    for name, stored in found.items():
+        joined |= fp8.join_scales(tensors, block)
+    for name, stored in tensors.items():
         if stored.dtype == torch.float8_e4m3fn and block is not None:
-            raise UserError(f"{stored.file}: {fp8.describe_load_error(name, found, block)}; copy or download it again")
+            reason = fp8.describe_load_error(name, tensors, block)
+            raise UserError(f"{stored.file}: {reason}; copy or download it again")
         if stored.dtype in QUANTIZED.values():
             raise _unsupported_dtype(stored.file, name, NAMES[stored.dtype])
-    return found | joined
+    return tensors | joined
 
 
 def _unsupported_dtype(file: Path, name: str, dtype: str) -> UserError:

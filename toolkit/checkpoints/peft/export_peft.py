@@ -88,8 +88,8 @@ def export_peft(
     tensors: dict[str, Tensor] = {}
     for layer in linear_layers(config):
         tensors |= dict(_convert_layer(layer, layer.adapters(model), weight_of))
-    known = (base_model, None) if base_model else _hf_base(info.base)
-    base_name, revision = known or (str(info.base), None)
+    hf_base = (base_model, None) if base_model else _hf_base(info.base)
+    base_name, revision = hf_base or (str(info.base), None)
     settings = _settings(info.lora, tensors, linear_layers(config), base_name) | {"revision": revision}
     if (wrapper_type := _wrapper_type(info.base)) is not None:
         tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
@@ -102,7 +102,7 @@ def export_peft(
         write_sums(folder)
 
     write_folder(out_dir, write, flag="out_dir")
-    return ExportResult(base_name, known is not None, is_checked, wrapper_type, nonfinite_tensors(tensors))
+    return ExportResult(base_name, hf_base is not None, is_checked, wrapper_type, nonfinite_tensors(tensors))
 
 
 def _convert_layer(

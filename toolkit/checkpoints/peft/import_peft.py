@@ -59,7 +59,7 @@ class _PeftAdapters(NamedTuple):
     def rank(self, lora: LoRAConfig, fused: list[Layer]) -> int:
         """Return the rank of fused layers; refuse patterns that select other layers or change the scaling."""
         ranks, alphas = (self.settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
-        found = set()
+        pattern_ranks = set()
         try:
             if ranks.keys() != alphas.keys():
                 raise self.pattern_error()
@@ -68,12 +68,12 @@ class _PeftAdapters(NamedTuple):
                 same = math.isclose(replace(lora, r=rank, alpha=alphas[key]).scaling, lora.scaling)
                 if not (same and type(rank) is int and named and all(map(_is_fused, named))):
                     raise self.pattern_error()
-                found |= {rank for layer in named if layer in fused}
+                pattern_ranks |= {rank for layer in named if layer in fused}
         except (AttributeError, TypeError, ValueError) as error:  # the file may hold anything
             raise self.pattern_error() from error
-        if len(found) > 1:
+        if len(pattern_ranks) > 1:
             raise self.pattern_error()
-        return found.pop() if found else lora.r
+        return pattern_ranks.pop() if pattern_ranks else lora.r
 
     def used_columns(self, layers: list[Layer], parts: dict[str, range], rank: int) -> dict[str, Tensor]:
         """Return {part: mask of the columns of lora_B that are nonzero in the part's rows, (rank,)} over the layers."""
@@ -198,23 +198,23 @@ def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tens
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: {DAMAGED}") from error
     vocabulary = (config.padded_vocab_size, config.n_embd)
-    found: dict[str, dict[str, Tensor]] = {}
+    by_layer: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if kind in ("base_layer", "embed_tokens", "embed_in", "wte", "lm_head") and tensor.shape == vocabulary:
             continue  # base weights: peft adds them if the head is adapted, in case they were resized
         if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
             raise UserError(f"{path}: holds {name}, which is not an adapter of a linear layer")
-        found.setdefault(module.replace(TEXT_MODEL, "", 1), {})[kind] = tensor.float()
-    return found
+        by_layer.setdefault(module.replace(TEXT_MODEL, "", 1), {})[kind] = tensor.float()
+    return by_layer
 
 
-def _adapted_parts(layers: list[Layer], found: dict[str, Any], config: ModelConfig) -> set[str]:
+def _adapted_parts(layers: list[Layer], tensors: dict[str, Any], config: ModelConfig) -> set[str]:
     """Return the parts of LoRAConfig that are adapted in the file."""
     selected: set[str] = set()
     for layer in layers:
         for i, module in enumerate(layer.modules):
-            if module in found:
+            if module in tensors:
                 selected |= {part for part, rows in _parts(layer, config).items() if layer.covers(rows)[i]}
     return selected
 

@@ -75,14 +75,14 @@ class Layer:
 
     def adapters(self, model: GPT) -> list[PlacedAdapter]:
         """Return its adapters in a model, ordered by rows; for several native layers, each layer is a part."""
-        found = []
+        placed = []
         for name, (last, rows) in zip(self.names, self.rows.items(), strict=True):
             layer = model.get_submodule(name)
             for part, adapter in zip(layer.lora, layer.adapters, strict=True) if isinstance(layer, LoRALinear) else ():
                 of_part = rows[adapter.rows.start : adapter.rows.stop]
                 part_name = last if self.is_fused_in_hf else part
-                found.append(PlacedAdapter(f"{name}.lora.{part}", part_name, of_part, adapter))
-        return found
+                placed.append(PlacedAdapter(f"{name}.lora.{part}", part_name, of_part, adapter))
+        return placed
 
     @property
     def is_transposed(self) -> bool:

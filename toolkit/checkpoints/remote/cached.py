@@ -39,8 +39,8 @@ def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
 
 def find_folder(storage: Storage) -> str:
     """Return the newest checkpoint of a run, by its name in the run's folder."""
-    found = next(checkpoints.newest_first(storage), None)
-    if found is not None:
-        return found.folder
+    newest = next(checkpoints.newest_first(storage), None)
+    if newest is not None:
+        return newest.folder
     what = f"has no file {COMPLETE}, so it cannot be verified; copy it to a local folder and give that"
     raise storage.error(what if storage.entries() else "no such checkpoint or run; check the URL")

@@ -46,14 +46,14 @@ def download(
     state. Raises DamagedCheckpointError if the checkpoint is incomplete or its bytes do not match its manifest.
     """
     where, manifest = _where(storage, folder), _read_complete(storage, folder)
-    known = parse_manifest(manifest, f"{where}/{COMPLETE}")
+    checksums = parse_manifest(manifest, f"{where}/{COMPLETE}")
     partial = target.with_name(f".download-{target.name}")
     partial.mkdir(parents=True, exist_ok=True)
     if manifest != manifest_bytes(partial):  # left by the download of another checkpoint
         shutil.rmtree(partial)
         partial.mkdir()
         (partial / COMPLETE).write_bytes(manifest)
-    files = {name: entry for name, entry in known.items() if not (model_only and name.startswith(TRAINER_STATE))}
+    files = {name: entry for name, entry in checksums.items() if not (model_only and name.startswith(TRAINER_STATE))}
     _reuse(files, target, partial)
     report(f"downloading {where} ({sum(entry['size'] for entry in files.values()):,} bytes) to {target}")
     damage = fetch_files(storage, folder, files, partial)

@@ -93,13 +93,13 @@ class RemoteRun:
         with self._one_line_errors():
             if manifest_bytes(target) == manifest:
                 return
-            found = checkpoints.find(self.storage, name)
-            if found is None or self.storage.read(f"{found.folder}/{COMPLETE}", stop=MAX_SIZE + 1) != manifest:
+            remote = checkpoints.find(self.storage, name)
+            if remote is None or self.storage.read(f"{remote.folder}/{COMPLETE}", stop=MAX_SIZE + 1) != manifest:
                 raise UserError(
                     f"--out_dir {self.url}: {name} was not uploaded and is only in the staging folder of the first "
                     "node; start the command on that node alone once, or give --staging_dir on a shared disk"
                 )
-            download(self.storage, found.folder, target, report)
+            download(self.storage, remote.folder, target, report)
             for folder in checkpoint_folders(self.out_dir):
                 if folder != target:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -146,18 +146,18 @@ class RemoteRun:
         local = next((path for path in newest_first(self.out_dir) if not verify or is_intact(path)), None)
         local_key = (-1, False) if local is None else (step_of(local), local.name == FINAL)
         error: DamagedCheckpointError | None = None
-        for found in checkpoints.newest_first(self.storage):
-            if local is not None and local_key >= (found.step, found.is_final):
+        for checkpoint in checkpoints.newest_first(self.storage):
+            if local is not None and local_key >= (checkpoint.step, checkpoint.is_final):
                 break
             try:
-                self._download(found, report)
+                self._download(checkpoint, report)
                 break
             except DamagedCheckpointError as caught:
                 error = caught
                 if not is_auto:
                     raise
                 report(f"warning: {error}; taking the next older checkpoint")
-                self.damaged.append(found)
+                self.damaged.append(checkpoint)
         else:
             if local is None and error is not None:
                 raise error
@@ -165,14 +165,14 @@ class RemoteRun:
             self._download_metrics()
 
     def _fetch_best(self, report: Callable[[str], None]) -> None:
-        found, local = checkpoints.find(self.storage, BEST), self.out_dir / BEST
-        if found is not None and (not is_intact(local) or step_of(local) < found.step):
-            self._download(found, report)
+        checkpoint, local = checkpoints.find(self.storage, BEST), self.out_dir / BEST
+        if checkpoint is not None and (not is_intact(local) or step_of(local) < checkpoint.step):
+            self._download(checkpoint, report)
 
-    def _download(self, found: RemoteCheckpoint, report: Callable[[str], None]) -> None:
+    def _download(self, checkpoint: RemoteCheckpoint, report: Callable[[str], None]) -> None:
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        download(self.storage, found.folder, self.out_dir / found.name, report)
-        if found.name != BEST:
+        download(self.storage, checkpoint.folder, self.out_dir / checkpoint.name, report)
+        if checkpoint.name != BEST:
             self._download_metrics()
 
     def _download_metrics(self) -> None:

@@ -151,10 +151,10 @@ class Uploader:
     def _outputs(self, folder: Path) -> list[Path]:
         """Return the files below a folder that belong to no checkpoint, without hidden files and links."""
         skipped = {path.name for path in checkpoint_folders(self.out_dir)}
-        found = []
+        paths = []
         for root, folders, names in os.walk(folder):
             is_top = Path(root) == self.out_dir
             hidden = [n for n in folders if n.startswith((".", "damaged-")) or (is_top and n in skipped)]
             folders[:] = sorted(set(folders) - set(hidden))
-            found += [Path(root) / name for name in sorted(names) if not name.startswith(".")]
-        return [path for path in found if path.is_file() and not path.is_symlink()]
+            paths += [Path(root) / name for name in sorted(names) if not name.startswith(".")]
+        return [path for path in paths if path.is_file() and not path.is_symlink()]

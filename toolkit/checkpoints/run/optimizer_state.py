@@ -128,8 +128,8 @@ def load_optimizer(
         if MASTER in state:
             assert weights is not None
             masters = _saved_weights(weights) if masters is None else masters
-            found = [masters[name] for name in part.names if name in masters]
-            entry = {**entry, **({MASTER: found[0]} if found else {})}
+            saved_masters = [masters[name] for name in part.names if name in masters]
+            entry = {**entry, **({MASTER: saved_masters[0]} if saved_masters else {})}
         try:
             _fill(state, entry, part, is_torch_optimizer)
         except _MismatchError as error:

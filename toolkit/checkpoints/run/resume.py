@@ -31,23 +31,23 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
         _require_unused(out_dir, "--resume auto continues it, another --out_dir starts a new run")
         return None
     if resume is True or resume == "auto":
-        found = newest(out_dir)
-        if found is None and resume is True:
+        checkpoint = newest(out_dir)
+        if checkpoint is None and resume is True:
             raise UserError(f"--resume true: no complete checkpoint in --out_dir {out_dir}; --resume auto starts one")
-        if found is None and (existing := next(checkpoint_folders(out_dir), None)):
+        if checkpoint is None and (existing := next(checkpoint_folders(out_dir), None)):
             raise UserError(
                 f"--out_dir {out_dir}: {existing.name} has no file {COMPLETE}, so it cannot be resumed and is not "
                 "overwritten; give another --out_dir"
             )
-        return found
-    given = local_copy(resume, "--resume", with_trainer=True) if is_url(resume) else Path(resume).expanduser()
-    found = _named_checkpoint(given)
-    if out_dir.resolve() not in found.resolve().parents:
+        return checkpoint
+    path = local_copy(resume, "--resume", with_trainer=True) if is_url(resume) else Path(resume).expanduser()
+    checkpoint = _named_checkpoint(path)
+    if out_dir.resolve() not in checkpoint.resolve().parents:
         _require_unused(out_dir, f"--resume {resume} belongs to another run; give another --out_dir")
-    elif (last := newest(out_dir)) is not None and step_of(last) > step_of(found):
+    elif (last := newest(out_dir)) is not None and step_of(last) > step_of(checkpoint):
         # Otherwise the next --resume auto could continue from a newer checkpoint of the abandoned branch.
         raise UserError(f"--resume {resume}: {last} is newer; to continue from the older one, give another --out_dir")
-    return found
+    return checkpoint
 
 
 def _named_checkpoint(path: Path) -> Path:
@@ -58,8 +58,8 @@ def _named_checkpoint(path: Path) -> Path:
     folder = path.parent if path.name == WEIGHTS else path  # a file, or a folder of shards
     if is_complete(folder):
         return folder
-    if folder is path and (found := newest(folder)) is not None:
-        return found
+    if folder is path and (checkpoint := newest(folder)) is not None:
+        return checkpoint
     holds_model = (folder / WEIGHTS).exists() or (folder / "model_config.yaml").exists()
     reason = f"has no file {COMPLETE}: incomplete" if holds_model else "holds no complete checkpoint"
     raise UserError(f"--resume {path}: {reason}; give another, or start from its weights with --initial_checkpoint_dir")

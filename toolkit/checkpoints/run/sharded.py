@@ -61,9 +61,9 @@ class ShardedSave:
         self.folder, self._tensors = folder, tensors
         self._writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
         self._planner, self._ranks = _Planner(), rank_wrapper()
-        self._metadata: Metadata | None = None  # on rank 0
+        self._metadata: Metadata | None = None  # set on rank 0
         self._written: list[WriteResult] | Exception = []
-        self._results: list[list[WriteResult]] = []  # of all ranks, on rank 0
+        self._results: list[list[WriteResult]] = []  # by rank; filled on rank 0
         with self._raise_cause():
             plan = self._ranks.reduce_scatter("plan", self._local_plan, self._global_plan)
         self._plan: SavePlan = self._planner.finish_plan(plan)
@@ -268,19 +268,18 @@ def _read(tensors: dict[str, Tensor], folder: Path, metadata: Metadata, no_dist:
 def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     """Return the most informative (rank, exception): an OSError or UserError, else the first."""
     failures = [(rank, failure) for rank, (failure, _) in sorted(error.failures.items())]
-    return next((found for found in failures if isinstance(found[1], (OSError, UserError))), failures[0])
+    return next((one for one in failures if isinstance(one[1], (OSError, UserError))), failures[0])
 
 
 def _check_on_all_ranks(check: Callable[[], Metadata]) -> Metadata:
     """Run the check and raise its error on all ranks if it fails on any; otherwise the other ranks would hang."""
-    result, message = None, None
+    result, message = None, ""
     try:
         result = check()
     except UserError as error:
         message = str(error)
-    message = next(filter(None, all_gather_object(message)), None)
-    if message is not None:
-        raise UserError(message)
+    for reason in filter(None, all_gather_object(message)):
+        raise UserError(reason)
     assert result is not None
     return result
 
