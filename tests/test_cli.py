@@ -6,6 +6,7 @@ import ast
 import io
 import itertools
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -294,6 +295,18 @@ def test_broken_pipe_exits_cleanly(argv):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_import_of_torch_is_said_on_a_terminal(tmp_path):
+    (tmp_path / "torch" / "optim").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "torch" / "optim" / "__init__.py").write_text("")
+    words = [sys.executable, "-m", "toolkit", "pretrain", "pico-llama", "--train.max_steps", "1"]
+    parent, child = pty.openpty()
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    assert subprocess.run(words, stderr=child, cwd=tmp_path, env=env).returncode == 130
+    assert os.read(parent, 1000) == b"loading PyTorch\r\ntoolkit pretrain: interrupted\r\n"
+    os.close(child), os.close(parent)
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_steps_of_common_tokenizers_are_accepted(trained):
         Tokenizer(changed(trained, normalizer=sequence(*steps)), "usual").encode("a  b\n!")
 
 
-def test_library_panic_raises_a_one_line_error(trained, capfd):
+def test_library_panic_raises_a_one_line_error(trained):
     split = {"type": "Split", "pattern": {"Regex": "(a|a)*b|(a+)+c"}, "behavior": "Isolated", "invert": False}
     tokenizer = Tokenizer(changed(trained, pre_tokenizer=sequence(split, BYTE_LEVEL, name="pretokenizers")), "mine")
     text = "a" * 40 + "d"

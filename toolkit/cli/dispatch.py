@@ -9,10 +9,12 @@ import signal
 import sys
 import threading
 import traceback
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
 from toolkit.config import elsewhere
+from toolkit.config.checks import note
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
 
@@ -58,6 +60,8 @@ def run(name: str, argv: list[str]) -> int:
         setup = importlib.import_module(module).setup
         if (arguments := parse(name, setup, positionals, argv)) is not None:
             _check_before_torch(name, arguments)
+            if sys.stderr.isatty():
+                sys.meta_path.insert(0, _TorchImportNote())
             setup(**arguments)
         return 0
     except BrokenPipeError:
@@ -87,6 +91,15 @@ def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
         find_checkpoint_dir(folder)
     if arguments.get("quantize") is not None:
         require_bitsandbytes(f"--quantize {arguments['quantize']}")
+
+
+class _TorchImportNote(MetaPathFinder):
+    """Prints a line when the import of torch begins, which takes seconds."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname == "torch":
+            sys.meta_path.remove(self)
+            note("loading PyTorch")
 
 
 def _terminate(number: int, frame: object) -> None:
