@@ -170,6 +170,9 @@ def test_user_errors_in_a_real_process():
 
 def test_names_of_other_tools_get_a_hint(capsys):
     cases = [
+        (["quantize"], ["quantize: no such command; see toolkit --help"]),
+        (["train_dpo"], ["train_dpo: no such command; training on preferences"]),
+        (["finetune_lora", "--lora_plus", "2"], ["did you mean --loraplus_lr_ratio?"]),
         (["convert_to_litgpt", "x"], ["convert_to_litgpt: no such command;", "convert_from_hf", "convert_to_hf"]),
         (["finetune_lora", "x", "--lora_target_modules", "[q_proj]"], ["choose the layers with --lora_query"]),
         (["pretrain", "--gpus", "2"], ["did you mean --devices?"]),

@@ -275,11 +275,30 @@ def test_errors_in_a_yaml_file(text, message, tmp_path):
 
 def test_files_of_other_tools_are_answered_whole(tmp_path):
     litgpt = "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\ndata: TinyStories\nprecision: bf16-true"
-    axolotl = "base_model: a/b\nsequence_len: 3\nnum_epochs: 2\ndatasets: [{path: x}]\nseed: 1"
+    axolotl = (
+        "base_model: a/b\nsequence_len: 3\nnum_epochs: 2\ndatasets: [{path: x}]\nseed: 1\noptimizer: adamw_bnb_8bit"
+    )
     file = tmp_path / "run.yaml"
     for text, keys in (
-        (litgpt, ["data: TinyStories", "optimizer.class_path", "optimizer.name?", "optimizer.init_args"]),
-        (axolotl, ["did you mean initial_checkpoint_dir?", "train.max_seq_length?", "train.epochs?", "datasets"]),
+        (
+            litgpt,
+            [
+                "data: TinyStories: no such class; known are",
+                "optimizer.class_path",
+                "optimizer.name?",
+                "optimizer.init_args",
+            ],
+        ),
+        (
+            axolotl,
+            [
+                "mean initial_checkpoint_dir?",
+                "train.max_seq_length?",
+                "train.epochs?",
+                "datasets",
+                "as optimizer.name: adamw",
+            ],
+        ),
     ):
         file.write_text(text)
         message = error_of("--config", str(file))

@@ -44,9 +44,8 @@ def dispatch(argv: list[str]) -> int:
     elif name == "--version":
         print(f"toolkit {importlib.import_module('toolkit').__version__}")
     else:
-        return _end(
-            "toolkit", f"{name}: no such command{elsewhere.COMMANDS.get(name) or did_you_mean(name, COMMANDS)}", 2
-        )
+        hint = elsewhere.COMMANDS.get(name) or did_you_mean(name, COMMANDS, cutoff=0.65) or "; see toolkit --help"
+        return _end("toolkit", f"{name}: no such command{hint}", 2)
     return 0
 
 

@@ -200,7 +200,12 @@ class CommandOptions:
             elif key not in self.groups:
                 yield str(key), Given(source, os.fspath(value) if isinstance(value, os.PathLike) else value)
             elif value is not None:
-                raise UserError(f"{Given(source, value).named(key)}: a group; it takes `name: value` pairs")
+                is_named = isinstance(value, str) and isinstance(getattr(self.groups[key], "name", None), str)
+                hint = f", such as {key}.name: {value}" if is_named else ""
+                problem = f"{Given(source, value).named(key)}: a group; it takes `name: value` pairs{hint}"
+                if not source:
+                    raise UserError(problem)
+                self.problems.append(problem)
 
     def give(self, layer: Iterable[tuple[str, Given]]) -> None:
         """Merge values; they override those given before.
@@ -240,7 +245,7 @@ class CommandOptions:
         if found is not None and not (inspect.isclass(found) and issubclass(found, self.bases[key])):
             raise UserError(f"{given.named(key)}: must be a class derived from {self.bases[key].__name__}")
         if found is None:
-            near = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            near = did_you_mean(name, known, cutoff=0.65) or f"; known are {', '.join(known)}"
             raise UserError(f"{given.named(key)}: no such class{near}")
         return found
 

@@ -21,6 +21,7 @@ target_modules lora_target_modules lora_target = lora_query; choose the layers w
 lora_rank = lora_r
 use_rslora = lora_rslora true
 use_dora = lora_dora true
+lora_plus loraplus use_loraplus = loraplus_lr_ratio
 load_in_4bit quantization_bit qlora = quantize bnb.nf4
 load_in_4bit quantization_bit qlora load_in_8bit = -; 4 bits are for adapters: toolkit finetune_lora --quantize bnb.nf4
 gradient_checkpointing use_gradient_checkpointing activation_checkpointing = train.activation_checkpointing full
@@ -88,7 +89,9 @@ def elsewhere(key: str, known: Container[str], show: Callable[[str], str]) -> st
 
 COMMANDS = {
     **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),
-    **dict.fromkeys(("dpo", "grpo", "ppo", "orpo", "kto", "rlhf"), "; training on preferences is not available"),
+    **dict.fromkeys(
+        ("dpo", "train_dpo", "grpo", "ppo", "orpo", "kto", "rlhf"), "; training on preferences is not available"
+    ),
     **dict.fromkeys(
         ("convert_to_gguf", "export", "upload", "serve"),
         "; convert_to_hf writes a folder for llama.cpp's convert_hf_to_gguf.py, `vllm serve` and `hf upload`",
