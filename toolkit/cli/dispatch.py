@@ -96,7 +96,7 @@ class _TorchImportNote(MetaPathFinder):
     """Prints a line when the import of torch begins, which takes seconds."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname == "torch":
+        if fullname.startswith("torch."):  # "torch" alone is also looked for without an import
             sys.meta_path.remove(self)
             note("loading PyTorch")
 
