@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.optim import _muon
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 FLASH_FORWARD = torch.ops.aten._flash_attention_forward
 FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
@@ -21,6 +24,11 @@ FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
 def has_no_data(tensor: Tensor) -> bool:
     """Whether a tensor has a shape but no data: on the meta device, or while torch traces."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def register_meta_kernels() -> None:
+    """Register the shapes of CUDA's kernels on the meta device."""
+    torch._meta_registrations  # noqa: B018  # imported by its first use
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:

@@ -224,7 +224,7 @@ def test_all_forms_of_the_cross_entropy_agree(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(cross_entropy, "_softmax_once_", cross_entropy._softmax_)
             on_accelerators = cross_entropy_(logits.clone(), *arguments)
-        for other_losses, other_grad in (on_accelerators, cross_entropy._pointwise(logits, *arguments)):
+        for other_losses, other_grad in (on_accelerators, cross_entropy.pointwise_cross_entropy(logits, *arguments)):
             torch.testing.assert_close(other_losses, losses, rtol=1e-6, atol=1e-6)
             # bf16: one rounding may go the other way
             tolerance = 1e-5 if dtype == torch.float32 else 8e-3
@@ -288,7 +288,7 @@ def test_compiled_kernel():
     logits, targets, ignored, bias = logits_of(12)
     for arguments in ((ignored, bias, 0.7, torch.bfloat16), (ignored, None, None, torch.bfloat16)):
         torch.compiler.reset()
-        losses, grad = torch.compile(cross_entropy._pointwise)(logits, targets, *arguments)
+        losses, grad = torch.compile(cross_entropy.pointwise_cross_entropy)(logits, targets, *arguments)
         expected_losses, expected = cross_entropy_(logits.clone(), targets, *arguments)
         torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(grad, expected, rtol=8e-3, atol=1e-7)
@@ -302,10 +302,10 @@ def test_a_compiled_kernel_that_fails_or_differs_is_not_used(monkeypatch):
         losses, grad = cross_entropy_(logits.clone(), *arguments)
         return losses, 1.1 * grad
 
-    for kernel in (fails, differs, cross_entropy._pointwise):
+    for kernel in (fails, differs, cross_entropy.pointwise_cross_entropy):
         cross_entropy._checked_kernel.cache_clear()
         monkeypatch.setattr(torch, "compile", lambda function, kernel=kernel: kernel)
-        is_good = kernel is cross_entropy._pointwise
+        is_good = kernel is cross_entropy.pointwise_cross_entropy
         with contextlib.nullcontext() if is_good else pytest.warns(UserWarning, match="is not used: "):
             chosen = cross_entropy._checked_kernel(torch.device("cpu"), VOCAB, True, 0.7, torch.bfloat16)
         assert chosen is (kernel if is_good else cross_entropy_)

@@ -109,8 +109,9 @@ def loss_of(model: GPT, setup: TrainingSetup) -> torch.Tensor:
     ids = torch.randint(0, 512, (setup.micro_batch_size, setup.seq_length))
     documents = torch.arange(setup.seq_length).expand_as(ids) // 50 if setup.packed else None
     bounds = None if documents is None else document_bounds(documents)
+    positions = None if documents is None else torch.arange(setup.seq_length).expand_as(ids) % 50
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.is_mixed):
-        return model(ids, ids, documents=documents, document_bounds=bounds)[0]
+        return model(ids, ids, positions=positions, documents=documents, document_bounds=bounds)[0]
 
 
 def saved_bytes(setup: TrainingSetup, model: GPT | None = None) -> int:
@@ -191,14 +192,17 @@ def test_without_gqa_kernels_keys_and_values_of_all_heads_are_saved(family, prec
     """As on CUDA in fp32 and with masks; here simulated on the CPU, whose kernels support GQA."""
     setup, masks_seen = setup_of(family, precision, packed=True), []
     monkeypatch.setattr(attention, "sdpa_supports_gqa", lambda q, mask: bool(masks_seen.append(mask)))
-    monkeypatch.setattr(activations, "_repeated", lambda setup: 1)
-    assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
+    monkeypatch.setattr(activations, "_cache", {})
+    planned = plan_memory(setup).activations
+    masks_seen.clear()
+    assert planned == pytest.approx(saved_bytes(setup), rel=0.02)
     assert len(masks_seen) == setup.config.n_layer
 
 
 @pytest.mark.parametrize("family", slow_except(["gpt-oss"], KERNEL_FAMILIES))
-def test_attention_kernels_save_neither_masks_nor_scores(family):
+def test_attention_kernels_save_neither_masks_nor_scores(family, monkeypatch):
     """As on CUDA in 16 bits; here the same calls on the CPU."""
+    monkeypatch.setattr(activations, "_cache", {})
     for packed in (False, True):
         with kernels_on_cpu(checks=False) as calls:
             setup = setup_of(family, "bf16-true", packed=packed)

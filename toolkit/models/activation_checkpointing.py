@@ -1,6 +1,6 @@
 """Activation checkpointing: save few activations of a block and recompute the others in the backward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -79,8 +79,3 @@ def is_counted(rows: int, columns: int) -> bool:
     The products of adapters and routers, with thin weights, take little time.
     """
     return _THIN * min(rows, columns) > max(rows, columns)
-
-
-def kept_products(shapes: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of the products that "selective" keeps, given the weight shapes of a block's products."""
-    return [i for i, shape in enumerate(shapes) if is_counted(*shape)][1::2]

@@ -74,7 +74,7 @@ def _softmax_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, tor
     return log_p.exp_(), of_targets.exp(), -of_targets.squeeze(1)
 
 
-def _pointwise(
+def pointwise_cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,
     ignored: torch.Tensor,
@@ -118,7 +118,8 @@ def choose_cross_entropy(
 def _checked_kernel(
     device: torch.device, vocab_size: int, has_bias: bool, softcap: float | None, dtype: torch.dtype
 ) -> CrossEntropy:
-    kernel = torch.compile(_pointwise)  # for other numbers of rows than in this check, torch compiles once more
+    # for other numbers of rows than in this check, torch compiles once more
+    kernel = torch.compile(pointwise_cross_entropy)
     generator = torch.Generator().manual_seed(0)
     rows = 8
     logits = (4 * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float32)).to(device)

@@ -11,6 +11,7 @@ from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.attention_dispatch import choose_kernel
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
+from toolkit.models.cross_entropy import CrossEntropy
 from toolkit.models.families import family_of
 from toolkit.models.init import InitializedModel
 from toolkit.models.kv_cache import KVCache, LayerCache
@@ -118,7 +119,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         uniform_length: Build masks and rotary embeddings as for rows of this many tokens: compiled blocks then share
             one graph for all lengths. 0: the fastest form for the length of each batch.
         uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` where they are better than masks.
-        compiled_loss: Use a compiled kernel for the cross-entropy, where there is one.
+        compiled_loss: Use a compiled kernel for the cross-entropy, where there is one; or the kernel to use.
 
     The embedding and the logits have ``config.padded_vocab_size`` columns, a multiple of ``padding_multiple``; the
     tokenizer's are the first ``config.vocab_size``.
@@ -135,7 +136,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.config = config
         self.seed, self.uniform_length = seed, 0
         self.uses_kernels = True
-        self.compiled_loss = False
+        self.compiled_loss: bool | CrossEntropy = False
         self.loss_part_sums: dict[str, torch.Tensor] = {}
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}

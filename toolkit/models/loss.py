@@ -56,7 +56,7 @@ def head_loss(
     labels: torch.Tensor,
     low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
     softcap: float | None = None,
-    compiled: bool = False,
+    compiled: bool | CrossEntropy = False,
     *,
     log_probs: bool = False,
 ) -> torch.Tensor:
@@ -69,7 +69,7 @@ def head_loss(
         labels: (...), int64; rows labeled -100 are ignored and have a zero gradient.
         low_rank: (..., R) and (vocabulary, R), whose product is added to the logits: a head's adapters.
         softcap: Soft-cap the logits z first, softcap * tanh(z / softcap) (Gemma 2).
-        compiled: Use a compiled kernel for the cross-entropy, where there is one.
+        compiled: Use a compiled kernel for the cross-entropy, where there is one; or the kernel to use.
         log_probs: Return the log-probability of each label instead, 0 where it is -100, in the shape of ``labels``.
 
     Returns:
@@ -133,7 +133,7 @@ def _losses_and_grads(
     dtype: torch.dtype,
     needs_grad: list[bool],
     softcap: float | None,
-    compiled: bool,
+    compiled: bool | CrossEntropy,
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     *factors: torch.Tensor,
@@ -168,7 +168,8 @@ def _losses_and_grads(
     buffer = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
     cross_entropy: CrossEntropy = cross_entropy_
     if compiled and grad_dtype is not None:
-        cross_entropy = choose_cross_entropy(buffer, bias, softcap, grad_dtype)
+        kernel = compiled if callable(compiled) else None
+        cross_entropy = kernel or choose_cross_entropy(buffer, bias, softcap, grad_dtype)
     for chunk in chunks:
         logits = _logits(products, chunk, buffer[: chunk.stop - chunk.start])
         masked = None if ignored is None else ignored[chunk]

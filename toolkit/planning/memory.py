@@ -1,8 +1,7 @@
-"""Memory of a training run on one device, by part: closed formulas over plain values.
+"""Memory of a training run on one device, by part.
 
-Nothing is allocated and no device is queried. Parameters are those of the model on the meta device. Sizes are in bytes.
-N is the number of tokens of one micro-batch on one device, c the bytes per element in matrix products (2 under bf16 and
-16-bit autocast, otherwise 4), r those of the residual stream (4, but 2 with bf16 weights).
+Nothing is allocated and no device is queried. Parameters are counted on the model on the meta device, activations by
+:mod:`toolkit.planning.activations`. Sizes are in bytes.
 
 The peak is after the forward pass, when everything that the backward pass needs is in memory. Gradients of earlier
 micro-batches add to it; without accumulation, gradients replace activations during the backward pass, and the larger of
@@ -20,13 +19,12 @@ from torch import nn
 
 from toolkit.distributed.units import Unit, plan_units, unit_precision
 from toolkit.models.gpt import GPT, Block
-from toolkit.models.lora import adapted_on_meta, is_adapter
-from toolkit.models.moe import StackedLinear
+from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import refuse_experts
-from toolkit.planning.activations import FP32, logits_bytes
+from toolkit.planning.activations import Activations, logits_bytes, measure_activations
 from toolkit.planning.optimizer_memory import optimizer_bytes, state_bytes, update_bytes
-from toolkit.planning.recompute import kept_bytes, recomputed_bytes
-from toolkit.planning.setup import TrainingSetup
+from toolkit.planning.sample_model import model_of
+from toolkit.planning.setup import FP32, TrainingSetup
 from toolkit.planning.speed.flops import matmul_parameters
 
 # bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale, and an fp32 scale per
@@ -125,9 +123,15 @@ def count_parameters(model: nn.Module) -> Parameters:
     return Parameters(sum(size for size, _ in sizes), trained, matmul_parameters(model))
 
 
-def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
-    """Return the memory of one device for ``setup``; ``model`` may be its :func:`adapted_on_meta`."""
-    model = adapted_on_meta(setup.config, setup.lora) if model is None else model
+def plan_memory(setup: TrainingSetup, model: GPT | None = None, with_activations: bool = True) -> Memory:
+    """Return the memory of one device.
+
+    Args:
+        setup: The run.
+        model: The model on the meta device, if there is one.
+        with_activations: Measure activations, which takes most of the time; otherwise they are zero.
+    """
+    model = model_of(setup.config, setup.lora) if model is None else model
     quantized = quantized_weights(setup, model)
     base = {n: p for n, p in model.named_parameters() if not is_adapter(n) and n not in quantized}
     adapters = [p for n, p in model.named_parameters() if is_adapter(n)]
@@ -143,9 +147,7 @@ def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
     gradients = copies * (setup.weight_bytes * elements + adapter_bytes)
     if setup.sums_in_fp32:  # beside ddp's bf16 buckets
         gradients = FP32 * elements + (gradients if setup.strategy.kind == "ddp" else 0)
-    is_checkpointed, recomputed = setup.activation_checkpointing != "none", recomputed_bytes(setup)
-    if is_checkpointed:
-        recomputed += max(_cast_bytes(setup, block, quantized) for block in model.blocks)
+    activations = measure_activations(setup) if with_activations else Activations(0.0, 0.0, 0.0)
     checkpoint_copy = _copied_bytes(setup, model, list(base.values())) if setup.async_save else 0.0
     is_on_host = setup.device == "cpu"
     parts = {
@@ -155,10 +157,10 @@ def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
         "gradients": gradients,
         "optimizer": _optimizer_bytes(setup, model),
         "update": update_bytes(setup, model),
-        "cast_weights": _cast_bytes(setup, model, quantized, cached_only=is_checkpointed),
+        "cast_weights": activations.cast_weights,
         "unsharded_unit": _unsharded_bytes(setup, model, quantized),
-        "activations": kept_bytes(setup),
-        "recomputed_block": recomputed,
+        "activations": activations.kept,
+        "recomputed_block": activations.recomputed,
         "logits": logits_bytes(setup),
         "checkpoint_copy": checkpoint_copy if is_on_host else 0.0,
     }
@@ -249,22 +251,6 @@ def _quantized_bytes(setup: TrainingSetup, quantized: dict[str, nn.Parameter]) -
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
     per_weight = BYTES_4BIT / shards + QUANTIZED_BYTES[setup.quantize] - BYTES_4BIT
     return per_weight * _count(quantized.values()) + 2 * max(p.numel() for p in quantized.values())
-
-
-def _cast_bytes(
-    setup: TrainingSetup, module: nn.Module, quantized: dict[str, nn.Parameter], cached_only: bool = False
-) -> int:
-    """Return the bytes of 16-bit copies of the weights of blocks; none with FSDP, which all-gathers in 16 bits.
-
-    ``cached_only``: only the copies that autocast keeps until the forward pass ends, of trained linear layers.
-    """
-    if not setup.is_mixed or setup.strategy.kind == "fsdp":
-        return 0
-    kinds = nn.Linear if cached_only else (nn.Linear, StackedLinear)
-    linears = [m for name, m in module.named_modules() if isinstance(m, kinds) and name != "lm_head"]
-    in_4_bits = {id(p) for p in quantized.values()}
-    weights = [p for m in linears for p in m.parameters(recurse=False) if id(p) not in in_4_bits]
-    return 2 * _count(p for p in weights if p.requires_grad or not cached_only)
 
 
 def _unsharded_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.Parameter]) -> float:

@@ -18,12 +18,12 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
 from toolkit.models.gpt import GPT, Block
-from toolkit.models.lora import adapted_on_meta
 from toolkit.optim.schedule import build_schedule, describe_scaling
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve, setup_of, with_length
 from toolkit.planning.run_args import RunArgs, run_args
+from toolkit.planning.sample_model import model_of
 from toolkit.planning.setup import with_known_vocabulary
 
 
@@ -89,7 +89,7 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     config = resolve(args, devices)
     model = with_known_vocabulary(config.model, args)
     setup = setup_of(config, model)
-    built = adapted_on_meta(model, args.lora)
+    built = model_of(model, args.lora)
     units = None
     if config.strategy.kind == "fsdp":
         units = describe_units(plan_units(built, config.fsdp, (Block,)), config.fsdp)
@@ -108,8 +108,9 @@ def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> N
         module: The model on the meta device.
     """
     limit = config.devices.memory
-    memory = plan_memory(setup_of(config, model), module)
-    if memory.training_state > limit:
+    setup = setup_of(config, model)
+    if plan_memory(setup, module, with_activations=False).training_state > limit:
+        memory = plan_memory(setup, module)
         smaller = "--lora_r" if config.args.lora is not None else "model"
         raise UserError(
             f"{model.name}: needs about {format_needs(memory)} per device, but only {limit / 1e9:,.1f} GB is "

@@ -19,7 +19,6 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.lora import adapted_on_meta
 from toolkit.optim.classes import has_moments, resolve_optimizer
 from toolkit.optim.hybrid import Muon
 from toolkit.planning.auto import choose_options
@@ -160,9 +159,8 @@ def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: Dev
     """
 
     @functools.cache
-    def known() -> tuple[ModelConfig, GPT]:
-        config = with_known_vocabulary(model, args)
-        return config, adapted_on_meta(config, args.lora)
+    def known() -> ModelConfig:
+        return with_known_vocabulary(model, args)
 
     def needs(changed: RunArgs) -> float:
         try:
@@ -172,10 +170,10 @@ def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: Dev
         if model is None or args.module is not None or args.optimizer_class is not None:
             return math.nan
         try:
-            full_config, built = known()
+            full_config = known()
         except UserError:
             return math.nan
-        return plan_memory(setup_of(config, full_config), built).total
+        return plan_memory(setup_of(config, full_config)).total
 
     return needs
 

@@ -7,16 +7,13 @@ that of the model with this shape (Qwen2.5 1.5B with its tied embeddings, Llama 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, llama, tables
 from toolkit.models.families.named import named, named_with
 from toolkit.models.families.tables import WeightMapping
-
-if TYPE_CHECKING:
-    from toolkit.planning.setup import TrainingSetup
 
 MODEL = "toolkit_free_transformer.model.FreeTransformer"
 IN_TRANSFORMERS = False
@@ -131,17 +128,3 @@ def _of_encoder(entry: WeightMapping) -> WeightMapping:
     native = tuple(name.replace("transformer.h.0.", "encoder.block.") for name in entry.native)
     hf = tuple(name.replace("model.layers.0.", "model.encoder.block.") for name in entry.hf)
     return WeightMapping(native, hf, entry.transforms)
-
-
-def extra_activation_bytes(setup: TrainingSetup) -> float:
-    """Return what autograd saves beside a decoder's activations: the encoder's block, two more norms with their
-    outputs (keys and values are made of other inputs than queries), and the latents' logits and codes."""
-    from toolkit.planning.activations import block_bytes
-    from toolkit.planning.setup import FP32, INT64
-
-    config, bits = setup.config, LatentOptions.of(setup.config).latent_bits
-    latents = 6 * FP32 * bits + INT64
-    if setup.activation_checkpointing != "none":
-        return setup.tokens * (config.n_embd * setup.weight_bytes + latents)
-    norms = 2 * (2 * FP32 + setup.compute_bytes) * config.n_embd
-    return block_bytes(replace(setup, config=replace(config, n_layer=1))) + setup.tokens * (norms + latents)

@@ -163,14 +163,6 @@ class Family:
         """Whether transformers has a class for these models: not if the module has ``IN_TRANSFORMERS = False``."""
         return getattr(self.module, "IN_TRANSFORMERS", True)
 
-    def extra_activation_bytes(self, setup: Any) -> float:
-        """Return the bytes that such a model saves for the backward pass in addition to a GPT.
-
-        ``setup``: a :class:`toolkit.planning.setup.TrainingSetup`.
-        """
-        count = getattr(self.module, "extra_activation_bytes", None)
-        return 0.0 if count is None else count(setup)
-
     def is_unused(self, name: str, config: ModelConfig) -> bool:
         """Whether the Hugging Face weight ``name`` belongs to a part that toolkit's model does not have."""
         return hasattr(self.module, "is_unused") and self.module.is_unused(name, config)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+
+from toolkit.private_torch import register_meta_kernels
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
 
@@ -46,9 +47,6 @@ class _CudaOnMeta(TorchFunctionMode):
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return args[0].is_meta
         name = getattr(func, "__name__", "")
-        if func is torch.autograd.backward:  # a mode is off while it handles a function, but checkpoints recompute here
-            with patch.object(torch.autograd, "has_torch_function", lambda tensors: False), self:
-                return func(*given[0], **given[1])
         given = tree_map_only(torch.device, lambda d: META if d.type == "cuda" else d, given)
         if given[1].get("device") == "cuda":
             given[1]["device"] = META
@@ -59,6 +57,8 @@ class _CudaOnMeta(TorchFunctionMode):
                 given = tree_map_only(torch.Tensor, _raised, given)
         if func is F.scaled_dot_product_attention:
             return _attention(*given[0], **given[1])
+        if func is F.dropout:
+            return _dropout(*given[0], **given[1])
         if func is F.rms_norm:
             return _rms_norm(*given[0], **given[1])
         return func(*given[0], **given[1])
@@ -76,6 +76,11 @@ class _CudaOnMeta(TorchFunctionMode):
 
 def _raised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
+    """A kernel that saves a boolean mask."""
+    return torch.native_dropout(x, p, training)[0]
 
 
 def _rms_norm(
@@ -109,12 +114,14 @@ def _attention(
 @contextmanager
 def cuda_on_meta(autocast: torch.dtype | None) -> Iterator[None]:
     """Run a model on the meta device as on CUDA, with autocast to a dtype, or without it."""
-    torch._meta_registrations  # noqa: B018  # registers the kernels' shapes
-    with (
+    register_meta_kernels()
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    try:
         # torch.autocast turns itself off for "cuda" on a machine without it
-        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        patch.object(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
-        _CudaOnMeta(),
-        torch.autocast("cuda", dtype=autocast or torch.bfloat16, enabled=autocast is not None),
-    ):
-        yield
+        torch.set_autocast_enabled("cuda", autocast is not None)
+        torch.set_autocast_dtype("cuda", autocast or torch.bfloat16)
+        with _CudaOnMeta():
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])

@@ -17,10 +17,10 @@ import torch
 from toolkit.errors import UserError
 from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.gpt import GPT
-from toolkit.models.lora import adapted_on_meta
 from toolkit.planning.optimizer_memory import orthogonalization_flops
 from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import setup_of
+from toolkit.planning.sample_model import model_of
 from toolkit.planning.setup import FP32, TrainingSetup
 from toolkit.planning.speed.cards import Card
 from toolkit.planning.speed.flops import flops_per_token
@@ -110,7 +110,7 @@ def _predict(plan: RunPlan, card: Card) -> Prediction:
         kernels = card.kernels
         forward, backward = kernels.forward * kernels.flash, kernels.backward * kernels.flash
         card = card._replace(kernels=kernels._replace(forward=forward, backward=backward, flash=1.0))
-    model = adapted_on_meta(plan.model, setup.lora)
+    model = model_of(plan.model, setup.lora)
     is_compiled = plan.compiler[0] == "torch"
     has_gradients = batch.accumulation > 1 and setup.strategy.kind != "fsdp"
     trace = trace_micro_step(setup, has_gradients, is_compiled)

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from toolkit.config import ActivationCheckpointing
 from toolkit.distributed.strategy import StrategyPlan
-from toolkit.models import loss
 from toolkit.models.activation_checkpointing import checkpoint_blocks
-from toolkit.models.attention_kernels import DocumentBounds
-from toolkit.models.config import ModelConfig
-from toolkit.models.cross_entropy import _pointwise as pointwise_cross_entropy
-from toolkit.models.families import family_of
+from toolkit.models.cross_entropy import pointwise_cross_entropy
 from toolkit.models.gpt import GPT, Block
-from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.optim.classes import HYBRID, optimizer_class
+from toolkit.planning.sample_model import (
+    AUTOCAST,
+    micro_batch,
+    one_layer_of_each_kind,
+    quantized_linears,
+    sample_model,
+)
 from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed.cuda_on_meta import cuda_on_meta
 from toolkit.planning.speed.operators import Op, Recorder
-
-_PER_LAYER = ("sliding_window_indices", "rope_indices", "moe_indices")
-"""Lists of the config with an entry per layer; otherwise layers are equal."""
-
 
 LOSS = -1
 """Layer of the operators of the cross-entropy where they are compiled."""
@@ -67,94 +64,61 @@ def trace_micro_step(setup: TrainingSetup, has_gradients: bool, is_compiled: boo
 
 def _trace(setup: TrainingSetup, has_gradients: bool, is_compiled: bool) -> Trace:
     config, counts = one_layer_of_each_kind(setup.config)
-    model = adapted_on_meta(config, setup.lora).train()
-    _set_dtypes(model, setup)
+    model = sample_model(setup, config, "meta")
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained if has_gradients else ():
         if setup.has_masters:
             parameter.grad_dtype = torch.float32
         parameter.grad = torch.empty_like(parameter, dtype=torch.float32 if setup.has_masters else None)
-    _checkpoint(model, setup.activation_checkpointing)
-    quantized = _quantized_storages(model, setup)
-    autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(setup.precision)
-    inputs = _inputs(setup)
+    _checkpoint(model, setup)
+    weights = [layer.weight for layer in quantized_linears(model, setup)]
+    quantized = {w.untyped_storage()._cdata: w.numel() * 9 // 16 for w in weights}  # 4.5 bits
+    inputs = micro_batch(setup, setup.micro_batch_size, "meta")
     recorder = Recorder((p.grad for p in trained if p.grad is not None), quantized)
     _follow_blocks(model, recorder)
-    model.compiled_loss = is_compiled
-    with recorder, patch.object(loss, "choose_cross_entropy", lambda *args: partial(_compiled_loss, recorder)):
-        with cuda_on_meta(autocast):
+    if is_compiled:
+        model.compiled_loss = partial(_compiled_loss, recorder)
+    with recorder, warnings.catch_warnings():
+        with cuda_on_meta(AUTOCAST.get(setup.precision)):
             loss_sum, _ = model(**inputs)
+            loss_sum = loss_sum * 1.0
         recorder.is_backward = True
-        with cuda_on_meta(None):
-            torch.autograd.backward(loss_sum * 1.0)
+        warnings.filterwarnings("ignore", ".*Disabling autocast")  # of checkpoints: _contexts enables it
+        loss_sum.backward()
     return Trace(recorder.ops, counts)
 
 
 def _compiled_loss(recorder: Recorder, *args: Any) -> Any:
-    """The function that the run compiles: here is nothing to compile for, and no device to check it on."""
+    """The function that the run compiles: here there is no device to compile for."""
     layer, recorder.layer = recorder.layer, LOSS
     result = pointwise_cross_entropy(*args)
     recorder.layer = layer
     return result
 
 
-def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[int]]:
-    """Return a config with the first layer and one of each kind of the others, and how often each of them counts.
-
-    The first layer is alone, because its input may need no gradient.
-    """
-    if family_of(config).model_class() is not None:  # an extension's model may treat any layer differently
-        return config, [1] * config.n_layer
-    lists = [getattr(config, name) or [None] * config.n_layer for name in _PER_LAYER]
-    first, *others = zip(*lists, strict=True)
-    kinds = Counter(others)
-    layers = [first, *kinds]
-    columns = zip(*layers, strict=True)
-    given: dict[str, Any] = {
-        name: list(column)
-        for name, column in zip(_PER_LAYER, columns, strict=True)
-        if getattr(config, name) is not None
-    }
-    return replace(config, n_layer=len(layers), **given), [1, *kinds.values()]
-
-
-def _set_dtypes(model: GPT, setup: TrainingSetup) -> None:
-    """Give the weights the dtypes of the run; those that FSDP gathers in 16 bits have 16 bits."""
-    gathered = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(setup.precision)
-    blocks = {id(p) for block in model.blocks for p in block.parameters()}
-    for name, parameter in model.named_parameters():
-        dtype = torch.float32 if is_adapter(name) else setup.dtype
-        if setup.strategy.kind == "fsdp" and gathered and id(parameter) in blocks and parameter.ndim > 1:
-            dtype = torch.float32 if is_adapter(name) else gathered
-        parameter.data = parameter.data.to(dtype)
-
-
-def _quantized_storages(model: GPT, setup: TrainingSetup) -> dict[int, int]:
-    """Return the bytes of the 4-bit weights by their storage: those of the blocks' linear layers."""
-    if setup.quantize is None:
-        return {}
-    linears = [m for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]
-    return {m.weight.untyped_storage()._cdata: m.weight.numel() * 9 // 16 for m in linears}  # 4.5 bits
-
-
-def _checkpoint(model: GPT, mode: ActivationCheckpointing) -> None:
-    """Checkpoint the blocks, without torch's check that recomputed tensors are on the same device."""
+def _checkpoint(model: GPT, setup: TrainingSetup) -> None:
+    """Checkpoint the blocks; they are recomputed as on CUDA, too, and torch does not check the recomputed tensors."""
+    mode = setup.activation_checkpointing
     checkpoint_blocks(model, (Block,), mode)
     for block in model.blocks if mode != "none" else ():
         forward: Any = block.forward
         plain, checkpointed = forward.args
-        block.forward = partial(forward.func, plain, partial(checkpointed, determinism_check="none"))  # type: ignore[method-assign]
+        make = checkpointed.keywords.get("context_fn", lambda: (nullcontext(), nullcontext()))
+        contexts = partial(_contexts, make, AUTOCAST.get(setup.precision))
+        checkpointed = partial(checkpointed, determinism_check="none", context_fn=contexts)
+        block.forward = partial(forward.func, plain, checkpointed)  # type: ignore[method-assign]
 
 
-def _inputs(setup: TrainingSetup) -> dict[str, Any]:
-    shape, names = (setup.micro_batch_size, setup.seq_length), ["input_ids", "labels"]
-    if setup.packed:
-        names += ["positions", "documents"]
-    inputs: dict[str, Any] = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
-    if setup.packed:
-        cu_seqlens = torch.empty(setup.micro_batch_size + 1, dtype=torch.int32, device="meta")
-        inputs["document_bounds"] = DocumentBounds(cu_seqlens, setup.seq_length)
-    return inputs
+def _contexts(make: Callable[[], tuple[Any, Any]], autocast: torch.dtype | None) -> tuple[Any, Any]:
+    """Return the contexts of a block's forward pass and of its recomputation."""
+    forward, recomputation = make()
+    return forward, _both(cuda_on_meta(autocast), recomputation)
+
+
+@contextmanager
+def _both(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _follow_blocks(model: GPT, recorder: Recorder) -> None:

@@ -1,0 +1,102 @@
+"""A model with one block of each kind, in which tensors have shapes but no memory: what plans count on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.models.attention_kernels import DocumentBounds
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import family_of
+from toolkit.models.gpt import GPT
+from toolkit.models.lora import adapted_on_meta, is_adapter
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.planning.setup import TrainingSetup
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Autocast's dtype by precision."""
+_PER_LAYER = ("sliding_window_indices", "rope_indices", "moe_indices")
+"""Lists of the config with an entry per layer; otherwise layers are equal."""
+
+
+def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 0) -> tuple[ModelConfig, list[int]]:
+    """Return a config with one layer of each kind, and how many layers of the model each of them stands for.
+
+    Args:
+        config: The architecture.
+        n_first: Layers at the beginning that stand for themselves: the first one's input may need no gradient.
+        n_last: Likewise at the end: the final norm may save the last one's output.
+    """
+    if family_of(config).model_class() is not None:  # an extension's model may treat any layer differently
+        return config, [1] * config.n_layer
+    layers = list(zip(*(getattr(config, name) or [None] * config.n_layer for name in _PER_LAYER), strict=True))
+    end = max(n_first, config.n_layer - n_last)
+    kinds = Counter(layers[n_first:end])
+    sample = [*layers[:n_first], *kinds, *layers[end:]]
+    lists: dict[str, Any] = {
+        name: list(column)
+        for name, column in zip(_PER_LAYER, zip(*sample, strict=True), strict=True)
+        if getattr(config, name) is not None
+    }
+    counts = [1] * n_first + list(kinds.values()) + [1] * (config.n_layer - end)
+    return replace(config, n_layer=len(sample), **lists), counts
+
+
+_built: dict[str, GPT] = {}
+
+
+def model_of(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
+    """Return the complete model on the meta device, for its parameters; the same one for the same config."""
+    key = f"{config} {lora}"
+    if key not in _built:
+        _built.clear()  # plans of one model follow each other
+        _built[key] = adapted_on_meta(config, lora)
+    return _built[key]
+
+
+def sample_model(setup: TrainingSetup, config: ModelConfig, device: str) -> GPT:
+    """Return a model with weights in the dtypes of the run; those that FSDP gathers in 16 bits have 16 bits.
+
+    Args:
+        setup: The run.
+        config: The architecture, see :func:`one_layer_of_each_kind`.
+        device: "meta", or any device in a FakeTensorMode.
+    """
+    model = adapted_on_meta(config, setup.lora).train()
+    gathered = AUTOCAST.get(setup.precision) if setup.strategy.kind == "fsdp" else None
+    blocks = {id(p) for block in model.blocks for p in block.parameters()}
+    for prefix, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+        for name, weight in list(module.named_parameters(recurse=False)):
+            dtype = setup.dtype
+            if is_adapter(f"{prefix}.{name}"):
+                dtype = torch.float32
+            elif gathered and id(weight) in blocks and weight.ndim > 1:
+                dtype = gathered
+            empty = torch.empty(weight.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, requires_grad=weight.requires_grad))
+    model.tie_weights()
+    return model
+
+
+def quantized_linears(model: GPT, setup: TrainingSetup) -> list[nn.Linear]:
+    """Return the linear layers whose weights have 4 bits: those of the blocks."""
+    if setup.quantize is None:
+        return []
+    return [m for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]
+
+
+def micro_batch(setup: TrainingSetup, n_rows: int, device: str) -> dict[str, Any]:
+    """Return the arguments of the model's forward pass for a micro-batch with ``n_rows`` rows."""
+    names = ("input_ids", "labels", "positions", "documents") if setup.packed else ("input_ids", "labels")
+    shape = (n_rows, setup.seq_length)
+    inputs: dict[str, Any] = {name: torch.empty(shape, dtype=torch.int64, device=device) for name in names}
+    if setup.packed:
+        cu_seqlens = torch.empty(n_rows + 1, dtype=torch.int32, device=device)
+        inputs["document_bounds"] = DocumentBounds(cu_seqlens, setup.seq_length)
+    return inputs
