@@ -55,11 +55,7 @@ _NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes "no limit" as a number near 2**63
 
 
 def describe_environment(out_dir: str) -> Sections:
-    """Return what a bug report needs to know about this process.
-
-    Args:
-        out_dir: Its free disk space is reported.
-    """
+    """Return what a bug report needs to know about this process; of ``out_dir`` the free disk space."""
     return {
         "Versions": _versions(),
         "Machine": _machine(),

@@ -67,9 +67,7 @@ class GradientRecorder(Callback):
 def gradient_norms(module: nn.Module, shards: int) -> dict[str, float]:
     """Return the norm of each trained parameter's gradient over all ranks. Collective.
 
-    Args:
-        module: As the strategy has wrapped it, after the backward pass.
-        shards: Ranks per model replica: ranks r and r + shards hold the same shard.
+    ``shards`` is the number of ranks per model replica: ranks r and r + shards hold the same shard.
     """
     parameters = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
     sharded = local_parts(module).keys()

@@ -40,13 +40,7 @@ from toolkit.training.validate import batches_by_source, validate
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A checkpoint to evaluate, with its adapters unmerged.
-
-    Args:
-        fabric: On one device.
-        model: As it comes from the folder, in the dtype to compute with.
-        tokenizer: None where there is none.
-    """
+    """A checkpoint to evaluate on one device, with its adapters unmerged."""
 
     folder: Path
     fabric: Fabric
@@ -213,13 +207,9 @@ def evaluate_tasks(
     include_path: str | None,
     apply_chat_template: bool | None,
 ) -> dict[str, Any]:
-    """Return ``tasks``, the results by task, and ``settings``, which they depend on.
+    """Return the results by task and the settings that they depend on, see :func:`toolkit.inference.tasks.run_tasks`.
 
-    Args:
-        tasks: Names with commas between them.
-        apply_chat_template: None: if the checkpoint has a chat template.
-
-    The others: see :func:`toolkit.inference.tasks.run_tasks`.
+    ``tasks`` are names separated by commas; ``apply_chat_template`` None applies the checkpoint's template, if any.
     """
     from toolkit.inference.tasks import require_lm_eval, run_tasks
 

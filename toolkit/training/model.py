@@ -49,9 +49,7 @@ class ModelSpec:
         config: The architecture; None for a user-provided module.
         blocks: The classes of the blocks.
         sizes: Elements of each parameter, by name.
-        tied: See :func:`toolkit.checkpoints.run.state_dicts.tied_names`.
-        no_decay_params: See :func:`toolkit.optim.classes.no_decay_params`.
-        block_params: See :func:`toolkit.optim.classes.block_params`.
+        tied, no_decay_params, block_params: Results of the functions in :mod:`toolkit.optim.groups` and ``state_dicts``.
         fingerprint: What may not change on resume.
         lora: The adapters; then the weights are frozen.
         quantize: Quantization of the blocks' weights as they are read.

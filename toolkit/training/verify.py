@@ -38,15 +38,8 @@ def require_intact_together(
     """Compare a folder's files with its manifest; every rank calls this.
 
     The shards are divided among all ranks; the other files are read once per node, because nodes may have copies.
-
-    Args:
-        folder: The same on every rank.
-        is_node_leader: Whether this rank is its node's first.
-        report: Receives a note if there is no manifest.
-        model_only: Skip the trainer state, which may be missing.
-
-    Returns:
-        Whether there is a manifest.
+    ``is_node_leader`` is true on the first rank of a node. With ``model_only`` the trainer state may be missing. Return
+    whether there is a manifest.
     """
     manifest = _same_on_all(lambda: read_manifest(folder))
     if manifest is None:
@@ -74,11 +67,7 @@ def fetch_on_other_nodes(
 ) -> None:
     """Download the checkpoint that rank 0 resumes from on the first rank of each other node; every rank calls this.
 
-    Args:
-        remote: The run's folder on remote storage, if it is there.
-        resume: ``--resume``.
-        resume_from: Only rank 0's counts.
-        world: The processes of the run.
+    Only rank 0's ``resume_from`` counts.
     """
     if world.num_nodes == 1 or not (remote is not None or is_url(resume)):
         return
@@ -104,11 +93,7 @@ def find_intact(
     """Return the checkpoint to continue from, and the damaged ones that ``--resume auto`` skipped: the same on every
     rank; all ranks call this.
 
-    Args:
-        args: With ``verify_checkpoint`` false the files are not read; ``trainer/meta.json`` is always checked.
-        resume_from: Only rank 0's counts.
-        is_node_leader: See :func:`require_intact_together`.
-        display: Receives warnings and notes.
+    Only rank 0's ``resume_from`` counts. ``trainer/meta.json`` is checked even if ``verify_checkpoint`` is false.
     """
     is_auto = str(args.resume).lower() == "auto"
     candidates = [] if resume_from is None else newest_first(args.run_dir) if is_auto else [resume_from]

@@ -12,11 +12,9 @@ from toolkit.training.callbacks.base import Callback
 
 
 def load_callbacks(value: str | list[Any] | None) -> list[Callback]:
-    """Make the callbacks that ``--callbacks`` names.
+    """Create the callbacks of ``--callbacks``: class paths or names of extensions, also with ``init_args``.
 
-    Args:
-        value: Class paths, or names that extensions register, with commas between them; or a list of these and of
-            mappings with ``class_path`` and ``init_args``. Modules are also looked for in the current folder.
+    Modules are also searched in the current folder.
     """
     return [_load(entry) for entry in callback_entries(value)]
 

@@ -170,18 +170,12 @@ def format_shares(found: dict[int, Shares]) -> list[str]:
 
 
 def format_operators(averages: Any, self_time: str, n_steps: int) -> list[str]:
-    """Return the operators with the most time of their own as lines of a table.
-
-    Args:
-        averages: torch.profiler's averages.
-        self_time: Its attribute for an operator's own time in microseconds: on the GPU, or on the CPU.
-        n_steps: Recorded steps.
-    """
+    """Return the operators with the most self time as lines of a table; ``self_time`` names the attribute with it."""
     operators = [a for a in averages if a.device_type == DeviceType.CPU and not a.is_user_annotation]
     total = sum(getattr(a, self_time) for a in operators) or 1
     operators.sort(key=lambda a: -getattr(a, self_time))
     lines = [f"{'calls/step':>10}  {'ms/step':>9}  {'share':>6}  operator"]
     for a in operators[:SHOWN_OPERATORS]:
-        own = getattr(a, self_time)
-        lines.append(f"{a.count / n_steps:>10.4g}  {own / n_steps / 1e3:>9.4g}  {own / total:>6.1%}  {a.key}")
+        self_us = getattr(a, self_time)
+        lines.append(f"{a.count / n_steps:>10.4g}  {self_us / n_steps / 1e3:>9.4g}  {self_us / total:>6.1%}  {a.key}")
     return lines

@@ -25,11 +25,7 @@ class Upload(Callback):
 
     The staging folder keeps the newest step checkpoint, ``best``, ``final`` and at most :data:`MAX_WAITING` checkpoints
     that are not uploaded yet.
-
-    Args:
-        uploader: On rank 0; None on the others.
-        args: The arguments of the run.
-        display: Receives messages.
+    ``uploader`` is None on all ranks but the first.
     """
 
     def __init__(self, uploader: Uploader | None, args: RunArgs, display: Any) -> None:
