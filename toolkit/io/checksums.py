@@ -30,32 +30,22 @@ class Checksum(TypedDict):
 
 
 def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
-    """Return the checksum of each file.
-
-    Args:
-        folder: The files' folder.
-        names: Relative paths of the files.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return the checksums of the files of a folder, by relative path."""
     names = list(names)
     sizes = {name: _size(Path(folder) / name) for name in names}
     chunks = [(name, start) for name in names for start in range(0, sizes[name], CHUNK)]
     files = {name: Checksum(size=sizes[name], crc32=[]) for name in names}
     with ThreadPoolExecutor(_THREADS) as pool:
-        # map keeps the order of the chunks
-        for (name, _), value in zip(chunks, pool.map(lambda c: _crc32(Path(folder) / c[0], c[1]), chunks), strict=True):
+        values = pool.map(lambda chunk: _crc32(Path(folder) / chunk[0], chunk[1]), chunks)
+        for (name, _), value in zip(chunks, values, strict=True):
             files[name]["crc32"].append(value)
     return files
 
 
 def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
-    """Verify files and return {name: reason} of the damaged ones.
+    """Compare files with the result of :func:`checksum_files`, and return {name: reason} of the damaged ones.
 
-    Args:
-        folder: The files' folder.
-        files: Result of :func:`checksum_files`, validated by :func:`check_entries` if it was read from a file.
+    Checksums that were read from a file must have passed :func:`check_entries`.
     """
     damaged = {name: why for name, entry in files.items() if (why := _wrong_size(Path(folder) / name, entry["size"]))}
     chunks = [
@@ -74,9 +64,9 @@ def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
         return None if same else (name, f"bytes differ from its checksum (after byte {start:,})")
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for found in pool.map(compare, chunks):
-            if found is not None:
-                damaged.setdefault(*found)
+        for damage in pool.map(compare, chunks):
+            if damage is not None:
+                damaged.setdefault(*damage)
     return damaged
 
 
@@ -117,9 +107,9 @@ def _wrong_size(path: Path, expected: int) -> str | None:
 
 def _crc32(path: Path, start: int) -> str:
     """Return the CRC-32 of the chunk that begins at byte ``start``."""
-    value, left, buffer = 0, CHUNK, memoryview(bytearray(_PIECE))
+    value, remaining, buffer = 0, CHUNK, memoryview(bytearray(_PIECE))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
-        while left and (n := file.readinto(buffer[: min(left, _PIECE)])):
-            value, left = zlib.crc32(buffer[:n], value), left - n
+        while remaining and (n := file.readinto(buffer[: min(remaining, _PIECE)])):
+            value, remaining = zlib.crc32(buffer[:n], value), remaining - n
     return f"{value:08x}"

@@ -1,4 +1,4 @@
-"""Path options: which take a URL of remote storage; and symbolic links that lead out of a folder."""
+"""Checks of path options and URLs of remote storage, and of symbolic links that leave their folder."""
 
 from __future__ import annotations
 

@@ -24,11 +24,7 @@ _MAX_DIGITS = 300  # a longer number overflows a float; model_max_length has up 
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; FIFOs, which could block forever, and devices are rejected.
-
-    Raises:
-        OSError: the file is missing or not a regular file.
-    """
+    """Open a regular file for reading; others, such as FIFOs, which could block forever, are an OSError."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -40,12 +36,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        OSError: as :func:`open_regular`.
-        ValueError: as :func:`parse_json`.
-    """
+    """Read a JSON file; OSError or ValueError as :func:`read_bounded` and :func:`parse_json`."""
     return parse_json(read_bounded(path, "JSON"))
 
 
@@ -65,21 +56,12 @@ def read_json_object(path: Path, optional: bool = False) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Read a YAML file.
-
-    Raises:
-        OSError: as :func:`open_regular`.
-        ValueError: as :func:`parse_yaml`.
-    """
+    """Read a YAML file; OSError or ValueError as :func:`read_bounded` and :func:`parse_yaml`."""
     return parse_yaml(read_bounded(path, "YAML"))
 
 
 def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
-    """Yield the lines of an open file.
-
-    Raises:
-        ValueError: one is longer than :data:`MAX_ROW`; the message has its first byte.
-    """
+    """Yield the lines of an open file; one of more than :data:`MAX_ROW` bytes is a ValueError with its position."""
     start = 0
     while line := file.readline(MAX_ROW + 1):
         if len(line) > MAX_ROW:
@@ -89,11 +71,7 @@ def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: not JSON, too deeply nested, or a number has too many digits.
-    """
+    """Parse JSON. It is a ValueError if nesting is too deep or a number has too many digits."""
     try:
         values = json.loads(content, parse_int=_int)
         _require_shallow(values)
@@ -128,12 +106,7 @@ def parse_yaml(content: bytes | str) -> Any:
 
 
 def read_bounded(path: str | Path, kind: str = "JSON") -> bytes:
-    """Read a file of a :data:`MAX_BYTES` kind.
-
-    Raises:
-        OSError: as :func:`open_regular`.
-        ValueError: it is too large.
-    """
+    """Read a file of a :data:`MAX_BYTES` kind; a larger one is a ValueError, an irregular one an OSError."""
     with open_regular(path) as file:
         content = file.read(MAX_BYTES[kind] + 1)
     if len(content) > MAX_BYTES[kind]:

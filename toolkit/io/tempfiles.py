@@ -18,7 +18,7 @@ _STALE_SECONDS = 24 * 3600  # without a change for so long, files of another mac
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the temporary name beside ``path`` to write to before renaming."""
+    """Return the name to write to before renaming to ``path``."""
     return path.with_name(f"{temporary_prefix()}{path.name}")
 
 
@@ -39,7 +39,7 @@ def sweep(folder: Path) -> None:
 
 
 def has_ended(name: str) -> bool:
-    """Whether a temporary name, or a process's :func:`temporary_prefix`, is of a dead process of this machine."""
+    """Whether the process that made a temporary name or :func:`temporary_prefix` ran on this machine and has ended."""
     pid = name.removeprefix(_prefix()).partition("-")[0]
     return name.startswith(_prefix()) and pid.isdigit() and not _is_alive(int(pid))
 
@@ -56,7 +56,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 @functools.cache
 def machine_name() -> str:
-    """Return a name of this machine, since it started, and of its PID namespace.
+    """Return a name of this machine since its last boot, and of its PID namespace.
 
     Containers have separate process ids; machines from one image may share a host name.
     """

@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,9 @@ COLUMNS = (
     "val_bpb",  # bits per byte
     "seconds",  # wall time of training so far, over all launches
 )
-LOGGERS = {"csv": "", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""Logger names and their required packages."""
-
-NAMES = {"wandb": {"project", "run", "group"}, "mlflow": {"project", "run"}}
-"""Options of LogArgs that each logger uses."""
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
+"""Names of the loggers, and of the packages that they need."""
+_USED_OPTIONS = {"wandb": {"project", "run", "group"}, "mlflow": {"project", "run"}}
 
 
 class MetricsCSV:
@@ -54,7 +53,9 @@ class MetricsCSV:
         try:
             old_columns, rows = ([], []) if resume_step is None else _read(self.path)
             self.columns = list(dict.fromkeys([*COLUMNS, *old_columns, *more_columns]))
-            if wrong := next((name for name in self.columns if not name or set(name) & set(',"\r\n')), None):
+            if (
+                wrong := next((name for name in self.columns if not name or set(name) & set(',"\r\n')), None)
+            ) is not None:
                 raise UserError(f"column {wrong!r}: must be a name without commas, quotes and line ends")
             resumed = [self._line(row) for row in rows if float(row["step"]) <= (resume_step or 0)]
             self.n_resumed = len(resumed)
@@ -96,7 +97,7 @@ def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
             hint = did_you_mean(name, valid_names) or f"; use {', '.join(valid_names)}, or several separated by commas"
             raise UserError(f"--logger_name {logger_name}: no such logger{hint}")
     options = {f.name for f in fields(log_args) if getattr(log_args, f.name) != f.default}
-    for option in sorted(options.difference(*(NAMES.get(name, set()) for name in names))):
+    for option in sorted(options.difference(*(_USED_OPTIONS.get(name, set()) for name in names))):
         raise UserError(f"--log.{option}: has no effect with --logger_name {logger_name}; remove it, or use wandb")
     for name in names:
         if name != "csv" and name in LOGGERS:
@@ -114,11 +115,11 @@ def make_loggers(
     """Start the loggers in addition to metrics.csv; none for "csv". For rank 0 only.
 
     Args:
-        logger_name: csv, tensorboard, wandb or mlflow, or several separated by commas.
+        logger_name: One or several names, separated by commas.
         out_dir: Local files go to ``out_dir/logs``.
         log_args: Names of the run in W&B and MLflow.
         hyperparameters: Hyperparameters to log; must not contain secrets.
-        resume_step: Points beyond this step, from before an interruption, are hidden (TensorBoard).
+        resume_step: TensorBoard hides points beyond this step, from before an interruption.
     """
     loggers = []
     for name in check_loggers(logger_name, log_args):
@@ -169,16 +170,13 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     columns = lines[0].split(",")
     if not set(COLUMNS) <= set(columns):
         raise UserError(f"{path}: lacks columns that this version writes; move the file away and resume")
-    rows = [line.split(",") for line in lines[1:]]
-    return columns, [dict(zip(columns, cells, strict=True)) for cells in rows if _is_row(cells, columns)]
-
-
-def _is_row(cells: list[str], columns: list[str]) -> bool:
-    try:
-        values = dict(zip(columns, map(_number, cells), strict=True))
-    except ValueError:
-        return False
-    return math.isfinite(values["step"])
+    rows = []
+    for line in lines[1:]:
+        with suppress(ValueError):  # fewer cells, or no numbers: truncated
+            row = dict(zip(columns, line.split(","), strict=True))
+            if math.isfinite([_number(cell) for cell in row.values()][columns.index("step")]):
+                rows.append(row)
+    return columns, rows
 
 
 def _number(cell: str) -> float:
@@ -186,12 +184,11 @@ def _number(cell: str) -> float:
 
 
 def _require_package(name: str) -> None:
-    package = LOGGERS[name]
     try:
-        importlib.import_module(package)
+        importlib.import_module(name)
     except ImportError as error:
-        what = "is not installed" if getattr(error, "name", None) == package else f"does not import ({error})"
-        raise UserError(f"--logger_name {name}: {package} {what}; run: pip install {package}") from error
+        problem = "is not installed" if error.name == name else f"does not import ({error})"
+        raise UserError(f"--logger_name {name}: {name} {problem}; run: pip install {name}") from error
 
 
 def _start_tensorboard(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
