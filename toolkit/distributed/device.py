@@ -57,7 +57,7 @@ def pick_precision(
 ) -> Precision:
     """Return the requested precision; auto: ``on_cuda`` on CUDA, or 16-mixed without bfloat16; 32-true elsewhere.
 
-    ``has_bf16``: whether the GPU has bfloat16; None: ask that of this machine.
+    ``has_bf16`` is whether the GPU has bfloat16; None asks this machine's GPU.
     """
     if has_bf16 is None:
         has_bf16 = accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -122,11 +122,11 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
-        if found is None:
+        match = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+        if match is None:
             raise
         raise UserError(
-            f"--deterministic true: {found[1]} has no deterministic implementation on this device; drop --deterministic"
+            f"--deterministic true: {match[1]} has no deterministic implementation on this device; drop --deterministic"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

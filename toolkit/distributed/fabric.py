@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class _Sharded(LauncherMixin, ShardedStrategy):
 
 
 class _True16Bits(HalfPrecision):
-    """Fabric's half precision, except that adapters stay fp32 beside a 16-bit base model."""
+    """Fabric's half precision, except that adapters of a 16-bit base model stay in fp32."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
@@ -55,14 +56,14 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) 
     """
     device = pick_accelerator(accelerator)
     disable_malloc_trim(device)
-    given, plugins = _precision_options(pick_precision(precision, device, on_cuda="bf16-true"))
-    return Fabric(accelerator=device, devices=1, precision=given, plugins=plugins)
+    options, plugins = _precision_options(pick_precision(precision, device, on_cuda="bf16-true"))
+    return Fabric(accelerator=device, devices=1, plugins=plugins, **options)
 
 
-def _precision_options(precision: Precision) -> tuple[Any, list[Any]]:
-    """Return Fabric's arguments ``precision`` and ``plugins``."""
+def _precision_options(precision: Precision) -> tuple[dict[str, Any], list[Any]]:
+    """Return arguments and plugins of Fabric."""
     is_bf16 = precision in ("bf16-true", "bf16-master")
-    return (None, [_True16Bits("bf16-true")]) if is_bf16 else (precision, [])
+    return ({}, [_True16Bits("bf16-true")]) if is_bf16 else ({"precision": precision}, [])
 
 
 def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:
@@ -75,12 +76,12 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
 
 
 def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which FSDP all-gathers the weights of blocks, of a model in ``dtype``; None without FSDP."""
+    """Return the dtype in which FSDP all-gathers the blocks of a model in ``dtype``; None without FSDP."""
     return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, ShardedStrategy) else None
 
 
 def knows_gradient_norm(fabric: Fabric) -> bool:
-    """Whether :func:`gradient_norm` supports the strategy; those of extensions only clip."""
+    """Whether :func:`gradient_norm` supports the strategy. Strategies of extensions only clip."""
     return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, _BF16DDP, ShardedStrategy))
 
 
@@ -113,30 +114,25 @@ def build_fabric(
         groups: Options of extensions by group.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it logs a banner on every rank
-    given, plugins = _precision_options(precision)
+    options, plugins = _precision_options(precision)
     if plan.kind == "single":
-        return Fabric(accelerator=accelerator, devices=1, precision=given, plugins=plugins)
+        return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **options)
     strategy: ParallelStrategy
     if plan.extension is not None:
         extension = load_registered("strategies", plan.extension)()
-        cls, options = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
-        strategy = type(cls.__name__, (LauncherMixin, cls), {})(**options)
+        cls, arguments = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
+        strategy = type(cls.__name__, (LauncherMixin, cls), {})(**arguments)
     elif plan.kind == "ddp":
-        strategy = (_BF16DDP if precision == "bf16-master" else _DDP)(
-            bucket_cap_mb=ddp.bucket_cap_mb,
-            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-            find_unused_parameters=ddp.find_unused_parameters,
-            static_graph=ddp.static_graph,
-        )
+        strategy = (_BF16DDP if precision == "bf16-master" else _DDP)(**asdict(ddp))
     else:
         assert plan.sharding is not None
         strategy = _Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator, plan.offloads)
-        given, plugins = None, []  # the strategy has its own
+        options, plugins = {}, []  # the strategy sets the precision
     return Fabric(
         accelerator=accelerator,
         strategy=strategy,
         devices=world.devices,
         num_nodes=world.num_nodes,
-        precision=given,
         plugins=[cluster_environment(world), *plugins],
+        **options,
     )

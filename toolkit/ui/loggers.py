@@ -53,10 +53,9 @@ class MetricsCSV:
         try:
             old_columns, rows = ([], []) if resume_step is None else _read(self.path)
             self.columns = list(dict.fromkeys([*COLUMNS, *old_columns, *more_columns]))
-            if (
-                wrong := next((name for name in self.columns if not name or set(name) & set(',"\r\n')), None)
-            ) is not None:
-                raise UserError(f"column {wrong!r}: must be a name without commas, quotes and line ends")
+            for name in self.columns:
+                if not name or set(name) & set(',"\r\n'):
+                    raise UserError(f"column {name!r}: must be a name without commas, quotes and line ends")
             resumed = [self._line(row) for row in rows if float(row["step"]) <= (resume_step or 0)]
             self.n_resumed = len(resumed)
             write_atomic(self.path, b"".join([(",".join(self.columns) + "\n").encode(), *resumed]))

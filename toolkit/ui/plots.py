@@ -18,11 +18,10 @@ Point = tuple[float, float]  # tokens, loss in nats per token
 
 
 def plot_loss(csv_path: str | Path, png_path: str | Path) -> bool:
-    """Plot the loss over tokens: each step, smoothed, and validation. The file is written atomically.
+    """Plot the loss over tokens: each step, smoothed, and validation. Return whether the plot was written.
 
-    Returns:
-        Whether the plot was written. It is not without matplotlib, with fewer than two losses in the file, or if a file
-        is not readable or writable: a run does not fail because of its plot.
+    It is not without matplotlib, with fewer than two losses in the file, or if a file is not readable or writable: a
+    run does not fail because of its plot.
     """
     try:
         rows = read_metrics(csv_path)
@@ -37,15 +36,16 @@ def plot_loss(csv_path: str | Path, png_path: str | Path) -> bool:
 
 
 def smooth(losses: list[float]) -> list[float]:
-    """Smooth losses: running medians of five, which remove spikes, then running means.
+    """Smooth losses: running medians of five, which remove spikes, then two passes of running means.
 
     The windows are centered: a mean of past values would lag where the loss falls steeply. They cover about a tenth of
     the run, and shrink to their left half at its end.
     """
-    radius = 2 if len(losses) >= 40 else 0
-    without_spikes = [median(losses[first:end]) for first, end in _windows(len(losses), radius)]
-    radius = len(losses) // 40
-    return _running_means(_running_means(without_spikes, radius), radius)
+    smoothed = [median(losses[first:end]) for first, end in _windows(len(losses), 2 if len(losses) >= 40 else 0)]
+    for _ in range(2):
+        sums = list(accumulate(smoothed, initial=0.0))  # prefix sums: constant cost per window
+        smoothed = [(sums[end] - sums[i]) / (end - i) for i, end in _windows(len(losses), len(losses) // 40)]
+    return smoothed
 
 
 def _windows(length: int, radius: int) -> list[tuple[int, int]]:
@@ -53,21 +53,11 @@ def _windows(length: int, radius: int) -> list[tuple[int, int]]:
     return [(i - min(radius, i), min(i + min(radius, i) + 1, length)) for i in range(length)]
 
 
-def _running_means(values: list[float], radius: int) -> list[float]:
-    sums = list(accumulate(values, initial=0.0))  # prefix sums: constant cost per window
-    return [(sums[end] - sums[first]) / (end - first) for first, end in _windows(len(values), radius)]
-
-
 def loss_limits(losses: list[float], others: list[float]) -> tuple[float, float]:
-    """Return the range of the loss axis, clipped so that the first losses do not flatten the rest of the curve.
+    """Return the lowest and highest loss to show, for training losses in order and ``others`` that must be visible.
 
-    Args:
-        losses: Training losses, in order.
-        others: Losses that must be visible.
-
-    Returns:
-        Lowest and highest loss to show. This covers all losses, unless the first twentieth or a few spikes would take
-        more than two thirds of the height; these are then cut off at the top.
+    The range covers all losses, unless the first twentieth or a few spikes would take more than two thirds of the
+    height and flatten the rest of the curve; these are then cut off at the top.
     """
     rest = sorted(losses[len(losses) // 20 :])
     low = min([rest[0], *others])
