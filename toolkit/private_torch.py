@@ -149,7 +149,7 @@ def dump_memory_history(path: Path) -> None:
 
 
 def shard_over_one_rank(module: nn.Module) -> None:
-    """Gather and free the units of a group of one rank as those of larger groups.
+    """Gather and free the units of a group of one rank as in larger groups.
 
     torch makes it NO_SHARD, which keeps the weights that the backward pass needs on the device although they are
     offloaded, and fails in mixed precision with tied weights.
@@ -164,12 +164,12 @@ def shard_over_one_rank(module: nn.Module) -> None:
 
 
 def prebuild_ddp_buckets(module: Any) -> None:
-    """Have DDP fill its buckets now as it would after its first backward pass, by a pass whose gradients are zeros.
+    """Order DDP's buckets as after its first backward pass, by a pass whose gradients are zeros.
 
     The order in which a gradient is summed over more than two ranks depends on its place in a bucket. The first step
-    after a resume would round differently if its buckets were not yet those of the run that it repeats (S2).
+    after a resume would round differently if its buckets differed from the uninterrupted run's (S2).
     """
-    if module.find_unused_parameters or module.static_graph:  # never refilled; or the pass must be the model's own
+    if module.find_unused_parameters or module.static_graph:  # never refilled; or it must be a pass of the model
         return
     weights = [(name, weight) for name, weight in reversed(list(module.named_parameters())) if weight.requires_grad]
     weights.sort(key=lambda named: "lm_head" not in named[0])  # stored first, and the first to have a gradient
@@ -182,7 +182,7 @@ def prebuild_ddp_buckets(module: Any) -> None:
 
 
 def zero_offloaded_gradients(module: nn.Module) -> None:
-    """Set the gradients in CPU memory to zero: FSDP shows them again as those of the next step, if that accumulates."""
+    """Set the gradients in CPU memory to zero; FSDP would add the next step's gradients to them."""
     for handle in _handles(module):
         if getattr(handle.flat_param, "_cpu_grad", None) is not None:
             handle.flat_param._cpu_grad.zero_()

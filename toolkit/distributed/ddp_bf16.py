@@ -33,8 +33,8 @@ class SumInFP32(BackwardSyncControl):
     """Accumulates gradients of bf16 weights in fp32.
 
     Without accumulation a gradient is the fp32 mean over the ranks, rounded to bf16. With it, each micro-batch's
-    gradient is added to an fp32 sum and freed at once; the last backward pass reduces those sums, bucket by bucket
-    while it computes, and they become the gradients.
+    gradient is added to an fp32 sum and freed at once; the last backward pass reduces the sums bucket by bucket, and
+    they become the gradients.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class SumInFP32(BackwardSyncControl):
 
 
 def _restore_gradient_dtypes(module: nn.Module) -> None:
-    """Have the backward pass make bf16 gradients again, which DDP's buckets need: those of norms would be fp32."""
+    """Let the backward pass produce bf16 gradients again, which DDP's buckets need: norms would get fp32 ones."""
     for parameter in module.parameters():
         if parameter.grad is None:
             parameter.grad_dtype = parameter.dtype

@@ -102,7 +102,7 @@ class ShardedStrategy(FSDPStrategy):
         """Shard ``module``."""
         if self._options.buffer_dtype != "auto" and not any(b.is_floating_point() for b in module.buffers()):
             raise UserError(
-                f"--fsdp.buffer_dtype {self._options.buffer_dtype}: would have no effect, the model has no buffers"
+                f"--fsdp.buffer_dtype {self._options.buffer_dtype}: has no effect, the model has no buffers"
             )
         unit, root = unit_precision(self._options, self._dtypes)
         units = plan_units(module, self._options, self._blocks)[1:]
@@ -180,9 +180,9 @@ class ShardedStrategy(FSDPStrategy):
         for parameter in module.parameters():
             if parameter.grad is not None:
                 gradients[id(parameter) in replicated].append(parameter.grad)
-        sharded, whole = (self._sum_of_squares(part) for part in gradients)
+        sharded, unsharded = (self._sum_of_squares(part) for part in gradients)
         dist.all_reduce(sharded, group=module.process_group)
-        return (sharded + whole).sqrt()
+        return (sharded + unsharded).sqrt()
 
     def _sum_of_squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients:
@@ -232,4 +232,4 @@ class ShardedPrecision(FSDPPrecision):
         return torch.autocast(self._device_type, dtype=dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module  # dtypes are already set: adapters stay fp32 beside a 16-bit base model
+        return module  # dtypes are already set: adapters of a 16-bit base model stay in fp32

@@ -39,10 +39,12 @@ _runs = count()
 
 
 class Timeouts(NamedTuple):
-    """Seconds to wait for an unresponsive rank."""
+    """Seconds to wait for an unresponsive rank.
+
+    ``first`` applies until the first step completes (model build, kernel compilation), and while checkpoints are saved.
+    """
 
     first: float
-    """Until the first step completes (model build, kernel compilation), and while checkpoints are written."""
     later: float
 
     @classmethod
@@ -69,7 +71,7 @@ def launch_processes(fabric: Fabric, world: WorldInfo, timeouts: Timeouts) -> It
 
 
 class RunGroup:
-    """The processes of one run, from the rendezvous on. With one process every wait is a no-op."""
+    """The processes of a run, from the rendezvous on. With one process every wait is a no-op."""
 
     def __init__(self, fabric: Fabric, world: WorldInfo, timeouts: Timeouts) -> None:
         self.fabric, self.world, self.timeouts = fabric, world, timeouts
@@ -149,7 +151,7 @@ class RunGroup:
         if not self.fabric.world_size == ranks.world_size() == size:
             raise UserError(
                 f"--devices {self.world.devices}: expected {size} processes on --num_nodes "
-                f"{self.world.num_nodes}, found {ranks.world_size()}"
+                f"{self.world.num_nodes}, but {ranks.world_size()} are connected"
             )
 
     def _roll_call(self, name: str, what: str) -> None:

@@ -63,7 +63,7 @@ def all_reduce_and_gather(numbers: Sequence[int], **values: int) -> tuple[dict[s
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks, in place, on its own device."""
+    """Sum a tensor over all ranks, in place, on its device."""
     if is_distributed():
         dist.all_reduce(tensor)
     return tensor

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FAILED = "failed"  # the key of the first failure before the rendezvous
-STARTUP_TIMEOUT_S = 60.0  # seconds a process of this run may take to start, regardless of --timeout
-CONNECT_TIMEOUT_S = 10.0  # seconds a failed process tries to reach the store before it prints its message
+STARTUP_TIMEOUT_S = 60.0  # for a process of this run to start, regardless of --timeout
+CONNECT_TIMEOUT_S = 10.0  # for a failed process to reach the store before it prints its message
 
 
 def run_in_thread(function: Callable[[], T], name: str | None = None, daemon: bool = False) -> Future[T]:
@@ -113,11 +113,7 @@ class _Peer(NamedTuple):
 def report_failure(error: BaseException | None, text: str, code: int, report: Callable[[str], None]) -> None:
     """Report the failure of this process. Before the rendezvous, also end the other processes.
 
-    Args:
-        error: The exception, if there is one.
-        text: The message of the failure.
-        code: The exit code.
-        report: Prints the text after a prefix. Called unless another process already reported the same text.
+    ``report`` prints ``text`` after a prefix. It is not called if another process already reported the same text.
     """
     is_interrupted = isinstance(error, KeyboardInterrupt) and not isinstance(error, TerminatedError)
     peer = None if is_reported(error) or is_interrupted else _find_peer()
@@ -142,10 +138,10 @@ def report_failure(error: BaseException | None, text: str, code: int, report: Ca
 
 
 def _timeout() -> float:
-    """Return for how many seconds to tell the other processes: at most ``--timeout``, which is not parsed yet."""
-    given = re.search(r"--timeout[= ]([\d.]+)", " ".join(sys.argv))
+    """Return the seconds to try to reach other processes: at most ``--timeout``, which is not parsed yet."""
+    match = re.search(r"--timeout[= ]([\d.]+)", " ".join(sys.argv))
     with suppress(ValueError):
-        return min(STARTUP_TIMEOUT_S, 60 * float(given[1])) if given else STARTUP_TIMEOUT_S
+        return min(STARTUP_TIMEOUT_S, 60 * float(match[1])) if match else STARTUP_TIMEOUT_S
     return STARTUP_TIMEOUT_S
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import distributed as dist
 
-from toolkit.distributed.ranks import is_distributed, world_size
+from toolkit.distributed.ranks import all_gather_object, is_distributed
 from toolkit.errors import GuardError
 from toolkit.private_torch import local_shard
 
@@ -28,24 +27,19 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def require_equal_replicas(parameters: Mapping[str, torch.Tensor], sizes: dict[str, int], shards: int) -> None:
-    """Compare the checksums of all parameters over the ranks. Collective.
+    """Compare the checksums of all parameters over the ranks. Collective; raises GuardError on every rank.
 
     Args:
         parameters: This rank's shard of each parameter, by name; the same names in the same order on every rank.
         sizes: The number of elements of each unsharded parameter.
         shards: Ranks per replica: ranks r and r + shards hold the same shard.
-
-    Raises:
-        GuardError: on every rank, if replicas differ or the shards of a replica do not cover a parameter.
     """
     if not is_distributed():
         return
-    own = [local_shard(parameter) for parameter in parameters.values()]
-    local = torch.tensor([[*checksum(shard), shard.numel()] for shard in own], dtype=torch.int64)
-    gathered = [torch.empty_like(local) for _ in range(world_size())]
-    dist.all_gather(gathered, local)
+    local = [local_shard(parameter) for parameter in parameters.values()]
+    checksums = all_gather_object([(*checksum(shard), shard.numel()) for shard in local])
     for i, name in enumerate(parameters):
-        by_rank = [tuple(fingerprints[i].tolist()) for fingerprints in gathered]
+        by_rank = [rank_checksums[i] for rank_checksums in checksums]
         numels = [numel for _, _, numel in by_rank]
         is_replicated = all(numel == sizes[name] for numel in numels)  # on every rank, whatever the strategy
         group = 1 if is_replicated else shards

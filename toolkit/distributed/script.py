@@ -1,8 +1,7 @@
-"""Helpers for scripts of several processes, the same under torchrun, SLURM and toolkit's own launcher; no-ops alone.
+"""Collectives for scripts, the same under torchrun, SLURM and toolkit's launcher; no-ops in a single process.
 
-Under torchrun and srun all processes exist from the start, and :func:`setup_distributed` connects them. A script that
-toolkit starts once more for each further device (``python train.py`` with ``devices=2``) is connected by its first
-``toolkit.train``; until then each process is on its own.
+Under torchrun and srun all processes exist from the start, and :func:`setup_distributed` connects them. With
+``python train.py`` and ``devices=2``, the first ``toolkit.train`` starts and connects the other processes.
 """
 
 from __future__ import annotations
@@ -114,14 +113,14 @@ def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of all ranks, by rank; they have the same shape and dtype. Every rank calls this."""
     if not ranks.is_distributed():
         return [tensor]
-    own = tensor.contiguous()
-    gathered = [torch.empty_like(own) for _ in range(ranks.world_size())]
-    dist.all_gather(gathered, own)
+    local = tensor.contiguous()
+    gathered = [torch.empty_like(local) for _ in range(ranks.world_size())]
+    dist.all_gather(gathered, local)
     return gathered
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-    """Copy the tensor of rank ``src`` into that of every rank, and return it; every rank calls this."""
+    """Overwrite the tensor of every rank with the one of rank ``src``, and return it; every rank calls this."""
     if ranks.is_distributed():
         dist.broadcast(tensor, src)
     return tensor

@@ -24,8 +24,8 @@ from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CommandError, PeerLostError, PeerShutdownError, mark_reported
 
 PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
-EXIT_TIMEOUT_S = 5.0  # seconds for the processes of a failed run to exit on their own
-KILL_AFTER_S = 30.0  # seconds until a hanging process of a failed run is killed
+EXIT_TIMEOUT_S = 5.0  # for the processes of a failed run to exit
+KILL_AFTER_S = 30.0  # then a hanging process of a failed run is killed
 _ABORTING = "; aborting"
 
 children: list[subprocess.Popen] = []
@@ -111,7 +111,7 @@ class ShutdownCoordinator:
         return PeerLostError(f"lost contact with rank 0{_ABORTING}") if self.is_reporter else PeerShutdownError(1)
 
     def _root_cause(self, error: BaseException | None) -> PeerLostError:
-        """Return why another rank ended: its own report, which may take a moment, or what this rank observes."""
+        """Return why another rank ended: its report, which may take a moment, or what this rank observes."""
         deadline, ended = time.monotonic() + EXIT_TIMEOUT_S / 2, list[int]()
         while time.monotonic() < deadline:
             lost_peer = self._describe_lost_peer()
@@ -149,15 +149,12 @@ class ShutdownCoordinator:
     # ---- watchdog
 
     def watch(self) -> None:
-        """Start the watchdog of this process, for the duration of the run.
-
-        It kills this process some time after another one exited, if this one hangs in a collective or a store query.
-        """
+        """Start the watchdog, which ends this process if another one exited and this one hangs in a wait for it."""
         for task in (self._watch, self._listen):
             threading.Thread(target=task, daemon=True).start()
 
     def _listen(self) -> None:
-        """Detect that another node has ended. In its own thread, because an unresponsive store blocks the caller."""
+        """Detect that another node has ended. In a separate thread: an unresponsive store blocks the caller."""
         while not self._done.wait(0.5) and not self._peer_ended.is_set():
             with suppress(Exception):  # there is no store yet; a lost one is reported where it is needed
                 if self.store.check(["ended"]):

@@ -27,8 +27,8 @@ _LOCALHOST = "127.0.0.1"
 class WorldInfo:
     """The processes of a run, one per device, and the ranks of this one.
 
-    ``launcher`` is what set the ranks. "manual" covers everything else that sets LOCAL_RANK: the user, an unknown
-    launcher, and toolkit itself for the processes that it launches.
+    ``launcher`` is what set the ranks. "manual" is anything else that sets LOCAL_RANK: the user, an unknown launcher,
+    and toolkit for the processes that it launches.
     """
 
     devices: int
@@ -151,7 +151,7 @@ def _read_slurm(devices: int | Auto, num_nodes: int | Auto, available: int | Non
     if in_batch_script and tasks > 1:
         raise UserError(
             f"SLURM_NTASKS={tasks}: only one of these tasks runs; start it with srun: srun toolkit ... "
-            "(or submit with --ntasks=1, so that one process starts the others of its node)"
+            "(or submit with --ntasks=1, so one process starts the others of its node)"
         )
     variables = f"SLURM_NTASKS={tasks}, SLURM_NNODES={nodes}"
     started = f"SLURM started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({variables})"
@@ -206,7 +206,7 @@ def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -
     local_rank = _number("LOCAL_RANK", environ, 0, below=devices)
     by_rank = None if "RANK" not in environ else _number("RANK", environ, 0, below=devices * nodes) // devices
     node_rank = _node_rank(nodes, environ, default=by_rank)
-    # On one node too: without it every process would wait on its own free port.
+    # On one node, too: otherwise every process would choose another free port.
     if devices * nodes > 1:
         _require(["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"], nodes, environ)
     return _checked(WorldInfo(devices, nodes, node_rank, local_rank, "manual", False), environ)
@@ -288,7 +288,7 @@ def _count(count: int, one: str, many: str | None = None) -> str:
 def _slurm_environment(world: WorldInfo) -> ClusterEnvironment:
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-    # Only set by --ntasks-per-node, but Lightning requires it; srun may have been given another number.
+    # Lightning requires it, but only --ntasks-per-node sets it, and srun may start another number.
     os.environ["SLURM_NTASKS_PER_NODE"] = str(1 if world.starts_processes else world.devices)
     slurm = SLURMEnvironment(auto_requeue=False)
     nodes = next((os.environ[name] for name in _NODE_LISTS if os.environ.get(name)), _LOCALHOST)

@@ -41,7 +41,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file of a cache: whole or not at all, also after a crash of the process."""
+    """Atomically write a JSON file of a cache. Not synced: it may be lost with the machine's power."""
     temporary = temporary_path(path)
     temporary.write_text(json.dumps(value), encoding="utf-8")
     os.replace(temporary, path)
@@ -60,7 +60,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync every file and folder to disk, so that they survive a power failure after a rename."""
+    """Sync every file and folder to disk; after a rename they survive a power failure."""
     for root, _, files in os.walk(folder):
         for name in files:
             sync(Path(root) / name)

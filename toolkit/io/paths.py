@@ -62,7 +62,7 @@ def require_inside(file: Path, folder: Path) -> None:
     """Reject a file of ``folder`` that a symbolic link resolves to a path outside.
 
     An untrusted folder could otherwise copy the user's private files into a published model. Links within the folder,
-    and those of the Hugging Face hub's cache to its blobs, are allowed.
+    and from the Hugging Face hub's cache to its blobs, are allowed.
     """
     real, root = file.resolve(), folder.resolve()
     roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]

@@ -61,7 +61,7 @@ class PlainProgress(ProgressDisplay):
 
     def phase(self, text: str) -> None:
         self._pace.phase(text)
-        # after the first step, phases only alternate (training, validating, saving), with messages of their own
+        # after the first step, phases only alternate, and validation and saving print lines
         if not self._has_steps and text not in self._announced:
             self.message(capitalized(text))
         self._announced.add(text)

@@ -39,7 +39,7 @@ VALIDATION_METRICS: Labels = {
 
 
 class ProgressDisplay:
-    """Display without output, base class of those that print. A context manager that closes itself."""
+    """Base class of displays, without output. A context manager that closes itself."""
 
     def __init__(self, total_steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
@@ -52,10 +52,10 @@ class ProgressDisplay:
         """Print a permanent line."""
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Show a completed optimizer step, with those of :data:`STEP_METRICS` that are known. The first step is 1."""
+        """Show a completed optimizer step, from 1, with :data:`STEP_METRICS`; some may be missing or None."""
 
     def validation(self, step: int, metrics: Metrics) -> None:
-        """Show a validation result: ``val_loss``, and where known val_ppl, val_bpb and val_loss_<source>."""
+        """Show a validation result: ``val_loss``, and optionally val_ppl, val_bpb and val_loss_<source>."""
 
     def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
         """Show that a checkpoint is complete on disk."""
@@ -75,7 +75,7 @@ def capitalized(text: str) -> str:
 
 
 def label_values(metrics: Metrics, labels: Labels) -> list[tuple[str, str]]:
-    """Return the labels and formatted values of the metrics that are known."""
+    """Return labels and formatted values, without missing metrics."""
     return [(label, write(value)) for key, (label, write) in labels.items() if (value := metrics.get(key)) is not None]
 
 
