@@ -64,7 +64,7 @@ def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
 
 
 def find_remote(url: str) -> dict[str, Checkpoint]:
-    """Return the checkpoints of a run on remote storage, or the one of that URL, by URL; their files are not stored."""
+    """Return the checkpoints at the URL of a run or a checkpoint, by URL; their files are not stored."""
     from toolkit.checkpoints.manifest import COMPLETE
     from toolkit.checkpoints.remote.checkpoints import newest_first
     from toolkit.checkpoints.remote.download import fetch_files, remote_manifest

@@ -141,7 +141,6 @@ class MixtureRows(ConcatenatedRows):
         return CountedRows([getattr(rows, "preview", rows) for rows in self.datasets])
 
     def order(self, seed: int, state: dict[str, Any]) -> MixtureOrder:
-        """See :class:`toolkit.data.base.TokenDataset`."""
         weights = {source.name: source.weight for source in self.sources}
         if state and state["weights"] != weights and not self.change_weights:
             raise UserError(
@@ -197,7 +196,6 @@ class MixtureOrder:
         self._tokens_before = self._tokens(self._base)
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
-        """See :meth:`SampleOrder.ids`."""
         periods, slot = np.divmod(np.asarray(positions, dtype=np.int64) - self.began, PERIOD)
         source_of = self._pattern[slot]
         positions = self._base[source_of] + periods * self.slots[source_of] + self._ranks[slot]  # in each source
@@ -217,7 +215,6 @@ class MixtureOrder:
             )
 
     def state(self, position: int) -> dict[str, Any]:
-        """See :meth:`SampleOrder.state`."""
         counts = self.counts(position).tolist()
         source_states = {
             name: {"position": count, "order": order.state(count)}
@@ -233,7 +230,7 @@ class MixtureOrder:
         return self._base + periods * self.slots + in_period
 
     def shares(self, position: int) -> dict[str, float]:
-        """Return each source's share of the tokens since these weights began, by name; empty where none are read."""
+        """Return each source's share of the tokens since the weights took effect, by name; {} before the first row."""
         tokens = self._tokens(self.counts(position)) - self._tokens_before
         return dict(zip(self.weights, (tokens / tokens.sum()).tolist(), strict=True)) if tokens.any() else {}
 
@@ -249,11 +246,7 @@ class MixtureOrder:
         return {name: None if size is None else count / size for name, count, size in pairs}
 
     def describe(self, end: int | None) -> list[str]:
-        """Return a line for the log on each source: its weight, and how often a run up to position ``end`` reads it.
-
-        Args:
-            end: None if it is unknown.
-        """
+        """Return a log line per source: its weight, and its epochs in a run up to position ``end`` (None: unknown)."""
         lines = []
         ends = {} if end is None else self.epochs(end)
         for source in self.sources:

@@ -193,7 +193,7 @@ def _start_worker(_worker: int) -> None:
 
 
 def exit_with_parent() -> None:
-    """Exit this process when the one that started it has ended or was killed; for a thread.
+    """Exit this process when its parent has ended or was killed; for a thread.
 
     Torch's watchdog for data loading processes takes seconds, and does not run while a row is read.
     """

@@ -42,11 +42,9 @@ class ShuffledOrder:
     seed: int
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
-        """See :meth:`SampleOrder.ids`."""
         return shuffled_index(positions, self.n, self.seed)
 
     def state(self, position: int) -> dict[str, Any]:
-        """See :meth:`SampleOrder.state`; a seek needs nothing."""
         return {}
 
 

@@ -74,7 +74,6 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str, name: str, notes: Sequence[str] = ()) -> None:
-        """See :meth:`from_tokenizer`."""
         self.name = name
         self.notes = list(notes)
         self._tokenizer = tokenizer

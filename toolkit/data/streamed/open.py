@@ -34,7 +34,7 @@ class TextSource:
         val_where: The option that named ``val_files``.
         val_files: Text to validate on; None: held out from the first segment.
         skips_broken: Whether files that cannot be read are left out.
-        vocab_size: Of the tokenizer to train if none is given.
+        vocab_size: Size of the tokenizer to train if none is given.
     """
 
     where: str

@@ -158,7 +158,6 @@ class StreamOrder:
         self._broken: set[str] = set()
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
-        """See :meth:`SampleOrder.ids`."""
         while positions.size and self._next[1] <= positions.max():
             self._extend()
         slots = np.searchsorted(self._starts, positions, side="right") - 1
@@ -173,7 +172,6 @@ class StreamOrder:
         return row_ids
 
     def state(self, position: int) -> dict[str, Any]:
-        """See :meth:`SampleOrder.state`."""
         epoch_index, start = self._next
         rows = self._begun[1] if epoch_index == self._begun[0] else None
         if position < start:  # else nothing was read, or all segments up to here were consumed

@@ -231,7 +231,7 @@ class Stream:
 
 
 def segment_texts(source: Source, number: int, broken: dict[str, str]) -> Iterator[TextChunk]:
-    """Yield the documents of a segment; files that cannot be read to their end are added to ``broken`` with the reason.
+    """Yield the documents of a segment; add files that are damaged to ``broken`` with the reason.
 
     Raises:
         StorageError: a file cannot be read for another reason than its content.

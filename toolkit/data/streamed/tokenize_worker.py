@@ -25,7 +25,7 @@ _RETRY = 30.0  # seconds before another attempt at a segment whose storage faile
 
 
 def main(folder: Path, max_bytes: int) -> None:
-    """Prepare what the readers of ``folder`` want, until standard input ends."""
+    """Prepare the segments that the readers of ``folder`` request, until standard input ends."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # of launchers, for the processes of a run
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -53,11 +53,9 @@ class CharText(DataModule):
 
     @property
     def seq_length(self) -> int | None:
-        """See :attr:`DataModule.seq_length`."""
         return self.block_size
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """See :meth:`DataModule.prepare`."""
         from toolkit.data.text.prepare import TextSources, prepare_text
 
         if tokenizer is not None and not tokenizer.is_character_level():

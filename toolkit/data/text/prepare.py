@@ -133,7 +133,7 @@ def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, 
 
 
 def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) -> str:
-    """Return the SHA-256 of the lengths and the tokens; all tokens are read once for each row length."""
+    """Return the SHA-256 of lengths and tokens; reads all tokens once for each row length."""
     store, key_file = train.store, train.store.folder / "content_keys" / str(train.block_size)
     with suppress(OSError):
         if len(key := key_file.read_text(encoding="utf-8")) == 2 * hashlib.sha256().digest_size:

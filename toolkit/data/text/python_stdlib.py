@@ -44,7 +44,6 @@ class PythonStdlib(DataModule):
         require_text_options(self)
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """See :meth:`DataModule.prepare`."""
         from toolkit.data.text.prepare import TextSources, prepare_text
 
         fraction = DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction

@@ -53,7 +53,6 @@ class TextFiles(DataModule):
         require_text_options(self)
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """See :meth:`DataModule.prepare`."""
         from toolkit.data.text.prepare import TextSources, prepare_text
 
         train_option = f"--data.train_data_path {self.train_data_path}"

@@ -38,7 +38,6 @@ class InMemoryData(PythonData):
         self.content_key = key
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """See :meth:`DataModule.prepare`; there is nothing to prepare."""
         held_out = "" if self.val is None else f" and {len(self.val):,} held-out"
         summary = f"{len(self.train):,}{held_out} rows of {self.describe_lengths(max_seq_length)}"
         report(f"Data: {summary}")

@@ -49,7 +49,6 @@ class IterableData(PythonData):
         self.val_key = "" if self.val is None else self.val.survey()[1]
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """See :meth:`DataModule.prepare`; there is nothing to prepare."""
         held_out = "" if self.val is None else f", {len(self.val):,} held-out rows"
         summary = f"{self.train.kind} of rows of {self.describe_lengths(max_seq_length)}{held_out}"
         report(f"Data: {summary}")
@@ -174,7 +173,7 @@ class IterableRows:
         return iter(self._source)
 
     def _source_state(self) -> dict[str, Any] | None:
-        """Return a copy of the state of the iterable where it has one, as JSON keeps it."""
+        """Return a JSON copy of the iterable's state, None without one."""
         if not (hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")):
             return None
         try:
@@ -183,7 +182,7 @@ class IterableRows:
             return None
 
     def _load(self, state: dict[str, Any]) -> bool:
-        """Give the iterable the state that was saved. Return whether it then has the row that it had."""
+        """Restore the iterable from ``state``; return whether its next row is the saved one."""
         name = type(self._source).__name__
         if "state" not in state or self._initial is None:
             return False
@@ -207,11 +206,11 @@ class IterableRows:
     # ---- the other ranks
 
     def share(self) -> Any:
-        """Return what :meth:`check_shares` needs to know of this rank."""
+        """Return this rank's part for :meth:`check_shares`."""
         return self.key
 
     def check_shares(self, shares: list[Any]) -> None:
-        """Check what the ranks read, from :meth:`share` of each."""
+        """Compare the ranks, from :meth:`share` of each."""
         for rank, key in enumerate(shares):
             if key != shares[0]:
                 raise UserError(
@@ -287,7 +286,7 @@ class LoaderRows(IterableRows):
         return None if counts or count is None else count * len(self._shares)
 
     def share(self) -> tuple[str, tuple[int, int] | None, int | None]:
-        """Return the hash of the first rows; (rank, number of ranks) and number of what the sampler draws, if known."""
+        """Return the hash of the first rows; (rank, number of ranks) and length of the sampler, if known."""
         import torch.utils.data as torch_data
 
         loader: DataLoader = self._source
@@ -303,7 +302,6 @@ class LoaderRows(IterableRows):
         return key, (0, 1) if draws_all and is_map else None, count
 
     def check_shares(self, shares: list[Any]) -> None:
-        """See :meth:`IterableRows.check_shares`."""
         self._shares, name = shares, f"dataset DataLoader over {type(self._source.dataset).__name__}"
         keys = [key for key, *_ in shares]
         for rank, (key, part, _) in enumerate(shares if len(shares) > 1 and not self._allow_duplicates else []):
@@ -345,7 +343,7 @@ def is_loader(dataset: Any) -> bool:
 
 
 def _sampler_of(loader: DataLoader) -> Any:
-    """Return what draws the indices of a loader; of a user-provided batch sampler what it draws from."""
+    """Return the sampler of a loader; for a user-provided batch sampler its inner sampler."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 

@@ -35,7 +35,6 @@ class LitData(DataModule):
         require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """See :meth:`DataModule.prepare`; nothing is written."""
         folder, block_size = Path(self.data_path).expanduser(), max_seq_length + 1
         train, val, content, largest = self._open(folder, block_size, report)
         if tokenizer is not None and largest >= tokenizer.vocab_size:

@@ -189,7 +189,6 @@ class BlockDataset:
             raise ValueError(f"{store.folder} has no tokens {start:,} to {stop:,}: it has {store.n_tokens:,}")
 
     def survey(self) -> tuple[bytes, int]:
-        """See :meth:`ChunkedArray.survey`."""
         return self.store.array.survey(self.start, self.start + self.n_tokens)
 
     @property

@@ -35,7 +35,6 @@ class SyntheticTokens(DataModule):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """See :meth:`DataModule.prepare`; there is nothing to prepare."""
         block_size = max_seq_length + 1
         options = f"synthetic {self.vocab_size} {self.num_rows} {self.seed} {block_size}"
         key = hashlib.sha256(options.encode()).hexdigest()
