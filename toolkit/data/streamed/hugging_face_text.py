@@ -75,6 +75,11 @@ class HuggingFaceText(DataModule):
         require(bool(self.text_column), "text_column", self.text_column, "must be given")
         self._check_urls()
 
+    @property
+    def skips_broken(self) -> bool:
+        """Whether to skip the rest of a file that cannot be read."""
+        return self.on_bad_shard == "skip"
+
     def _check_urls(self) -> None:
         from toolkit.data.streamed.files import require_no_secret
 
@@ -86,22 +91,7 @@ class HuggingFaceText(DataModule):
         """See :meth:`DataModule.prepare`. Only the first segment, about 32 MB, is tokenized here."""
         from toolkit.data.streamed.open import TextSource, open_text
 
-        where, files, val_files = self._list_files(report)
-        val_option = "val_path" if self.val_split is None else "val_split"
-        text = TextSource(
-            where=where,
-            files=files,
-            val_where=f"--data.{val_option} {getattr(self, val_option)}",
-            val_files=val_files,
-            column=self.text_column,
-            val_rows=self.val_rows,
-            max_cache_gb=self.max_cache_gb,
-            skips_broken=self.on_bad_shard == "skip",
-            workers=self.prepare_workers,
-            vocab_size=self.vocab_size,
-            cache_dir=self.cache_dir,
-        )
-        return open_text(text, tokenizer, max_seq_length, report)
+        return open_text(TextSource(self, *self._list_files(report)), tokenizer, max_seq_length, report)
 
     def _list_files(self, report: Report) -> tuple[str, list[SourceFile], list[SourceFile] | None]:
         """Return the option that names the files, and the files to train and to validate on.

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.data.base import PreparedData, Report, TokenDataset
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
@@ -22,32 +23,33 @@ from toolkit.errors import DataError, UserError
 from toolkit.io.locks import file_lock
 from toolkit.io.storage import StorageError
 
+if TYPE_CHECKING:
+    from toolkit.data.streamed.hugging_face_text import HuggingFaceText
+
 _LEAST_SEGMENTS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Listed files and the options of :class:`~toolkit.data.streamed.hugging_face_text.HuggingFaceText`.
+    """The listed files and options of a data module.
 
     Args:
+        options: The data module.
         where: The option that named the files, for messages.
-        val_where: The option that named ``val_files``.
+        files: Training text.
         val_files: Text to validate on; None: held out from the first segment.
-        skips_broken: Whether files that cannot be read are left out.
-        vocab_size: Size of the tokenizer to train if none is given.
     """
 
+    options: HuggingFaceText
     where: str
     files: list[SourceFile]
-    val_where: str
     val_files: list[SourceFile] | None
-    column: str
-    val_rows: int
-    max_cache_gb: float | None
-    skips_broken: bool
-    workers: int
-    vocab_size: int
-    cache_dir: str | None
+
+    @property
+    def val_where(self) -> str:
+        """The option that named ``val_files``."""
+        name = "val_path" if self.options.val_split is None else "val_split"
+        return f"--data.{name} {getattr(self.options, name)}"
 
 
 def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Report) -> PreparedData:
@@ -57,12 +59,12 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
         raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
     if both := sorted({file.url for file in text.files} & {file.url for file in text.val_files or []}):
         raise UserError(f"{text.val_where}: {both[0]} is also training text; exclude it there")
-    cache_dir = choose_cache_dir(text.cache_dir)
+    cache_dir = choose_cache_dir(text.options.cache_dir)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         clean_up(cache_dir)
-        source = _source(text.files, text.column, text.skips_broken)
-        stream = _open_stream(cache_dir, source, tokenizer, text.vocab_size, report)
+        source = _source(text.files, text.options.text_column, text.options.skips_broken)
+        stream = _open_stream(cache_dir, source, tokenizer, text.options.vocab_size, report)
         prepared = _prepare_rows(text, stream, max_seq_length + 1, report)
     except StorageError as error:
         raise UserError(f"{text.where}: {error}") from error
@@ -108,18 +110,18 @@ def _open_stream(
 
 
 def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Report) -> PreparedData:
-    skips = text.skips_broken
+    skips = text.options.skips_broken
     if not skips and (n := stream.forget_broken()):
         report(f"Data: reading the files of {n} segments again that could not be read before")
     first, counts = _prepare_first(stream, block_size, skips, text.where, report)
     n_rows = counts.tokens // block_size
-    max_bytes = _require_budget(text.max_cache_gb, stream, first)
-    reader = StreamReader(stream, text.workers, max_bytes, report)
+    max_bytes = _require_budget(text.options.max_cache_gb, stream, first)
+    reader = StreamReader(stream, text.options.prepare_workers, max_bytes, report)
     rows, held_out, val = SegmentRows(reader, block_size), 0, None
     if text.val_files is not None:
         val = _val_rows(text, stream, text.val_files, block_size, report)
-    elif text.val_rows and n_rows > 1:
-        held_out = min(text.val_rows, max(1, n_rows // 10))
+    elif text.options.val_rows and n_rows > 1:
+        held_out = min(text.options.val_rows, max(1, n_rows // 10))
         val = RowSpans(rows, [(first, n_rows - held_out, n_rows)])
     of_val = None if val is None else [val.segments.reader.stream.folder.name, val.spans]
     content = [stream.source.key(stream.tokenizer.fingerprint), block_size, of_val]
@@ -179,13 +181,13 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
 
 def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_size: int, report: Report) -> RowSpans:
     """Tokenize as many segments of the validation files as ``val_rows`` needs."""
-    source = _source(files, text.column, text.skips_broken)
+    source = _source(files, text.options.text_column, text.options.skips_broken)
     stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
-    spans, n_left = list[tuple[int, int, int]](), text.val_rows
+    spans, n_left = list[tuple[int, int, int]](), text.options.val_rows
     for number in range(len(source.segments)):
         counts = stream.prepare(number, report)
         assert counts is not None
-        if counts.broken and not text.skips_broken:
+        if counts.broken and not text.options.skips_broken:
             raise UserError(f"{text.val_where}: {describe_broken(counts.broken)}")
         if rows := min(n_left, counts.tokens // block_size):
             spans.append((number, 0, rows))
