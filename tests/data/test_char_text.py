@@ -43,7 +43,7 @@ def test_tokens_are_characters_and_the_end_is_held_out(prepare):
     assert decoded(again.train, data.tokenizer) == TEXT[: len(again.train) * 17]
     with pytest.raises(UserError, match="--data CharText: .* longer tokens than characters; use --data TextFiles"):
         prepare(tokenizer=train_bpe([TEXT], 300))
-    with pytest.raises(UserError, match="^--data.path none.txt: no such file; give a text file or its URL$"):
+    with pytest.raises(UserError, match="^--data.path none.txt: no such file; provide a text file or its URL$"):
         prepare("none.txt")
 
 
@@ -76,4 +76,4 @@ def test_block_size_sets_the_sequence_length(prepare, capsys):
     for command, flag in ((plan, "train.max_seq_length"), (["inspect_data", *data], "max_seq_length"),
                           (["prepare_data", *data], "max_seq_length")):  # fmt: skip
         assert main([*command, f"--{flag}", "9"]) == 2
-        assert f"--data.block_size 12: --{flag} is 9; give only one of them\n" in capsys.readouterr().err
+        assert f"--data.block_size 12: --{flag} is 9; set only one of them\n" in capsys.readouterr().err

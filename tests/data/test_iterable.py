@@ -196,7 +196,7 @@ def test_epochs_of_a_loader_end_a_run(tmp_path, drop_last, samples):
 @pytest.mark.slow
 def test_what_an_iterable_must_do(tmp_path):
     generator = map(row, range(40))
-    with pytest.raises(DataError, match="has ended after 40 rows, and map cannot begin anew.*step-00000002 is saved"):
+    with pytest.raises(DataError, match="has ended after 40 rows, and map cannot restart.*step-00000002 is saved"):
         run(tmp_path / "generator", generator)
     assert run(tmp_path / "generator", map(row, range(200)), resume="auto") == list(range(32, 128))
 
@@ -281,7 +281,7 @@ def test_ranks_with_the_same_samples_or_other_ones_are_refused():
     def iterable(first: int) -> IterableRows:
         return IterableRows([row(i) for i in range(first, 50)], None)
 
-    same = r"DataLoader over \w+: feeds the same samples to several ranks; hand over the dataset itself"
+    same = r"DataLoader over \w+: feeds the same samples to several ranks; pass the dataset itself"
     cases = [
         (loader(), loader(), same),
         (loader(shuffle=True), loader(shuffle=True), same),

@@ -161,7 +161,7 @@ def choose_seq_length(data: DataModule, option: int | None, flag: str) -> int | 
     """Return the tokens per sequence that the data or ``flag`` sets; None if neither does."""
     length = data.seq_length
     if length is not None and option not in (None, length):
-        raise UserError(f"--data.block_size {length}: --{flag} is {option}; give only one of them")
+        raise UserError(f"--data.block_size {length}: --{flag} is {option}; set only one of them")
     return length or option
 
 

@@ -113,7 +113,7 @@ def require_text(files: list[SourceFile], where: str) -> list[SourceFile]:
             raise UserError(f"{where}: {file.name.rpartition('/')[2]}: must end in {SUPPORTED}")
     if not (non_empty := [file for file in files if file.size]):
         names = join_first([file.name for file in files], 3)
-        raise UserError(f"{where}: contains no text ({names}: 0 bytes); give other files")
+        raise UserError(f"{where}: contains no text ({names}: 0 bytes); use other files")
     return non_empty
 
 

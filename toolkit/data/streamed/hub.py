@@ -44,7 +44,7 @@ def open_repository(repo_id: str, revision: str) -> Repository:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise UserError(f"--data.repo_id {repo_id}: not a valid hub name; give organization/name") from error
+        raise UserError(f"--data.repo_id {repo_id}: not a valid hub name; use organization/name") from error
     with _hub_errors(repo_id, revision):
         commit = HfApi().dataset_info(repo_id, revision=revision, timeout=_TIMEOUT).sha
         if not commit:

@@ -159,7 +159,7 @@ def _prepare_first(
             report(f"Data: skipped the rest of {name}: {reason}")
     raise UserError(
         f"{where}: {total:,} tokens, but one row needs {block_size:,} (--train.max_seq_length + 1); reduce "
-        "--train.max_seq_length, or give more text"
+        "--train.max_seq_length, or provide more text"
     )
 
 
@@ -174,7 +174,7 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
     if max_cache_gb * 1e9 < needed:
         raise UserError(
             f"--data.max_cache_gb {max_cache_gb:g}: a run needs {_LEAST_SEGMENTS} segments at a time, about "
-            f"{needed / 1e9:.2g} GB; give at least that"
+            f"{needed / 1e9:.2g} GB; set at least that"
         )
     return int(max_cache_gb * 1e9)
 
@@ -195,7 +195,7 @@ def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_si
         if not n_left:
             break
     if not spans:
-        raise UserError(f"{text.val_where}: has no row of {block_size:,} tokens; give more text")
+        raise UserError(f"{text.val_where}: has no row of {block_size:,} tokens; provide more text")
     return RowSpans(SegmentRows(StreamReader(stream, 1, None, report), block_size), spans)
 
 

@@ -212,10 +212,10 @@ class StreamOrder:
             if n_rows > 0:
                 return
         option = "no file of the data has a row that can be read"
-        raise DataError(f"{option}; give other files, or a smaller --train.max_seq_length")
+        raise DataError(f"{option}; use other files, or a smaller --train.max_seq_length")
 
     def _require_same_rows(self, epoch_index: tuple[int, int], segment: int, n_rows: int) -> None:
-        """Refuse to go on within a segment that has another number of rows now, which are in another order."""
+        """Refuse to resume within a segment whose number of rows, and so their order, has changed."""
         begun, saved = self._begun
         if epoch_index == begun and saved not in (None, n_rows):
             source = self.rows.segments.reader.stream.source

@@ -145,7 +145,7 @@ def _text_of(line: bytes, column: str, start: int) -> str | None:
     except (ValueError, RecursionError) as error:
         raise BrokenFileError(f"byte {start:,}: is not a line of JSON ({one_line(error)[:100]})") from error
     if not isinstance(row, dict):
-        raise BrokenFileError(f"byte {start:,}: is not a JSON object; give one object with text per line")
+        raise BrokenFileError(f"byte {start:,}: is not a JSON object; write one object with text per line")
     if column not in row:
         raise ColumnError(f"byte {start:,}: has no column {column!r}; its columns are {join_first(list(row), 20)}")
     text = row[column]

@@ -65,7 +65,7 @@ class CharText(DataModule):
         option = f"--data.path {self.path}"
         file = _fetch(self.path, "path", self.cache_dir, report) if is_url(self.path) else Path(self.path).expanduser()
         if not file.is_file():
-            raise UserError(f"{option}: no such file; give a text file or its URL")
+            raise UserError(f"{option}: no such file; provide a text file or its URL")
         sources = TextSources(
             module="char_text",
             train=[file],

@@ -165,8 +165,8 @@ class IterableRows:
         if self._one_shot is not None:
             if epoch:
                 raise DataError(
-                    f"dataset: has ended after {self._next:,} rows, and {type(self._source).__name__} cannot begin "
-                    "anew; train for fewer steps, or give an object whose __iter__ starts from the beginning"
+                    f"dataset: has ended after {self._next:,} rows, and {type(self._source).__name__} cannot "
+                    "restart; train for fewer steps, or pass an object whose __iter__ starts from the beginning"
                 )
             return self._one_shot
         _set_epoch(epoch, self._source)
@@ -254,7 +254,9 @@ class LoaderRows(IterableRows):
                 f"{now['ranks']}; resume on {before}, or begin a run with the dataset itself, which toolkit splits"
             )
         if state and state != now:
-            raise UserError("dataset DataLoader: yields other rows than before; give its sampler a seed or a generator")
+            raise UserError(
+                "dataset DataLoader: yields different rows than before; pass a seed or a generator to its sampler"
+            )
         self._row = now["position"] // now["ranks"]
         if self._row:
             self.note = f"DataLoader: reads {self._row:,} rows again that were trained on; {_RECOMMENDED}"
@@ -307,14 +309,14 @@ class LoaderRows(IterableRows):
         for rank, (key, part, _) in enumerate(shares if len(shares) > 1 and not self._allow_duplicates else []):
             if part == (0, 1) or keys.count(key) > 1:
                 raise UserError(
-                    f"{name}: feeds the same samples to several ranks; hand over the dataset itself, which toolkit "
-                    "splits, or give a DistributedSampler, or set allow_duplicate_data=True"
+                    f"{name}: feeds the same samples to several ranks; pass the dataset itself, which toolkit "
+                    "splits, use a DistributedSampler, or set allow_duplicate_data=True"
                 )
             if part not in (None, (rank, len(shares))):
                 raise UserError(
                     f"{name}: its DistributedSampler is of rank {part[0]} of {part[1]}, on rank {rank} of "
-                    f"{len(shares)}; hand over the dataset itself, which toolkit splits, or give the sampler "
-                    "toolkit.get_world_size() and toolkit.get_rank() under torchrun"
+                    f"{len(shares)}; pass the dataset itself, which toolkit splits, or pass "
+                    "toolkit.get_world_size() and toolkit.get_rank() to the sampler under torchrun"
                 )
 
 
@@ -322,8 +324,8 @@ _RECOMMENDED = "pass the dataset itself to resume without reading rows again"
 
 
 IN_ORDER = (
-    "only for a dataset with len() and [index]; an iterable is read in its own order by the training process; leave "
-    "num_workers out (a DataLoader has its own)"
+    "only for a dataset with len() and [index]; an iterable is read in its own order by the training process; "
+    "remove num_workers (a DataLoader has its own)"
 )
 
 
