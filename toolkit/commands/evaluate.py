@@ -148,7 +148,6 @@ def require_effect(tasks: str | None, text_options: dict[str, Any], task_options
 
 
 def format_text_result(result: dict[str, Any]) -> str:
-    """Return a table of the results on text."""
     formats = {float: "{:,.4f}", int: "{:,}"}
     return "\n".join(f"{name:16} {formats.get(type(value), '{}').format(value)}" for name, value in result.items())
 

@@ -64,7 +64,6 @@ def setup(
 
 
 def _print_names() -> None:
-    """Print the names of all configurations, family by family."""
     from toolkit.models.families import list_aliases, list_names_by_family
 
     width = max(40, shutil.get_terminal_size((100, 24)).columns)

@@ -171,7 +171,6 @@ def require(ok: bool, name: str, value: Any, hint: str) -> None:
 
 
 def require_text_options(module: Any) -> None:
-    """Check the options shared by the text modules."""
     fraction, vocab_size, workers = module.val_fraction, module.vocab_size, module.num_workers
     require(fraction is None or 0 <= fraction < 1, "val_fraction", fraction, "must be at least 0 and less than 1")
     is_valid = vocab_size == "characters" or vocab_size > 256

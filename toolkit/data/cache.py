@@ -140,7 +140,6 @@ def read_manifest(folder: Path, key: str) -> dict[str, Any]:
 
 
 def read_checksums(folder: Path) -> dict[str, Checksum]:
-    """Return the checksums of a prepared folder by file."""
     if not (folder / CHECKSUMS).is_file():
         raise ValueError(f"{CHECKSUMS} is missing")
     content = json.loads((folder / CHECKSUMS).read_bytes())
@@ -148,7 +147,6 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
 
 
 def require_intact(folder: Path, checksums: Mapping[str, Checksum]) -> None:
-    """Raise ValueError with the names of damaged files."""
     if damaged := find_damage(folder, checksums):
         raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))
 

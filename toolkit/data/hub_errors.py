@@ -54,7 +54,6 @@ def describe_hub_error(
 
 
 def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -55,7 +55,6 @@ def _select_counts(statistics: dict[str, Any], prepared: PreparedData) -> dict[s
 
 
 def _count_rows(prepared: PreparedData) -> dict[str, Any]:
-    """Count the first rows of a dataset without statistics."""
     train, count = getattr(prepared.train, "preview", prepared.train), row_count(prepared.train)
     surveyed = min(len(train), _SURVEY_ROWS)
     rows = [row for i in range(surveyed) for row in rows_of(train[i])]

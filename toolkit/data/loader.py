@@ -46,7 +46,6 @@ class Padding(NamedTuple):
     token: int = 0
 
     def width(self, longest: int) -> int:
-        """Return the padded length, T."""
         rounded = -(-longest // self.multiple) * self.multiple
         return max(longest, rounded if self.limit is None else min(rounded, self.limit))
 
@@ -287,7 +286,6 @@ def _step_ids(
 
 
 def _longest_first(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return a stable order by descending length, filler rows last."""
     return np.argsort(np.where(ids == FILLER, 0, -lengths[ids]), kind="stable")
 
 

@@ -65,7 +65,6 @@ class Mixture(DataModule):
 
     @property
     def modules(self) -> dict[str, DataModule]:
-        """The data modules of the sources, by name."""
         return {name: source.data for name, source in self._modules.items()}
 
     @property
@@ -117,7 +116,6 @@ class Mixture(DataModule):
 
 
 def _read_source(name: Any, entry: Any) -> MixtureSource:
-    """Return a source from its entry in YAML, flags or Python."""
     flag = f"--data.sources.{name}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UserError(f"--data.sources {name!r}: a name must consist of letters, digits, _ and -")
@@ -186,7 +184,6 @@ def _plain(source: MixtureSource) -> dict[str, Any]:
 def _prepare_source(
     name: str, source: MixtureSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
 ) -> PreparedData:
-    """Prepare one source, with its name in the messages."""
     from toolkit.data.tokens.rows import check_rows
 
     module, flag = source.data, f"--data.sources.{name}"

@@ -173,7 +173,6 @@ class Tokenizer:
         return [before + encoding.ids + after for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Decode ``ids`` to text."""
         with _translate_panic(self.name):
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
@@ -263,7 +262,6 @@ def _translate_panic(name: str) -> Iterator[None]:
 
 
 def _read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Read the files that belong to the tokenizer in a folder, by relative path."""
     matches = {match for pattern in FILE_PATTERNS for match in folder.glob(pattern)}
     files = sorted(match for match in matches if match.is_file())
     for file in files:

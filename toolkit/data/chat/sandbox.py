@@ -82,7 +82,6 @@ def _describe(error: Exception) -> str:
 
 @lru_cache(8)
 def compile_template(source: str) -> Template:
-    """Compile ``source``."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

@@ -59,7 +59,6 @@ def send_request(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Return the running subprocess, or start one."""
     global _running
     if _running is None or _running[0] != os.getpid() or _running[1].poll() is not None:
         command = [sys.executable, "-c", _CODE, json.dumps([str(path) for path in sys.path])]

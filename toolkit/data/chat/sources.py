@@ -30,7 +30,6 @@ def prompt_styles() -> list[str]:
 
 
 def require_style(style: str) -> None:
-    """Raise UserError unless there is a prompt style of this name."""
     if style not in (known := prompt_styles()):
         raise UserError(f"--data.prompt_style {style}: must be one of {', '.join(known)}{did_you_mean(style, known)}")
 

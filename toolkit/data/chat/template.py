@@ -263,7 +263,6 @@ class ChatTemplate:
             raise self._error(f"the template does not render the row's tools; {hint}")
 
     def _require_tool_calls(self, messages: Sequence[Message], i: int, rendered: str) -> None:
-        """Raise UserError unless the rendered answer ``i`` names all tools that it calls."""
         for call in messages[i].get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, dict) else None
             name = function.get("name") if isinstance(function, dict) else None

@@ -90,7 +90,6 @@ class HubRows:
 
 
 def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) -> HubRows:
-    """Load one split of a dataset from the Hugging Face hub, or from a local folder."""
     try:
         import datasets
     except ImportError as error:

@@ -147,7 +147,6 @@ class PackedDataset:
         return f"{self._source_names[source]} {number:,}"
 
     def _sample(self, member: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return input tokens and labels of a sample, each (N - 1,) int64."""
         begin, end = self._offsets[member : member + 2].tolist()
         tokens = self._store.tokens(begin, end).astype(np.int64)
         return tokens[:-1], np.where(self._store.loss_mask(begin + 1, end), tokens[1:], IGNORE_INDEX)
@@ -303,7 +302,6 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def summarize(statistics: dict[str, Any], config: SFTConfig) -> str:
-    """Return one line with sample, token and row counts."""
     size = (
         f"{statistics['tokens']:,} tokens, trained: {statistics['trained_tokens'] / max(statistics['tokens'], 1):.1%}"
     )

@@ -84,7 +84,6 @@ class RowFile:
         return f"{self.kind} {self.split} {document.sha256}"
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield the rows with their numbers."""
         read = {"jsonl": _json_lines, "csv": _csv_lines, "parquet": _parquet_rows}.get(self.kind, self._json_rows)
         is_empty = True
         try:
@@ -164,7 +163,6 @@ def _require_same_kind(files: list[Path], split: str, option: str) -> list[Path]
 
 
 def _describe_unread(folder: Path, read: set[str], held_out: str | None) -> tuple[str, ...]:
-    """Return a log line about unused data files in a folder, if any."""
     files = (path for path in folder.iterdir() if path.suffix.lower() in KINDS and path.is_file())
     names = sorted(path.name for path in files if path.name not in read and not path.name.startswith("."))
     if not names:
@@ -211,7 +209,6 @@ def _splits_of_json(path: Path, option: str) -> Splits:
 
 
 def _first_line(path: Path, option: str) -> str:
-    """Return the first non-blank line."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             while (line := file.readline(MAX_ROW)) and not line.strip():

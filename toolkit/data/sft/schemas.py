@@ -137,7 +137,6 @@ def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> di
 
 
 def _find_column(values: dict[str, Any], group: tuple[str, ...], where: str) -> str | None:
-    """Return the name of the non-null column of a group, or None."""
     names = [name for name in group if values.get(name) is not None]
     if len(names) > 1:
         raise UserError(
@@ -167,7 +166,6 @@ def _build_turn(values: dict[str, Any], question: str, where: str) -> tuple[dict
 
 
 def _parse_prompt_messages(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
-    """Parse a ``prompt`` that is a list of messages."""
     name = _find_column(values, INPUT, where)
     if name is not None and values[name] != "":
         raise UserError(f"{where}: has both {name} and a {question} of messages; move it into a message or remove it")
@@ -222,7 +220,6 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _parse_json_cell(text: str, where: str, what: str) -> Any:
-    """Parse JSON text in a cell."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -173,7 +173,6 @@ def _tokenize_row(
 
 
 def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
-    """Tokenize a record."""
     if record.messages is None:
         return encode_text(config.tokenizer, record.text or "")
     if config.template is None:

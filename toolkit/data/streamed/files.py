@@ -65,7 +65,6 @@ def _suffixes(name: str) -> tuple[str, str]:
 
 
 def is_supported(name: str) -> bool:
-    """Whether the suffix names a supported format."""
     return _suffixes(name)[0] != ""
 
 

@@ -53,7 +53,6 @@ def open_repository(repo_id: str, revision: str) -> Repository:
 
 
 def list_split(repository: Repository, subset: str | None, split: str) -> list[SourceFile]:
-    """Return the files of a split, sorted by name."""
     where = f"--data.repo_id {repository.repo_id}"
     patterns = _patterns(repository, subset)
     if patterns is None:
@@ -127,7 +126,6 @@ def _by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
 
 
 def _configs(repository: Repository) -> list[dict[str, Any]]:
-    """Return ``configs`` of the README's YAML header."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -180,7 +178,6 @@ def _compile(glob: str) -> re.Pattern[str]:
 
 
 def _tree(repository: Repository, folder: str) -> list[SourceFile]:
-    """Return all files below a folder of the repository."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import EntryNotFoundError
     from huggingface_hub.hf_api import RepoFile

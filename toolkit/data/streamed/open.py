@@ -164,7 +164,6 @@ def _prepare_first(
 
 
 def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> int | None:
-    """Return the budget in bytes."""
     if max_cache_gb is None:
         return None
     source = stream.source

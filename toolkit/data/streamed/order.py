@@ -129,7 +129,6 @@ class StreamedRows:
 
 
 def describe_broken(broken: dict[str, str]) -> str:
-    """Return one line about the first of the broken files."""
     name, reason = next(iter(broken.items()))
     return f"{name}: {reason}; replace the file, or set --data.on_bad_shard skip"
 

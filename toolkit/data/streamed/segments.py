@@ -92,7 +92,6 @@ def read_part(file: SourceFile, part: Part, column: str) -> Iterator[TextChunk]:
 
 
 def _storage_error(error: BaseException | None) -> StorageError | None:
-    """Return the StorageError that caused an error of a library, if one did."""
     while error is not None and not isinstance(error, StorageError):
         error = error.__cause__ or error.__context__
     return error
@@ -171,7 +170,6 @@ def _decompressed(raw: RetryingFile, file: SourceFile) -> IO[bytes]:
 
 
 def import_pyarrow() -> Any:
-    """Import pyarrow."""
     try:
         import pyarrow
     except ImportError as error:

@@ -205,7 +205,6 @@ class Stream:
         return len(broken)
 
     def prepared(self) -> list[int]:
-        """Return the segments with counts."""
         names = sorted(path.stem for path in (self.folder / "counts").glob("*.json"))
         return [int(name) for name in names if name.isdigit()]
 

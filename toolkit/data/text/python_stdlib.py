@@ -61,7 +61,6 @@ class PythonStdlib(DataModule):
 
 
 def find_sources() -> list[Path]:
-    """Return the UTF-8 source files of the standard library, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, subfolders, names in os.walk(root):

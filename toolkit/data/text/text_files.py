@@ -79,7 +79,6 @@ class TextFiles(DataModule):
 
 
 def _find_files(value: str, option: str) -> list[Path]:
-    """Return the files of a path or glob, each once."""
     path = Path(value).expanduser()
     if path.is_file():
         return [path]

@@ -338,7 +338,6 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def is_loader(dataset: Any) -> bool:
-    """Whether this is a torch DataLoader, or one of a derived class."""
     from torch.utils.data import DataLoader
 
     return isinstance(dataset, DataLoader)

@@ -31,7 +31,6 @@ class PythonData(DataModule):
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the checked rows differ in length."""
         return min(self.lengths) != max(self.lengths)
 
     def describe_lengths(self, max_seq_length: int) -> str:
@@ -87,12 +86,10 @@ def check_rows(flag: str, data: PreparedData, seq_length: int | None) -> None:
 
 
 def row_bytes(row: dict[str, Tensor]) -> bytes:
-    """Return the tokens and labels of a row, for a hash."""
     return row["input_ids"].numpy().tobytes() + row["labels"].numpy().tobytes()
 
 
 def hash_rows(rows: Iterable[dict[str, Tensor]]) -> str:
-    """Return a SHA-256 of rows."""
     key = hashlib.sha256()
     for row in rows:
         key.update(f"|{len(row['input_ids'])}|".encode() + row_bytes(row))
@@ -109,7 +106,6 @@ def require_shifted(rows: Iterable[dict[str, Tensor]], name: str) -> None:
 
 
 def _to_token_tensor(value: Any, name: str) -> Tensor:
-    """Return a 1-D integer sequence as an int64 tensor on the CPU."""
     import torch
 
     try:

@@ -37,7 +37,6 @@ _INDEX_CONFIG = {
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the type of tokens on disk."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
 
 
@@ -67,7 +66,6 @@ class TokenWriter:
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens so far."""
         return self._tokens.size
 
     @property
@@ -209,7 +207,6 @@ class BlockDataset:
         return {"input_ids": block[:-1], "labels": block[1:]}
 
     def find_row(self, index: int) -> int:
-        """Return the first token of a row."""
         return self.start + index * self.block_size
 
 
