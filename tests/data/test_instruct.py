@@ -112,7 +112,7 @@ def test_train_on_selects_the_loss_mask(prepare, tokenizer):
 
 def test_alpaca_rows_take_the_alpaca_style_where_the_model_has_no_template(prepare, plain):
     data, lines = prepare([{"instruction": "q", "input": "", "output": "a"}] * 3, tokenizer=plain)
-    assert "has no chat template; rows with instruction and output get that of alpaca" in lines
+    assert "has no chat template; rows with instruction and output use alpaca's" in lines
     assert "### Instruction" in plain.decode(data.train[0]["input_ids"].tolist())
     with pytest.raises(UserError, match="has no chat template; choose one of"):
         prepare([{"messages": [{"role": "user", "content": "q"}]}] * 3, tokenizer=plain)

@@ -314,7 +314,7 @@ def test_loader_is_not_resumed_on_another_number_of_ranks():
     assert saved["ranks"] == 1
     with pytest.raises(UserError, match="the run had 2 ranks, not 1; resume on 2"):
         rows.order(0, saved | {"ranks": 2})
-    with pytest.raises(UserError, match="DataLoader: yields other rows than before"):
+    with pytest.raises(UserError, match="DataLoader: yields different rows than before"):
         LoaderRows(DataLoader(Rows(), shuffle=True, collate_fn=list), None, False).order(0, saved)
     assert rows.order(0, saved).note.startswith("DataLoader: reads 32 rows again")
 
