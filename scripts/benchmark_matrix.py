@@ -236,8 +236,8 @@ def find_mfu(values: dict[str, Any]) -> float | None:
     from toolkit.models.config import ModelOverrides
     from toolkit.models.families import get_config
     from toolkit.models.gpt import GPT
-    from toolkit.planning.speed.cards import peak_flops
     from toolkit.planning.speed.flops import flops_per_token
+    from toolkit.planning.speed.gpus import peak_flops
 
     work = values["work"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.planning.speed.cards import peak_flops
 from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
+from toolkit.planning.speed.gpus import peak_flops
 
 
 def test_n8_only_active_experts_count():

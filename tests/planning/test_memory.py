@@ -30,8 +30,8 @@ from toolkit.optim.classes import build_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.planning import activations
 from toolkit.planning.memory import count_parameters, plan_memory
+from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.optimizer_memory import state_bytes
-from toolkit.planning.setup import TrainingSetup
 
 SINGLE = StrategyPlan("single", None, (1, 1), "")
 ADAMW = {"name": "AdamW", "weight_decay": 0.1}
@@ -85,16 +85,16 @@ LORAS = {
 }
 
 
-def setup_of(family: str, precision: str, lora: LoRAConfig | None = None, **other) -> TrainingSetup:
+def setup_of(family: str, precision: str, lora: LoRAConfig | None = None, **other) -> MemoryInputs:
     values = {"strategy": SINGLE, "micro_batch_size": 2, "accumulation": 1, "seq_length": 128, "optimizer": ADAMW}
-    return TrainingSetup(CONFIGS[family], precision, device="cpu", lora=lora, **(values | other))
+    return MemoryInputs(CONFIGS[family], precision, device="cpu", lora=lora, **(values | other))
 
 
-def build_on_meta(setup: TrainingSetup) -> GPT:
+def build_on_meta(setup: MemoryInputs) -> GPT:
     return adapted_on_meta(setup.config, setup.lora)
 
 
-def build(setup: TrainingSetup) -> GPT:
+def build(setup: MemoryInputs) -> GPT:
     """Return the initialized model of a setup."""
     model = GPT(setup.config)
     if setup.lora is not None:
@@ -105,7 +105,7 @@ def build(setup: TrainingSetup) -> GPT:
     return model
 
 
-def loss_of(model: GPT, setup: TrainingSetup) -> torch.Tensor:
+def loss_of(model: GPT, setup: MemoryInputs) -> torch.Tensor:
     ids = torch.randint(0, 512, (setup.micro_batch_size, setup.seq_length))
     documents = torch.arange(setup.seq_length).expand_as(ids) // 50 if setup.packed else None
     bounds = None if documents is None else document_bounds(documents)
@@ -114,7 +114,7 @@ def loss_of(model: GPT, setup: TrainingSetup) -> torch.Tensor:
         return model(ids, ids, positions=positions, documents=documents, document_bounds=bounds)[0]
 
 
-def saved_bytes(setup: TrainingSetup, model: GPT | None = None) -> int:
+def saved_bytes(setup: MemoryInputs, model: GPT | None = None) -> int:
     """Return the bytes of all storages that autograd saves in a forward pass, without parameters."""
     model, kept = model or build(setup), {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -217,7 +217,7 @@ def test_attention_kernels_save_neither_masks_nor_scores(family, monkeypatch):
                 assert plan_memory(setup).activations == pytest.approx(kept_bytes(setup), rel=0.02), (packed, mode)
 
 
-def kept_bytes(setup: TrainingSetup) -> int:
+def kept_bytes(setup: MemoryInputs) -> int:
     """Return the bytes that exist when the blocks and the last norm have run, without what the norm does not save."""
     model, counted = build(setup), []
     checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
@@ -230,7 +230,7 @@ def kept_bytes(setup: TrainingSetup) -> int:
     return counted[0]
 
 
-def largest_block(setup: TrainingSetup) -> int:
+def largest_block(setup: MemoryInputs) -> int:
     """Return the most bytes that a block saves without checkpointing in addition to its input and what blocks share."""
     model, sizes = build(setup), []
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -447,7 +447,7 @@ def test_quantized_base_matches_bitsandbytes(quantize):
 # ---- strategies
 
 
-def sharded(setup: TrainingSetup, devices: int, nodes: int = 1, **fsdp) -> TrainingSetup:
+def sharded(setup: MemoryInputs, devices: int, nodes: int = 1, **fsdp) -> MemoryInputs:
     options = FSDPArgs(**fsdp)
     plan = plan_strategy("auto", options, DDPArgs(), devices=devices, num_nodes=nodes, accelerator="cuda",
                          precision=setup.precision)  # fmt: skip

@@ -23,32 +23,32 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.loss import chunk_rows
 from toolkit.optim.groups import block_params
 from toolkit.optim.hybrid import NS_STEPS
+from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.optimizer_memory import main_params, orthogonalization_flops
 from toolkit.planning.plan import plan_run
 from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import run_args
-from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed import trace as tracing
-from toolkit.planning.speed.cards import CARDS, card_for
 from toolkit.planning.speed.cuda_on_meta import CUDA
 from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
 from toolkit.planning.speed.fusion import fuse
+from toolkit.planning.speed.gpus import GPUS, find_gpu
 from toolkit.planning.speed.links import communication
 from toolkit.planning.speed.operators import Access, Op, Recorder
 from toolkit.planning.speed.predict import predict
+from toolkit.planning.speed.suggestions import _compiler, _micro_batch, _precision, _strategy
 from toolkit.planning.speed.trace import LOSS, trace_micro_step, trace_update
-from toolkit.planning.speed.variants import _compiler, _micro_batch, _precision, _strategy
 from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
 B, T = 2, 128
 SINGLE = StrategyPlan("single", None, (1, 1), "")
 
 
-def setup_of(name: str = "pico-llama", **changes) -> TrainingSetup:
+def setup_of(name: str = "pico-llama", **changes) -> MemoryInputs:
     overrides = changes.pop("model", {})
     config = replace(get_config(name).with_vocab_size(512), **overrides)
     given = {"optimizer": {"name": "AdamW"}, "precision": "bf16-mixed", "accumulation": 1, **changes}
-    return TrainingSetup(config, strategy=SINGLE, micro_batch_size=B, seq_length=T, **given)
+    return MemoryInputs(config, strategy=SINGLE, micro_batch_size=B, seq_length=T, **given)
 
 
 def total(trace, of, *kinds: str) -> float:
@@ -216,7 +216,7 @@ def test_fused_adamw_reads_four_tensors_and_writes_three():
 
 def test_links_of_strategies():
     """ddp sends each gradient twice but for a rank's own part; fsdp gathers weights twice and reduces gradients."""
-    card, setup = CARDS["H100"], setup_of(precision="32-true")
+    card, setup = GPUS["H100"], setup_of(precision="32-true")
     model = model_on_meta(setup.config)
     size = 4 * sum(p.numel() for p in model.parameters())
     rate = card.link * 0.8
@@ -236,15 +236,15 @@ def test_links_of_strategies():
     assert sent("fsdp", "FULL_SHARD", (8,), 8, 1) == pytest.approx(7 / 8 * moved / rate + collectives)
     assert sent("ddp", None, (16, 1), 8, 2) > sent("ddp", None, (8, 1), 8, 1)
     of_nodes = communication(
-        replace(setup, strategy=StrategyPlan("ddp", None, (16, 1), "")), model, CARDS["RTX 4090"], 8, 2, 0.0, 0.0
+        replace(setup, strategy=StrategyPlan("ddp", None, (16, 1), "")), model, GPUS["RTX 4090"], 8, 2, 0.0, 0.0
     )
     assert of_nodes.links == "PCIe 4.0, 100 Gb/s Ethernet per node of 8 between nodes"
-    assert 8 * 8 * CARDS["RTX 4090"].network == 100e9
+    assert 8 * 8 * GPUS["RTX 4090"].network == 100e9
 
 
 def test_links_of_4_bits_masters_and_accumulation():
     """4-bit weights are sent as such, masters' gradients in fp32; only the last backward pass hides reductions."""
-    card, model = CARDS["H100"], model_on_meta(setup_of().config)
+    card, model = GPUS["H100"], model_on_meta(setup_of().config)
 
     def links(kind, sharding, busy=0.0, model=model, **changes):
         mesh = (8,) if kind == "fsdp" else (8, 1)
@@ -314,7 +314,7 @@ def test_plan_predicts_a_step(capsys):
 def test_times_are_shown_in_readable_units():
     """From a plan's values: seconds for long steps, the time of the run, and that the run does not fit."""
     plan = planned_run(train={"max_steps": 200, "micro_batch_size": 4, "max_seq_length": 64})
-    slow = replace(predict(plan, CARDS["H200"]), products=30.0)
+    slow = replace(predict(plan, GPUS["H200"]), products=30.0)
     summary = plan_summary(plan, 1e-3, math.inf, []) | {"speed": speed_summary("H200", slow, [], plan.steps)}
     shown = format_plan(summary)
     assert "(prediction; not measured on a GPU; does not fit in memory)\n" in shown
@@ -370,7 +370,7 @@ def test_variants_are_runs_that_start():
 
 def test_gpus_without_bf16_train_in_fp16(capsys):
     v100 = ["--speed", "V100"]
-    assert CARDS["V100"].kernels.forward < CARDS["A10"].kernels.forward  # nor FlashAttention 2
+    assert GPUS["V100"].kernels.forward < GPUS["A10"].kernels.forward  # nor FlashAttention 2
     assert plan(capsys, "pretrain", "pico-llama", *v100)["precision"] == "16-mixed"
     assert main(["plan", "pretrain", "pico-llama", *v100, "--precision", "bf16-mixed"]) == 2
     assert "--precision bf16-mixed: this GPU has no bfloat16; use auto, 16-mixed" in capsys.readouterr().err
@@ -392,8 +392,8 @@ def test_gpus_are_known_by_the_names_of_vendors_and_drivers():
         "H200 141GB": "H200", "B200 180GB": "B200", "Tesla T4": "T4", "Tesla V100-SXM2-32GB": "V100",
         "A6000": "RTX A6000",
     }  # fmt: skip
-    assert {name: card_for(name)[0] for name in names} == names
-    assert {card_for(name)[0] for name in CARDS} == set(CARDS)
+    assert {name: find_gpu(name)[0] for name in names} == names
+    assert {find_gpu(name)[0] for name in GPUS} == set(GPUS)
     for name, hint in {
         "V100 16GB": "with other memory: V100",
         "A100 80GB PCIe": "did you mean 'A100-SXM4-40GB' or 'A100'",
@@ -401,7 +401,7 @@ def test_gpus_are_known_by_the_names_of_vendors_and_drivers():
         "RTX 4090 Laptop GPU": "unknown GPU",
     }.items():
         with pytest.raises(UserError, match=hint):
-            card_for(name)
+            find_gpu(name)
 
 
 @pytest.mark.slow

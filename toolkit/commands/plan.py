@@ -48,9 +48,9 @@ def setup(
         print(*(row.message() for row in ROWS), sep="\n")
         return
     if speed is not None:
-        from toolkit.planning.speed.cards import card_for
+        from toolkit.planning.speed.gpus import find_gpu
 
-        name, card = card_for(speed, str(run["shared"].accelerator))
+        name, card = find_gpu(speed, str(run["shared"].accelerator))
         device_memory_gb = device_memory_gb or card.memory / 1e9
     from toolkit.distributed.device import device_memory
     from toolkit.planning.advice import advice_for
@@ -61,7 +61,7 @@ def setup(
     with run_args_of(command, run) as args:
         if speed is not None:
             from toolkit.planning.speed.predict import predict
-            from toolkit.planning.speed.variants import variants
+            from toolkit.planning.speed.suggestions import suggestions
 
         spec = device_spec_of(args, device_memory_gb)
         plan = plan_run(args, spec if speed is None else replace(spec, has_bf16=card.has_bf16))
@@ -69,7 +69,7 @@ def setup(
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb, host_memory_gb)
         if speed is not None:
             prediction = predict(plan, card)
-            predicted = (name, prediction, variants(plan, card, prediction), plan.steps)
+            predicted = (name, prediction, suggestions(plan, card, prediction), plan.steps)
     summary = plan_summary(plan, device_memory_gb, host_memory_gb, advice)
     if predicted is not None:
         summary["speed"] = speed_summary(*predicted)

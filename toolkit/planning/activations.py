@@ -20,6 +20,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.models.loss import chunk_rows
+from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.sample_model import (
     AUTOCAST,
     micro_batch,
@@ -27,7 +28,6 @@ from toolkit.planning.sample_model import (
     quantized_linears,
     sample_model,
 )
-from toolkit.planning.setup import FP32, TrainingSetup
 from toolkit.planning.speed.cuda_on_meta import cuda_on_meta
 from toolkit.private_torch import FakeTensorMode, TorchDispatchMode, tree_leaves
 
@@ -46,7 +46,7 @@ class Activations(NamedTuple):
     recomputed: float
 
 
-def measure_activations(setup: TrainingSetup) -> Activations:
+def measure_activations(setup: MemoryInputs) -> Activations:
     """Return the activations of a micro-batch.
 
     They are linear in the number of rows: some tensors, such as masks, are common to all rows.
@@ -56,7 +56,7 @@ def measure_activations(setup: TrainingSetup) -> Activations:
     return Activations(*(a + rows * (b - a) for a, b in zip(few, more, strict=True)))
 
 
-def _measure(setup: TrainingSetup, n_rows: int) -> Activations:
+def _measure(setup: MemoryInputs, n_rows: int) -> Activations:
     config, counts = one_layer_of_each_kind(setup.config, n_first=int(setup.lora is not None), n_last=1)
     parts = _live_bytes(setup, config, n_rows, setup.activation_checkpointing)
     kept, casts = 0, 0
@@ -82,7 +82,7 @@ _cache: dict[str, defaultdict[Part, int]] = {}
 
 
 def _live_bytes(
-    setup: TrainingSetup, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
+    setup: MemoryInputs, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
 ) -> defaultdict[Part, int]:
     """Return the bytes that exist after the forward pass of a model with this config, by part."""
     same = (config, setup.precision, setup.strategy.kind == "fsdp", setup.seq_length, setup.device, setup.lora)
@@ -93,7 +93,7 @@ def _live_bytes(
 
 
 def _run(
-    setup: TrainingSetup, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
+    setup: MemoryInputs, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
 ) -> defaultdict[Part, int]:
     autocast = AUTOCAST.get(setup.precision)
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def _run(
 class _Storages(TorchDispatchMode):
     """Follows the storages that operators make in a forward pass of ``model``, but not those of its weights."""
 
-    def __init__(self, model: GPT, setup: TrainingSetup) -> None:
+    def __init__(self, model: GPT, setup: MemoryInputs) -> None:
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int, Part]] = {}
         self._layer: int | None = None
@@ -170,7 +170,7 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def logits_bytes(setup: TrainingSetup) -> float:
+def logits_bytes(setup: MemoryInputs) -> float:
     """Return the bytes of one chunk of logits with its gradient, cast under 16-bit products, and of the loss gradients.
 
     See models/loss.py: the head's gradient accumulates in fp32 between forward and backward, from 16-bit chunks; the

@@ -22,9 +22,9 @@ from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import refuse_experts
 from toolkit.planning.activations import Activations, logits_bytes, measure_activations
+from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.optimizer_memory import optimizer_bytes, state_bytes, update_bytes
 from toolkit.planning.sample_model import model_of
-from toolkit.planning.setup import FP32, TrainingSetup
 from toolkit.planning.speed.flops import matmul_parameters
 
 # bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale, and an fp32 scale per
@@ -123,7 +123,7 @@ def count_parameters(model: nn.Module) -> Parameters:
     return Parameters(sum(size for size, _ in sizes), trained, matmul_parameters(model))
 
 
-def plan_memory(setup: TrainingSetup, model: GPT | None = None, with_activations: bool = True) -> Memory:
+def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations: bool = True) -> Memory:
     """Return the memory of one device.
 
     Args:
@@ -182,7 +182,7 @@ def _count(parameters: Any) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def _local_elements(setup: TrainingSetup, parameters: Any) -> float:
+def _local_elements(setup: MemoryInputs, parameters: Any) -> float:
     """Return the number of elements of the parameters on one device.
 
     FSDP shards each unit equally, but replicates vectors if it all-gathers in another dtype.
@@ -194,12 +194,12 @@ def _local_elements(setup: TrainingSetup, parameters: Any) -> float:
     return replicated + (0 if setup.strategy.offloads else _sharded_elements(setup, parameters))
 
 
-def _sharded_elements(setup: TrainingSetup, parameters: list[nn.Parameter]) -> float:
+def _sharded_elements(setup: MemoryInputs, parameters: list[nn.Parameter]) -> float:
     """Return the number of elements of one device's shards of the parameters."""
     return _count(p for p in parameters if not _is_replicated(setup, p)) / setup.strategy.shards
 
 
-def _host_bytes(setup: TrainingSetup, base: list[nn.Parameter], trained: list[nn.Parameter]) -> float:
+def _host_bytes(setup: MemoryInputs, base: list[nn.Parameter], trained: list[nn.Parameter]) -> float:
     """Return the bytes of offloaded shards; FSDP allocates gradients for frozen weights, too."""
     if not setup.strategy.offloads:
         return 0.0
@@ -208,7 +208,7 @@ def _host_bytes(setup: TrainingSetup, base: list[nn.Parameter], trained: list[nn
     return 2 * setup.weight_bytes * _sharded_elements(setup, base) + moments
 
 
-def _copied_bytes(setup: TrainingSetup, model: GPT, base: list[nn.Parameter]) -> float:
+def _copied_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
     """Return the bytes of weights and optimizer state that a process copies to write a checkpoint.
 
     Rank 0 copies all of them, of adapters without their base, of masters without their bf16 weights; of a sharded
@@ -221,7 +221,7 @@ def _copied_bytes(setup: TrainingSetup, model: GPT, base: list[nn.Parameter]) ->
     return whole / math.prod(setup.strategy.mesh) if setup.fsdp.state_dict_type == "sharded" else whole
 
 
-def _optimizer_bytes(setup: TrainingSetup, model: GPT) -> float:
+def _optimizer_bytes(setup: MemoryInputs, model: GPT) -> float:
     """Return the bytes of the optimizer state, in the dtype and sharding of each parameter."""
     if setup.strategy.kind != "fsdp":
         return optimizer_bytes(setup, model)
@@ -230,11 +230,11 @@ def _optimizer_bytes(setup: TrainingSetup, model: GPT) -> float:
     return moments + optimizer_bytes(setup, model, adapters_only=True)
 
 
-def _is_replicated(setup: TrainingSetup, parameter: nn.Parameter) -> bool:
+def _is_replicated(setup: MemoryInputs, parameter: nn.Parameter) -> bool:
     return unit_precision(setup.fsdp, setup.precision)[0] is not None and parameter.ndim < 2
 
 
-def quantized_weights(setup: TrainingSetup, model: GPT) -> dict[str, nn.Parameter]:
+def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter]:
     """Return the 4-bit weights: those of the blocks' linear layers."""
     if setup.quantize is None:
         return {}
@@ -243,7 +243,7 @@ def quantized_weights(setup: TrainingSetup, model: GPT) -> dict[str, nn.Paramete
     return {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in linears}
 
 
-def _quantized_bytes(setup: TrainingSetup, quantized: dict[str, nn.Parameter]) -> float:
+def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) -> float:
     """Return the bytes of the 4-bit weights, which FSDP shards, of their scales, which all devices keep, and of the
     largest weight dequantized for its matrix product."""
     if setup.quantize is None:
@@ -253,7 +253,7 @@ def _quantized_bytes(setup: TrainingSetup, quantized: dict[str, nn.Parameter]) -
     return per_weight * _count(quantized.values()) + 2 * max(p.numel() for p in quantized.values())
 
 
-def _unsharded_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
+def _unsharded_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
     """Return the bytes of FSDP1's unsharded tensors (torch.distributed.fsdp, _runtime_utils).
 
     The root unit (embedding, head, final norm) stays unsharded during the step. Of the others, usually blocks, the

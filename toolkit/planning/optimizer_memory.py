@@ -14,14 +14,14 @@ from toolkit.optim.bf16 import UPDATE_CHUNK, chunks
 from toolkit.optim.classes import HYBRID, optimizer_class
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.hybrid import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
-from toolkit.planning.setup import FP32, TrainingSetup
+from toolkit.planning.memory_inputs import FP32, MemoryInputs
 
 BF16 = 2
 TABLES_8BIT = 2 * 256 * FP32
 """bitsandbytes' two tables of the values of 8 bits, which all parameters share."""
 
 
-def optimizer_bytes(setup: TrainingSetup, model: GPT, adapters_only: bool = False) -> float:
+def optimizer_bytes(setup: MemoryInputs, model: GPT, adapters_only: bool = False) -> float:
     """Return the bytes of the optimizer state of unsharded parameters, masters of bf16-master included."""
     main, kinds = main_params(setup, model), dict[tuple[tuple[int, ...], torch.dtype, bool], int]()
     for name, parameter in model.named_parameters():
@@ -38,7 +38,7 @@ def optimizer_bytes(setup: TrainingSetup, model: GPT, adapters_only: bool = Fals
     return total + (TABLES_8BIT if main and setup.optimizer["name"] == AdamW8bit.__name__ else 0)
 
 
-def update_bytes(setup: TrainingSetup, model: GPT) -> float:
+def update_bytes(setup: MemoryInputs, model: GPT) -> float:
     """Return what a step holds beside gradients and state: see :class:`toolkit.optim.bf16.BF16Optimizer`.
 
     Those are the fp32 gradients and moments of some parameters, and for one of them the random numbers, the rounded
@@ -73,7 +73,7 @@ def update_bytes(setup: TrainingSetup, model: GPT) -> float:
     return needs
 
 
-def _is_foreach(setup: TrainingSetup) -> bool:
+def _is_foreach(setup: MemoryInputs) -> bool:
     """Whether the optimizer takes a group of weights at once on CUDA: with intermediate values of their size.
 
     See :func:`toolkit.optim.build.build_optimizer` for which ones are fused.
@@ -87,7 +87,7 @@ def _is_foreach(setup: TrainingSetup) -> bool:
     return not options.get("fused", is_fused)
 
 
-def orthogonalization_flops(setup: TrainingSetup, model: GPT) -> float:
+def orthogonalization_flops(setup: MemoryInputs, model: GPT) -> float:
     """Return the FLOPs of Muon's iterations in a step; 0 for other optimizers.
 
     An iteration multiplies a matrix of r <= c by its transpose, the result by itself, and that by the matrix.
@@ -98,7 +98,7 @@ def orthogonalization_flops(setup: TrainingSetup, model: GPT) -> float:
     return float(iterations * sum(4 * r * r * c + 2 * r**3 for r, c in sizes))
 
 
-def muon_shapes(setup: TrainingSetup, model: GPT) -> list[tuple[int, int]]:
+def muon_shapes(setup: MemoryInputs, model: GPT) -> list[tuple[int, int]]:
     """Return the shapes of the matrices that Muon orthogonalizes."""
     inside, shapes = block_params(model, (Block,)), []
     for name in main_params(setup, model):
@@ -108,7 +108,7 @@ def muon_shapes(setup: TrainingSetup, model: GPT) -> list[tuple[int, int]]:
     return shapes
 
 
-def main_params(setup: TrainingSetup, model: GPT) -> set[str]:
+def main_params(setup: MemoryInputs, model: GPT) -> set[str]:
     """Return the names of the parameters that a combined optimizer's main one takes."""
     combined = None if setup.optimizer_class else HYBRID.get(setup.optimizer["name"])
     if combined is None:

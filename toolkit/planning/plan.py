@@ -21,10 +21,10 @@ from toolkit.models.gpt import GPT, Block
 from toolkit.optim.schedule import build_schedule, describe_scaling
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve, setup_of, with_length
+from toolkit.planning.memory_inputs import with_known_vocabulary
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, memory_inputs, resolve, with_length
 from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.planning.sample_model import model_of
-from toolkit.planning.setup import with_known_vocabulary
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
         args = replace(args, train=replace(args.train, epochs=1))
     config = resolve(args, devices)
     model = with_known_vocabulary(config.model, args)
-    setup = setup_of(config, model)
+    setup = memory_inputs(config, model)
     built = model_of(model, args.lora)
     units = None
     if config.strategy.kind == "fsdp":
@@ -108,7 +108,7 @@ def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> N
         module: The model on the meta device.
     """
     limit = config.devices.memory
-    setup = setup_of(config, model)
+    setup = memory_inputs(config, model)
     if plan_memory(setup, module, with_activations=False).training_state > limit:
         memory = plan_memory(setup, module)
         smaller = "--lora_r" if config.args.lora is not None else "model"

@@ -25,8 +25,8 @@ from toolkit.planning.auto import choose_options
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import Facts, require_compatible
 from toolkit.planning.memory import plan_memory
+from toolkit.planning.memory_inputs import MemoryInputs, with_known_vocabulary
 from toolkit.planning.run_args import RunArgs, hyperparameters
-from toolkit.planning.setup import TrainingSetup, with_known_vocabulary
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Length of pretraining the default model without a limit."""
@@ -173,7 +173,7 @@ def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: Dev
             full_config = known()
         except UserError:
             return math.nan
-        return plan_memory(setup_of(config, full_config)).total
+        return plan_memory(memory_inputs(config, full_config)).total
 
     return needs
 
@@ -192,13 +192,13 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
         return "unsharded"
     if model is None or model.vocab_size is None or args.module is not None or args.optimizer_class is not None:
         return "unsharded"
-    return "unsharded" if plan_memory(setup_of(config, model)).total <= memory else "sharded"
+    return "unsharded" if plan_memory(memory_inputs(config, model)).total <= memory else "sharded"
 
 
-def setup_of(config: ResolvedConfig, model: ModelConfig) -> TrainingSetup:
+def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
     """Return the inputs of the memory formulas; ``model`` includes the vocabulary size."""
     args, batch = config.args, config.batch
-    return TrainingSetup(
+    return MemoryInputs(
         config=model,
         precision=config.precision,
         strategy=config.strategy,

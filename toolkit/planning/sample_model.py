@@ -15,7 +15,7 @@ from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.setup import TrainingSetup
+from toolkit.planning.memory_inputs import MemoryInputs
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Autocast's dtype by precision."""
@@ -58,7 +58,7 @@ def model_of(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
     return _built[key]
 
 
-def sample_model(setup: TrainingSetup, config: ModelConfig, device: str) -> GPT:
+def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
     """Return a model with weights in the dtypes of the run; those that FSDP gathers in 16 bits have 16 bits.
 
     Args:
@@ -84,14 +84,14 @@ def sample_model(setup: TrainingSetup, config: ModelConfig, device: str) -> GPT:
     return model
 
 
-def quantized_linears(model: GPT, setup: TrainingSetup) -> list[nn.Linear]:
+def quantized_linears(model: GPT, setup: MemoryInputs) -> list[nn.Linear]:
     """Return the linear layers whose weights have 4 bits: those of the blocks."""
     if setup.quantize is None:
         return []
     return [m for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]
 
 
-def micro_batch(setup: TrainingSetup, n_rows: int, device: str) -> dict[str, Any]:
+def micro_batch(setup: MemoryInputs, n_rows: int, device: str) -> dict[str, Any]:
     """Return the arguments of the model's forward pass for a micro-batch with ``n_rows`` rows."""
     names = ("input_ids", "labels", "positions", "documents") if setup.packed else ("input_ids", "labels")
     shape = (n_rows, setup.seq_length)

@@ -39,7 +39,7 @@ from toolkit.planning.advice import oom_advice
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
-from toolkit.planning.speed.cards import peak_flops
+from toolkit.planning.speed.gpus import peak_flops
 from toolkit.training import adapters
 from toolkit.training.callbacks import (
     Callback,

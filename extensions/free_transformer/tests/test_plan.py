@@ -11,7 +11,7 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.families import get_config
 from toolkit.models.gpt import Block, build_model, model_on_meta
 from toolkit.planning.memory import plan_memory
-from toolkit.planning.setup import TrainingSetup
+from toolkit.planning.memory_inputs import MemoryInputs
 
 
 def saved_bytes(model: torch.nn.Module, ids: torch.Tensor, is_mixed: bool) -> int:
@@ -35,7 +35,7 @@ def test_activations_match_autograd(precision, mode: ActivationCheckpointing):
     config = get_config("free-transformer-tiny").with_vocab_size(256)
     options = {"name": "AdamW", "weight_decay": 0.1}
     plan = StrategyPlan("single", None, (1, 1), "")
-    setup = TrainingSetup(config, precision, plan, 2, 1, 128, options, "cpu", activation_checkpointing=mode)
+    setup = MemoryInputs(config, precision, plan, 2, 1, 128, options, "cpu", activation_checkpointing=mode)
     model, memory = build_model(config).train(), plan_memory(setup)
     checkpoint_blocks(model, (Block,), mode)
     saved = saved_bytes(model, torch.randint(256, (2, 128)), setup.is_mixed)

@@ -1,4 +1,4 @@
-"""N8 honest-throughput: FLOPs of a training step, by a stated formula. Peaks: :mod:`toolkit.planning.speed.cards`."""
+"""N8 honest-throughput: FLOPs of a training step, by a stated formula. Peaks: :mod:`toolkit.planning.speed.gpus`."""
 
 from __future__ import annotations
 

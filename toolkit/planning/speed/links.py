@@ -8,8 +8,8 @@ from toolkit.distributed.units import Unit, plan_units, unit_precision
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.planning.memory import BYTES_4BIT, quantized_weights
-from toolkit.planning.setup import FP32, TrainingSetup
-from toolkit.planning.speed.cards import Card
+from toolkit.planning.memory_inputs import FP32, MemoryInputs
+from toolkit.planning.speed.gpus import GpuSpec
 
 NCCL_SHARE = 0.8
 """Of a link's bandwidth that collectives of large tensors reach (nccl-tests on 8 x H100: 360 of 450 GB/s)."""
@@ -33,7 +33,7 @@ class Communication:
 
 
 def communication(
-    setup: TrainingSetup, model: GPT, card: Card, devices: int, num_nodes: int, forward: float, backward: float
+    setup: MemoryInputs, model: GPT, card: GpuSpec, devices: int, num_nodes: int, forward: float, backward: float
 ) -> Communication:
     """Return the communication of a step.
 
@@ -69,7 +69,7 @@ def communication(
 
 @dataclass(frozen=True)
 class _Topology:
-    card: Card
+    card: GpuSpec
     devices: int
     num_nodes: int
 
@@ -92,9 +92,7 @@ class _Topology:
         return inside + LATENCY + between / (self.card.network * NCCL_SHARE)
 
 
-def _fsdp(
-    setup: TrainingSetup, model: GPT, topology: _Topology, forward: float, backward: float
-) -> tuple[float, float]:
+def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, backward: float) -> tuple[float, float]:
     """Return the seconds of all collectives and of those that nothing hides."""
     unit, root = unit_precision(setup.fsdp, setup.precision)
     rest, *units = plan_units(model, setup.fsdp, (Block,))

@@ -2,7 +2,7 @@
 
 An operator takes the longest of its bytes over the memory's bandwidth, its FLOPs over the rate of its kind, and the
 least time of a kernel. The host launches operators ahead of the GPU; where launching takes longer than the kernels of a
-micro-step, the difference counts. Nothing is measured: the constants are below and in ``cards.py``, and how far the
+micro-step, the difference counts. Nothing is measured: the constants are below and in ``gpus.py``, and how far the
 predictions are from published figures is in tutorials/distributed.md.
 """
 
@@ -17,14 +17,14 @@ import torch
 from toolkit.errors import UserError
 from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.gpt import GPT
+from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.optimizer_memory import orthogonalization_flops
 from toolkit.planning.plan import RunPlan
-from toolkit.planning.resolve import setup_of
+from toolkit.planning.resolve import memory_inputs
 from toolkit.planning.sample_model import model_of
-from toolkit.planning.setup import FP32, TrainingSetup
-from toolkit.planning.speed.cards import Card
 from toolkit.planning.speed.flops import flops_per_token
 from toolkit.planning.speed.fusion import fuse
+from toolkit.planning.speed.gpus import GpuSpec
 from toolkit.planning.speed.links import Communication, communication
 from toolkit.planning.speed.operators import Op
 from toolkit.planning.speed.trace import Trace, trace_micro_step, trace_update
@@ -90,7 +90,7 @@ class Prediction:
         return {name: getattr(self, name) for name in names}
 
 
-def predict(plan: RunPlan, card: Card) -> Prediction:
+def predict(plan: RunPlan, card: GpuSpec) -> Prediction:
     """Predict a step of ``plan`` on GPUs of this kind."""
     try:
         return _predict(plan, card)
@@ -102,9 +102,9 @@ def predict(plan: RunPlan, card: Card) -> Prediction:
         ) from error
 
 
-def _predict(plan: RunPlan, card: Card) -> Prediction:
+def _predict(plan: RunPlan, card: GpuSpec) -> Prediction:
     config, batch = plan.config, plan.config.batch
-    setup = setup_of(config, plan.model)
+    setup = memory_inputs(config, plan.model)
     if config.args.is_finetune or needs_masks(plan.model, plan.seq_length):
         # cuDNN, which would plan for each length of rows, is off; as with masks: see distributed/device.py
         kernels = card.kernels
@@ -143,7 +143,7 @@ def _predict(plan: RunPlan, card: Card) -> Prediction:
     return replace(result, mfu=flops * result.tokens_per_sec / (card.peak * batch.world_size))
 
 
-def seconds(op: Op, card: Card) -> float:
+def seconds(op: Op, card: GpuSpec) -> float:
     """Return the time of an operator on the GPU."""
     if op.kind == "view":
         return 0.0
@@ -159,7 +159,7 @@ def seconds(op: Op, card: Card) -> float:
     return max(op.bytes / (card.bandwidth * BANDWIDTH_SHARE), op.flops / rate, LEAST_KERNEL * op.launches)
 
 
-def _gpu_times(trace: Trace, ops: Iterable[Op], card: Card) -> dict[str, float]:
+def _gpu_times(trace: Trace, ops: Iterable[Op], card: GpuSpec) -> dict[str, float]:
     """Return the seconds of the GPU by kind of operator."""
     times = {"products": 0.0, "attention": 0.0, "memory_bound": 0.0}
     kinds = {"product": "products", "attention": "attention"}
@@ -168,7 +168,7 @@ def _gpu_times(trace: Trace, ops: Iterable[Op], card: Card) -> dict[str, float]:
     return times
 
 
-def _host_seconds(trace: Trace, setup: TrainingSetup, is_compiled: bool) -> float:
+def _host_seconds(trace: Trace, setup: MemoryInputs, is_compiled: bool) -> float:
     """Return the seconds that the host needs to launch a micro-step."""
     total = 0.0
     for op in trace.ops:
@@ -180,7 +180,7 @@ def _host_seconds(trace: Trace, setup: TrainingSetup, is_compiled: bool) -> floa
     return total + 2 * HOST_UNIT * n_layer * (setup.strategy.kind == "fsdp")
 
 
-def _sharding_seconds(setup: TrainingSetup, model: GPT, card: Card) -> float:
+def _sharding_seconds(setup: MemoryInputs, model: GPT, card: GpuSpec) -> float:
     """Return the seconds per micro-batch of what fsdp and ddp do with gradients beside sending them."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moved = 0.0
@@ -192,7 +192,7 @@ def _sharding_seconds(setup: TrainingSetup, model: GPT, card: Card) -> float:
     return moved / (card.bandwidth * BANDWIDTH_SHARE)
 
 
-def _update_seconds(setup: TrainingSetup, model: GPT, plan: RunPlan, card: Card) -> tuple[float, str | None]:
+def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, card: GpuSpec) -> tuple[float, str | None]:
     """Return the seconds of norm, clipping and update on this device's part of the weights, and what is estimated."""
     trained = [p for p in model.parameters() if p.requires_grad]
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
@@ -216,7 +216,7 @@ def _update_seconds(setup: TrainingSetup, model: GPT, plan: RunPlan, card: Card)
 
 
 def _notes(plan: RunPlan) -> tuple[str, ...]:
-    args, setup = plan.config.args, setup_of(plan.config, plan.model)
+    args, setup = plan.config.args, memory_inputs(plan.config, plan.model)
     left_out = {
         "packed rows count with one document each: shorter documents need less attention": setup.packed,
         "rows count with their greatest length; shorter rows are padded, or take less time": args.is_finetune

@@ -18,6 +18,7 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.cross_entropy import pointwise_cross_entropy
 from toolkit.models.gpt import GPT, Block
 from toolkit.optim.classes import HYBRID, optimizer_class
+from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.sample_model import (
     AUTOCAST,
     micro_batch,
@@ -25,7 +26,6 @@ from toolkit.planning.sample_model import (
     quantized_linears,
     sample_model,
 )
-from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed.cuda_on_meta import cuda_on_meta
 from toolkit.planning.speed.operators import Op, Recorder
 
@@ -46,7 +46,7 @@ class Trace(NamedTuple):
 _known: dict[str, Trace] = {}
 
 
-def trace_micro_step(setup: TrainingSetup, has_gradients: bool, is_compiled: bool = False) -> Trace:
+def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool = False) -> Trace:
     """Return the operators of the forward and backward pass of one micro-batch; the same list for the same setup.
 
     Args:
@@ -62,7 +62,7 @@ def trace_micro_step(setup: TrainingSetup, has_gradients: bool, is_compiled: boo
     return _known[key]
 
 
-def _trace(setup: TrainingSetup, has_gradients: bool, is_compiled: bool) -> Trace:
+def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace:
     config, counts = one_layer_of_each_kind(setup.config)
     model = sample_model(setup, config, "meta")
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -96,7 +96,7 @@ def _compiled_loss(recorder: Recorder, *args: Any) -> Any:
     return result
 
 
-def _checkpoint(model: GPT, setup: TrainingSetup) -> None:
+def _checkpoint(model: GPT, setup: MemoryInputs) -> None:
     """Checkpoint the blocks; they are recomputed as on CUDA, too, and torch does not check the recomputed tensors."""
     mode = setup.activation_checkpointing
     checkpoint_blocks(model, (Block,), mode)
@@ -149,7 +149,7 @@ def _follow_blocks(model: GPT, recorder: Recorder) -> None:
         block.register_forward_hook(lambda module, args, output, i=i: after(i, output))
 
 
-def trace_update(setup: TrainingSetup, shape: torch.Size, dtype: torch.dtype) -> list[Op]:
+def trace_update(setup: MemoryInputs, shape: torch.Size, dtype: torch.dtype) -> list[Op]:
     """Return the operators of the optimizer's step for a parameter, fused where the class supports it, as in a run.
 
     Raises:

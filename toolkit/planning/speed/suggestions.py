@@ -13,14 +13,14 @@ from toolkit.planning.auto import BATCH_ROOM
 from toolkit.planning.plan import RunPlan, plan_run
 from toolkit.planning.resolve import choose_precision
 from toolkit.planning.run_args import RunArgs
-from toolkit.planning.speed.cards import Card
+from toolkit.planning.speed.gpus import GpuSpec
 from toolkit.planning.speed.predict import Prediction, predict
 
 LEAST_GAIN = 0.02
 """Predicted gains below this are noise."""
 
 
-class Variant(NamedTuple):
+class Suggestion(NamedTuple):
     """A change of flags, and the predicted speed relative to the run without it, minus 1."""
 
     change: str
@@ -28,7 +28,7 @@ class Variant(NamedTuple):
     prediction: Prediction
 
 
-def variants(plan: RunPlan, card: Card, prediction: Prediction) -> list[Variant]:
+def suggestions(plan: RunPlan, card: GpuSpec, prediction: Prediction) -> list[Suggestion]:
     """Return the changes that help, the most useful first; with several, the last one is all that go together.
 
     Changes that do not fit the memory of the GPU with room are left out, and so are those that change what is
@@ -46,16 +46,16 @@ def variants(plan: RunPlan, card: Card, prediction: Prediction) -> list[Variant]
         if best is not None:
             texts.append(best[0].change)
             together = best[1]
-    result = [variant for _, variant in found]
+    result = [suggestion for _, suggestion in found]
     if len(texts) > 1:
         last = predict(together, card)
-        result.append(Variant(" ".join(texts), _gain(last, prediction), last))
+        result.append(Suggestion(" ".join(texts), _gain(last, prediction), last))
     return result
 
 
 def _best(
-    change: Callable[[RunPlan], Iterator[tuple[str, RunArgs]]], plan: RunPlan, card: Card, prediction: Prediction
-) -> tuple[Variant, RunPlan] | None:
+    change: Callable[[RunPlan], Iterator[tuple[str, RunArgs]]], plan: RunPlan, card: GpuSpec, prediction: Prediction
+) -> tuple[Suggestion, RunPlan] | None:
     """Return the fastest form of a change that fits."""
     best = None
     for text, args in change(plan):
@@ -66,9 +66,9 @@ def _best(
             predicted = predict(changed, card)
         except UserError:  # the run would refuse it, or it cannot be predicted
             continue
-        variant = Variant(text, _gain(predicted, prediction), predicted)
-        if variant.gain > (best[0].gain if best else LEAST_GAIN):
-            best = variant, changed
+        suggestion = Suggestion(text, _gain(predicted, prediction), predicted)
+        if suggestion.gain > (best[0].gain if best else LEAST_GAIN):
+            best = suggestion, changed
     return best
 
 

@@ -28,7 +28,7 @@ class KernelRates(NamedTuple):
     masked: float = 0.55
 
 
-class Card(NamedTuple):
+class GpuSpec(NamedTuple):
     """A GPU.
 
     From the vendor's data sheet (sparse figures halved, links per direction), but the memory is what the driver
@@ -74,31 +74,31 @@ _NDR, _HDR = (50e9, "400 Gb/s InfiniBand per GPU"), (25e9, "200 Gb/s InfiniBand 
 _ETHERNET = (12.5e9 / 8, "100 Gb/s Ethernet per node of 8")
 _PCIE4, _PCIE5 = (32e9, "PCIe 4.0"), (64e9, "PCIe 5.0")
 
-CARDS = {
+GPUS = {
     # The first name found in torch.cuda.get_device_name() applies, so longer names come first.
-    "H200 NVL": Card(835e12, 60e12, 4.8e12, 150.1e9, *_PCIE5, *_HDR, _HOPPER),
-    "H200": Card(989e12, 67e12, 4.8e12, 150.1e9, 450e9, "NVLink", *_NDR, _HOPPER),
-    "H100 PCIe": Card(756e12, 51e12, 2.0e12, 85.0e9, *_PCIE5, *_HDR, _HOPPER),
-    "H100 NVL": Card(835e12, 60e12, 3.9e12, 100.0e9, *_PCIE5, *_HDR, _HOPPER),
-    "H100": Card(989e12, 67e12, 3.35e12, 85.0e9, 450e9, "NVLink", *_NDR, _HOPPER),
-    "GH200": Card(989e12, 67e12, 4.0e12, 101.5e9, 450e9, "NVLink", *_NDR, _HOPPER),
-    "B200": Card(2250e12, 75e12, 8.0e12, 191.5e9, 900e9, "NVLink", *_NDR, _HOPPER),
-    "A100-SXM4-40GB": Card(312e12, 19.5e12, 1.555e12, 42.3e9, 300e9, "NVLink", *_HDR, _AMPERE),
-    "A100": Card(312e12, 19.5e12, 2.039e12, 85.0e9, 300e9, "NVLink", *_HDR, _AMPERE),
-    "A10G": Card(70e12, 35e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "A10": Card(125e12, 31e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "L40S": Card(362e12, 91.6e12, 0.864e12, 47.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "L4": Card(121e12, 30e12, 0.3e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "RTX 5090": Card(209e12, 105e12, 1.792e12, 33.7e9, *_PCIE5, *_ETHERNET, _OTHERS),
-    "RTX 4090": Card(165e12, 82.6e12, 1.008e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "RTX 3090": Card(71e12, 35.6e12, 0.936e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "RTX A6000": Card(155e12, 38.7e12, 0.768e12, 51.0e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "V100": Card(125e12, 15.7e12, 0.9e12, 34.1e9, 150e9, "NVLink", *_ETHERNET, _NO_FLASH, has_bf16=False),
-    "T4": Card(65e12, 8.1e12, 0.3e12, 15.6e9, 16e9, "PCIe 3.0", *_ETHERNET, _NO_FLASH, has_bf16=False),
+    "H200 NVL": GpuSpec(835e12, 60e12, 4.8e12, 150.1e9, *_PCIE5, *_HDR, _HOPPER),
+    "H200": GpuSpec(989e12, 67e12, 4.8e12, 150.1e9, 450e9, "NVLink", *_NDR, _HOPPER),
+    "H100 PCIe": GpuSpec(756e12, 51e12, 2.0e12, 85.0e9, *_PCIE5, *_HDR, _HOPPER),
+    "H100 NVL": GpuSpec(835e12, 60e12, 3.9e12, 100.0e9, *_PCIE5, *_HDR, _HOPPER),
+    "H100": GpuSpec(989e12, 67e12, 3.35e12, 85.0e9, 450e9, "NVLink", *_NDR, _HOPPER),
+    "GH200": GpuSpec(989e12, 67e12, 4.0e12, 101.5e9, 450e9, "NVLink", *_NDR, _HOPPER),
+    "B200": GpuSpec(2250e12, 75e12, 8.0e12, 191.5e9, 900e9, "NVLink", *_NDR, _HOPPER),
+    "A100-SXM4-40GB": GpuSpec(312e12, 19.5e12, 1.555e12, 42.3e9, 300e9, "NVLink", *_HDR, _AMPERE),
+    "A100": GpuSpec(312e12, 19.5e12, 2.039e12, 85.0e9, 300e9, "NVLink", *_HDR, _AMPERE),
+    "A10G": GpuSpec(70e12, 35e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "A10": GpuSpec(125e12, 31e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "L40S": GpuSpec(362e12, 91.6e12, 0.864e12, 47.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "L4": GpuSpec(121e12, 30e12, 0.3e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "RTX 5090": GpuSpec(209e12, 105e12, 1.792e12, 33.7e9, *_PCIE5, *_ETHERNET, _OTHERS),
+    "RTX 4090": GpuSpec(165e12, 82.6e12, 1.008e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "RTX 3090": GpuSpec(71e12, 35.6e12, 0.936e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "RTX A6000": GpuSpec(155e12, 38.7e12, 0.768e12, 51.0e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "V100": GpuSpec(125e12, 15.7e12, 0.9e12, 34.1e9, 150e9, "NVLink", *_ETHERNET, _NO_FLASH, has_bf16=False),
+    "T4": GpuSpec(65e12, 8.1e12, 0.3e12, 15.6e9, 16e9, "PCIe 3.0", *_ETHERNET, _NO_FLASH, has_bf16=False),
 }
 
 
-def card_for(name: str, accelerator: str = "cuda") -> tuple[str, Card]:
+def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
     """Return a card and its name here, from the name that a user, a vendor or a driver writes.
 
     Case, spaces, hyphens, NVIDIA, GeForce, RTX, SXM and the kind of memory do not matter; GB must be those of the card.
@@ -106,15 +106,15 @@ def card_for(name: str, accelerator: str = "cuda") -> tuple[str, Card]:
     if accelerator in ("cpu", "mps"):
         raise UserError(f"--speed {name}: predicts NVIDIA GPUs, not --accelerator {accelerator}; leave one out")
     size = re.search(r"(\d+)\s*GB", name, re.I)
-    named = [known for known in CARDS if _key(known) == _key(name)]
+    named = [known for known in GPUS if _key(known) == _key(name)]
     # the driver reports up to 7 % more (in 1e9 bytes) or 2 % less than the name says
-    fitting = [k for k in named if size is None or abs(CARDS[k].memory / 1e9 / int(size[1]) - 1) < 0.1]
+    fitting = [k for k in named if size is None or abs(GPUS[k].memory / 1e9 / int(size[1]) - 1) < 0.1]
     if fitting:
-        found = max(fitting, key=lambda known: CARDS[known].memory)
-        return found, CARDS[found]
-    near = did_you_mean(_key(name).replace("pcie", ""), CARDS, compared=_key)
+        found = max(fitting, key=lambda known: GPUS[known].memory)
+        return found, GPUS[found]
+    near = did_you_mean(_key(name).replace("pcie", ""), GPUS, compared=_key)
     near = f"; with other memory: {' or '.join(named)}" if named else near
-    raise UserError(f"--speed {name}: unknown GPU{near}; known: {', '.join(CARDS)}")
+    raise UserError(f"--speed {name}: unknown GPU{near}; known: {', '.join(GPUS)}")
 
 
 def _key(name: str) -> str:
@@ -131,7 +131,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
     name = torch.cuda.get_device_name(device)
     # laptops have other GPUs of the same names
-    cards = (card for known, card in CARDS.items() if re.search(rf"\b{known}\b(?! Laptop)", name, re.I))
+    cards = (card for known, card in GPUS.items() if re.search(rf"\b{known}\b(?! Laptop)", name, re.I))
     return next((card.peak * mig_fraction(name) for card in cards), None)
 
 

@@ -21,7 +21,7 @@ FP32, INT64 = 4, 8
 
 
 @dataclass(frozen=True)
-class TrainingSetup:
+class MemoryInputs:
     """The inputs of the memory formulas.
 
     Args:
