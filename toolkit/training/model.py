@@ -49,7 +49,7 @@ class ModelSpec:
         config: The architecture; None for a user-provided module.
         blocks: The classes of the blocks.
         sizes: Elements of each parameter, by name.
-        tied, no_decay_params, block_params: Results of the functions in :mod:`toolkit.optim.groups` and ``state_dicts``.
+        tied, no_decay_params, block_params: Results of the functions ``tied_names``, ``no_decay_params``, ...
         fingerprint: What may not change on resume.
         lora: The adapters; then the weights are frozen.
         quantize: Quantization of the blocks' weights as they are read.
