@@ -1,4 +1,4 @@
-"""The inputs of the memory formulas."""
+"""What the memory of a run depends on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FP32, INT64 = 4, 8
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """The inputs of the memory formulas.
+    """What the memory of a run depends on.
 
     Args:
         config: The architecture, with its vocabulary.
@@ -73,12 +73,12 @@ class MemoryInputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         return torch.bfloat16 if self.weight_bytes == 2 else torch.float32
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes per element in matrix products (c of the formulas)."""
+        """Bytes per element in matrix products."""
         return FP32 if self.precision == "32-true" else 2
 
     @property
@@ -98,7 +98,7 @@ class MemoryInputs:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch on one device (N of the formulas)."""
+        """Tokens of one micro-batch on one device."""
         return self.micro_batch_size * self.seq_length
 
 

@@ -97,8 +97,8 @@ def predict(plan: RunPlan, card: GpuSpec) -> Prediction:
     except (NotImplementedError, RuntimeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"--speed: the speed of {plan.model.name} with {plan.config.optimizer['name']} cannot be predicted, its "
-            f"operators cannot be counted without a GPU ({reason}); leave it out"
+            f"--speed: the speed of {plan.model.name} with {plan.config.optimizer['name']} cannot be predicted: its "
+            f"operators cannot be counted without a GPU ({reason}); remove --speed"
         ) from error
 
 
