@@ -46,7 +46,7 @@ def test_yaml_flags_and_python_give_the_same_mixture(tmp_path):
         assert found == expected and found.modules == expected.modules
     written = tmp_path / "again.yaml"
     command = CommandOptions(setup)
-    command.give(command.flatten({"data": {"class_path": "Mixture", "init_args": asdict(expected)}}, "x"))
+    command.update(command.flatten({"data": {"class_path": "Mixture", "init_args": asdict(expected)}}, "x"))
     written.write_text(dump(command, command.resolve().as_dict(), []))
     again = parse("pretrain", setup, ("model_name",), ["--config", str(written)])["data"]
     assert again == expected and again.modules == expected.modules

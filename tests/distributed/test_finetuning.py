@@ -34,6 +34,7 @@ def cases(size: int) -> list[Case]:
         checkpointed = ["--train.activation_checkpointing", "full"]
         found.append(Case("lora-32-true-full", [*ADAPTED, *FSDP, *checkpointed], **LORA))
         found.append(Case("qlora-sharded", [*FSDP, "--quantize", "bnb.nf4", *checkpointed], **LORA))
+        found.append(Case("qlora-compiled", [*FSDP, "--quantize", "bnb.nf4", "--compiler", "torch"], **LORA))
         wrapped = ["--fsdp.auto_wrap", "size", "--fsdp.min_num_params", "5000"]
         found.append(Case("qlora-wrapped", [*FSDP, "--quantize", "bnb.nf4", *wrapped], **LORA))
         for precision in ("bf16-true", "bf16-mixed"):
@@ -149,7 +150,7 @@ def test_checkpointed_adapters_change_no_bit(runs):
 @pytest.mark.slow
 def test_n3_4_bit_base_is_sharded(runs):
     folder, seen = runs
-    for run in ("qlora-sharded", "qlora-wrapped"):
+    for run in ("qlora-sharded", "qlora-wrapped", "qlora-compiled"):
         assert relative(losses(folder / run), losses(folder / "qlora-1")) < 1e-5
     adapters, reference = (load_state(folder / run / "final" / ADAPTERS) for run in ("qlora-sharded", "qlora-1"))
     assert all((adapters[key] - reference[key]).norm() <= 2e-4 * reference[key].norm() for key in reference)

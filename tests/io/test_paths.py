@@ -38,16 +38,16 @@ def path_options() -> list[tuple[str, list[str], str]]:
         if name in WRAPPING:
             continue  # the options of another command
         command = CommandOptions(setup)
-        kinds = [(group, kind) for group in command.bases for kind in command.choices(group).items()] or [None]
+        kinds = [(group, kind) for group in command.class_options for kind in command.choices(group).items()] or [None]
         for chosen in kinds:
             words = []
             if chosen is not None:
                 group, (short, cls) = chosen
-                command.chosen[group], words = cls, [f"--{group}", short]
+                command.selected[group], words = cls, [f"--{group}", short]
             for option, (kind, *_) in command.options().items():
                 group, _, field = option.rpartition(".")
                 is_builtin = group not in registered("option_groups")  # packages may be installed
-                is_local = field not in getattr(command.chosen.get(group), "takes_urls", ())
+                is_local = field not in getattr(command.selected.get(group), "takes_urls", ())
                 if is_builtin and is_local and re.search(r"\bstr\b", str(kind)) and field not in NO_PATHS:
                     found.append((name, words, option))
     return found

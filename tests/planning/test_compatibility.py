@@ -95,8 +95,6 @@ CASES = [
     ({**NF4, **LORA}, CUDA | MIXED,
      "--quantize bnb.nf4 is not supported with --precision 16-mixed: 4-bit layers compute in bf16 or fp32; use "
      "bf16-true, or 32-true on a GPU without bfloat16"),
-    (NF4 | LORA | {"compiler": "torch"}, {},
-     "--quantize bnb.nf4 is not supported with --compiler torch: the kernels of bitsandbytes break the graph"),
     ({"fsdp.state_dict_type": "sharded", **LORA}, FSDP,
      "--fsdp.state_dict_type sharded has no effect with finetune_lora"),
     ({"train.tie_embeddings": True, **LORA}, {},
@@ -158,7 +156,7 @@ def test_supported_runs_violate_no_row():
         ({}, {"devices": 8, "device": "cuda", "precision": "bf16-mixed"}),
         ({"fsdp.accumulate": "sharded"}, {"micro": 8, **FSDP}),
         (sizes | {"train.activation_checkpointing": "full", "compiler": "torch"}, FSDP),
-        (sizes | NF4 | LORA, FSDP),
+        (sizes | NF4 | LORA | {"compiler": "torch"}, FSDP),
         (IN_BACKWARD, {"precision": "bf16-master"}),
         (MODULE | {"strategy": "ddp"}, {"devices": 2}),
         (NF4 | LORA, {"precision": "bf16-true"}),

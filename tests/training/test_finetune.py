@@ -302,7 +302,6 @@ def test_qlora_trains_adapters_and_merges_into_the_unquantized_base(base, questi
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--compiler", "torch"], "--quantize bnb.nf4 is not supported with --compiler torch"),
         (["--precision", "16-mixed"], "--quantize bnb.nf4 is not supported with --precision 16-mixed"),
     ],
 )

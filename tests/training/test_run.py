@@ -29,6 +29,7 @@ from toolkit.io.tempfiles import temporary_path
 from toolkit.models.config import ModelOverrides
 from toolkit.planning import resolve
 from toolkit.planning.limits import Intervals
+from toolkit.planning.options import check_options, check_start
 from toolkit.planning.run_args import RunArgs
 from toolkit.training import build as build_module
 from toolkit.training import data_reader, rank_consistency, trainer
@@ -324,7 +325,9 @@ def test_user_errors_are_found_before_anything_is_written(corpus, tmp_path, chan
     if change.get("accelerator") == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(UserError, match=message) as error:
-        run_training(arguments(corpus, tmp_path / "run", **change))
+        args = arguments(corpus, tmp_path / "run", **change)
+        check_options(args), check_start(args)  # as the commands do
+        run_training(args)
     assert "\n" not in str(error.value)
     assert not any(tmp_path.iterdir())
 

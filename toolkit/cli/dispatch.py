@@ -84,12 +84,13 @@ def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
     from toolkit.checkpoints.find import find_checkpoint_dir
     from toolkit.io.paths import is_url
 
-    folder = arguments.get("checkpoint_dir")
+    values = arguments | (vars(arguments["shared"]) if "shared" in arguments else {})
+    folder = values.get("checkpoint_dir")
     takes_others = name in (*TRAINING, "verify", "consolidate") or (name == "merge_lora" and is_url(folder))
     if folder is not None and not takes_others:
         find_checkpoint_dir(folder)
-    if arguments.get("quantize") is not None:
-        require_bitsandbytes(f"--quantize {arguments['quantize']}")
+    if values.get("quantize") is not None:
+        require_bitsandbytes(f"--quantize {values['quantize']}")
 
 
 class _TorchImportNote(MetaPathFinder):

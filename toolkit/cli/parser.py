@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.commands import COMMANDS, TRAINING, WRAPPING
 from toolkit.config import AUTO
 from toolkit.config.checks import note
-from toolkit.config.command import COMMON_OPTIONS, CommandOptions, Given, class_path
+from toolkit.config.command import COMMON_OPTIONS, CommandOptions, OptionValue, class_path
 from toolkit.config.other_formats import split, translate
 from toolkit.config.other_formats.rules import File
 from toolkit.distributed.world import count_processes
@@ -24,7 +24,7 @@ from toolkit.io.paths import require_local
 from toolkit.io.safe_parse import parse_yaml, read_yaml
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "null", "1", "0")
-Layer = list[tuple[str, Given]]
+Layer = list[tuple[str, OptionValue]]
 
 
 def parse(
@@ -49,7 +49,11 @@ def parse(
     words = read_words([word for word in argv if word not in overrides], positionals, switches)
     counts, last = Counter(key for key, _ in words if key not in COMMON_OPTIONS), dict(words)
     note(
-        *(f"{Given('', last[key]).named(key)}: given {n} times; the last counts" for key, n in counts.items() if n > 1)
+        *(
+            f"{OptionValue('', last[key]).display(key)}: given {n} times; the last counts"
+            for key, n in counts.items()
+            if n > 1
+        )
     )
     files = [(file, read_config(file)) for key, file in words if key == "config"]
     if overrides and not files:
@@ -63,7 +67,7 @@ def parse(
     command = CommandOptions(*functions)  # after the extensions, which may add options
     flags = [pair for key, text in words if key not in COMMON_OPTIONS for pair in expand_flag(command, key, text)]
     for layer in [*flatten_files(command, files, flags), flags]:
-        command.give(layer)
+        command.update(layer)
     options, common = command.options(), dict(words)
     shown = [p.upper() if options[p].is_required else f"[{p.upper()}]" for p in positionals]
     usage = " ".join([f"toolkit {name}", *shown, "[--option value ...]"])
@@ -164,10 +168,10 @@ def read_config(path: str | None) -> dict[str, Any]:
     return values
 
 
-def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator[tuple[str, Given]]:
+def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator[tuple[str, OptionValue]]:
     """Yield a flag, or the options of a group flag such as ``--train '{"max_steps": 3}'``."""
-    given = Given("", text)
-    if key not in command.groups and not (key in command.bases and (text or "").startswith("{")):
+    given = OptionValue("", text)
+    if key not in command.groups and not (key in command.class_options and (text or "").startswith("{")):
         yield key, given
         return
     try:
@@ -177,8 +181,8 @@ def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator
     if not isinstance(values, dict):
         is_named = isinstance(getattr(command.groups.get(key), "name", None), str)  # --optimizer AdamW
         hint = f"did you mean --{key}.name {text}?" if text and is_named else f"for example --{key}.NAME VALUE"
-        raise UserError(f"{given.named(key)}: {key} is a group; set its options, {hint}")
-    yield from ((option, Given("", inner.text)) for option, inner in command.flatten({key: values}, ""))
+        raise UserError(f"{given.display(key)}: {key} is a group; set its options, {hint}")
+    yield from ((option, OptionValue("", inner.text)) for option, inner in command.flatten({key: values}, ""))
 
 
 def take_extensions(values: dict[str, Any], source: str = "--extensions") -> list[str]:
@@ -192,8 +196,8 @@ def dump(command: CommandOptions, values: dict[str, Any], extensions: list[str])
     """Return all options as YAML; ``toolkit SUB --config`` with it gives the same configuration."""
     import yaml
 
-    for name, chosen in command.chosen.items():
-        path = class_path(chosen, command.bases[name])
+    for name, chosen in command.selected.items():
+        path = class_path(chosen, command.class_options[name])
         values[name] = {"class_path": path, "init_args": values.get(name, {})}
     ordered = {name: values[name] for name in command.parameters if name in values}
     if extensions:

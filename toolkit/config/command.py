@@ -46,13 +46,13 @@ class Option(NamedTuple):
     is_required: bool
 
 
-class Given(NamedTuple):
+class OptionValue(NamedTuple):
     """The value that the user gave an option. ``source`` is "" for a flag, None for Python, else the YAML file."""
 
     source: str | None
     value: Any
 
-    def named(self, key: str) -> str:
+    def display(self, key: str) -> str:
         """Return the option as shown in messages: flag, or file and key, then the value."""
         if re.search(r"(?i)(token|secret|password|passwd|api_key)$", key):
             return f"{key if self.source is None else f'--{key}'} ***"
@@ -78,12 +78,12 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     values = dict(values)
     add_extensions(values.pop("extensions", None), "extensions")
     command = CommandOptions(setup)
-    objects = {name: values.get(name, command.parameters[name].default) for name in command.bases}
+    objects = {name: values.get(name, command.parameters[name].default) for name in command.class_options}
     for name, value in objects.items():
-        if not isinstance(value, base := command.bases[name]):
+        if not isinstance(value, base := command.class_options[name]):
             raise UserError(f"{name} {value!r}: must be an object of a class of {base.__name__}")
-    command.chosen = {}
-    command.give(command.flatten({n: v for n, v in values.items() if n not in objects}, None))
+    command.selected = {}
+    command.update(command.flatten({n: v for n, v in values.items() if n not in objects}, None))
     return command.arguments(command.resolve()) | objects
 
 
@@ -151,13 +151,15 @@ class CommandOptions:
                     raise UserError(f"extension {known[name].origin}: {kind} {name}: must be a dataclass with defaults")
         for name, cls in self.extension_groups.items():
             self.parameters[name] = SimpleNamespace(annotation=cls, default=cls(), doc=inspect.getdoc(cls))
-        self.bases = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
-        for name in [name for name, base in self.bases.items() if len(classes_of(base)) == 1]:  # nothing to choose
-            self.bases.pop(name), self.parameters.pop(name)
+        self.class_options = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
+        for name in [
+            name for name, base in self.class_options.items() if len(classes_of(base)) == 1
+        ]:  # nothing to choose
+            self.class_options.pop(name), self.parameters.pop(name)
         groups = {n: p.annotation for n, p in self.parameters.items() if is_dataclass(p.annotation)}
         self.groups: dict[str, Any] = groups
-        self.chosen = {name: type(self.parameters[name].default) for name in self.bases}
-        self.given: dict[str, Given] = {}
+        self.selected = {name: type(self.parameters[name].default) for name in self.class_options}
+        self.values: dict[str, OptionValue] = {}
         self.problems: list[str] = []
         """Of YAML files, to report together."""
 
@@ -165,7 +167,7 @@ class CommandOptions:
         """Return every option by dotted name."""
         found: dict[str, Option] = {}
         for name, parameter in self.parameters.items():
-            cls = self.chosen.get(name) or self.groups.get(name)
+            cls = self.selected.get(name) or self.groups.get(name)
             is_default = cls is type(parameter.default)
             for key, p in ({"": parameter} if cls is None else parameters_of(cls)).items():
                 is_required = p.default is inspect.Parameter.empty and not (key and is_default)
@@ -175,39 +177,39 @@ class CommandOptions:
 
     def choices(self, name: str) -> dict[str, type]:
         """Return the classes for a parameter by short name, see :func:`classes_of`."""
-        return classes_of(self.bases[name])
+        return classes_of(self.class_options[name])
 
     # ---- what the user gives
 
-    def flatten(self, values: Mapping[str, Any], source: str | None) -> Iterator[tuple[str, Given]]:
+    def flatten(self, values: Mapping[str, Any], source: str | None) -> Iterator[tuple[str, OptionValue]]:
         """Yield the values of a YAML file or of Python by dotted name.
 
         A choice is a mapping with ``class_path`` and ``init_args``; its class name or its options alone suffice.
         """
         for key, value in values.items():
-            if key in self.bases and isinstance(value, dict):
+            if key in self.class_options and isinstance(value, dict):
                 value = dict(value)
                 if "class_path" in value:
-                    yield key, Given(source, value.pop("class_path"))
+                    yield key, OptionValue(source, value.pop("class_path"))
                 value = {**(value.pop("init_args", None) or {}), **value}
             elif key in self.groups and source is None:
                 value = as_mapping(key, value)
-            is_group = key in self.groups or key in self.bases
+            is_group = key in self.groups or key in self.class_options
             if is_group and isinstance(value, Mapping):
                 # copies, because jsonargparse converts the values of a dictionary in place
                 pairs = {option: dict(inner) if isinstance(inner, dict) else inner for option, inner in value.items()}
-                yield from ((f"{key}.{option}", Given(source, inner)) for option, inner in pairs.items())
+                yield from ((f"{key}.{option}", OptionValue(source, inner)) for option, inner in pairs.items())
             elif key not in self.groups:
-                yield str(key), Given(source, os.fspath(value) if isinstance(value, os.PathLike) else value)
+                yield str(key), OptionValue(source, os.fspath(value) if isinstance(value, os.PathLike) else value)
             elif value is not None:
                 is_named = isinstance(value, str) and isinstance(getattr(self.groups[key], "name", None), str)
                 hint = f", such as {key}.name: {value}" if is_named else ""
-                problem = f"{Given(source, value).named(key)}: a group; it takes `name: value` pairs{hint}"
+                problem = f"{OptionValue(source, value).display(key)}: a group; it takes `name: value` pairs{hint}"
                 if not source:
                     raise UserError(problem)
                 self.problems.append(problem)
 
-    def give(self, layer: Iterable[tuple[str, Given]]) -> None:
+    def update(self, layer: Iterable[tuple[str, OptionValue]]) -> None:
         """Merge values; they override those given before.
 
         Another class drops earlier options of the previous class, because they do not exist or have another meaning in
@@ -215,7 +217,7 @@ class CommandOptions:
         """
         layer = list(layer)
         for key, given in layer:
-            if key not in self.bases:
+            if key not in self.class_options:
                 continue
             try:
                 chosen = self._choose(key, given)
@@ -225,12 +227,12 @@ class CommandOptions:
                 self.problems.append(str(error))
                 layer = [(k, v) for k, v in layer if not k.startswith(f"{key}.")]
                 continue
-            if chosen is not self.chosen[key]:
-                self.given = {k: v for k, v in self.given.items() if not k.startswith(f"{key}.")}
-                self.chosen[key] = chosen
-        self.given |= {key: given for key, given in layer if key not in self.bases}
+            if chosen is not self.selected[key]:
+                self.values = {k: v for k, v in self.values.items() if not k.startswith(f"{key}.")}
+                self.selected[key] = chosen
+        self.values |= {key: given for key, given in layer if key not in self.class_options}
 
-    def _choose(self, key: str, given: Given) -> type:
+    def _choose(self, key: str, given: OptionValue) -> type:
         """Return the class for ``--data NAME``: one of toolkit's, or a user-provided class by its full path."""
         known = self.choices(key)
         if not given.value:
@@ -240,13 +242,13 @@ class CommandOptions:
             found = import_object(given.text) if module else known.get(name)
         except (ImportError, AttributeError, ValueError):
             found = None
-        if found is None and name in registered(kind := _kind_of(self.bases[key])):
+        if found is None and name in registered(kind := _kind_of(self.class_options[key])):
             found = load_registered(kind, name)  # says why it does not import
-        if found is not None and not (inspect.isclass(found) and issubclass(found, self.bases[key])):
-            raise UserError(f"{given.named(key)}: must be a class derived from {self.bases[key].__name__}")
+        if found is not None and not (inspect.isclass(found) and issubclass(found, self.class_options[key])):
+            raise UserError(f"{given.display(key)}: must be a class derived from {self.class_options[key].__name__}")
         if found is None:
             near = did_you_mean(name, known, cutoff=0.65) or f"; known are {', '.join(known)}"
-            raise UserError(f"{given.named(key)}: no such class{near}")
+            raise UserError(f"{given.display(key)}: no such class{near}")
         return found
 
     # ---- checks and conversion
@@ -259,23 +261,23 @@ class CommandOptions:
         """
         known = self.options()
         self._merge_into_mappings(known)
-        unknown = {key: problem for key in self.given if (problem := self._describe_unknown(key, known))}
+        unknown = {key: problem for key in self.values if (problem := self._describe_unknown(key, known))}
         if unknown or self.problems:  # a file of another tool is answered whole
-            not_in_files = [problem for key, problem in unknown.items() if not self.given[key].source]
+            not_in_files = [problem for key, problem in unknown.items() if not self.values[key].source]
             raise UserError(not_in_files[0] if not_in_files else " | ".join([*self.problems, *unknown.values()]))
-        for key in list(self.given):
+        for key in list(self.values):
             self._check(key, known)
         for key, option in known.items():
-            if option.is_required and key not in self.given:
+            if option.is_required and key not in self.values:
                 hint = f"; usage: {usage}" if key.upper() in usage.split() else ""
                 raise UserError(f"--{key}: must be given{hint}")
         self._parser = self._build_parser()
         try:
-            if any(given.source is None for given in self.given.values()):
-                return self._parser.parse_object(Namespace({key: given.value for key, given in self.given.items()}))
+            if any(given.source is None for given in self.values.values()):
+                return self._parser.parse_object(Namespace({key: given.value for key, given in self.values.items()}))
             else:
-                kinds = {key: known[key].kind if key in known else None for key in self.given}
-                texts = {key: expand_integer(given.text, kinds[key]) for key, given in self.given.items()}
+                kinds = {key: known[key].kind if key in known else None for key in self.values}
+                texts = {key: expand_integer(given.text, kinds[key]) for key, given in self.values.items()}
                 return self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
         except ArgumentError as error:
             raise UserError(self._explain(error, known)) from error
@@ -283,7 +285,9 @@ class CommandOptions:
     def arguments(self, config: Namespace) -> dict[str, Any]:
         """Return the arguments for the functions, with groups and choices as objects."""
         ready = vars(self._parser.instantiate(config))
-        plain = self.parameters.keys() - self.groups.keys() - self.bases.keys()  # others may look like a class to make
+        plain = (
+            self.parameters.keys() - self.groups.keys() - self.class_options.keys()
+        )  # others may look like a class to make
         ready |= {name: value for name, value in config.as_dict().items() if name in plain}
         for values in (ready, *(vars(value) for value in ready.values() if is_dataclass(value))):
             # restricted numbers have a class of their own, which YAML does not write
@@ -300,22 +304,22 @@ class CommandOptions:
 
     def _merge_into_mappings(self, known: Mapping[str, Option]) -> None:
         """Put values for an entry of a mapping, such as of --data.sources.web.weight, into the mapping given before."""
-        mappings = [name for name in known if get_origin(parts(known[name].kind)[0]) is dict and name in self.given]
-        for key, name in [(key, name) for name in mappings for key in self.given if key.startswith(f"{name}.")]:
+        mappings = [name for name in known if get_origin(parts(known[name].kind)[0]) is dict and name in self.values]
+        for key, name in [(key, name) for name in mappings for key in self.values if key.startswith(f"{name}.")]:
             path = key.removeprefix(f"{name}.").split(".")
             if len(path) > 1:  # jsonargparse sets entries themselves
-                given = self.given.pop(key)
+                given = self.values.pop(key)
                 value = parse_yaml(given.text) if given.source == "" else given.value
-                changed = with_entry(self.given[name].value, path, value, given.named(key))
-                self.given[name] = self.given[name]._replace(value=changed)
+                changed = with_entry(self.values[name].value, path, value, given.display(key))
+                self.values[name] = self.values[name]._replace(value=changed)
 
     def _build_parser(self) -> ArgumentParser:
-        parser, added = ArgumentParser(exit_on_error=False), {*self.bases, *self.flat, *self.holders}
+        parser, added = ArgumentParser(exit_on_error=False), {*self.class_options, *self.flat, *self.holders}
         for function in self.functions:
             added |= set(parser.add_function_arguments(function, skip=set(added), as_group=False))
         for cls in self.flat.values():
             parser.add_class_arguments(cls, as_group=False, instantiate=False)
-        for name, cls in (self.extension_groups | self.chosen).items():
+        for name, cls in (self.extension_groups | self.selected).items():
             parser.add_class_arguments(cls, name)
             if type(default := self.parameters[name].default) is cls:
                 parser.set_defaults({f"{name}.{key}": value for key, value in vars(default).items()})
@@ -326,43 +330,43 @@ class CommandOptions:
 
         A flag without a value means true; null means the default where the type does not take null.
         """
-        given, kind = self.given[key], known[key].kind if key in known else Any
+        given, kind = self.values[key], known[key].kind if key in known else Any
         group = key.partition(".")[0]
-        if given == Given("", None):
+        if given == OptionValue("", None):
             if kind is not bool:
                 raise UserError(f"--{key}: needs a value: {describe(kind)}")
-            self.given[key] = Given("", "true")
+            self.values[key] = OptionValue("", "true")
         elif given.value is None and not {None, type(None), Any} & {kind, *get_args(kind)}:
-            del self.given[key]
-        elif self.chosen.get(group) in (None, *(self.choices(group).values() if group in self.bases else ())):
+            del self.values[key]
+        elif self.selected.get(group) in (None, *(self.choices(group).values() if group in self.class_options else ())):
             prefix = f"{given.source}: " if given.source else "--" if given.source == "" else ""
             may_be_remote = key in _REMOTE or (key == "out_dir" and "train" in self.groups)  # of a run
-            owner = self.chosen.get(group, self.functions[0])
+            owner = self.selected.get(group, self.functions[0])
             if key.rpartition(".")[2] not in getattr(owner, "takes_urls", ()):
                 check = require_folder if may_be_remote else require_local
                 check(f"{prefix}{key}", given.value)  # user-provided classes may accept URLs
 
     def _describe_unknown(self, key: str, known: dict[str, Option]) -> str | None:
-        inside, given = key.rpartition(".")[0], self.given[key]
+        inside, given = key.rpartition(".")[0], self.values[key]
         if key in known or (inside in known and get_origin(parts(known[inside].kind)[0]) is dict):
             return None
-        name = key if given.source is None else given.named(key)
+        name = key if given.source is None else given.display(key)
         return f"{name}: no such option{self._suggest(key, given.source, known)}"
 
     def _suggest(self, key: str, source: str | None, known: dict[str, Option]) -> str:
         """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""
         group, _, last = key.rpartition(".")
-        choices = self.choices(group) if group in self.bases else {}
+        choices = self.choices(group) if group in self.class_options else {}
         if having := [name for name, cls in choices.items() if last in inspect.signature(cls).parameters]:
             hint = f"add --{group} {having[0]}" if len(having) == 1 else f"{', '.join(having)} have it"
-            return f" of --{group} {self.chosen[group].__name__}; {hint}"
+            return f" of --{group} {self.selected[group].__name__}; {hint}"
 
         def show(option: str) -> str:
             option_group, _, name = option.rpartition(".")
             in_python = repr(name) if option_group == group else f"{option_group}={{{name!r}: ...}}"
             return in_python if source is None else option if source else f"--{option}"
 
-        if hint := elsewhere(key, {*known, *self.bases}, show):
+        if hint := elsewhere(key, {*known, *self.class_options}, show):
             return hint
         names = known if source != "" else [*known, *COMMON_OPTIONS]
         compared = str if group else lambda option: option.rpartition(".")[2]
@@ -373,19 +377,19 @@ class CommandOptions:
         message = one_line(error)
         named = re.search(r'[Kk]ey "([^"]+)"', message)
         key = named[1] if named else ""
-        if key not in self.given:
+        if key not in self.values:
             return message
-        given, kinds = self.given[key], parts(known[key].kind)
+        given, kinds = self.values[key], parts(known[key].kind)
         for kind in filter(is_restricted, kinds):
             try:
                 number = kind._type(expand_integer(given.text, known[key].kind))
             except ValueError:
                 continue
             must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
-            return f"{given._replace(value=number).named(key)}: must {must}"
+            return f"{given._replace(value=number).display(key)}: must {must}"
         names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
         hint = _OTHER_TOOLS_VALUES.get((key, given.text)) or did_you_mean(given.text, names)
-        return f"{given.named(key)}: must be {describe(known[key].kind)}{hint}"
+        return f"{given.display(key)}: must be {describe(known[key].kind)}{hint}"
 
 
 def as_mapping(name: str, value: Any) -> Mapping[str, Any]:

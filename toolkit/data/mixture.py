@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.command import CommandOptions, Given, class_path
+from toolkit.config.command import CommandOptions, OptionValue, class_path
 from toolkit.data.base import DataModule, PreparedData, Report, is_ragged, mean_length, require, row_count, row_lengths
 from toolkit.errors import UserError, did_you_mean
 
@@ -163,7 +163,7 @@ def _make_module(flag: str, value: Any) -> DataModule:
         raise UserError(f"{flag}.data.class_path: must be given, one of {', '.join(command.choices('data'))}")
     try:
         options = command.flatten({"data": value}, "")
-        command.give((key, Given("", one.text)) for key, one in options)
+        command.update((key, OptionValue("", one.text)) for key, one in options)
         return command.arguments(command.resolve())["data"]
     except UserError as error:
         raise _with_flag(error, flag) from error

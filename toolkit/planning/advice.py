@@ -15,7 +15,7 @@ from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.auto import SIZE, unsharded, with_options
+from toolkit.planning.auto import SIZE, fsdp_incompatible_options, with_options
 from toolkit.planning.plan import RunPlan, format_needs, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -59,7 +59,7 @@ def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = m
     combination suffices, the last one does not fit.
 
     Args:
-        plan: Of the run.
+        plan: The plan of the run.
         device_memory_gb: Memory of a device, in GB (1e9 bytes).
         host_memory_gb: CPU memory of a node.
     """
@@ -69,15 +69,15 @@ def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = m
     taken: list[Step] = []
     current = plan
     for step in _STEPS:
-        found = _take(step, current, limits)
+        found = _apply_step(step, current, limits)
         if found is not None:
             taken, current = [*taken, step], found[1]
             if not limits.excess(current):
                 break
-    chosen = _apply(taken, plan, limits)
+    chosen = _apply_steps(taken, plan, limits)
     for step in taken[-2::-1]:  # the changes with the most effect on the result first
         fewer = [other for other in taken if other is not step]
-        changes = _apply(fewer, plan, limits)
+        changes = _apply_steps(fewer, plan, limits)
         fits = bool(changes) and not limits.excess(changes[-1][1])
         # The remaining changes must not become larger: 4 bits are better than much shorter sequences.
         if fits and {text for text, _ in changes} <= {text for text, _ in chosen}:
@@ -93,17 +93,17 @@ def _price(change: str, plan: RunPlan) -> str:
     return "small updates round away: 4 % higher loss in a test" if is_rounded else ""
 
 
-def _apply(steps: list[Step], plan: RunPlan, limits: Limits) -> list[tuple[str, RunPlan]]:
+def _apply_steps(steps: list[Step], plan: RunPlan, limits: Limits) -> list[tuple[str, RunPlan]]:
     done = []
     for step in steps:
-        found = _take(step, plan, limits)
+        found = _apply_step(step, plan, limits)
         if found is not None:
             done.append(found)
             plan = found[1]
     return done
 
 
-def _take(step: Step, plan: RunPlan, limits: Limits) -> tuple[str, RunPlan] | None:
+def _apply_step(step: Step, plan: RunPlan, limits: Limits) -> tuple[str, RunPlan] | None:
     """Return the first variant of a change that fits, otherwise the smallest; None if no variant helps."""
     best, least = None, limits.excess(plan)
     for text, args, spec in step(plan):
@@ -129,9 +129,9 @@ def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
             yield f"--train.micro_batch_size {micro}", *_train(plan, micro_batch_size=micro)
 
 
-def _shardable(plan: RunPlan) -> Iterator[Change]:
-    """Without the options that fsdp does not go with, where every device has a copy."""
-    changes = unsharded(plan.args)
+def _fsdp_compatible(plan: RunPlan) -> Iterator[Change]:
+    """Replace options that FSDP does not support, where every device has a copy."""
+    changes = fsdp_incompatible_options(plan.args)
     if changes and plan.config.strategy.kind == "ddp":
         changes |= {} if plan.args.strategy == AUTO else {"strategy": "fsdp"}
         flags = " ".join(f"--{option} {value}" for option, value in changes.items())
@@ -260,7 +260,7 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
 
 
 _STEPS: list[Step] = [
-    _smaller_micro_batch, _step_in_backward, _shardable, _sharded_gradients, _full_shard, _checkpointing,
+    _smaller_micro_batch, _step_in_backward, _fsdp_compatible, _sharded_gradients, _full_shard, _checkpointing,
     _bf16_masters, _smaller_moments, _true_16_bits, _offloaded, _no_accumulation, _adapters, _quantized,
     _rounded_weights, _cpu_offload, _shorter, _more_devices, _fewer_layers,
 ]  # fmt: skip
@@ -270,9 +270,9 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> Use
     """Return the error for a run that is out of memory: its memory by part, and the changes to make.
 
     Args:
-        args: As resolved: the micro-batch is the one that did not fit.
-        spec: Its devices.
-        is_auto: That micro-batch was "auto", which would become larger again with less memory.
+        args: The resolved options, with the micro-batch that did not fit.
+        spec: The devices of the run.
+        is_auto: Whether that micro-batch was "auto", which would become larger again with less memory.
     """
     size = args.train.micro_batch_size
     start = f"--train.micro_batch_size {size}: out of memory on {spec.device}"
@@ -294,7 +294,7 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> Use
 
 @contextmanager
 def oom_advice(config: ResolvedConfig) -> Iterator[None]:
-    """Turn running out of memory into a UserError with what the run needs and how it would fit."""
+    """Turn an out-of-memory error into a UserError with the memory of the run and changes that make it fit."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What "auto" and ``--preset`` choose from the memory of the run: strategy and micro-batch, with the reasons.
+"""Choose what is "auto", and what ``--preset`` sets, from the memory of the run: strategy and micro-batch.
 
 Pure functions of the options, the devices, and the memory that variants of the run need.
 """
@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import AUTO, none_if_auto
 from toolkit.distributed.strategy import implied_strategy
-from toolkit.optim.classes import HYBRID
+from toolkit.planning.compatibility import HYBRID
 
 if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs
 
-COPY_ROOM, BATCH_ROOM = 0.75, 0.85
-"""Shares of a device's memory that gathered weights, and a larger micro-batch, may take: the formulas are estimates."""
-BUSY_TOKENS, MAX_TOKENS = 4_096, 32_768
-"""Tokens of a micro-batch that keep a GPU busy, and beyond which it computes no faster."""
+MAX_DDP_MEMORY_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
+"""Largest fractions of a device's memory for gathered weights, and for a larger micro-batch; memory is an estimate."""
+MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
+"""Tokens of a micro-batch: the least that keep a GPU busy, and the most that make it faster."""
 SIZE = "train.micro_batch_size"
 UNKNOWN = "where the memory is not known before the run"
 
 Changes = dict[str, Any]
 """Values by option, such as ``{"train.micro_batch_size": 8}``."""
-Needs = Callable[["RunArgs"], float]
-"""Returns the bytes that a run takes on a device; NaN if unknown before the run, infinity if it would be refused."""
+MemoryEstimate = Callable[["RunArgs"], float]
+"""Returns the bytes of a run on a device; NaN if unknown before the run, infinity if the run would be refused."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class AutoChoices:
     """The options of a run with values for those that were "auto".
 
     Args:
@@ -46,7 +46,7 @@ class Chosen:
     preset: str = ""
 
 
-def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs) -> Chosen:
+def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: MemoryEstimate) -> AutoChoices:
     """Choose the strategy and the micro-batch where they are "auto", and what ``--preset`` sets.
 
     The strategy: fsdp, or ddp where the other options do not support fsdp; with the preset "speed" SHARD_GRAD_OP where
@@ -54,34 +54,37 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs
     "memory" takes the combination that needs the least. Only options that have the command's default are set.
 
     Args:
-        args: Of the run.
-        devices: Of the run, a :class:`toolkit.planning.resolve.DeviceSpec`.
+        devices: The devices of the run, a :class:`toolkit.planning.resolve.DeviceSpec`.
         length: Tokens of the longest row; None if unknown.
-        needs: Of variants of ``args``.
+        estimate: Estimates the memory of variants of ``args``.
     """
     name, args = args.preset, replace(args, preset="balanced")
     world_size, is_speed = devices.devices * devices.num_nodes, name == "speed"
     given, strategies = none_if_auto(args.train.micro_batch_size), _strategies(args, world_size, is_speed)
     if name == "memory":
-        return _take_least(args, world_size, devices.num_nodes, needs)
+        return _minimize_memory(args, world_size, devices.num_nodes, estimate)
     if given is not None and strategies == [{}]:
-        return Chosen(args, preset="speed: nothing to change" if is_speed else "")
+        return AutoChoices(args, preset="speed: nothing to change" if is_speed else "")
     sizes = _sizes(args, world_size) if given is None else [given]
     default = max((size for size in sizes if size <= args.defaults.micro_batch_size), default=sizes[0])
     has_choice = given is None and length is not None and (devices.device == "cuda" or is_speed)
-    busy = next((size for size in sizes if size * (length or 1) >= BUSY_TOKENS), sizes[-1])
+    busy = next((size for size in sizes if size * (length or 1) >= MIN_EFFICIENT_TOKENS), sizes[-1])
 
     def need(strategy: Changes, size: int) -> float:
-        return needs(with_options(args, strategy | {SIZE: size}))
+        return estimate(with_options(args, strategy | {SIZE: size}))
 
     reasons, strategy, size = {}, strategies[-1], default
     if len(strategies) > 1:
         tried = busy if has_choice else default
-        if (gathered := need(strategies[0], tried)) <= COPY_ROOM * devices.memory < math.inf:
+        if (gathered := need(strategies[0], tried)) <= MAX_DDP_MEMORY_FRACTION * devices.memory < math.inf:
             strategy = strategies[0]
-            reasons["strategy"] = f"it takes {_gb(gathered)}, at most {COPY_ROOM:.0%} of {_gb(devices.memory)}"
+            reasons["strategy"] = (
+                f"it takes {_gb(gathered)}, at most {MAX_DDP_MEMORY_FRACTION:.0%} of {_gb(devices.memory)}"
+            )
     if strategy.get("strategy") == "fsdp" and need(strategy, default) == math.inf != need({"strategy": "ddp"}, default):
-        options = [f"--{option} {_get(args, option)}" for option in unsharded(args)] or ["the other options"]
+        options = [f"--{option} {_get(args, option)}" for option in fsdp_incompatible_options(args)] or [
+            "the other options"
+        ]
         strategy, reasons["strategy"] = {"strategy": "ddp"}, f"fsdp is not supported with {', '.join(options)}"
     if has_choice and devices.memory < math.inf:
         by_size = {size: need(strategy, size) for size in sizes}
@@ -91,8 +94,12 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs
         reasons[SIZE] = f"up to {args.defaults.micro_batch_size} {where}"
     changes = strategy | ({SIZE: size} if given is None else {})
     if name == "balanced":
-        return Chosen(with_options(args, changes), {option: f"auto: {reason}" for option, reason in reasons.items()})
-    return Chosen(with_options(args, changes), preset=_describe(name, changes, need(strategy, size), needs(args)))
+        return AutoChoices(
+            with_options(args, changes), {option: f"auto: {reason}" for option, reason in reasons.items()}
+        )
+    return AutoChoices(
+        with_options(args, changes), preset=_describe(name, changes, need(strategy, size), estimate(args))
+    )
 
 
 def choose_size(needed: Mapping[int, float], default: int, length: int, memory: float) -> tuple[int, str]:
@@ -101,35 +108,35 @@ def choose_size(needed: Mapping[int, float], default: int, length: int, memory: 
     The smallest one where none does, ``default`` where that is not known.
 
     Args:
-        needed: Bytes by size in increasing order, see :data:`Needs`.
-        default: Of the command.
+        needed: Bytes by size in increasing order, see :data:`MemoryEstimate`.
+        default: The command's default size.
         length: Tokens per sequence.
-        memory: Of a device.
+        memory: Bytes of a device.
     """
     possible = {size: total for size, total in needed.items() if total < math.inf}
     if not possible:
         return default, f"up to {default} {UNKNOWN}"  # or the run is refused
-    room = BATCH_ROOM * memory
+    room = MAX_BATCH_MEMORY_FRACTION * memory
     short = [size for size in possible if size * length <= MAX_TOKENS] or [min(possible)]
     size = max((size for size in short if possible[size] <= room), default=min(possible))
     larger = next((other for other in possible if other > size), None)
     takes = f"takes {_gb(possible[size])}"
     if possible[size] > room:
-        return size, f"{takes}; no size takes at most {BATCH_ROOM:.0%} of {_gb(memory)}"
+        return size, f"{takes}; no size takes at most {MAX_BATCH_MEMORY_FRACTION:.0%} of {_gb(memory)}"
     if larger is None:
         return size, f"a device's share of the global batch; {takes} of {_gb(memory)}"
     if larger not in short:
         return size, f"{size * length:,} tokens; {takes} of {_gb(memory)}"
-    return size, f"{takes}; {larger} would take more than {BATCH_ROOM:.0%} of {_gb(memory)}"
+    return size, f"{takes}; {larger} would take more than {MAX_BATCH_MEMORY_FRACTION:.0%} of {_gb(memory)}"
 
 
-def unsharded(args: RunArgs) -> Changes:
-    """Return the options that fsdp does not support, with values that it supports."""
+def fsdp_incompatible_options(args: RunArgs) -> Changes:
+    """Return replacements for the options that FSDP does not support."""
     optimizer = args.optimizer
-    whole = (*HYBRID, "Adafactor")  # optimizers that need unsharded matrices
+    needs_matrices = (*HYBRID, "Adafactor")
     changes = {
         "precision": ("bf16-mixed", args.precision == "bf16-master"),
-        "optimizer.name": ("AdamW", optimizer.name.lower() in map(str.lower, whole)),
+        "optimizer.name": ("AdamW", optimizer.name.lower() in map(str.lower, needs_matrices)),
         "optimizer.state_dtype": (AUTO, optimizer.state_dtype != AUTO),
     }
     return {option: value for option, (value, is_needed) in changes.items() if is_needed}
@@ -154,7 +161,7 @@ def _sizes(args: RunArgs, world_size: int) -> list[int]:
 # ---- the least memory
 
 
-def _take_least(args: RunArgs, world_size: int, num_nodes: int, needs: Needs) -> Chosen:
+def _minimize_memory(args: RunArgs, world_size: int, num_nodes: int, estimate: MemoryEstimate) -> AutoChoices:
     """Return the combination that needs the least memory; where that is unknown, every change."""
     sizes, default = _sizes(args, world_size), args.defaults.micro_batch_size
     choices: dict[str, list[Any]] = {
@@ -167,18 +174,18 @@ def _take_least(args: RunArgs, world_size: int, num_nodes: int, needs: Needs) ->
     usual = {SIZE: AUTO, "train.activation_checkpointing": "none"}
     free = {option: values for option, values in choices.items() if _get(args, option) == usual.get(option, AUTO)}
     free = {option: values for option, values in free.items() if values}
-    found: list[tuple[float, int, Changes]] = []
+    variants: list[tuple[float, int, Changes]] = []
     for values in product(*free.values()):
         changes = {o: v for o, v in zip(free, values, strict=True) if v != _get(args, o)}
-        total = needs(with_options(args, changes))
+        total = estimate(with_options(args, changes))
         if total < math.inf:
-            found.append((total, len(changes), changes))
+            variants.append((total, len(changes), changes))
         elif math.isnan(total):  # of those that would run, with the most changes
-            found.append((math.inf, -len(changes), changes))
-    if not found:
-        return Chosen(args)  # resolving says why
-    total, _, changes = min(found, key=lambda each: (each[0], each[1], each[2].get(SIZE, 0)))
-    return Chosen(with_options(args, changes), preset=_describe("memory", changes, total, needs(args)))
+            variants.append((math.inf, -len(changes), changes))
+    if not variants:
+        return AutoChoices(args)  # resolving says why
+    total, _, changes = min(variants, key=lambda each: (each[0], each[1], each[2].get(SIZE, 0)))
+    return AutoChoices(with_options(args, changes), preset=_describe("memory", changes, total, estimate(args)))
 
 
 def _get(args: RunArgs, option: str) -> Any:

@@ -156,7 +156,6 @@ def _dtypes() -> Iterator[Row]:
 _IN_BACKWARD = "--optimizer.in_backward true"
 _CHECKPOINTING = "--train.activation_checkpointing {train.activation_checkpointing:selective, full}"
 _QUANTIZE = "--quantize {quantize:bnb.nf4, bnb.nf4-dq}"
-_COMPILER = "--compiler {compiler:torch}"
 _OFFLOAD = "--fsdp.cpu_offload true"
 _MASTERS = "--precision bf16-master"
 _MOMENTS = "--optimizer.state_dtype bf16"
@@ -165,10 +164,6 @@ _SHARDED = "{strategy_name:fsdp, and strategies of extensions}"
 _FOREIGN = "an optimizer of yours or of an extension"
 _NO_BLOCKS = "a module without known blocks"
 _NAME_BLOCKS = "name them: block_classes"
-
-
-def _is_compiled(f: Facts) -> bool:
-    return f.args.compiler not in (AUTO, "none")
 
 
 def _is_recomputed(f: Facts) -> bool:
@@ -231,8 +226,6 @@ ROWS: tuple[Row, ...] = (
     # adapters
     Row(_QUANTIZE, "--precision 16-mixed", lambda f: f.args.quantize is not None and f.precision == "16-mixed",
         "4-bit layers compute in bf16 or fp32", "use bf16-true, or 32-true on a GPU without bfloat16"),
-    Row(_QUANTIZE, _COMPILER, lambda f: f.args.quantize is not None and _is_compiled(f),
-        "the kernels of bitsandbytes break the graph"),
     _no_effect("--fsdp.state_dict_type sharded", "finetune_lora",
                lambda f: f.has_adapters and f.args.fsdp.state_dict_type == "sharded",
                "every device holds all adapters"),

@@ -1,4 +1,4 @@
-"""What ``--compiler auto`` chooses, with the reason: pure functions of the resolved run."""
+"""Choose the compiler where ``--compiler`` is "auto": pure functions of the resolved run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | Non
     to gain 7 % at most, after hundreds of steps.
 
     Args:
-        config: Of the run.
+        config: The configuration of the run.
         is_ragged: Whether rows differ in length.
         steps: Optimizer steps of the complete run, so that a resumed run decides alike; None if unknown.
     """
@@ -28,7 +28,7 @@ def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | Non
     minutes = config.args.train.max_time
     reasons = {
         f"on {config.device}": config.device != "cuda",
-        **_unproven(config),
+        **_uncompiled(config),
         "rows differ in length": is_ragged,
         f"{steps} steps are too few to repay compilation": steps is not None and steps <= MIN_STEPS,
         f"--train.max_time {minutes} is too short to repay compilation": minutes is not None and minutes < MIN_MINUTES,
@@ -39,8 +39,8 @@ def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | Non
     return "torch", "auto: rows of one length" + ("" if steps is None else f", {steps:,} steps")
 
 
-def _unproven(config: ResolvedConfig) -> dict[str, bool]:
-    """Return what a compiled run is not proven with, and whether the run has it."""
+def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:
+    """Return for what auto does not compile, and whether the run has it."""
     args, strategy = config.args, config.strategy
     family = "" if config.model is None else config.model.family
     return {

@@ -39,8 +39,6 @@ def check_options(args: RunArgs) -> None:
     check_out_dir(args.out_dir, args.staging_dir)
     ratio = args.loraplus_lr_ratio
     require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
-    if args.base_dir is None and args.module is None:
-        get_config(args.model_name or DEFAULT_MODEL).override(args.model_config)
     batch = _known_batch(args)
     require_compatible(
         Facts(
@@ -50,6 +48,8 @@ def check_options(args: RunArgs) -> None:
             batch=None if args.train.micro_batch_size == AUTO else batch,
         )
     )
+    if args.base_dir is None and args.module is None:
+        get_config(args.model_name or DEFAULT_MODEL).override(args.model_config)
 
 
 def check_start(args: RunArgs, *, writes: bool = True) -> None:

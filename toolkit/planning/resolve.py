@@ -57,17 +57,17 @@ class ResolvedConfig:
     """A run before anything is started. What its data and its checkpoint add is in the trainer's ``StartState``.
 
     Args:
-        args: The user's, with at least one limit of the run.
-        devices: Where it runs.
-        precision: Of the compute, and of the weights if it is a "-true" one.
+        args: The options, with at least one limit of the run.
+        devices: The devices of the run.
+        precision: The precision of the compute; a "-true" one is also the precision of the weights.
         strategy: The distributed strategy with its mesh.
-        batch: Division of the global batch.
+        batch: The division of the global batch.
         model: The architecture; None for a user-provided module. The data may define its vocabulary.
         max_seq_length: Tokens of the longest row; None where the rows of a user-provided module decide.
         optimizer: See :func:`toolkit.optim.classes.resolve_optimizer`.
         accumulate: How FSDP keeps gradients between micro-batches.
         reasons: Why options that were "auto" have their values, for display.
-        preset: What ``--preset`` has set, for display.
+        preset: The options that ``--preset`` has set, for display.
     """
 
     args: RunArgs
@@ -98,7 +98,7 @@ class ResolvedConfig:
         if self.optimizer["name"] == Muon.__name__:
             split = {"split_qkv": self.optimizer.get("split_qkv", False)}
             optimizer = replace(optimizer, options=optimizer.options | split)
-        # auto compiles on CUDA only: elsewhere it chose nothing that a repetition on CUDA should keep
+        # On a CPU auto resolves to none; save auto so that a rerun on CUDA compiles
         has_no_choice = "compiler" in self.reasons and self.device != "cuda"
         compiler = AUTO if has_no_choice else self.args.compiler
         args = replace(self.args, precision=self.precision, optimizer=optimizer, compiler=compiler)
@@ -153,16 +153,16 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
 
 
 def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: DeviceSpec) -> Callable[[RunArgs], float]:
-    """Return the function from a variant of ``args`` to the bytes on a device, see :data:`toolkit.planning.auto.Needs`.
+    """Return a function that estimates the memory of variants of ``args``.
 
-    Unknown are user-provided modules and optimizers, and a vocabulary that the data defines.
+    The memory is unknown for user-provided modules and optimizers, and where the data defines the vocabulary.
     """
 
     @functools.cache
     def known() -> ModelConfig:
         return with_known_vocabulary(model, args)
 
-    def needs(changed: RunArgs) -> float:
+    def estimate(changed: RunArgs) -> float:
         try:
             config = resolve(changed, devices)
         except UserError:
@@ -175,7 +175,7 @@ def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: Dev
             return math.nan
         return plan_memory(memory_inputs(config, full_config)).total
 
-    return needs
+    return estimate
 
 
 def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]:
@@ -220,12 +220,12 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
 
 
 def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
-    """Return the precision of the run; auto is one that goes with its other options."""
+    """Return the precision of the run; auto is one that its other options support."""
     on_cuda: Precision = "bf16-mixed" if args.lora is None else "bf16-true"
     has_bf16 = True if devices.has_bf16 is None and not torch.cuda.is_available() else devices.has_bf16
     precision = pick_precision(args.precision, devices.device, on_cuda, has_bf16)
     if (args.precision, precision) == (AUTO, "16-mixed") and (args.quantize is not None or args.fsdp.cpu_offload):
-        return "32-true"  # they are not proven with 16-mixed
+        return "32-true"  # they do not support 16-mixed
     return precision
 
 

@@ -143,7 +143,7 @@ def test_plans():
     assert (ddp.kind, ddp.mesh, ddp.extension) == ("ddp", (2, 1), "thunder_ddp") and "not compiled" in str(ddp)
     with pytest.raises(UserError, match="--strategy thunder_ddp: requires several devices; on one use --compiler"):
         plan("thunder_ddp", devices=1)
-    with pytest.raises(UserError, match="--precision 16-mixed: not supported by --strategy thunder_fsdp"):
+    with pytest.raises(UserError, match="--precision 16-mixed is not supported with --strategy thunder_fsdp"):
         plan("thunder_fsdp", precision="16-mixed")
 
 

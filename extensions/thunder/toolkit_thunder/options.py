@@ -1,4 +1,4 @@
-"""The options ``--thunder.*``, and which other options do not go together with Thunder. Imports no torch."""
+"""The options ``--thunder.*``, and the options that are not supported with Thunder. Imports no torch."""
 
 from __future__ import annotations
 

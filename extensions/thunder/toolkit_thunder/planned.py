@@ -23,7 +23,7 @@ class PlannedFSDP:
         """
         size, options = _ranks("thunder_fsdp", devices, num_nodes, accelerator), _options(groups)
         if precision == "16-mixed":
-            raise UserError("--precision 16-mixed: not supported by --strategy thunder_fsdp; use bf16-mixed")
+            raise UserError("--precision 16-mixed is not supported with --strategy thunder_fsdp; use bf16-mixed")
         if not options.jit:
             return StrategyPlan("fsdp", "SHARD_GRAD_OP", (size,), "not compiled, keeps gathered weights as ZERO2 does")
         sharding = {"ZERO2": "SHARD_GRAD_OP", "ZERO3": "FULL_SHARD"}[options.sharding_strategy]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config.checks import note
-from toolkit.config.command import Given
+from toolkit.config.command import OptionValue
 from toolkit.config.other_formats import fsdp_guide, mingpt
 from toolkit.config.other_formats.rules import File, Options
 from toolkit.errors import UserError, did_you_mean
@@ -39,7 +39,7 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return groups, {name: inner for name, inner in values.items() if name not in groups}
 
 
-def translate(file: File) -> list[tuple[str, Given]]:
+def translate(file: File) -> list[tuple[str, OptionValue]]:
     """Return the options that the groups of a file become. Prints a line per key on standard error, on rank 0 only."""
     lines: list[str] = []
     found: dict[str, tuple[str, Any]] = {}  # the key that set an option, and the value
@@ -51,7 +51,7 @@ def translate(file: File) -> list[tuple[str, Given]]:
                 name = f"{group}.{key}"
                 options, outcome = _translate_key(file, group, key)
                 _merge(file.source, found, name, options)
-                lines.append(f"{name} {Given('', value).text}{outcome}")
+                lines.append(f"{name} {OptionValue('', value).text}{outcome}")
         implied = {o: v for o, v in mingpt.IMPLIED.get(group, {}).items() if o not in found and _is_open(file, o)}
         _merge(file.source, found, group, implied)
         if implied:
@@ -59,7 +59,7 @@ def translate(file: File) -> list[tuple[str, Given]]:
     if "hydra" in file.groups:
         lines.append("hydra: has no effect, it configures hydra itself")
     note(*(f"{file.source}: {line}" for line in lines))
-    return [(option, Given(file.source, value)) for option, (_, value) in found.items()]
+    return [(option, OptionValue(file.source, value)) for option, (_, value) in found.items()]
 
 
 def _check_names(file: File, group: str) -> None:
@@ -68,7 +68,7 @@ def _check_names(file: File, group: str) -> None:
     if rules is None:
         return
     if not isinstance(keys, Mapping):
-        raise UserError(f"{Given(file.source, keys).named(group)}: a group; it takes `name: value` pairs")
+        raise UserError(f"{OptionValue(file.source, keys).display(group)}: a group; it takes `name: value` pairs")
     for key in keys:
         if key not in rules:
             hint = did_you_mean(str(key), rules) or f"; known are {', '.join(rules)}"
@@ -77,18 +77,18 @@ def _check_names(file: File, group: str) -> None:
 
 def _translate_key(file: File, group: str, key: str) -> tuple[Options, str]:
     """Return the options of a key, and what became of it, for display."""
-    rule, given, name = FORMATS[group][key], Given(file.source, file.groups[group][key]), f"{group}.{key}"
+    rule, given, name = FORMATS[group][key], OptionValue(file.source, file.groups[group][key]), f"{group}.{key}"
     overrides = [file.override(option) for option in rule.options]
     if all(overrides):
         return {}, f": overridden by {overrides[0]}"
     if both := [option for option in rule.options if option in file.own and option not in file.later]:
-        raise UserError(f"{given.named(name)}: the file also sets {both[0]}; keep one of them")
+        raise UserError(f"{given.display(name)}: the file also sets {both[0]}; keep one of them")
     try:
         result = rule.apply(file, given.value)
     except UserError:  # of the number of devices
         raise
     except ValueError as error:
-        raise UserError(f"{given.named(name)}: {error}") from None
+        raise UserError(f"{given.display(name)}: {error}") from None
     if isinstance(result, str):
         return {}, f": {result}"
     options = {option: value for option, value in result.items() if not file.override(option)}
@@ -113,4 +113,4 @@ def _is_open(file: File, option: str) -> bool:
 
 
 def _flags(options: Options) -> str:
-    return " ".join(f"--{option} {Given('', value).text}" for option, value in options.items())
+    return " ".join(f"--{option} {OptionValue('', value).text}" for option, value in options.items())

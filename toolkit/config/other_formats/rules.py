@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from toolkit.config.command import Given
+from toolkit.config.command import OptionValue
 from toolkit.errors import did_you_mean
 
 Options = dict[str, Any]
@@ -66,8 +66,8 @@ class File:
 
     source: str
     groups: Mapping[str, Mapping[str, Any]]
-    own: Mapping[str, Given]
-    later: Mapping[str, Given]
+    own: Mapping[str, OptionValue]
+    later: Mapping[str, OptionValue]
     world_size: Callable[[], int]
 
     def find(self, group: str, key: str) -> Any:
@@ -83,8 +83,8 @@ class File:
         """Return what overrides an option, for display. Another class of data overrides all options of data."""
         data = self.later.get("data") or self.own.get("data")
         if option.startswith("data.") and data is not None and data.text.rpartition(".")[2] != "CharText":
-            return data.named("data")
-        return self.later[option].named(option) if option in self.later else None
+            return data.display("data")
+        return self.later[option].display(option) if option in self.later else None
 
 
 # ---- values of keys

@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 
 from toolkit.config import AUTO, ActivationCheckpointing
 from toolkit.errors import UserError
-from toolkit.planning.auto import BATCH_ROOM
+from toolkit.planning.auto import MAX_BATCH_MEMORY_FRACTION
 from toolkit.planning.plan import RunPlan, plan_run
 from toolkit.planning.resolve import choose_precision
 from toolkit.planning.run_args import RunArgs
@@ -75,7 +75,7 @@ def _best(
 def _fits(changed: RunPlan, plan: RunPlan) -> bool:
     """Whether a changed run fits with the room that "auto" leaves, or fits and needs no more than the present one."""
     limit = plan.config.devices.memory
-    return changed.memory.total <= min(limit, max(BATCH_ROOM * limit, plan.memory.total))
+    return changed.memory.total <= min(limit, max(MAX_BATCH_MEMORY_FRACTION * limit, plan.memory.total))
 
 
 def _gain(new: Prediction, old: Prediction) -> float:
