@@ -25,8 +25,6 @@ _RECOMPUTED = {
     "selective": "activations, but not attention and every second matrix product (activation checkpointing: selective)",
     "full": "all activations of a block but its input (activation checkpointing: full)",
 }
-
-
 _PARTS = {
     "products": "matrix products",
     "attention": "",
@@ -82,7 +80,6 @@ def speed_summary(card: str, prediction: Any, variants: list[Any], steps: int | 
     """Return a :class:`toolkit.planning.speed.predict.Prediction` on GPUs of this name as plain values.
 
     ``parts_ms`` add up to ``step_ms``. ``variants`` are changes of flags with their predicted gain in tokens/s.
-    ``run_seconds`` is the time of all ``steps`` of the run, if their number is known before it.
     """
     return {
         "gpu": card,
@@ -129,14 +126,12 @@ def format_plan(summary: dict[str, Any]) -> str:
         "",
         "Memory per device, GB",
     ]
-    shown = {name: size for name, size in memory.items() if name != "total" and size > 0}
-    lines += [f"  {name:15}{size:10.2f}  {_DESCRIPTIONS[name]}".rstrip() for name, size in shown.items()]
-    total = memory["total"]
-    overlaps = sum(shown.values()) > total + 0.005 * len(shown)
-    reason = "  gradients replace activations" if overlaps else ""
-    if overlaps and memory["recomputed_block"]:
-        reason = "  not all at the same time"
-    lines += [f"  {'total':15}{total:10.2f}{reason}"]
+    parts = {name: size for name, size in memory.items() if name != "total" and size > 0}
+    lines += [f"  {name:15}{size:10.2f}  {_DESCRIPTIONS[name]}".rstrip() for name, size in parts.items()]
+    reason = ""
+    if sum(parts.values()) > memory["total"] + 0.005 * len(parts):
+        reason = "  not all at the same time" if memory["recomputed_block"] else "  gradients replace activations"
+    lines += [f"  {'total':15}{memory['total']:10.2f}{reason}"]
     if host := summary["host_memory_gb"]:
         lines.append(f"  {'in CPU memory':15}{host:10.2f}  per process: shards of weights, gradients and optimizer")
     if copy := summary["host_copy_gb"]:
@@ -148,17 +143,17 @@ def format_plan(summary: dict[str, Any]) -> str:
 
 
 def _speed(summary: dict[str, Any]) -> list[str]:
-    """The predicted step of :func:`speed_summary`, if there is one."""
+    """Return the lines of :func:`speed_summary`, if there is one."""
     speed = summary.get("speed")
     if speed is None:
         return []
     world = summary["devices"] * summary["num_nodes"]
     mfu = "" if speed["mfu"] is None else f", MFU {speed['mfu']:.1%}"
     unit, size = ("ms", 1) if speed["step_ms"] < 10_000 else ("s", 1000)
-    fits = "; does not fit in memory" if summary["fits"] is False else ""
+    does_not_fit = "; does not fit in memory" if summary["fits"] is False else ""
     lines = [
         "",
-        f"Speed on {world} x {speed['gpu']} (prediction; not measured on a GPU{fits})",
+        f"Speed on {world} x {speed['gpu']} (prediction; not measured on a GPU{does_not_fit})",
         f"  {'step':15}{speed['step_ms'] / size:10,.1f}  {unit}: {speed['tokens_per_sec']:,} tokens/s{mfu}",
     ]
     sent = f"not hidden, of {speed['communication_ms'] / size:,.1f} {unit} over {speed['links']}"
@@ -181,32 +176,24 @@ def _speed(summary: dict[str, Any]) -> list[str]:
 
 
 def _duration(seconds: float) -> tuple[float, str]:
-    """Return a duration in the largest unit of which it has at least two."""
+    """Return a duration in the largest unit in which it is at least two."""
     units = {"days": 86_400, "h": 3_600, "min": 60, "s": 1}
     unit = next((unit for unit, size in units.items() if seconds >= 2 * size), "s")
     return seconds / units[unit], unit
-
-
-def _of_card(summary: dict[str, Any]) -> str:
-    """A vendor's GB are 2^30 bytes."""
-    return (
-        f" ({summary['device_memory_gb'] / 1.074:.0f} GiB of the {summary['speed']['gpu']})"
-        if "speed" in summary
-        else ""
-    )
 
 
 def _verdict(summary: dict[str, Any]) -> list[str]:
     limit = summary["device_memory_gb"]
     if limit is None:
         return ["", "Use --device_memory_gb to check whether this fits."]
+    memory = f"{limit:g} GB"
+    if "speed" in summary:
+        memory += f" ({limit / 1.074:.0f} GiB of the {summary['speed']['gpu']})"  # a vendor's GB are 2^30 bytes
     if summary["fits"]:
-        return ["", f"Fits into {limit:g} GB{_of_card(summary)}."]
-    is_node = summary["memory_gb"]["total"] <= limit
-    what = (
-        f"{summary['node']['limit_gb']:g} GB of CPU memory per node" if is_node else f"{limit:g} GB{_of_card(summary)}"
-    )
-    lines = ["", f"Does not fit into {what}. Changes, in this order:"]
+        return ["", f"Fits into {memory}."]
+    if summary["memory_gb"]["total"] <= limit:
+        memory = f"{summary['node']['limit_gb']:g} GB of CPU memory per node"
+    lines = ["", f"Does not fit into {memory}. Changes, in this order:"]
     for number, advice in enumerate(summary["advice"], 1):
         node = f", {advice['node_memory_gb']:,.0f} GB of CPU memory per node" if advice["node_memory_gb"] else ""
         remarks = [advice["price"]] * bool(advice["price"]) + ["fits"] * advice["fits"]
