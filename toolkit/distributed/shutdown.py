@@ -54,7 +54,7 @@ class ShutdownCoordinator:
         return self.world.local_rank == 0 or self.world.global_rank == 1
 
     def peer_failed(self) -> bool:
-        """Whether some process has ended already."""
+        """Whether another process has ended."""
         return bool(self._describe_lost_peer()) or self.store.check(["ended"])
 
     def end(self, error: BaseException) -> NoReturn:

@@ -11,16 +11,15 @@ from types import FrameType
 from typing import Any
 
 WATCHED = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
-DEBOUNCE_SECONDS = 1.0  # seconds within which a second Ctrl-C counts as a duplicate of the first
+DEBOUNCE_SECONDS = 1.0  # a second Ctrl-C within this time is a duplicate of the first
 
 
 class SignalWatch:
     """Records the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (closed terminal) in ``received`` while active.
 
-    Launchers and schedulers may send a signal twice or several in a row; later ones are ignored. Only a second Ctrl-C
-    some time after the first has its default effect.
-
-    Python allows handlers in the main thread only; elsewhere (a notebook's worker thread) no signal is handled.
+    Launchers and schedulers may send several signals in a row; later ones are ignored. Only a second Ctrl-C some time
+    after the first has its default effect. Python allows handlers in the main thread only; in another thread, such as a
+    notebook's worker, no signal is handled.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class SignalWatch:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received == signal.SIGINT == number and time.monotonic() - self._since > DEBOUNCE_SECONDS:
-            self._restore()
+            _restore(self._previous)
             signal.raise_signal(number)
         if not self.received:
             self.received, self._since = number, time.monotonic()
@@ -50,22 +49,23 @@ class SignalWatch:
         while self._previous:  # SIG_IGN, because Python removes its own handlers before the process exits
             signal.signal(self._previous.popitem()[0], signal.SIG_IGN)
 
-    def _restore(self) -> None:
-        while self._previous:
-            number, handler = self._previous.popitem()
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
     def __exit__(self, *exc: object) -> None:
-        self._restore()
+        _restore(self._previous)
 
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
     """Restore the previous signal handlers on exit."""
-    before = {number: signal.getsignal(number) for number in WATCHED}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in WATCHED}
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            _restore(before)
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    """Set the handlers and empty the dictionary: a second call does nothing."""
+    while handlers:
+        number, handler = handlers.popitem()
+        signal.signal(number, handler if handler is not None else signal.SIG_DFL)
