@@ -94,8 +94,17 @@ def test_names_of_other_libraries_are_answered():
     with pytest.raises(UserError, match="^strategy FSDPStrategy: give a name, such as 'fsdp'"):
         toolkit.train("pico-llama", ROWS, strategy=FSDPStrategy())
     for name, text in (("DDPTrainer", 'strategy="ddp"'), ("HFTokenizer", "tokenizer_dir"), ("nothing", "it offers")):
-        with pytest.raises(AttributeError, match=text):
+        with pytest.raises(AttributeError if name == "nothing" else ImportError, match=text):
             getattr(toolkit, name)
+    with pytest.raises(ImportError, match="tokenizer_dir="):
+        from toolkit import HFTokenizer  # noqa: F401
+    with pytest.raises(UserError, match=r"save_checkpoint: .*trainer.save\(name\)"):
+        toolkit.Trainer(nn.Linear(2, 2), ROWS).save_checkpoint("x.pt", state_dict_type="full")
+    with pytest.raises(UserError, match="^strategy FSDPStrategy: give a name, such as 'fsdp'"):
+        toolkit.finetune("x", ROWS, strategy=FSDPStrategy())
+    for strategy, hint in (("zero2", "SHARD_GRAD_OP"), ("zero3", "use fsdp"), ("deepspeed", "use fsdp")):
+        with pytest.raises(UserError, match=f"strategy {strategy}: must be .*; .*{hint}"):
+            toolkit.train("pico-llama", ROWS, strategy=strategy)
     with pytest.raises(UserError, match=r"ModelConfig\(hidden_dim=...\): no such field; did you mean n_embd\?"):
         toolkit.ModelConfig(hidden_dim=3)
     loader = DataLoader([torch.arange(9)])
@@ -103,6 +112,8 @@ def test_names_of_other_libraries_are_answered():
     assert trainer.arguments()["dataset"] is loader and trainer.arguments()["optimizer"] is torch.optim.SGD
     for words, text in (
         ("--fsdp.sharding_strategy ZERO2", "use SHARD_GRAD_OP"),
+        ("--fsdp.sharding_strategy zero3", "use FULL_SHARD"),
+        ("--strategy zero3", "use fsdp, which shards like ZeRO 3"),
         ("--data Alpaca2k", "--tokenizer_dir"),
     ):
         with pytest.raises(UserError, match=text):

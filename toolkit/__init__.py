@@ -76,7 +76,9 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         hint = _ELSEWHERE.get(name) or f"it offers {', '.join(__all__)}"
-        raise AttributeError(f"module 'toolkit' has no attribute {name!r}; {hint}")
+        # from toolkit import NAME would replace the message of an AttributeError by its own
+        kind = ImportError if name in _ELSEWHERE else AttributeError
+        raise kind(f"module 'toolkit' has no attribute {name!r}; {hint}")
     return getattr(importlib.import_module(_HOMES.get(name, "toolkit.api")), name)
 
 

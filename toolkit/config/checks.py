@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from toolkit.config.elsewhere import VALUES
 from toolkit.errors import UserError, did_you_mean, one_line, require_option
 from toolkit.extension import registered
 
@@ -29,7 +30,8 @@ def require_one_of(name: str, value: str, own: tuple[str, ...], kind: str) -> No
     """Check that ``value`` is one of ``own``, or of what extensions register as ``kind``."""
     known = [*own, *registered(kind, own)]
     if value not in known:
-        raise UserError(f"--{name} {value}: must be one of {', '.join(known)}{did_you_mean(value, known)}")
+        hint = VALUES.get((name, value.lower())) or did_you_mean(value, known)
+        raise UserError(f"--{name} {value}: must be one of {', '.join(known)}{hint}")
 
 
 def note(*lines: str) -> None:

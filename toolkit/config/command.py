@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
-from toolkit.config.elsewhere import elsewhere
+from toolkit.config.elsewhere import VALUES, elsewhere
 from toolkit.config.entries import with_entry
 from toolkit.config.types import describe, expand_integer, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean, one_line
@@ -31,12 +31,6 @@ from toolkit.io.safe_parse import parse_yaml
 
 _REMOTE = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # also on remote storage
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
-_OTHER_TOOLS_VALUES = {
-    ("fsdp.sharding_strategy", "ZERO2"): "; use SHARD_GRAD_OP",
-    ("fsdp.sharding_strategy", "ZERO3"): "; use FULL_SHARD, or HYBRID_SHARD on several nodes",
-    ("fsdp.state_dict_type", "local"): "; use sharded: a file per device, too, and readable on any number of devices",
-}
-"""Values of other tools, each with the hint."""
 
 
 class Option(NamedTuple):
@@ -388,7 +382,7 @@ class CommandOptions:
             must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
             return f"{given._replace(value=number).display(key)}: must {must}"
         names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-        hint = _OTHER_TOOLS_VALUES.get((key, given.text)) or did_you_mean(given.text, names)
+        hint = VALUES.get((key, given.text.lower())) or did_you_mean(given.text, names)
         return f"{given.display(key)}: must be {describe(known[key].kind)}{hint}"
 
 

@@ -87,6 +87,16 @@ def elsewhere(key: str, known: Container[str], show: Callable[[str], str]) -> st
     return ""
 
 
+VALUES = {
+    ("strategy", "zero2"): "; use fsdp with --fsdp.sharding_strategy SHARD_GRAD_OP",
+    ("strategy", "zero3"): "; use fsdp, which shards like ZeRO 3",
+    ("strategy", "deepspeed"): "; use fsdp, which shards like ZeRO 3",
+    ("fsdp.sharding_strategy", "zero2"): "; use SHARD_GRAD_OP",
+    ("fsdp.sharding_strategy", "zero3"): "; use FULL_SHARD, or HYBRID_SHARD on several nodes",
+    ("fsdp.state_dict_type", "local"): "; use sharded: a file per device, too, and readable on any number of devices",
+}
+"""Hints for values of other tools, in lower case."""
+
 COMMANDS = {
     **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),
     **dict.fromkeys(

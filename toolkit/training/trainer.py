@@ -94,6 +94,13 @@ class Trainer:
 
     train = fit
 
+    def save_checkpoint(self, path: Any = None, **options: Any) -> None:
+        """Refuse this name of other trainers, with what to use here."""
+        raise UserError(
+            "save_checkpoint: fit saves automatically; in a callback use trainer.save(name), and for shards "
+            "fsdp={'state_dict_type': 'sharded'}"
+        )
+
     def arguments(self, **limits: Any) -> dict[str, Any]:
         """Return the arguments of :func:`toolkit.train` that :meth:`fit` would train with."""
         for name in limits.keys() & self._options.keys():
