@@ -4,16 +4,8 @@ Tokens go through the head in chunks. The logits of a chunk are turned into its 
 gradient of the logits. The gradients of input and weight are computed in the forward pass; the backward pass only
 scales them. Gradients of log-probabilities are known only in the backward pass, which computes the logits once more.
 
-Measured on 2 cores, fp32, 1,024 tokens, forward and backward, milliseconds:
-
-| vocabulary, width | full logits, torch's cross-entropy | chunked |
-|---|---|---|
-| 4,096, 256 | 35 - 45 | 33 |
-| 8,192, 320 | 105 | 79 |
-| 50,304, 128 | 383 - 407 | 240 |
-| 50,304, 512 | 1,021 - 1,254 | 860 |
-
-So small batches need no separate path: a batch that fits in one chunk is one chunk.
+On 2 cores, this takes 0.6 to 0.9 of the time of full logits and torch's cross-entropy for 1,024 tokens in fp32, also
+with vocabularies so small that all tokens fit in one chunk.
 """
 
 from __future__ import annotations

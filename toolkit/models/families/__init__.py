@@ -9,46 +9,30 @@ invalid ``ModelConfig.family_options``.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from toolkit.errors import UserError, did_you_mean, require_option
 from toolkit.extension import Entry, import_object, load_registered, registered
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import (
-    deepseek,
-    falcon,
-    gemma,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    granite,
-    hf_config,
-    hf_keys,
-    llama,
-    mistral,
-    mixtral,
-    olmo,
-    phi,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen_moe,
-    smollm3,
-    stablelm,
-    starcoder2,
-)
+from toolkit.models.families import hf_config, hf_keys
 from toolkit.models.families.tables import WeightMapping
 
 DEFAULT_MODEL = "mini-llama"
 
-# by Hugging Face's model_type
+# Modules of this package by Hugging Face's model_type
 FAMILIES: dict[str, ModuleType] = {
-    "llama": llama, "smollm3": smollm3, "mistral": mistral, "mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3,
-    "qwen2_moe": qwen_moe, "qwen3_moe": qwen_moe, "gemma": gemma, "gemma2": gemma, "gemma3_text": gemma,
-    "phi": phi, "phi3": phi3, "gpt_neox": gpt_neox, "gpt2": gpt2,
-    "falcon": falcon, "olmo": olmo, "olmo2": olmo, "olmo3": olmo, "stablelm": stablelm, "granite": granite,
-    "starcoder2": starcoder2, "gpt_oss": gpt_oss, "deepseek_v2": deepseek, "deepseek_v3": deepseek,
+    model_type: import_module(f"{__name__}.{module}")
+    for module, model_types in {
+        "llama": ("llama",), "smollm3": ("smollm3",), "mistral": ("mistral",), "mixtral": ("mixtral",),
+        "qwen2": ("qwen2",), "qwen3": ("qwen3",), "qwen_moe": ("qwen2_moe", "qwen3_moe"),
+        "gemma": ("gemma", "gemma2", "gemma3_text"), "phi": ("phi",), "phi3": ("phi3",), "gpt_neox": ("gpt_neox",),
+        "gpt2": ("gpt2",), "falcon": ("falcon",), "olmo": ("olmo", "olmo2", "olmo3"), "stablelm": ("stablelm",),
+        "granite": ("granite",), "starcoder2": ("starcoder2",), "gpt_oss": ("gpt_oss",),
+        "deepseek": ("deepseek_v2", "deepseek_v3"),
+    }.items()
+    for model_type in model_types
 }  # fmt: skip
 
 # model_type of multimodal models -> model_type of their text model, which is read from text_config
