@@ -256,6 +256,17 @@ def test_broken_file_is_an_error_or_skipped(folder, tmp_path):
             assert "(2 in total)" in "".join(lines)
 
 
+def test_damaged_parquet_is_an_error_before_a_tokenizer_is_trained(folder, tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    for name in ("a.parquet", "b.parquet"):
+        shutil.copy(folder / "a.parquet", tmp_path / "text" / name)
+    os.truncate(tmp_path / "text" / "b.parquet", 200)
+    monkeypatch.setattr("toolkit.data.streamed.open.train_tokenizer", lambda *_: pytest.fail("trains a tokenizer"))
+    data = HuggingFaceText(path=str(tmp_path / "text"), cache_dir=str(tmp_path), vocab_size=300)
+    with pytest.raises(UserError, match="b.parquet: "):
+        data.prepare(tokenizer=None, max_seq_length=T, report=print)
+
+
 def test_invalid_input_is_one_line(folder, tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "table.csv").write_text("a,b\n")

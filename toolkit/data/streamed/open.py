@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from toolkit.data.base import PreparedData, Report, TokenDataset
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
 from toolkit.data.streamed import segments
-from toolkit.data.streamed.files import SourceFile, identify
+from toolkit.data.streamed.files import SourceFile, identify, is_url
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_workers, used_bytes
 from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
@@ -78,14 +78,16 @@ def _source(files: list[SourceFile], column: str, skips_broken: bool) -> Source:
     if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
         segments.import_pyarrow()
     source = Source(files, column, segments.SEGMENT_BYTES, identify(files))
-    part = source.segments[0][0]
-    try:
-        next(segments.read_part(files[part.file], part, column), None)
-    except segments.ColumnError as error:
-        raise UserError(f"--data.text_column {column}: {files[part.file].name}: {error}") from error
-    except segments.BrokenFileError as error:
-        if not skips_broken:  # before a tokenizer is trained
-            raise UserError(f"--data: {describe_broken({files[part.file].name: str(error)})}") from error
+    local = (i for i, file in enumerate(files) if file.kind == "parquet" and not is_url(file.url))
+    footers = (segments.Part(i, 0, sys.maxsize) for i in local)  # parts without rows
+    for part in (source.segments[0][0], *footers):
+        try:
+            next(segments.read_part(files[part.file], part, column), None)
+        except segments.ColumnError as error:
+            raise UserError(f"--data.text_column {column}: {files[part.file].name}: {error}") from error
+        except segments.BrokenFileError as error:
+            if not skips_broken:  # before a tokenizer is trained
+                raise UserError(f"--data: {describe_broken({files[part.file].name: str(error)})}") from error
     return source
 
 
