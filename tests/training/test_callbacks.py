@@ -103,6 +103,14 @@ def pretrain(corpus, tmp_path, monkeypatch):
     return run
 
 
+def test_module_that_exits_is_named(pretrain, tmp_path, capsys):
+    (tmp_path / "leaving_callbacks.py").write_text("import sys; sys.exit(0)")
+    assert pretrain("--callbacks", "leaving_callbacks.C") == 2
+    assert "--callbacks leaving_callbacks.C: its module does not import: leaving_callbacks calls sys.exit(0)" in (
+        capsys.readouterr().err
+    )
+
+
 def rows(tmp_path) -> list[dict]:
     with open(tmp_path / "run" / "logs" / "metrics.csv") as file:
         return list(csv.DictReader(file))

@@ -45,6 +45,6 @@ def _import(path: str) -> Any:
     try:
         return import_object(path)
     except (ImportError, AttributeError, ValueError) as error:
-        if isinstance(error, ImportError) and error.name not in (None, module, module.partition(".")[0]):
+        if isinstance(error, ImportError) and error.name not in (module, module.partition(".")[0]):
             raise UserError(f"--callbacks {path}: its module does not import: {error}") from error
         raise UserError(f"--callbacks {path}: no such class, here or among the installed packages") from error
