@@ -14,6 +14,9 @@ import pytest
 from helpers.groups import free_port, read_until
 from helpers.processes import PRETRAIN, common_flags, ended, failing, finish, flags_for, pretrain, start
 
+from toolkit.cli import main
+from toolkit.distributed import rendezvous
+
 WRONG_FLAG = ["--train.micro_batchsize", "4"]
 LINE = "--train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?"
 
@@ -33,6 +36,13 @@ def torchrun(program: str, *flags: str):
 
 
 # ---- user errors before the rendezvous
+
+
+def test_timeout_of_a_yaml_file_bounds_the_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "user_timeout", "")
+    (tmp_path / "run.yaml").write_text("timeout: 0.05")
+    assert main(["pretrain", "--config", str(tmp_path / "run.yaml"), *WRONG_FLAG]) == 2
+    assert LINE in capsys.readouterr().err and rendezvous._timeout() == 3
 
 
 def test_user_error_on_one_node_ends_the_others_with_its_message(corpus, tmp_path):

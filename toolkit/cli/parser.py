@@ -17,6 +17,7 @@ from toolkit.config.checks import note
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions, OptionValue, class_path
 from toolkit.config.other_formats import split, translate
 from toolkit.config.other_formats.rules import File
+from toolkit.distributed import rendezvous
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import add_extensions, split_names
@@ -68,6 +69,8 @@ def parse(
     flags = [pair for key, text in words if key not in COMMON_OPTIONS for pair in expand_flag(command, key, text)]
     for layer in [*flatten_files(command, files, flags), flags]:
         command.update(layer)
+    if "timeout" in command.values:
+        rendezvous.user_timeout = command.values["timeout"].text  # a mistake elsewhere waits no longer
     options, common = command.options(), dict(words)
     shown = [p.upper() if options[p].is_required else f"[{p.upper()}]" for p in positionals]
     usage = " ".join([f"toolkit {name}", *shown, "[--option value ...]"])

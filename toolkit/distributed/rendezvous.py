@@ -137,9 +137,13 @@ def report_failure(error: BaseException | None, text: str, code: int, report: Ca
         _publish(store, peer, text, code)
 
 
+user_timeout = ""
+"""``--timeout`` of the command line or a YAML file, set when they are read."""
+
+
 def _timeout() -> float:
-    """Return the seconds to try to reach other processes: at most ``--timeout``, which is not parsed yet."""
-    match = re.search(r"--timeout[= ]([\d.]+)", " ".join(sys.argv))
+    """Return the seconds to try to reach other processes: at most ``--timeout``, which may not be parsed yet."""
+    match = re.match(r"([\d.]+)$", user_timeout) or re.search(r"--timeout[= ]([\d.]+)", " ".join(sys.argv))
     with suppress(ValueError):
         return min(STARTUP_TIMEOUT_S, 60 * float(match[1])) if match else STARTUP_TIMEOUT_S
     return STARTUP_TIMEOUT_S
