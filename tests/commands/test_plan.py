@@ -283,6 +283,13 @@ def test_oom_advice_goes_on_from_the_runs_checkpointing(monkeypatch):
     assert "use --train.activation_checkpointing full (" in error and "selective (" not in error
 
 
+@pytest.mark.slow
+def test_adapters_that_are_too_large_are_the_advice(capsys):
+    words = ["HuggingFaceTB/SmolLM2-135M-Instruct", "--data.json_path", "x", "--lora_r", "999999"]
+    assert main(["plan", "finetune_lora", *words, "--device_memory_gb", "80"]) == 0
+    assert "use more devices or a smaller --lora_r." in capsys.readouterr().out
+
+
 def test_finetuning_arguments_match_the_command():
     arguments = parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",),
                       ["HuggingFaceTB/SmolLM2-135M-Instruct", "--lora_r", "4", "--data.json_path", "x"])  # fmt: skip

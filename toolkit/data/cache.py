@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from toolkit.errors import DataError, UserError
 from toolkit.io.checksums import Checksum, check_entries, checksum_files, find_damage
 from toolkit.io.locks import lock
 from toolkit.io.paths import user_cache
-from toolkit.io.tempfiles import sweep, temporary_prefix
+from toolkit.io.tempfiles import remove, sweep, temporary_prefix
 
 T = TypeVar("T")
 
@@ -201,6 +202,7 @@ def _read_stamp(stamp: IO[str]) -> Any:
 def clean_up(cache_dir: Path) -> None:
     """Remove leftovers of killed preparations and stamps of deleted folders."""
     sweep(cache_dir)
+    remove(path for path in cache_dir.glob(".unfinished-*") if time.time() - path.stat().st_mtime > 86_400)  # old name
     for path in (user_cache() / "verified").glob("*.json"):
         with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
             if not Path(json.loads(path.read_bytes())["folder"]).exists():

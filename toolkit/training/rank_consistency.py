@@ -29,7 +29,7 @@ from toolkit.training.checkpoint_meta import RunFingerprint, by_flag
 BY_MEMORY = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
 """Options that "auto" chooses from the memory of a device."""
 MAY_DIFFER = (
-    "*_dir", "*path", "*.repo_id",  # places: what is there is compared
+    "*_dir", "*path", "*.repo_id", "--from_peft",  # places: what is there is compared
     "--model_name",  # the architecture is compared
     "*_workers", "*.max_cache_gb",  # how a node reads
     "--devices", "--num_nodes", "--accelerator",  # the process group counts its ranks

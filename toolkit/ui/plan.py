@@ -200,5 +200,7 @@ def _verdict(summary: dict[str, Any]) -> list[str]:
         line = f"  {number}. {advice['change']:45} {advice['memory_gb']:.2f} GB{node}"
         lines.append(", ".join([line, *remarks]))
     if not any(advice["fits"] for advice in summary["advice"]):
-        lines.append("  That is not enough; use more devices or a smaller model.")
+        memory = summary["memory_gb"]
+        smaller = "--lora_r" if memory["adapters"] > memory["weights"] + memory["quantized_base"] else "model"
+        lines.append(f"  That is not enough; use more devices or a smaller {smaller}.")
     return lines

@@ -61,7 +61,8 @@ TRAINER = {
         COUNT,
         ("train.save_interval",),
         lambda file, epochs: (
-            "no effect; a run saves after each fifth and every 10 minutes, or as --train.save_interval counts steps"
+            "no effect: how many steps an epoch has is known only once the data is read; a run saves after each fifth "
+            "and every 10 minutes, or as --train.save_interval counts steps"
         ),
     ),
     "use_amp": Rule(
