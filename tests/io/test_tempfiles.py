@@ -52,7 +52,6 @@ for name, write in WRITERS.items():
 """
 
 
-@pytest.mark.slow
 def test_next_start_removes_leftovers_of_an_older_version(tmp_path):
     for name in ("old", "new"):
         (tmp_path / f".unfinished-{name}").mkdir()
@@ -61,10 +60,11 @@ def test_next_start_removes_leftovers_of_an_older_version(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".unfinished-new"]
 
 
+@pytest.mark.slow
 def test_next_start_removes_leftovers_of_a_killed_process(tmp_path):
     for name in WRITERS:
         (tmp_path / name).mkdir()
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True, cwd=root, env=environment)
     for name, write in WRITERS.items():
