@@ -80,7 +80,7 @@ def test_rows_of_tokens_need_no_tokenizer_in_the_checkpoint(tmp_path):
     full = toolkit.finetune(first.checkpoint, ROWS, eval={"max_new_tokens": 0}, out_dir=tmp_path / "c", **options)
     assert more.step == full.step == 2 and more.metrics["loss"] != first.metrics["loss"]
     with pytest.raises(UserError, match=r"checkpoint_dir .*tokenizer\.json"):
-        data = toolkit.data.TextFiles(train_data_path="x")
+        data = toolkit.data.TextFiles(train_data_path=__file__)
         toolkit.train(None, data, initial_checkpoint_dir=first.checkpoint, out_dir=tmp_path / "d", **options)
 
 

@@ -88,7 +88,8 @@ def run(out_dir: Path, dataset, resume=False, **train) -> list[int]:
     forward = GPT.forward
 
     def recording(self, input_ids, *args, **options):
-        seen.extend(input_ids[:, 0].tolist())
+        if type(input_ids) is torch.Tensor:  # not a fake tensor, on which memory is measured
+            seen.extend(input_ids[:, 0].tolist())
         return forward(self, input_ids, *args, **options)
 
     with mock.patch.object(GPT, "forward", recording):

@@ -59,7 +59,7 @@ def test_buffers_get_the_requested_dtype():
     block, root = unit_precision(FSDPArgs(buffer_dtype="bf16"), "bf16-mixed")
     assert block.buffer_dtype == root.buffer_dtype == torch.bfloat16
     strategy = ShardedStrategy({nn.Linear}, (2,), "FULL_SHARD", FSDPArgs(buffer_dtype="bf16"), "bf16-mixed", "cpu")
-    with pytest.raises(UserError, match="--fsdp.buffer_dtype bf16: would have no effect"):
+    with pytest.raises(UserError, match="--fsdp.buffer_dtype bf16: has no effect"):
         strategy.setup_module(nn.Linear(2, 2))
 
 

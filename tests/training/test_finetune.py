@@ -218,7 +218,7 @@ def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
     [
         (["--lora_query", "false", "--lora_value", "false"], "--lora_query false .*selects nothing"),
         (["--fsdp.state_dict_type", "sharded"], "--fsdp.state_dict_type sharded"),
-        (["--train.tie_embeddings", "true"], "--train.tie_embeddings True"),
+        (["--train.tie_embeddings", "true"], "--train.tie_embeddings true"),
         (["--lora_r", "0"], "--lora_r 0"),
         (["--data.prompt_style", "alpaka"], "--data.prompt_style alpaka.*alpaca"),
         (["--from_peft", "nowhere"], "nowhere"),

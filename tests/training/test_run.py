@@ -389,7 +389,7 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
 
 def test_empty_out_dir_is_an_error(corpus):
     with pytest.raises(UserError, match="--out_dir ''"):
-        run_training(replace(arguments(corpus, Path("unused")), out_dir=""))
+        check_options(replace(arguments(corpus, Path("unused")), out_dir=""))
 
 
 def test_two_processes_do_not_share_an_out_dir(corpus, tmp_path):

@@ -101,7 +101,6 @@ def launch_run(
     )
     group = stack.enter_context(launch_processes(fabric, world, Timeouts.of(args.timeout)))
     group.shutdown.resume_hint = partial(resume_hint, out_dir)
-    stack.enter_context(oom_advice(config))
     stack.enter_context(deterministic_algorithms(args.deterministic))
     stack.enter_context(fp32_reductions())
     display: Any = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))
@@ -148,6 +147,7 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
     token_bytes = None if data.tokenizer is None else data.tokenizer.token_bytes()
     display.total_steps = state.limits.total_steps
     display.phase("building the model")
+    stack.enter_context(oom_advice(config))  # only now: a smaller micro-batch does not help to read data
     for line in describe_run(config, state, reader):
         display.message(line)
     if (gpt := state.model.meta_model) is not None and args.optimizer_class is None:
