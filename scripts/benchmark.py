@@ -50,7 +50,7 @@ from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import get_config
 
 PRECISIONS = ["32-true", "bf16-true", "bf16-master", "bf16-mixed", "16-mixed"]
-VOCAB_SIZE = 8192  # for models without a vocab_size of their own
+VOCAB_SIZE = 8192  # for models without a vocab_size
 NOTES_ON_TIME = [
     "tokens/s: median step after the warm-up, by the product's own clock. toolkit's includes data loading; "
     "LitGPT's (iter_time) and the Trainer's (callback) start after data loading.",

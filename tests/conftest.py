@@ -11,7 +11,7 @@ from toolkit import extension
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_installed_extensions():
-    """The packages of extensions/ are installed and would add names; they have tests of their own."""
+    """The packages of extensions/ are installed and would add names; they have separate tests."""
     with mock.patch.object(extension, "_installed", dict):
         yield
 

@@ -345,7 +345,7 @@ def test_module_is_trained_saved_and_resumed_bit_equal(tmp_path):
     assert saved.keys() == before.keys() and all(torch.equal(saved[k], v) for k, v in model.state_dict().items())
     assert not torch.equal(saved["head.weight"], before["head.weight"])
     assert {p.name for p in uninterrupted.checkpoint.iterdir()} == {"COMPLETE", "lit_model.pth", "trainer"}
-    # other initial weights: those of the checkpoint count
+    # other initial weights: the checkpoint's count
     other = Net()
     torch.nn.init.zeros_(other.head.weight)
     steps = {"max_steps": 4, "save_interval": 2}

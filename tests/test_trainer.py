@@ -1,4 +1,4 @@
-"""`toolkit.Trainer`: the arguments of `toolkit.train` one by one, and those of OpenLanguageModel's trainers."""
+"""`toolkit.Trainer`: the arguments of `toolkit.train` one by one, and OpenLanguageModel's trainers' arguments."""
 
 import pytest
 import torch

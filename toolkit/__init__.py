@@ -39,8 +39,8 @@ __all__ = [
 ]  # fmt: skip
 
 # Must be set before torch starts its threads. They wait for each other by spinning, by default for so long that
-# training became eight times slower beside another busy process (two cores, one of them taken). Ten thousand turns cost
-# nothing on an idle machine, and then a thread sleeps. Read by GNU's OpenMP, which torch's builds for Linux use.
+# training became eight times slower with another busy process (two cores, one of them taken). Ten thousand turns
+# cost nothing on an idle machine, and then a thread sleeps. Read by GNU's OpenMP, which torch's builds for Linux use.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Also before torch is loaded: its warnings about a lost process are C++ stacks; the run reports it in one line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -127,7 +127,7 @@ def did_you_mean(
         known: The known names.
         count: Maximum number of names in the hint.
         cutoff: Minimum similarity, from 0 to 1, of :class:`difflib.SequenceMatcher`.
-        margin: Names that much less similar than the closest are left out.
+        margin: Names that much less similar than the closest are omitted.
         compared: Returns what of a name is compared.
         show: Returns a name as it is written.
     """

@@ -33,7 +33,7 @@ NO_GROUPS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Extension:
-    """What a package adds: names, each with the dotted path of an object, which is imported when the name is used.
+    """The names that a package adds, each with the dotted path of an object, which is imported when the name is used.
 
     The package has it as ``EXTENSION`` in a module that imports no torch, because every command imports that.
 

@@ -140,7 +140,7 @@ def test_merging_in_bf16_rounds_once(tmp_path):
     assert native.dtype == torch.bfloat16
     assert (native == exact.to(torch.bfloat16)).float().mean() > 0.999
     assert merged["transformer.wte.weight"] is merged._weights["transformer.wte.weight"]
-    # DESIGN section 7: our error against fp32 is at most 1.5 times that of plain bf16 weights
+    # DESIGN section 7: our error against fp32 is at most 1.5 times plain bf16 weights' error
     exact_model = adapted(**{**NO_HEAD, "r": 4, "alpha": 6})
     for n, p in model.named_parameters():
         exact_model.get_parameter(n).data.copy_(p)

@@ -53,7 +53,7 @@ def test_max_iters_has_the_same_name_as_in_training(corpus, trained, capsys):
 
 
 def test_evaluate_counts_bits_per_byte_of_the_text(corpus, trained, capsys):
-    """On all of the training rows the bytes of the targets are those of the text, but for the first of each row."""
+    """On all of the training rows the bytes of the targets are the text's, but for the first of each row."""
     options = ["--max_seq_length", "64", "--format", "json", "--accelerator", "cpu", "--split", "train"]
     assert main(["evaluate", str(trained / "final"), *text_data(corpus)[:4], *options]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -103,7 +103,7 @@ def test_every_config_starts_with_its_command_and_parses(path, capsys, monkeypat
     assert main([*shlex.split(command), "--print_config"]) == 0
     shown, written = yaml.safe_load(capsys.readouterr().out), yaml.safe_load(path.read_text())
     for group, values in written.items():
-        if group != "data":  # each class of data has defaults of its own
+        if group != "data":  # each class of data has other defaults
             assert shown[group] == (shown[group] | values if isinstance(values, dict) else values)
 
 

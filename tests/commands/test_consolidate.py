@@ -74,8 +74,8 @@ def files(folder) -> dict[str, bytes]:
 
 
 def test_consolidated_equals_unsharded_checkpoint(checkpoint, sharded, tmp_path, capsys):
-    beside = tmp_path / ".tmp-of-another-process"
-    beside.mkdir()
+    other_temp = tmp_path / ".tmp-of-another-process"
+    other_temp.mkdir()
     before = files(sharded)
     assert main(["consolidate", str(sharded), str(tmp_path / "one")]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'one'}\n"
@@ -91,7 +91,7 @@ def test_consolidated_equals_unsharded_checkpoint(checkpoint, sharded, tmp_path,
     assert a.keys() == b.keys() and a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
     torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
     torch.testing.assert_close(a["rng"], b["rng"], rtol=0, atol=0)
-    assert files(sharded) == before and beside.exists()
+    assert files(sharded) == before and other_temp.exists()
 
 
 def test_run_resumes_from_consolidated_checkpoint(corpus, tmp_path):

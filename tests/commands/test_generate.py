@@ -143,7 +143,7 @@ def test_notices_have_the_line_of_the_prompt(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_weights_in_4_bits(tmp_path, capsys):
-    """Text and loss are those of the model that has the dequantized weights."""
+    """Text and loss match the model that has the dequantized weights."""
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     config = ModelConfig(name="wide", block_size=64, vocab_size=257, n_layer=1, n_head=2, n_embd=64)
@@ -184,7 +184,7 @@ def test_bfloat16(folder, capsys):
 
 @pytest.mark.slow
 def test_prompt_from_stdin_and_streamed_text(folder):
-    """In a real process: each complete character is a write of its own."""
+    """In a real process: each complete character is a separate write."""
     command = [sys.executable, "-m", "toolkit", "generate", str(folder)]
     options = ["--prompt", "-", "--max_new_tokens", "9", "--temperature", "0"]
     done = subprocess.run([*command, *options], input=b"abc", capture_output=True)
@@ -193,7 +193,7 @@ def test_prompt_from_stdin_and_streamed_text(folder):
 
 @pytest.fixture(scope="module")
 def adapters(folder, tmp_path_factory):
-    """Adapters beside that model, with values that change what it says, and dropout that must not act here."""
+    """Adapters next to that model, with values that change what it says, and dropout that must not act here."""
     model, lora = load_model(folder), LoRAConfig(r=4, dropout=0.5, mlp=True)
     add_lora(model, lora)
     generator = torch.Generator().manual_seed(0)

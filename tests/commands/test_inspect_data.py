@@ -65,7 +65,7 @@ def test_json_holds_every_token_and_count(inspect, packing):
         "--format", "json", "--max_seq_length", "100", "--num_samples", "3", "--data.packing", packing,
     )  # fmt: skip
     found = json.loads(out)
-    samples = sorted(found["samples"], key=lambda sample: sample["where"])  # packed rows have an order of their own
+    samples = sorted(found["samples"], key=lambda sample: sample["where"])  # packed rows have another order
     assert [sample["where"][-6:] for sample in samples] == ["line 1", "line 2", "line 3"]
     for sample in samples:
         assert "".join(token["text"] for token in sample["tokens"]) == sample["text"]

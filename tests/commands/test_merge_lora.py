@@ -1,4 +1,4 @@
-"""`toolkit merge_lora`: what comes along into a folder of its own."""
+"""`toolkit merge_lora`: what comes along into a separate folder."""
 
 from pathlib import Path
 

@@ -73,7 +73,7 @@ def test_the_base_of_adapters_is_verified(tmp_path, capsys, command):
 def test_what_merge_lora_writes_is_listed(tmp_path, capsys):
     _, folder, _ = make(tmp_path)
     assert main(["merge_lora", str(folder), "--out_dir", str(tmp_path / "merged")]) == 0
-    assert main(["merge_lora", str(folder)]) == 0  # beside the adapters
+    assert main(["merge_lora", str(folder)]) == 0  # next to the adapters
     capsys.readouterr()
     for written in (folder, tmp_path / "merged"):
         assert main(["verify", str(written)]) == 0

@@ -310,7 +310,7 @@ def test_run_of_the_guide(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_run_of_mingpt(tmp_path, monkeypatch, corpus, web):
-    """The file as it stands; only its URL is that of a server on this machine."""
+    """The file as it stands; only its URL is a server on this machine."""
     monkeypatch.chdir(tmp_path)
     Path("gpt2_train_cfg.yaml").write_text(re.sub("https://.*", f"{web}/input.txt", MINGPT).replace("0.05", "1.0"))
     Path("input.txt").write_text("".join(file.read_text() for file in sorted(corpus.iterdir())))

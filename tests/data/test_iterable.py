@@ -146,7 +146,7 @@ def test_every_sample_once_on_any_number_of_ranks(size, kinds, one, tmp_path):
         assert found.total() == n and max(found.values()) == 1, kind
         assert losses(tmp_path / f"{kind}-again") == losses(tmp_path / kind)[3:]
         assert final(tmp_path / f"{kind}-again") == final(tmp_path / kind)
-        if kind != "loader":  # its rows are those of the rank
+        if kind != "loader":  # its rows are the rank's
             assert found == samples(one, kind) and (kind == "map" or found == Counter(range(n)))
             assert losses(tmp_path / kind) == pytest.approx(losses(one / kind), rel=1e-5)
 
@@ -211,7 +211,7 @@ def test_what_an_iterable_must_do(tmp_path):
 
 
 def test_rows_that_differ_when_iterated_again_are_refused():
-    """Also those of an iterable that shards itself once the ranks are connected."""
+    """Also of an iterable that shards itself once the ranks are connected."""
 
     class Changing(Iterable):
         first = 0

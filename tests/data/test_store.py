@@ -144,13 +144,13 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path):
 
 def test_number_of_open_files_is_bounded_and_a_store_is_picklable(written, monkeypatch):
     monkeypatch.setattr(chunks, "_OPEN_CHUNKS", 3)
-    monkeypatch.setattr(chunks, "_arrays", type(chunks._arrays)())  # those of other tests may still be open
+    monkeypatch.setattr(chunks, "_arrays", type(chunks._arrays)())  # other tests' may still be open
     rows = BlockDataset(TokenStore(written[1]), BLOCK)
     expected = blocks_of(rows)
     assert len(rows.store.array._open) == 3
     copy = pickle.loads(pickle.dumps(rows))
     assert copy.store.array._open == {} and blocks_of(copy) == expected
-    assert len(rows.store.array._open) + len(copy.store.array._open) == 3, "the limit is that of the process"
+    assert len(rows.store.array._open) + len(copy.store.array._open) == 3, "the limit applies to the process"
 
 
 def test_size_does_not_depend_on_the_number_of_ranks(written, monkeypatch):

@@ -91,7 +91,7 @@ def test_segments_have_every_document_once(folder, segment_bytes):
     found = []
     for segment in plan_segments(files, segment_bytes):
         for part in segment:
-            assert len(segment) == 1 or part.total == 1  # parts of a large file are segments of their own
+            assert len(segment) == 1 or part.total == 1  # parts of a large file are separate segments
             found += [piece.text for piece in read_part(files[part.file], part, "text")]
     assert sorted(found) == sorted(ALL_TEXTS)
 

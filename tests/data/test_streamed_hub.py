@@ -61,7 +61,7 @@ FILES = {
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub that this process's huggingface_hub uses, with a cache of its own."""
+    """A hub that this process's huggingface_hub uses, with a separate cache."""
     from huggingface_hub import HfFileSystem, constants
 
     with Hub() as server:

@@ -125,7 +125,7 @@ def test_n3_two_ranks_finetune_as_one_does(runs, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_ragged_rows_are_compiled_once_while_gradients_accumulate_under_fsdp(runs, mode):
-    """A graph that is made in the second micro-batch finds a waiting gradient in fp32 beside a weight in bf16."""
+    """A graph that is made in the second micro-batch finds a waiting gradient in fp32 for a weight in bf16."""
     folder, seen = runs
     name = f"ragged-compiled-{mode}"
     for rank in seen[name]:

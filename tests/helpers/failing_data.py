@@ -55,7 +55,7 @@ class FailingRows:
 
 @dataclass
 class Endless(SyntheticTokens):
-    """Random tokens in an order of their own: of unknown length, and known only from where the run goes on.
+    """Random tokens in a fixed order: of unknown length, and known only from where the run goes on.
 
     Args:
         broken_at: Position that cannot be read; -1: none.

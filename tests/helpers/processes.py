@@ -50,7 +50,7 @@ def clean(environ: dict[str, str]) -> dict[str, str]:
 
 
 def start(*arguments: str, **environ: str) -> subprocess.Popen:
-    """Start Python in a process group of its own, as a terminal would."""
+    """Start Python in a new process group, as a terminal would."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     return subprocess.Popen([sys.executable, *arguments], env=clean(environ), **pipes)
 
@@ -70,7 +70,7 @@ class Task(NamedTuple):
 
 
 class Forked:
-    """A toolkit command in a process group of its own, with the interface of subprocess.Popen.
+    """A toolkit command in a new process group, with the interface of subprocess.Popen.
 
     The process is forked from a server that has imported torch, which takes seconds, and so are its other ranks.
 
@@ -162,7 +162,7 @@ class ForkedRank(subprocess.Popen):
 
 
 def run_command(task: Task, environ: dict[str, str], out: Connection, err: Connection) -> None:
-    """Run a command in a forked process as a process of its own would."""
+    """Run a command in a forked process as a separate process would."""
     os.setsid()
     os.chdir(task.folder)
     for connection, descriptor in ((out, 1), (err, 2)):

@@ -1,6 +1,6 @@
 """One rank of a group of gloo processes that executes many runs, each through the command line; see groups.py.
 
-The cases are a JSON file: {"name", "flags", "nodes", "fault", "look_at"}. The results of this rank are written beside
+The cases are a JSON file: {"name", "flags", "nodes", "fault", "look_at"}. The results of this rank are written next to
 it, as ``RANK-name.json``: the exit code and the values that :func:`watch` records.
 """
 
@@ -57,7 +57,7 @@ def local_bytes(module, optimizer, what) -> int:
 
 
 def waiting_gradients(module) -> list[torch.Tensor]:
-    """Return unsharded gradients that FSDP holds between micro-batches, in addition to those of the parameters."""
+    """Return unsharded gradients that FSDP holds between micro-batches, in addition to the parameters' gradients."""
     if not isinstance(module, FullyShardedDataParallel):
         return []
     units = FullyShardedDataParallel.fsdp_modules(module)

@@ -171,7 +171,7 @@ class Server(ThreadingHTTPServer):
         }
 
     def objects(self, prefix: str) -> dict[str, int]:
-        """Names and sizes of the objects that begin with ``prefix``, which is left out of them."""
+        """Names and sizes of the objects that begin with ``prefix``, which the names omit."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
         found = {item["Key"]: item["Size"] for page in pages for item in page.get("Contents", [])}
         return {name.removeprefix(prefix): size for name, size in found.items()}

@@ -81,7 +81,7 @@ def token_ids() -> torch.Tensor:
 
 
 def from_folder(folder: Path) -> GPT:
-    """Import a Hugging Face folder as users do; the checkpoint is written beside the folder."""
+    """Import a Hugging Face folder as users do; the checkpoint is written next to the folder."""
     native = folder.with_name(f"{folder.name}-native")
     import_hf(folder, native)
     return load_model(native).eval()

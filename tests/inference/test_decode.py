@@ -26,7 +26,7 @@ def replay_eagerly(step, undo, expected, notice):
 
 @pytest.fixture(params=["growing", "fixed"])
 def shapes(request, monkeypatch):
-    """The KV cache of a CPU, and that of a CUDA device."""
+    """The KV caches of a CPU and of a CUDA device."""
     if request.param == "fixed":
         monkeypatch.setattr(decode, "has_fixed_shapes", lambda model, device: True)
         monkeypatch.setattr(decode, "capture", replay_eagerly)
@@ -208,7 +208,7 @@ def test_a_failed_capture_leaves_the_stream_as_it_was():
 
 
 def test_without_cuda_a_graph_is_refused_in_one_line(monkeypatch):
-    """As on a device whose graph fails: the text is that of the growing cache."""
+    """As on a device whose graph fails: the text matches the growing cache's."""
     model, notes = make_model("llama").eval(), []
     expected = list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0))
     monkeypatch.setattr(decode, "has_fixed_shapes", lambda model, device: True)

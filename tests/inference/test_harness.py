@@ -178,7 +178,7 @@ def test_empty_or_too_long_continuation_is_rejected(wrappers):
 
 
 def test_rope_of_short_text_does_not_depend_on_long_text(corpus):
-    """Longrope with an original context of 24 tokens: results are those of each text alone."""
+    """Longrope with an original context of 24 tokens: results match each text alone."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)], "original_max_seq_len": 24}
     tokenizer = bpe(corpus)
     model = GPT(

@@ -39,10 +39,10 @@ GPT2 = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attent
 MISTRAL = {**GROUPED, "sliding_window": 16}
 
 COMPUTED = {
-    "rope_scaling beside rope_parameters": ("qwen2", GROUPED | {
+    "rope_scaling and rope_parameters": ("qwen2", GROUPED | {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_scaling": {"type": "yarn"} | YARN}),
-    "the base beside them": ("llama", GROUPED | {"rope_theta": 500.0, "rope_scaling": LINEAR}),
-    "yarn, the context beside it": ("llama", GROUPED | {
+    "the base next to them": ("llama", GROUPED | {"rope_theta": 500.0, "rope_scaling": LINEAR}),
+    "yarn, the context next to it": ("llama", GROUPED | {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16}),
     "yarn, the context twice": ("mistral", MISTRAL | {
         "rope_scaling": {"rope_type": "yarn"} | YARN, "original_max_position_embeddings": 8}),

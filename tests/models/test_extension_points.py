@@ -71,7 +71,7 @@ def test_a_subclass_may_run_the_model_in_parts(model):
 
 
 class Other(GPT):
-    """The model of a family with a class of its own."""
+    """The model of a family with a custom class."""
 
 
 class OtherFamily:

@@ -135,7 +135,7 @@ def test_gpt_oss_from_published_file_and_transformers_defaults():
 
 
 def test_deepseek_without_a_coefficient_has_no_load_balancing_loss():
-    """As transformers writes and computes it; configs by name keep that of their training."""
+    """As transformers writes and computes it; configs by name keep their training's."""
     transformers = pytest.importorskip("transformers")
     for config in (
         transformers.DeepseekV2Config(num_experts_per_tok=6, moe_intermediate_size=1408),

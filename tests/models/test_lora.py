@@ -226,7 +226,7 @@ def test_dora_with_dropout_matches_peft():
 @pytest.mark.parametrize("kind", [{}, {"dora": True}])
 @pytest.mark.parametrize("mixed", [False, True], ids=["bf16 base", "autocast"])
 def test_bf16_error_is_at_most_that_of_merged_weights(mixed, kind):
-    """The error is at most 1.5 times that of the plain model with the same weights in bf16."""
+    """The error is at most 1.5 times the error of the plain model with the same weights in bf16."""
     ids, parts = tokens(), NO_HEAD if kind else ALL
     exact = adapted(**parts, **kind)
     expected = exact(ids).detach()

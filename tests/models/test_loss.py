@@ -105,7 +105,7 @@ def test_bf16_weight_gradient_keeps_small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("masked", ["none", "some", "all"])
 def test_log_probs_and_gradients_match_log_softmax(masked, chunks):
-    """With a gradient of its own for each token, and adapters of the head."""
+    """With a different gradient for each token, and adapters of the head."""
     x, weight, bias, labels = inputs(bias=True, masked=masked)
     low_rank = torch.randn(5, TOKENS // 5, 3, requires_grad=True), torch.randn(VOCAB, 3, requires_grad=True)
     scale = torch.randn(labels.shape)

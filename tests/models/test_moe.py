@@ -139,7 +139,7 @@ def test_gradients_match_transformers(style):
 
 
 def stacked_as_theirs(named: dict) -> dict:
-    """Convert names in files to those of transformers 5's modules, which also stack the experts."""
+    """Convert names in files to transformers 5's module names, which also stack the experts."""
     found, groups = {}, {}
     for name, pair in named.items():
         name = name.replace("block_sparse_moe", "mlp").replace(".w1.", ".gate_proj.").replace(".w3.", ".up_proj.")

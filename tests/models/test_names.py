@@ -99,7 +99,7 @@ LITGPT = json.loads(Path(__file__).with_name("litgpt_parameters.json").read_text
 LEFT_OUT = {
     "stable-code-3b",  # rope_base
     "CodeLlama-13b-Instruct-hf",  # block_size is an eighth of the others'
-    "CodeLlama-70b-Instruct-hf",  # vocab_size is one less than that of the weights
+    "CodeLlama-70b-Instruct-hf",  # vocab_size is one less than the weights'
     "Platypus2-70B",  # no grouped queries, unlike the base Llama 2
     "Phi-3-mini-128k-instruct",  # no longrope
     "Llama-2-7b-chat-hf-function-calling-v2",  # norm_eps is not Llama 2's

@@ -74,7 +74,7 @@ def test_norm_of_bf16_gradients_is_not_rounded_to_bf16(fabric, pico):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_n7_nonfinite_step_moves_nothing(fabric, pico, value):
-    """Neither weights nor moments nor step counters, and the report is that of a step that was checked first."""
+    """Neither weights nor moments nor step counters, and the report matches a step that was checked first."""
     messages = []
     for options in ({}, {"before_update": lambda: None}):
         model = copy.deepcopy(pico)

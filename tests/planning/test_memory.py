@@ -356,9 +356,7 @@ def test_low_memory_optimizers_are_counted_exactly(family):
         known = [v for s in built.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         with LiveBytes([*model.parameters(), *(p.grad for p in model.parameters()), *known]) as live:
             built.step()
-        if (
-            optimizer["name"] != "AdamW8bit"
-        ):  # bitsandbytes' kernels of the CPU have temporaries that those of CUDA lack
+        if optimizer["name"] != "AdamW8bit":  # bitsandbytes' CPU kernels have temporaries that its CUDA kernels lack
             assert 0.75 * memory.update <= live.peak + 1000 <= 1.04 * memory.update + 2000
 
     check_each(check, LOW_MEMORY.values())
@@ -482,7 +480,7 @@ def test_accumulated_gradients_are_unsharded_or_shards():
     shards = plan_memory(replace(sharded(setup, 2, accumulate="sharded"), accumulation=2))
     assert shards.gradients == unsharded / 2
     assert shards.unsharded_unit == plan_memory(setup).unsharded_unit  # with the root's gradient
-    assert shards.total == pytest.approx(sum(shards.parts().values()))  # the shards wait beside the activations
+    assert shards.total == pytest.approx(sum(shards.parts().values()))  # the shards wait during the activations
 
 
 def test_a_step_in_the_backward_pass_has_one_gradient_at_a_time():

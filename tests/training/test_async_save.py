@@ -155,7 +155,7 @@ def test_tensors_in_lists_of_the_optimizer_state_are_copied():
 
 
 def test_async_save_without_anything_to_save_is_an_error():
-    with pytest.raises(UserError, match="--train.async_save true: would have no effect"):
+    with pytest.raises(UserError, match="--train.async_save true: has no effect"):
         TrainArgs(async_save=True, save_interval=0)
     TrainArgs(async_save=True, save_interval=0, save_every_minutes=1)
 

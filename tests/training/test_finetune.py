@@ -170,7 +170,7 @@ def test_all_tokenizer_files_are_copied_to_every_output(base, questions, tmp_pat
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(base, questions, tmp_path):
     train_bpe([Path(torch.__file__).read_text()], 500).save(tmp_path / "larger")
     flags = ["--tokenizer_dir", str(tmp_path / "larger")]
-    with pytest.raises(UserError, match=r"--tokenizer_dir: gives 500 different tokens, \d\d\d among .* embeds 0 to"):
+    with pytest.raises(UserError, match=r"--tokenizer_dir: gives 500 .* tokens up to \d\d\d, .* embeds 0 to"):
         run_training(arguments(finetune_lora, base, questions, tmp_path / "run", *flags))
 
 
@@ -189,7 +189,7 @@ def test_a_tokenizer_may_have_a_token_that_is_not_in_the_data(base, questions, t
     with_one = tmp_path / "with_one.jsonl"
     row = json.dumps({"prompt": "What is in <image_soft_token>?", "completion": "A cat."}) + "\n"
     with_one.write_text(questions.read_text() + row)
-    with pytest.raises(UserError, match=rf"{embedded} among those of this data, and the model embeds 0 to"):
+    with pytest.raises(UserError, match=rf"has tokens up to {embedded}, and the model embeds 0 to"):
         run_training(arguments(finetune_lora, tmp_path / "base", with_one, tmp_path / "other"))
 
 

@@ -41,7 +41,7 @@ def undisturbed(tmp_path_factory, corpus):
 
 
 class Launch:
-    """One launch of a run on the server, with a staging folder of its own, whose disk use is sampled."""
+    """One launch of a run on the server, with a separate staging folder, whose disk use is sampled."""
 
     def __init__(self, server, corpus: Path, run: str, staging: Path, n_ranks: int = 1, *flags: str, **environ: str):
         url, self.staging = f"s3://{BUCKET}/{run}", staging

@@ -1,7 +1,7 @@
 """LoRA adapters on disk, and a reference to their base model.
 
 An adapter checkpoint holds ``lit_model.pth.lora`` (adapter tensors only) and ``adapter.yaml`` instead of
-``lit_model.pth``; its other files are those of any model folder. If ``lit_model.pth`` exists as well, it holds the
+``lit_model.pth``; its other files are as in any model folder. If ``lit_model.pth`` exists as well, it holds the
 merged weights and takes precedence.
 """
 

@@ -113,7 +113,7 @@ def load_model(
     Args:
         folder: A model folder (see :func:`find_checkpoint_dir`).
         device: Device to load the weights on, one at a time.
-        dtype: Dtype of the weights; by default that of the file. Adapters are always fp32.
+        dtype: Dtype of the weights; by default the file's. Adapters are always fp32.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
     """
     source, lora = Path(folder), None

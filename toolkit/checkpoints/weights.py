@@ -58,7 +58,7 @@ def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> di
 
 
 def require_compatible(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path, what: str) -> None:
-    """Compare names and shapes of the weights in ``path`` with those of the model that the file ``what`` describes."""
+    """Compare names and shapes of the weights in ``path`` with the model that the file ``what`` describes."""
     missing = [f"missing {name} {_shape(wanted[name])}" for name in wanted.keys() - weights.keys()]
     extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - wanted.keys()]
     mismatched = [

@@ -49,7 +49,7 @@ def format_help(name: str, command: CommandOptions, usage: str, positionals: tup
         short = {key: (entries[key][0], entries[key][1].partition(". ")[0]) for key in FREQUENT if key in entries}
         groups = {"frequent": short}
         epilog = [f"options of the chosen data: {', '.join(inner)}"] if inner else []
-        epilog += [f"--help all shows all {count} options, --help GROUP those of a group: {', '.join(topics[1:])}."]
+        epilog += [f"--help all shows all {count} options, --help GROUP a group's options: {', '.join(topics[1:])}."]
     elif topic not in (None, "all"):
         groups = {topic: groups[topic]}
     about, _, _ = (inspect.getdoc(command.functions[0]) or "").partition("\nArgs:")

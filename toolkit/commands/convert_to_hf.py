@@ -31,7 +31,7 @@ def setup(
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
         family_options: Options of an extension's family to change, such as --family_options.NAME false, if the model
-            has the weights for it; weights that it then lacks are left out.
+            has the weights for it; weights that it then lacks are not exported.
     """
     import sys
     from pathlib import Path

@@ -155,7 +155,7 @@ class CommandOptions:
         self.selected = {name: type(self.parameters[name].default) for name in self.class_options}
         self.values: dict[str, OptionValue] = {}
         self.problems: list[str] = []
-        """Of YAML files, to report together."""
+        """Messages about YAML files, reported together."""
 
     def options(self) -> dict[str, Option]:
         """Return every option by dotted name."""
@@ -284,7 +284,7 @@ class CommandOptions:
         )  # others may look like a class to make
         ready |= {name: value for name, value in config.as_dict().items() if name in plain}
         for values in (ready, *(vars(value) for value in ready.values() if is_dataclass(value))):
-            # restricted numbers have a class of their own, which YAML does not write
+            # restricted numbers have special classes, which YAML does not write
             values |= {key: value._type(value) for key, value in values.items() if is_restricted(type(value))}
         arguments = {name: ready[name] for name in self.parameters if name in ready}
         for name, cls in self.flat.items():

@@ -1,6 +1,6 @@
 """Options of the training commands, in groups that validate themselves. Imports no torch.
 
-Defaults are those of pretrain; the finetuning commands override some in their signatures. ``None`` means off or
+Defaults are pretrain's; the finetuning commands override some in their signatures. ``None`` means off or
 unlimited. "auto" is resolved by :mod:`toolkit.planning`, as the help of the option describes.
 
 The checks are in ``__post_init__``, not in the types: so they also hold for a group that Python code creates.
@@ -39,7 +39,7 @@ class CommandDefaults:
         epochs: Length of a run without a limit; None: it must be given.
         warmup: LR warm-up as a fraction of the run.
         max_warmup_steps: Maximum optimizer steps of that warm-up.
-        weight_decay, betas: Of optimizers that have them.
+        weight_decay, betas: Passed to optimizers that have them.
     """
 
     global_batch_size: int
@@ -138,7 +138,7 @@ class TrainArgs:
         is_used = base == AUTO or self.lr_scaling != "none"
         require_option(is_used, name, base, "has no effect without --train.lr_scaling sqrt or linear")
         saves_steps = self.save_interval != 0 or self.save_every_minutes not in (None, AUTO)
-        hint = "would have no effect, only the end of the run is saved; set --train.save_interval"
+        hint = "has no effect, only the end of the run is saved; set --train.save_interval"
         require_option(not self.async_save or saves_steps, "train.async_save", "true", hint)
 
 
@@ -195,7 +195,7 @@ class OptimizerArgs:
             optimizer has them.
         eps: Added to the denominator, for optimizers that have it. auto: the optimizer's default.
         options: Further keyword arguments of the class, for example '{"momentum": 0.9}'.
-        state_dtype: Dtype of the moments. auto: that of the weights (fp32 under mixed precision and bf16-master); bf16:
+        state_dtype: Dtype of the moments. auto: the weights' (fp32 under mixed precision and bf16-master); bf16:
             half the memory, updated in fp32 and rounded stochastically; on one device or with ddp.
         in_backward: Update each weight during the backward pass and free its gradient: for all weights on one device,
             without clipping (max_norm 0) and accumulation.
@@ -227,7 +227,7 @@ class FSDPArgs:
             forward and backward; NO_SHARD is ddp. auto: HYBRID_SHARD.
         auto_wrap: What FSDP gathers at once, its units. block: each block; size: modules with at least min_num_params
             parameters; class: modules of wrap_classes. The rest is one unit, which stays gathered during a step.
-        min_num_params: Least parameters of a unit with auto_wrap size, without those of units inside it. auto:
+        min_num_params: Least parameters of a unit with auto_wrap size, without the parameters of units inside it. auto:
             100,000,000.
         wrap_classes: Names of the classes with auto_wrap class, separated by commas: CausalSelfAttention,LLaMAMLP.
         state_dict_type: Checkpoint format. full: one file; sharded: one file per device, faster for large models. All

@@ -45,7 +45,7 @@ class TokenDataset(Protocol):
 
     A dataset may define its own sample order: ``order(seed, state) -> SampleOrder``, where ``state`` is what the order
     returned when the run's checkpoint was saved, or {} at the start of a run. Its row indices may then be any
-    non-negative int64, and it may leave out ``__len__`` if the number of rows is unknown. ``preview`` is then a dataset
+    non-negative int64, and it may omit ``__len__`` if the number of rows is unknown. ``preview`` is then a dataset
     of some of its rows, for inspect_data.
     """
 
@@ -108,8 +108,8 @@ class PreparedData:
         tokenizer: The tokenizer of the tokens; None for pre-tokenized data without one.
         content_key: Hex SHA-256 of the row contents: equal keys mean equal rows.
         summary: One line for the log.
-        vocab_size: For pre-tokenized data, one more than the largest possible token (SyntheticTokens) or the largest
-            token found (LitData, of samples of very large data). None if ``tokenizer`` made the tokens.
+        vocab_size: Pre-tokenized data: one more than the largest possible token (SyntheticTokens) or the largest
+            token found (LitData, in samples of very large data). None if ``tokenizer`` made the tokens.
         val_sources: Parts of ``val`` by name; the loss on each is also reported, as val_loss_<name>.
     """
 

@@ -2,7 +2,7 @@
 
 Bandwidths follow nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): ``algbw`` is size /
 time; ``busbw`` multiplies it by 2 (n - 1) / n for all-reduce, and by (n - 1) / n for all-gather and reduce-scatter,
-whose size is that of the complete tensor. ``busbw`` compares with the bandwidth of the hardware for any number of
+whose size is the complete tensor's. ``busbw`` compares with the bandwidth of the hardware for any number of
 ranks n.
 """
 

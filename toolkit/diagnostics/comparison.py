@@ -9,7 +9,7 @@ from toolkit.config import Precision
 from toolkit.diagnostics.gradients import StepRecord
 
 FP32_TOLERANCE = 1e-5
-"""Of N3, relative."""
+"""Relative tolerance of N3."""
 
 LOGGED_NORM_TOLERANCE = 0.05
 """Coarse, because the logged norm is a sum in fp32; a norm of one rank's gradient only would be off by more."""

@@ -94,7 +94,7 @@ def all_reduce(tensor: torch.Tensor, op: str | dist.ReduceOp = "sum") -> torch.T
     """Reduce a tensor over all ranks, in place, and return it; every rank calls this.
 
     Args:
-        tensor: Of the same shape and dtype on all ranks.
+        tensor: A tensor of the same shape and dtype on all ranks.
         op: "sum", "mean", "min", "max" or "product", or torch's ReduceOp.
     """
     if isinstance(op, str) and op not in _OPERATIONS:

@@ -10,7 +10,7 @@ from toolkit.config import AUTO, STRATEGIES, DDPArgs, FSDPArgs, Precision
 from toolkit.extension import load_registered
 
 OFFLOADING = ("cuda",)
-"""Devices with a memory of their own."""
+"""Devices with separate memory."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def plan_strategy(
     nothing to synchronize, and uses FSDP to offload.
 
     Raises:
-        UserError: these devices do not support the strategy, or one of its options would have no effect.
+        UserError: these devices do not support the strategy, or one of its options has no effect.
     """
     ranks = devices * num_nodes
     if strategy not in STRATEGIES:
@@ -112,7 +112,7 @@ def plan_strategy(
 
 
 def implied_strategy(fsdp: FSDPArgs, ddp: DDPArgs) -> Literal["ddp", "fsdp"] | None:
-    """Return the strategy whose options are given; fsdp if those of both are, None if none are."""
+    """Return the strategy whose options are given; fsdp if both have options, None if neither has."""
     if fsdp != FSDPArgs():
         return "fsdp"
     return "ddp" if ddp != DDPArgs() else None

@@ -101,7 +101,7 @@ def _by_class(module: nn.Module, names: list[str]) -> set[str]:
 
 
 def _by_size(module: nn.Module, min_num_params: int) -> set[str]:
-    """Return the modules with enough parameters, without those of inner units, as torch's policy does."""
+    """Return the modules with enough parameters outside inner units, as torch's policy does."""
     candidates, sizes = _candidates(module), Counter[str]()
     names: set[str] = set()
     for name, part in reversed(list(module.named_modules())):  # inner modules before outer ones

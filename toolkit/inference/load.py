@@ -21,7 +21,7 @@ _DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 class Loaded(NamedTuple):
     folder: Path
     model: GPT
-    """In evaluation mode; for a LoRA checkpoint with base and unmerged adapters."""
+    """The model in evaluation mode; for a LoRA checkpoint the base with unmerged adapters."""
     tokenizer: Tokenizer
     device: str
 

@@ -47,7 +47,7 @@ class TextStream:
 
 
 def stop_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the stop tokens: those of generation_config.json, else the tokenizer's eos."""
+    """Return the stop tokens: from generation_config.json, else the tokenizer's eos."""
     configured = tokenizer.settings("generation_config.json").get("eos_token_id")
     eos = tokenizer.eos_id if configured is None else configured
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]

@@ -24,7 +24,7 @@ class Checksum(TypedDict):
     """Size and checksums of one file, JSON-serializable."""
 
     size: int
-    """In bytes."""
+    """Size in bytes."""
     crc32: list[str]
     """CRC-32 of each 64 MiB chunk, in hexadecimal."""
 

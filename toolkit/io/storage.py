@@ -279,7 +279,7 @@ def describe(error: BaseException, url: str) -> tuple[str, bool]:
         return f"cannot be read: {reason[:200]}{fix}", not isinstance(error, FileNotFoundError | PermissionError)
     if name := next((name for name in names if name in _NO_CREDENTIALS or "Credential" in name), None):
         return (
-            f"no credentials ({name}); set those of the storage in the environment, such as AWS_ACCESS_KEY_ID and "
+            f"no credentials ({name}); set the storage's in the environment, such as AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or name a profile with AWS_PROFILE"
         ), False
     if code in _FULL or status == 507 or any(getattr(e, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) for e in chain):

@@ -28,7 +28,7 @@ def temporary_prefix() -> str:
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files of dead processes from ``folder``, never those of a live one.
+    """Remove temporary files of dead processes from ``folder``, never a live one's.
 
     For processes on another machine or in another container, only the age of the files is known.
     """

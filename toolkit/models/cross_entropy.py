@@ -24,7 +24,7 @@ from toolkit.models.mixed_mm import holds_values
 CrossEntropy = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 LARGEST_EXACT_LOSS = 80.0
-"""In nats. Above it, :func:`cross_entropy_` on a CPU is inexact: probabilities below 1e-38 have few bits or none."""
+"""Nats. Above it, :func:`cross_entropy_` on a CPU is inexact: probabilities below 1e-38 have few bits or none."""
 
 
 def cross_entropy_(

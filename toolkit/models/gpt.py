@@ -90,7 +90,7 @@ class Transformer(nn.ModuleDict):
 
 
 class BlockInputs(NamedTuple):
-    """What the blocks of one forward pass share; ``token_mask``: see :class:`Block`."""
+    """Inputs that the blocks of one forward pass share; ``token_mask``: see :class:`Block`."""
 
     masks: AttentionMaskBuilder | FixedShapeMaskBuilder
     ropes: dict[int, RotaryEmbedding]
@@ -230,7 +230,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
     ) -> tuple[torch.Tensor, BlockInputs]:
         """Return the input of the first block, (B, T, n_embd), and what all blocks share.
 
-        The arguments are those of :meth:`forward`.
+        The arguments are :meth:`forward`'s.
         """
         T = input_ids.size(1)
         uniform_length = self.uniform_length if kv_cache is None else 0

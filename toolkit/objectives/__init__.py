@@ -1,4 +1,4 @@
-"""What a run minimizes. Imports no torch, because the command line lists the objectives."""
+"""Training objectives. Imports no torch, because the command line lists the objectives."""
 
 from toolkit.objectives.base import Objective, Part
 from toolkit.objectives.next_token import NextToken

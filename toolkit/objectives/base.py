@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Objective(ABC):
-    """What a run minimizes. The fields of a subclass, a dataclass, are options: ``--objective NAME --objective.FIELD``.
+    """A training objective. The fields of a subclass, a dataclass, are options: ``--objective NAME --objective.FIELD``.
 
     Attributes:
         normalizers: The counts of a micro-batch that the parts name.

@@ -1,4 +1,4 @@
-"""Updates in fp32 of what is stored in bf16: weights, beside an fp32 master copy in the state, and moments."""
+"""Updates in fp32 of weights and moments that are stored in bf16; weights have an fp32 master copy in the state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROUNDING = "rounding"
 """Seed of the last stochastic rounding of a parameter's moments; in the state, so that a resume is bit-equal."""
 SEED_STEP = 2654435761
 """Distance of the first seeds of two parameters: a prime near 2^32 divided by the golden ratio. A CPU generator uses
-only the lower 32 bits of a seed; those of 1,000 parameters are a million steps apart."""
+only the lower 32 bits of a seed; the seeds of 1,000 parameters are a million steps apart."""
 UPDATE_CHUNK = 2**27
-"""Elements that an optimizer step holds in fp32 at once, of what is stored in bf16; or one parameter, if larger."""
+"""Elements of bf16 tensors that an optimizer step holds in fp32 at once; or one parameter, if larger."""
 
 
 class Sized(Protocol):
@@ -31,15 +31,15 @@ T = TypeVar("T", bound=Sized)
 
 
 class BF16Optimizer(torch.optim.Optimizer):
-    """Gives an optimizer that updates each weight by itself fp32 tensors instead of those stored in bf16.
+    """Gives fp32 tensors, in place of the stored bf16 ones, to an optimizer that updates each weight independently.
 
     With ``has_masters`` the optimizer updates an fp32 copy of each weight, ``state[weight]["master"]``, as it would
     update fp32 weights with the same gradients, and the weight is that copy, rounded. Gradients in bf16 are cast for
     some weights at a time, so that no second copy of all of them exists.
 
     With ``has_bf16_moments`` the parts of the state that have the weight's shape are stored in bf16, rounded
-    stochastically: rounding to the nearest would discard updates below 1/256 of the value, which are most of those of
-    a moment with a decay rate of 0.999. Random numbers depend on weight and step only: all ranks draw the same.
+    stochastically: rounding to the nearest would discard updates below 1/256 of the value, which are most updates
+    of a moment with a decay rate of 0.999. Random numbers depend on weight and step only: all ranks draw the same.
 
     Args:
         inner: One of torch's optimizers, or of :mod:`toolkit.optim.hybrid`, over the weights.
@@ -47,7 +47,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         has_bf16_moments: Whether to store the moments in bf16.
 
     Attributes:
-        divisor: Of the gradients in the next step, in fp32; None: 1.
+        divisor: Divides the gradients in the next step; fp32, None: 1.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, *, has_masters: bool, has_bf16_moments: bool) -> None:
@@ -111,7 +111,7 @@ class BF16Optimizer(torch.optim.Optimizer):
     def _generator(self, parameter: Tensor) -> torch.Generator:
         """Return a generator of random numbers that differ from step to step and from weight to weight.
 
-        Those of a weight do not depend on the other weights of the step: ``in_backward`` updates each by itself.
+        They do not depend on the other weights of the step, because ``in_backward`` updates each weight alone.
         """
         state = self.state[parameter]
         # a copy of a weight, on resume, is not among the indices: its seed is replaced by the saved one

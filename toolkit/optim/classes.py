@@ -1,4 +1,4 @@
-"""Choice of the optimizer: its class, its options, and the object over a model's parameters."""
+"""Find the optimizer's class, resolve its options and build it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def resolve_optimizer(
 ) -> dict[str, Any]:
     """Return the resolved options of the optimizer, with its ``name``.
 
-    The class must take the user's options; those that are "auto" apply if it does. ``defaults`` are those of the
-    command. ``given_class`` is a class outside torch.optim.
+    The class must take the user's options; those that are "auto" apply if it does. ``defaults`` are the command's.
+    ``given_class`` is a class outside torch.optim.
     """
     cls = given_class or optimizer_class(args.name)
     takes = inspect.signature(cls).parameters
@@ -65,7 +65,7 @@ def resolve_optimizer(
             where = f"options {option}" if option in args.options else option
             hint = did_you_mean(option, options) or f"; it takes {', '.join(options)}"
             raise UserError(f"--optimizer.{where} {requested[option]}: {cls.__name__} takes no such option{hint}")
-    # those of the command are Adam's; an extension's optimizer has its own
+    # the command's betas are Adam's; an extension's optimizer has other defaults
     names = ("weight_decay",) if args.name in registered("optimizers") else ("weight_decay", "betas")
     given = {k: getattr(defaults, k) for k in names if k in takes} | requested
     if given.get("fused") and precision == "16-mixed":
@@ -95,7 +95,7 @@ def build_optimizer(
     """
     given = dict(options)
     name, state_dtype = given.pop("name"), given.pop("state_dtype", "auto")
-    cls: type = given_class or optimizer_class(name)  # its arguments are not those of the base class
+    cls: type = given_class or optimizer_class(name)  # its arguments differ from the base class's
     takes = inspect.signature(cls).parameters
     combined = cls if issubclass(cls, HybridOptimizer) else None
     split_qkv, ratio = given.get("split_qkv", False), given.pop("loraplus_lr_ratio", 1.0)
@@ -118,7 +118,7 @@ def build_optimizer(
 
 
 def has_moments(options: dict[str, Any]) -> bool:
-    """Whether an optimizer has state of the shape of the weights, with :func:`resolve_optimizer`'s options."""
+    """Whether the optimizer that has :func:`resolve_optimizer`'s options keeps state of the weights' shape."""
     cls = optimizer_class(options["name"])
     parameter = nn.Parameter(torch.zeros(4, 4))
     parameter.grad = torch.zeros_like(parameter)

@@ -1,8 +1,4 @@
-"""Optimizers that torch.optim lacks: two optimizers for the parameters of one model, as one object.
-
-The main one takes the groups with ``main`` true, AdamW the others. State and groups are those of the combination, so
-that checkpoints name them per parameter, as those of any other optimizer.
-"""
+"""Hybrid optimizers: a main optimizer for some parameters of a model, AdamW for the others, as one object."""
 
 from __future__ import annotations
 
@@ -27,12 +23,12 @@ QUANTIZED_BLOCK = 256
 class HybridOptimizer(torch.optim.Optimizer):
     """The main optimizer for the groups with ``main`` true, AdamW for the others.
 
-    The groups may be replaced between two steps: each step hands the current ones to the two optimizers.
+    The two share this object's state and its current groups, which may be replaced between steps.
 
     Args:
         params: Groups; without ``main`` all parameters are the main optimizer's.
         build_main: Builds the main optimizer from groups.
-        lr, weight_decay, betas, eps: Of AdamW, which is fused.
+        lr, weight_decay, betas, eps: Passed to AdamW, which is fused.
     """
 
     def __init__(
@@ -80,8 +76,8 @@ class Muon(HybridOptimizer):
     weight decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 
     Args:
-        betas, eps: Of AdamW.
-        momentum, nesterov, ns_steps, adjust_lr_fn: Of Muon.
+        betas, eps: Passed to AdamW.
+        momentum, nesterov, ns_steps, adjust_lr_fn: Passed to Muon.
         split_qkv: Orthogonalize fused queries, keys and values one by one: the matrices whose rows a group counts in
             ``rows``.
     """

@@ -88,7 +88,7 @@ def describe_scaling(args: TrainArgs, schedule: Schedule, defaults: CommandDefau
 
 
 def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
-    """Build the LR schedule of a run, scaled to its global batch; ``defaults`` are those of its command."""
+    """Build the LR schedule of a run, scaled to its global batch; ``defaults`` are its command's."""
     if total_steps is None and args.lr_schedule != "constant":
         raise UserError(
             f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, which --train.max_time alone does "
@@ -97,7 +97,7 @@ def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDe
     scaling = lr_scaling(args, defaults)
     peak = args.learning_rate * scaling.factor
     if args.lr_schedule == "constant" and args.min_lr != AUTO:
-        raise UserError(f"--train.min_lr {args.min_lr}: has no effect with --train.lr_schedule constant; leave one out")
+        raise UserError(f"--train.min_lr {args.min_lr}: has no effect with --train.lr_schedule constant; remove it")
     minimum = (args.learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * scaling.factor
     if minimum > peak:
         raise UserError(f"--train.min_lr {args.min_lr}: above --train.learning_rate {args.learning_rate}")

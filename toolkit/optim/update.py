@@ -1,4 +1,4 @@
-"""How a complete gradient changes the weights. A run chooses one :class:`Update` when it is built.
+"""Clip the gradient and update the weights. A run chooses one :class:`Update` when it is built.
 
 torch's fused Adam and AdamW divide gradients by ``grad_scale``, and leave weights, moments and step counters alone
 where ``found_inf`` is set, as ``torch.amp.GradScaler`` uses them. So :class:`FusedUpdate` clips without a pass over the
@@ -91,7 +91,7 @@ class FusedUpdate(Update):
 
     @staticmethod
     def supports(fabric: Fabric, optimizer: Any) -> bool:
-        """Whether torch's fused step does it for Fabric's ``optimizer``; a subclass of Adam may not."""
+        """Whether the fused step of Fabric's ``optimizer`` can clip and check; a subclass of Adam's may not."""
         inner = optimizer.optimizer
         if type(inner) not in (Adam, AdamW) or not norm_before_clip(fabric):
             return False
@@ -118,8 +118,8 @@ class FusedUpdate(Update):
 class BackwardUpdate(Update):
     """``--optimizer.in_backward``: updates each weight in the backward pass, and frees its gradient.
 
-    Its state is the same as after ``optimizer.step()``, bit for bit: torch's optimizers update each parameter by
-    itself. So checkpoints do not depend on it.
+    Its state is the same as after ``optimizer.step()``, bit for bit: torch's optimizers update each parameter
+    independently. So checkpoints do not depend on it.
 
     N7: whether a gradient is finite is known on the device only, and asking would wait for it at every parameter. A
     gradient with NaN or Inf is therefore set to zero there; :meth:`norm` is not finite then, and the run stops before

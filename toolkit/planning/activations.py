@@ -119,7 +119,7 @@ def _run(
 
 
 class _Storages(TorchDispatchMode):
-    """Follows the storages that operators make in a forward pass of ``model``, but not those of its weights."""
+    """Follows the storages that operators make in a forward pass of ``model``, except its weights' storages."""
 
     def __init__(self, model: GPT, setup: MemoryInputs) -> None:
         super().__init__()

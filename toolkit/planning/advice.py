@@ -55,13 +55,9 @@ def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = m
     """Return changes, in order, after which the run fits; empty if it already fits.
 
     Changes without effect on the result come first, then those that reduce precision, then offloading, which is slow,
-    then those that train less or need more hardware. Changes that do not help or are not needed are omitted. If no
-    combination suffices, the last one does not fit.
-
-    Args:
-        plan: The plan of the run.
-        device_memory_gb: Memory of a device, in GB (1e9 bytes).
-        host_memory_gb: CPU memory of a node.
+    then changes that train less or need more hardware. Changes that do not help or are not needed are omitted. If no
+    combination suffices, the last one does not fit. ``device_memory_gb`` and ``host_memory_gb`` (CPU memory of a
+    node) are in GB (1e9 bytes).
     """
     limits = Limits(device_memory_gb * 1e9, host_memory_gb * 1e9)
     if not limits.excess(plan):
@@ -174,7 +170,7 @@ def _smaller_moments(plan: RunPlan) -> Iterator[Change]:
 
 
 def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
-    """Of the frozen base of adapters."""
+    """Round the frozen base of adapters."""
     if plan.config.precision != "bf16-true" and plan.args.lora is not None:
         yield "--precision bf16-true", replace(plan.args, precision="bf16-true"), plan.config.devices
 
@@ -197,13 +193,13 @@ def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
 
 
 def _step_in_backward(plan: RunPlan) -> Iterator[Change]:
-    """Possible only without clipping and accumulation."""
+    """Possible without clipping and accumulation."""
     optimizer = replace(plan.args.optimizer, in_backward=True)
     yield "--optimizer.in_backward true", replace(plan.args, optimizer=optimizer), plan.config.devices
 
 
 def _adapters(plan: RunPlan) -> Iterator[Change]:
-    """Without masters and bf16 moments, which earlier changes may have taken and adapters do not need."""
+    """Train adapters, without the masters and bf16 moments that earlier changes may have set."""
     args = plan.args
     if args.command == "finetune_full":
         precision = AUTO if args.precision == "bf16-master" else args.precision
@@ -219,7 +215,7 @@ def _quantized(plan: RunPlan) -> Iterator[Change]:
 
 
 def _offloaded(plan: RunPlan) -> Iterator[Change]:
-    """The same result, slowly; of adapters 4 bits are better."""
+    """Slow, with the same result; 4-bit weights are better for adapters."""
     if plan.args.lora is None:
         yield from _cpu_offload(plan)
 
@@ -247,7 +243,7 @@ def _more_devices(plan: RunPlan) -> Iterator[Change]:
 
 
 def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
-    """Another model: only where nothing else suffices."""
+    """Train a smaller model, the last resort."""
     args, layers = plan.args, plan.model.n_layer // 2
     while args.initial_checkpoint_dir is None and args.lora is None and layers:
         config = ModelOverrides(**{**vars(args.model_config), "n_layer": layers})

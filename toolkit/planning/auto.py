@@ -1,6 +1,6 @@
-"""Choose what is "auto", and what ``--preset`` sets, from the memory of the run: strategy and micro-batch.
+"""Choose the strategy and the micro-batch from the memory of the run, where they are "auto" or ``--preset`` sets them.
 
-Pure functions of the options, the devices, and the memory that variants of the run need.
+Pure functions of the options, the devices and the memory estimates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_DDP_MEMORY_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
 """Largest fractions of a device's memory for gathered weights, and for a larger micro-batch; memory is an estimate."""
 MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
-"""Tokens of a micro-batch: the least that keep a GPU busy, and the most that make it faster."""
+"""Tokens of a micro-batch: the minimum that keeps a GPU busy, and the maximum that makes it faster."""
 SIZE = "train.micro_batch_size"
 UNKNOWN = "where the memory is not known before the run"
 
@@ -33,12 +33,12 @@ MemoryEstimate = Callable[["RunArgs"], float]
 
 @dataclass(frozen=True)
 class AutoChoices:
-    """The options of a run with values for those that were "auto".
+    """The options of a run, with values for "auto".
 
     Args:
         args: The options.
-        reasons: Why, by option, for display.
-        preset: What ``--preset`` has set, for display.
+        reasons: Reason of each chosen value, by option, for display.
+        preset: The changes of ``--preset``, for display.
     """
 
     args: RunArgs
@@ -47,7 +47,7 @@ class AutoChoices:
 
 
 def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: MemoryEstimate) -> AutoChoices:
-    """Choose the strategy and the micro-batch where they are "auto", and what ``--preset`` sets.
+    """Choose the strategy and the micro-batch where they are "auto", and the options that ``--preset`` sets.
 
     The strategy: fsdp, or ddp where the other options do not support fsdp; with the preset "speed" SHARD_GRAD_OP where
     that fits with room. Then the largest micro-batch that fits with room: on CUDA, and with the preset "speed".
@@ -105,7 +105,7 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
 def choose_size(needed: Mapping[int, float], default: int, length: int, memory: float) -> tuple[int, str]:
     """Return the largest micro-batch that fits with room, up to :data:`MAX_TOKENS`, and the reason.
 
-    The smallest one where none does, ``default`` where that is not known.
+    If none fits, the smallest one; if the memory is unknown, ``default``.
 
     Args:
         needed: Bytes by size in increasing order, see :data:`MemoryEstimate`.
@@ -180,7 +180,7 @@ def _minimize_memory(args: RunArgs, world_size: int, num_nodes: int, estimate: M
         total = estimate(with_options(args, changes))
         if total < math.inf:
             variants.append((total, len(changes), changes))
-        elif math.isnan(total):  # of those that would run, with the most changes
+        elif math.isnan(total):  # prefer the variant that runs with the most changes
             variants.append((math.inf, -len(changes), changes))
     if not variants:
         return AutoChoices(args)  # resolving says why

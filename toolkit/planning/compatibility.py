@@ -295,7 +295,7 @@ def check_rows(facts: Facts, rows: Iterable[Row] = ROWS) -> None:
 
 
 def require_compatible(facts: Facts) -> None:
-    """Check the options of a run against the table, and let extensions check theirs."""
+    """Check the options of a run against the table, and let extensions check their options."""
     run_checks(facts.args)
     check_rows(facts)
 

@@ -23,7 +23,7 @@ class Progress:
         step: Optimizer steps done.
         tokens: Input tokens so far, over all ranks.
         samples: The position in the stream of samples, over all ranks.
-        seconds: Of all launches together.
+        seconds: Wall time of all launches together.
         logged_rows: Rows of metrics.csv.
         data: State of the sample order at ``samples``, see :meth:`toolkit.data.order.SampleOrder.state`.
     """

@@ -43,7 +43,7 @@ class Memory:
         weights: Unquantized parameters of the base model on this device.
         quantized_base: 4-bit weights with their scales, and the largest of them dequantized for its matrix product.
         adapters: LoRA's parameters.
-        gradients: Gradients of trainable parameters, in the dtype of the parameters; those of bf16-master accumulate in
+        gradients: Gradients of trainable parameters, in the dtype of the parameters; bf16-master's accumulate in
             fp32.
         optimizer: Optimizer state, with the fp32 masters of bf16-master.
         update: What an optimizer step holds in fp32 of gradients and moments that are stored in bf16, and the matrices
@@ -59,7 +59,7 @@ class Memory:
         has_gradients_in_forward: Whether gradients are in memory together with activations.
         host: FSDP's offloaded shards of weights, gradients and optimizer, per process in CPU memory; no part of
             ``total``.
-        host_copy: The copy of the state that --train.async_save writes, in CPU memory beside a GPU; no part of
+        host_copy: The copy of the state that --train.async_save writes, in CPU memory next to a GPU; no part of
             ``total``. Of unsharded checkpoints rank 0 has it.
     """
 
@@ -145,7 +145,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
     else:
         elements = _count(trained) if setup.accumulates_unsharded else _local_elements(setup, trained)
     gradients = copies * (setup.weight_bytes * elements + adapter_bytes)
-    if setup.sums_in_fp32:  # beside ddp's bf16 buckets
+    if setup.sums_in_fp32:  # in addition to ddp's bf16 buckets
         gradients = FP32 * elements + (gradients if setup.strategy.kind == "ddp" else 0)
     activations = measure_activations(setup) if with_activations else Activations(0.0, 0.0, 0.0)
     checkpoint_copy = _copied_bytes(setup, model, list(base.values())) if setup.async_save else 0.0
@@ -235,7 +235,7 @@ def _is_replicated(setup: MemoryInputs, parameter: nn.Parameter) -> bool:
 
 
 def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter]:
-    """Return the 4-bit weights: those of the blocks' linear layers."""
+    """Return the 4-bit weights: the blocks' linear layers."""
     if setup.quantize is None:
         return {}
     refuse_experts(setup.config, setup.quantize)

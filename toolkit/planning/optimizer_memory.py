@@ -1,4 +1,4 @@
-"""Memory of the optimizer: its state, and what a step needs beside it. Sizes are in bytes."""
+"""Memory of the optimizer: its state, and what a step needs in addition. Sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def optimizer_bytes(setup: MemoryInputs, model: GPT, adapters_only: bool = False
 
 
 def update_bytes(setup: MemoryInputs, model: GPT) -> float:
-    """Return what a step holds beside gradients and state: see :class:`toolkit.optim.bf16.BF16Optimizer`.
+    """Return what a step holds in addition to gradients and state, see :class:`toolkit.optim.bf16.BF16Optimizer`.
 
-    Those are the fp32 gradients and moments of some parameters, and for one of them the random numbers, the rounded
-    values in fp32 and bf16, and where the values are finite; for Muon the update of one matrix in fp32 and bf16, its
-    product in bf16, and two products with its transpose (``torch.optim._muon``), on a CPU all in fp32. An optimizer
-    that is not fused has intermediate values of all weights of a group on CUDA.
+    Under bf16-master or with bf16 moments: fp32 gradients and moments of some parameters; for one parameter the random
+    numbers, the rounded values in fp32 and bf16, and a mask of finite values. Muon: the update of one matrix in fp32
+    and bf16 and three products in bf16 (``torch.optim._muon``), on a CPU all in fp32. An optimizer that is not fused:
+    on CUDA, intermediate values of all weights of a group.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     largest = max(p.numel() for p in trained.values())
@@ -74,7 +74,7 @@ def update_bytes(setup: MemoryInputs, model: GPT) -> float:
 
 
 def _is_foreach(setup: MemoryInputs) -> bool:
-    """Whether the optimizer takes a group of weights at once on CUDA: with intermediate values of their size.
+    """Whether the optimizer updates a group of weights at once on CUDA, with intermediate values of their size.
 
     See :func:`toolkit.optim.build.build_optimizer` for which ones are fused.
     """
@@ -90,7 +90,7 @@ def _is_foreach(setup: MemoryInputs) -> bool:
 def orthogonalization_flops(setup: MemoryInputs, model: GPT) -> float:
     """Return the FLOPs of Muon's iterations in a step; 0 for other optimizers.
 
-    An iteration multiplies a matrix of r <= c by its transpose, the result by itself, and that by the matrix.
+    An iteration computes G = X X^T, G^2 and (b G + c G^2) X for a matrix X of r <= c.
     """
     if setup.optimizer["name"] != Muon.__name__:
         return 0.0
@@ -109,7 +109,7 @@ def muon_shapes(setup: MemoryInputs, model: GPT) -> list[tuple[int, int]]:
 
 
 def main_params(setup: MemoryInputs, model: GPT) -> set[str]:
-    """Return the names of the parameters that a combined optimizer's main one takes."""
+    """Return the names of the parameters that a hybrid optimizer's main optimizer updates."""
     combined = None if setup.optimizer_class else HYBRID.get(setup.optimizer["name"])
     if combined is None:
         return set()
@@ -128,10 +128,8 @@ def state_bytes(
     """Return the bytes of an optimizer's state for one parameter, without a master.
 
     This runs one step of the optimizer on tiny parameters. State sizes (elements, rows, columns, a counter) are linear
-    in each axis, so four small matrices, or two vectors, determine all of them.
-
-    Args:
-        is_main: Whether the parameter is one of those of a combined optimizer's main one.
+    in each axis, so four small matrices, or two vectors, determine all of them. ``is_main``: whether a hybrid
+    optimizer's main optimizer updates the parameter.
     """
     if 0 in shape:
         return 0.0

@@ -1,4 +1,4 @@
-"""A run before it starts: its settings, its parameters and its memory, from the same functions as in the run itself."""
+"""Plan a run before it starts, with the functions that the run uses: settings, parameters and memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from toolkit.planning.sample_model import model_of
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The settings and needs of a run.
+    """The settings and memory of a run.
 
     Args:
-        args: As given.
-        config: As the run resolves it; its model may lack the vocabulary size.
+        args: The user's options.
+        config: The resolved config; its model may lack the vocabulary size.
         model: The architecture, with the vocabulary size.
-        parameters: Their numbers.
-        memory: Of one device.
+        memory: The memory of one device.
         units: FSDP's wrap plan in words; None for other strategies.
         compiler: The compiler, with the reason where it is "auto".
     """
@@ -55,7 +54,7 @@ class RunPlan:
 
     @property
     def node_memory(self) -> float:
-        """Bytes of CPU memory that the processes of a node hold beside the devices' memory."""
+        """Bytes of CPU memory that the processes of a node hold in addition to the devices' memory."""
         return self.config.devices.devices * (self.memory.host + self.memory.host_copy)
 
     @property
@@ -101,11 +100,7 @@ def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> N
     """Check that weights, gradients and optimizer state fit the memory of the devices.
 
     Otherwise the run would initialize weights for minutes until the operating system kills it without a message.
-
-    Args:
-        config: Of the run.
-        model: The architecture, including the vocabulary size.
-        module: The model on the meta device.
+    ``model`` includes the vocabulary size; ``module`` is on the meta device.
     """
     limit = config.devices.memory
     setup = memory_inputs(config, model)
@@ -128,11 +123,9 @@ def format_needs(memory: Memory) -> str:
 
 
 def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> DeviceSpec:
-    """Return the devices of the run of ``args``: GPUs, present or not, unless another accelerator is given.
+    """Return the devices of a run: GPUs, present or not, unless another accelerator is set.
 
-    Args:
-        args: The arguments of the run.
-        device_memory_gb: Memory of one device in GB (1e9 bytes); None: of one of this machine, if there is one.
+    ``device_memory_gb`` is the memory of one device in GB (1e9 bytes); None: this machine's device, if it has one.
     """
     device = "cuda" if args.accelerator == "auto" else args.accelerator
     available = count_devices(device) if args.devices == "auto" else None

@@ -36,8 +36,8 @@ DEFAULT_MODEL_TOKENS = 700_000
 class DeviceSpec:
     """The devices of a run: ``devices`` per node of a kind ("cuda", "cpu" or "mps").
 
-    ``memory`` is that of one device in bytes; infinity if unknown. ``has_bf16``: whether a GPU has bfloat16; None: as
-    those of this machine, and assumed where it has none.
+    ``memory`` is one device's in bytes; infinity if unknown. ``has_bf16``: whether a GPU has bfloat16; None: as this
+    machine's GPUs, True without one.
     """
 
     device: str
@@ -48,7 +48,7 @@ class DeviceSpec:
 
     @classmethod
     def of_this_machine(cls, device: str, devices: int = 1, num_nodes: int = 1) -> DeviceSpec:
-        """With the memory of a device of this machine; processes share that of the CPU."""
+        """Return devices with this machine's memory; processes share the CPU's."""
         return cls(device, devices, num_nodes, device_memory(device) / (devices if device == "cpu" else 1))
 
 

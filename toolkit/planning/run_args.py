@@ -53,7 +53,7 @@ class RunArgs(RunOptions):
         initial_checkpoint_dir: Weights to start from, or the frozen base of adapters.
         lora: Train low-rank adapters; None trains all weights.
         quantize: How the base of adapters is quantized.
-        loraplus_lr_ratio: Learning rate of the adapters' B relative to that of A.
+        loraplus_lr_ratio: Learning rate of the adapters' B relative to A's.
         from_peft: A peft folder with adapters to start from.
         module: A user-provided model with its weights; then there is no ``model_name``.
         block_classes: The blocks of that model.
@@ -177,7 +177,7 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
 
 
 def data_modules(data: DataModule) -> list[DataModule]:
-    """Return the data module, and those of the sources of a mixture."""
+    """Return the data module, and the sources' modules of a mixture."""
     return [data, *(data.modules.values() if isinstance(data, Mixture) else ())]
 
 

@@ -85,7 +85,7 @@ def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
 
 
 def quantized_linears(model: GPT, setup: MemoryInputs) -> list[nn.Linear]:
-    """Return the linear layers whose weights have 4 bits: those of the blocks."""
+    """Return the linear layers with 4-bit weights: the blocks'."""
     if setup.quantize is None:
         return []
     return [m for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]

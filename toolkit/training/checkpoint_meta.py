@@ -139,7 +139,7 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
         raise ValueError(f"step {step} in a folder named for step {step_in_name}")
     # fewer than a batch per step: the last batch of an epoch may be short
     if batch < 1 or not step <= samples <= step * batch:
-        raise ValueError(f"samples {samples} cannot be those of {step} steps with global_batch_size {batch}")
+        raise ValueError(f"samples {samples} do not match {step} steps with global_batch_size {batch}")
     if isinstance(context, int) and tokens > samples * context:
         raise ValueError(f"tokens {tokens} are too many for {samples} samples of at most {context} tokens")
     for name in _OF_CALLBACKS:

@@ -45,7 +45,7 @@ def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
 
 
 def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConfig | None:
-    """Return the config; if it has no vocabulary, with that of the tokenizer or of the pre-tokenized data.
+    """Return the config; if it has no vocabulary size, with the tokenizer's or the pre-tokenized data's.
 
     A tokenizer may have tokens that the model does not embed (Gemma 3's has one for images), if the data has none of
     them. Only then is all data read.
@@ -53,22 +53,22 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
     if config is None:
         return None
     sizes = [data.tokenizer.vocab_size if data.tokenizer is not None else None, data.vocab_size]
-    known = [size for size in sizes if size is not None]
-    config = config.with_vocab_size(max(known, default=None))
+    vocab_sizes = [size for size in sizes if size is not None]
+    config = config.with_vocab_size(max(vocab_sizes, default=None))
     embedded = config.padded_vocab_size
-    if not known or max(known) <= embedded:
+    if not vocab_sizes or max(vocab_sizes) <= embedded:
         return config
     if data.vocab_size is not None:  # known for pre-tokenized data
         largest = data.vocab_size - 1
     elif row_count(data.train) is None:  # it is not all read before the run
-        largest = max(known) - 1
+        largest = max(vocab_sizes) - 1
     else:
         largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)
     if largest >= embedded:
         raise UserError(
-            f"--tokenizer_dir: gives {max(known)} different tokens, {largest} among those of this data, and the model "
-            f"embeds 0 to {embedded - 1}; give the model's own tokenizer, or pretrain a model with "
-            f"--model_config.vocab_size {max(known)}"
+            f"--tokenizer_dir: gives {max(vocab_sizes)} different tokens, this data has tokens up to {largest}, and "
+            f"the model embeds 0 to {embedded - 1}; give the model's own tokenizer, or pretrain a model with "
+            f"--model_config.vocab_size {max(vocab_sizes)}"
         )
     return config
 

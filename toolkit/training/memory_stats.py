@@ -1,4 +1,4 @@
-"""What the processes of a run hold in memory."""
+"""Memory use of a run's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run consists of, from its arguments on."""
+"""Build a run from its arguments."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class Run(Launch):
     Args:
         token_bytes: UTF-8 bytes of each token, where there is a tokenizer.
         optimizer: As Fabric has wrapped it.
-        seconds_before: Of earlier launches.
+        seconds_before: Seconds of earlier launches.
         ready_at: When this rank last left a collective: what it does until the next one delays all ranks.
-        skipped_steps: Of this launch, by the fp16 scaler.
+        skipped_steps: Steps of this launch that the fp16 scaler skipped.
     """
 
     padding: Padding
@@ -119,7 +119,7 @@ class Run(Launch):
 
 
 def resolve_run(args: RunArgs, callbacks: Sequence[Callback] = ()) -> tuple[ResolvedConfig, WorldInfo, list[Callback]]:
-    """Return the configuration of a run, its processes, and its callbacks: those of ``--callbacks`` first."""
+    """Return the configuration of a run, its processes, and its callbacks, ``--callbacks`` first."""
     device, world = detect_devices(args)
     config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
     all_callbacks = [*load_callbacks(args.callbacks), *callbacks]

@@ -68,7 +68,7 @@ class StepTimes:
 
         Args:
             microseconds: Host time of each rank, and the part of it spent on data loading.
-            seconds: From the step's all-reduce to its end.
+            seconds: Seconds from the step's all-reduce to its end.
         """
         own, data = np.array(microseconds).T / 1e6
         self._own, self._data = self._own + own, self._data + data

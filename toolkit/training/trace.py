@@ -48,7 +48,7 @@ class Shares:
 def read_shares(path: Path, n_steps: int) -> Shares:
     """Return the shares of the first ``n_steps`` steps of a trace."""
     if path.stat().st_size > MAX_TRACE_BYTES:
-        raise ValueError(f"{path} is too large to be read beside the run; open it in ui.perfetto.dev")
+        raise ValueError(f"{path} is too large to be read during the run; open it in ui.perfetto.dev")
     with gzip.open(path) as file:
         return compute_shares(json.load(file)["traceEvents"], n_steps)
 

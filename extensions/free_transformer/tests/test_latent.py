@@ -1,4 +1,4 @@
-"""The latent by itself: gradient of the mapper, divergence, draws."""
+"""The latent alone: gradient of the mapper, divergence, draws."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``make compare``: a Free Transformer and its baseline, trained on the same data, in one picture and one table.
 
-What may be compared is the baseline's loss, its negative log-likelihood, with the Free Transformer's bounds of its own:
-the ELBO (CE + KL), and IWAE-K. The cross-entropy given the encoder's latents may not: the encoder has seen the text.
+The baseline's loss, a negative log-likelihood, compares with the Free Transformer's bounds, the ELBO (CE + KL) and
+IWAE-K. Its cross-entropy given the encoder's latents does not compare, because the encoder has seen the text.
 """
 
 from __future__ import annotations

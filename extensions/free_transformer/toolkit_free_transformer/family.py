@@ -1,7 +1,7 @@
 """The family of models: configurations, options, and import and export as a Hugging Face folder. Imports no torch.
 
-The paper's sizes are as reported for its 1.5B and 8B models: layers, widths and heads. Where it leaves one open, it is
-that of the model with this shape (Qwen2.5 1.5B with its tied embeddings, Llama 3 8B) with Llama 3's vocabulary.
+The paper's sizes are as reported for its 1.5B and 8B models: layers, widths and heads. Values that it does not
+report are from the model with this shape (Qwen2.5 1.5B with its tied embeddings, Llama 3 8B) with Llama 3's vocabulary.
 """
 
 from __future__ import annotations

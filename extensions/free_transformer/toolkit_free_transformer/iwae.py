@@ -29,7 +29,7 @@ def iwae(model: FreeTransformer, input_ids: Tensor, labels: Tensor, k: int, seed
         input_ids: (B, T) without padding: the encoder sees all tokens.
         labels: (B, T).
         k: Draws; each is a forward pass.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     positions = torch.arange(input_ids.size(1), device=input_ids.device)
     rows = torch.arange(input_ids.size(0), device=input_ids.device)

@@ -39,7 +39,7 @@ def uniform(seed: int, stream: int, keys: Tensor, positions: Tensor, bits: int) 
     So they depend neither on the split of a batch into micro-batches and ranks nor on the device.
 
     Args:
-        seed: Of the run.
+        seed: Seed of the run.
         stream: POSTERIOR or PRIOR.
         keys: (B,) int64, of the rows.
         positions: (T,) int64, in the row.
@@ -83,7 +83,7 @@ def log_probability(logits: Tensor, codes: Tensor) -> Tensor:
 
 
 def code_probabilities(p: Tensor) -> Tensor:
-    """(n, h), the probabilities of h bits -> (n, 2^h), those of their codes."""
+    """(n, h), the probabilities of h bits -> (n, 2^h), the probabilities of their codes."""
     table = p.new_ones(p.size(0), 1)
     for h in range(p.size(1)):
         bit = p[:, h : h + 1]

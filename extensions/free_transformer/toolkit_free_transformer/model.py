@@ -58,7 +58,7 @@ class FreeTransformer(GPT):
     """A decoder with a random latent per token; see the module's docstring.
 
     Args:
-        config: Of the family "free_transformer", whose ``family_options`` are :class:`LatentOptions`.
+        config: A config of the family "free_transformer", whose ``family_options`` are :class:`LatentOptions`.
 
     Raises:
         UserError: An option is invalid, or the decoder is no Llama.
@@ -113,8 +113,8 @@ class FreeTransformer(GPT):
             the last supervised one of its document: its latent can tell what follows.
 
         Raises:
-            UserError: The encoder is needed and was left out.
-            ValueError: Arguments do not go together, or the sequence is too long.
+            UserError: The encoder is needed and is missing.
+            ValueError: Arguments are incompatible, or the sequence is too long.
         """
         if mode not in ("training", "inference"):
             raise ValueError(f"mode {mode!r}: must be 'training' or 'inference'")

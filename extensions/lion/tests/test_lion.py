@@ -46,7 +46,7 @@ def test_interrupted_run_equals_an_uninterrupted_one(tmp_path):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     shares = [row["momentum_agreement"] for row in read_metrics(tmp_path / "a/logs/metrics.csv")]
     options = yaml.safe_load((tmp_path / "a/final/hyperparameters.yaml").read_text())
-    assert options["optimizer"]["betas"] == "auto"  # Lion's own, not those of the command, which are Adam's
+    assert options["optimizer"]["betas"] == "auto"  # Lion's, not the command's, which are Adam's
     assert math.isnan(shares[0]) and all(0 < share < 1 for share in shares[1:])
 
 

@@ -17,7 +17,7 @@ class Lion(torch.optim.Optimizer):
         m <- b2 * m + (1 - b2) * g
 
     It keeps one number per weight, Adam two. Its learning rate is 3 to 10 times smaller than Adam's, and its weight
-    decay as many times larger. Every weight counts by itself, so that it works on the shards of FSDP.
+    decay as many times larger. Each weight's update is independent of the others: FSDP's shards work.
 
     Args:
         params: Parameters, or groups of them.

@@ -79,7 +79,7 @@ class Kernel:
             slots: The module's parameters, of which the trace takes the shapes.
             values: What to compute with: the same tensors, or this rank's shards of them.
             training: The module's mode.
-            args, options: Of the module's forward.
+            args, options: Arguments of the module's forward.
 
         Raises:
             UserError: Thunder cannot compile the forward.

@@ -1,7 +1,7 @@
 """Thunder's FSDP transform, with the sharding and bucketing strategies that lightning-thunder 0.2.6 ignores.
 
 ``thunder.jit`` of that version keeps gathered weights until the backward pass under ZERO3 too, and gathers each tensor
-by itself whatever the bucketing strategy: its pass for buckets is not called.
+alone, whatever the bucketing strategy: its pass for buckets is not called.
 
 Import this after :func:`toolkit_thunder.versions.load_thunder`.
 """
@@ -28,7 +28,7 @@ def make_transforms(device: torch.device, group: dist.ProcessGroup, sharding: st
     """Return the transforms of one compiled function.
 
     Args:
-        device: Of the shards.
+        device: Device of the shards.
         group: The ranks that share the parameters.
         sharding: "ZERO2" or "ZERO3".
         bucketing: "NONE", "LAYER" or "BLOCK".

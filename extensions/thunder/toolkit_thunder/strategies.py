@@ -40,7 +40,7 @@ class ThunderDDPStrategy(DDPStrategy):
         executors: Names of Thunder's executors; None for Thunder's choice.
         blocks: Classes of modules that are compiled one by one; by default the complete module is compiled.
         bucket_size_in_mb: Size of the buckets of gradients, within a unit.
-        options: Of DDPStrategy, such as ``timeout``.
+        options: Options of DDPStrategy, such as ``timeout``.
 
     Raises:
         UserError: a version does not fit (on construction).
@@ -93,7 +93,7 @@ class ThunderFSDPStrategy(ModelParallelStrategy):
         executors: Names of Thunder's executors; None for Thunder's choice.
         blocks: Classes of modules that are compiled one by one; by default the complete module is compiled.
         state_dict_type: Whether ``fabric.save`` writes one file ("full") or a folder of shards ("sharded").
-        options: Of ModelParallelStrategy, such as ``timeout``.
+        options: Options of ModelParallelStrategy, such as ``timeout``.
 
     Raises:
         UserError: a version does not fit (on construction).

@@ -15,7 +15,7 @@ Fetch = Callable[[Tensor], Tensor]
 
 
 class Unit:
-    """The forward of a module, which takes the place of its own: ``module.forward = Unit(module, ...)``.
+    """Replaces the forward of a module: ``module.forward = Unit(module, ...)``.
 
     Args:
         module: The module.
@@ -82,7 +82,7 @@ def install_units(
     Without blocks, the complete module is one unit.
 
     Args:
-        module: Its ``forward`` and those of its blocks are replaced; names of parameters stay as they are.
+        module: Its ``forward`` and its blocks' are replaced; names of parameters stay.
         blocks: The classes of the blocks.
         make_kernel: Compiles a block, given its name.
         fetch, fetch_complete: See :class:`Unit`; ``fetch_complete`` is also for the root.

@@ -150,7 +150,7 @@ def test_export_contains_all_files(tmp_path):
 
 
 def came(folder, config=None, generation=None):
-    """Files that an import leaves beside the weights."""
+    """Files that an import leaves next to the weights."""
     for name, values in (("config.json", config), ("generation_config.json", generation)):
         if values is not None:
             (folder / name).write_text(json.dumps(values))

@@ -159,7 +159,7 @@ def test_names_without_model_prefix(tmp_path, family):
 
 
 def with_tokenizer(folder):
-    """Every kind of file that belongs to a tokenizer, beside a model."""
+    """Every kind of file that belongs to a tokenizer, next to a model."""
     train_bpe(["the text of the tokenizer"], 280).save(folder)
     (folder / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for m in messages %}é{{ m.content }}{% endfor %}\r\n"
@@ -269,7 +269,7 @@ def old_pickle(folder):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_pickles_without_code_are_read(tmp_path, several):
-    """In one file, or several with an index; the weights are those of the safetensors."""
+    """In one file, or several with an index; the weights are the safetensors'."""
     save(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "expected")
     pickled(tmp_path / "hf")
@@ -341,7 +341,7 @@ def test_bad_input_is_a_one_line_error_and_writes_nothing(tmp_path, capsys, case
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("../secret.safetensors", "points to '../secret.safetensors', which is not a safetensors file beside it"),
+        ("../secret.safetensors", "points to '../secret.safetensors', which is not a safetensors file next to it"),
         ("/etc/secret.safetensors", "points to '/etc/secret.safetensors'"),
         ("..\\secret.safetensors", "points to"),
         ("model.bin", "points to 'model.bin'"),

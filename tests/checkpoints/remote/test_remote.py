@@ -178,7 +178,7 @@ def test_errors_of_the_storage_are_one_line_with_a_fix():
             (s3_error("NoSuchBucket", 404), "no such bucket; create it"),
             (s3_error("QuotaExceeded", 403), "the storage is full"),
             (s3_error("Anything", 507), "the storage is full"),
-            (type("NoCredentialsError", (Exception,), {})("Unable"), "set those of the storage in the environment"),
+            (type("NoCredentialsError", (Exception,), {})("Unable"), "set the storage's in the environment"),
             (s3_error("InternalError", 500), "the storage failed (InternalError, HTTP status 500)"),
             (ValueError("two\nlines"), "the storage failed (two lines)"),
         ],

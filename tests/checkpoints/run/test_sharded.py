@@ -46,7 +46,7 @@ def unsharded() -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     shapes = {"even": (8, 3), "uneven": (5, 4), "fewer rows than ranks": (1, 6), "vector": (7,), "none": (0, 3)}
     tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-    tensors["w|exp_avg"] = torch.randn(701, 101, generator=draw).bfloat16()  # large enough for a file of its own
+    tensors["w|exp_avg"] = torch.randn(701, 101, generator=draw).bfloat16()  # large enough for a separate file
     return tensors | {"w|step": torch.tensor(3.0), "flags": torch.tensor([True, False])}
 
 
@@ -443,15 +443,15 @@ def test_empty_state_can_be_sharded(tmp_path):
     assert not is_sharded(tmp_path / "other")
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_m2_read_tensors_are_file_backed(tmp_path, monkeypatch, beside):
-    """Beside the checkpoint, else where TMPDIR says; each tensor in storage of its own."""
+@pytest.mark.parametrize("is_local", [True, False])
+def test_m2_read_tensors_are_file_backed(tmp_path, monkeypatch, is_local):
+    """Next to the checkpoint, else where TMPDIR says; each tensor in a separate storage."""
     tensors = {"a": torch.randn(700, 101), "b": torch.randn(300, 300).bfloat16(), "small": torch.ones(3)}
     save_sharded(tensors, tmp_path / "step" / "lit_model.pth")
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    place = tmp_path / ("step" if beside else "tmp")
-    if not beside:
+    place = tmp_path / ("step" if is_local else "tmp")
+    if not is_local:
         real = scratch._map_file
         unless = {place: place}  # any other folder cannot be written
         monkeypatch.setattr(

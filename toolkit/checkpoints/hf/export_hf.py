@@ -240,7 +240,7 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
 
 
 def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return BOS, EOS and PAD ids: the tokenizer's, else those of the original Hugging Face config."""
+    """Return BOS, EOS and PAD ids: the tokenizer's, else the original Hugging Face config's."""
     original, generation = _original_config(folder, base), read_json_object(folder / GENERATION_FILE, optional=True)
     from_tokenizer: dict[str, Any] = {}
     if tokenizer is not None:
@@ -282,7 +282,7 @@ def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], 
 
 
 def _eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
-    """Return EOS ids: those of generation_config.json, else EOS and the chat template's end-of-turn token."""
+    """Return EOS ids: from generation_config.json, else EOS and the chat template's end-of-turn token."""
     eos = tokenizer.settings(GENERATION_FILE).get("eos_token_id")
     if eos is not None:
         return eos

@@ -39,7 +39,7 @@ class Repository(NamedTuple):
     """The requested branch, tag or commit."""
     commit: str
     sizes: dict[str, int]
-    """In bytes, by path; 0 if unknown."""
+    """Bytes by path; 0 if unknown."""
 
 
 def download(

@@ -69,14 +69,14 @@ def quantized_bits(config_json: dict[str, Any]) -> float | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index of weights: {name: file beside it}."""
+    """Read an index of weights: {name: file in the same folder}."""
     where = read_json_object(path).get("weight_map")
     if not (isinstance(where, dict) and where and all(isinstance(file, str) for file in where.values())):
         raise UserError(f"{path}: holds no weight_map of names to files; copy or download it again")
     kind = "safetensors" if path.name == INDEX else "bin"
     # Only names are checked: in the hub's cache, the files are links to blobs in another folder.
     if outside := sorted(file for file in where.values() if not re.fullmatch(rf"[^/\\:\0]+\.{kind}", file)):
-        raise UserError(f"{path}: points to {outside[0]!r:.200}, which is not a {kind} file beside it")
+        raise UserError(f"{path}: points to {outside[0]!r:.200}, which is not a {kind} file next to it")
     return where
 
 

@@ -24,7 +24,7 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
     """Write the checkpoint with its weights in one file and its optimizer in ``trainer/state.pth``.
 
     Creates the folder atomically, marks it complete if the source is, and returns the names of the weights that contain
-    NaN or Inf. Needs no process group; memory use is that of :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
+    NaN or Inf. Needs no process group, and as much memory as :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_new_folder(out_dir)

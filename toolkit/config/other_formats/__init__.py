@@ -1,6 +1,6 @@
 """Configuration files of other tools as toolkit's options: an FSDP guide's YAML, and minGPT's hydra file.
 
-A file is recognized by its groups. toolkit's own keys may stand beside them, unless both set the same option. A key
+A file is recognized by its groups. toolkit's own keys may stand next to them, unless both set the same option. A key
 becomes options, or has no effect for a reason, or is an error; a line reports each. Flags and later files override
 keys, which are then not even checked. Batch sizes of both formats are per device.
 """
@@ -32,7 +32,7 @@ _REPLACED_BY = {
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the groups of other tools in a file, and the rest; with minGPT's groups goes that of hydra."""
+    """Return the groups of other tools in a file, and the rest; hydra's group belongs to minGPT's."""
     groups = {name: inner for name, inner in values.items() if name in FORMATS}
     if any(name.endswith("_config") for name in groups) and "hydra" in values:
         groups["hydra"] = values["hydra"]

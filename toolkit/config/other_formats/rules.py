@@ -16,7 +16,7 @@ Convert = Callable[["File", Any], Options | str]
 
 
 class Rule(NamedTuple):
-    """What becomes of a key.
+    """The result of a key.
 
     Args:
         read: The option's value by the key's value, or a function that checks and converts it, and raises ValueError
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
         options: The options that the key sets. If flags set all of them, the key does not count.
         convert: Returns the options, or why the key sets none; raises ValueError with the fix. Default: the one option
             has the value.
-        note: For the line that reports the key.
+        note: Text for the line that reports the key.
         fixes: Values that cannot be honored, each with the fix.
     """
 
@@ -60,7 +60,7 @@ class File:
         source: Its path.
         groups: The content of these groups.
         own: toolkit's own options in the same file, by dotted name.
-        later: Options that override the file: flags, and those of later files.
+        later: Options that override the file, from flags and later files.
         world_size: Returns the number of devices on all nodes.
     """
 

@@ -27,7 +27,7 @@ class InstructionData(DataModule):
         chat_template: Jinja file with the chat template to use instead; it is saved with the model.
         mask_prompt: Mask the loss on prompts; false trains on them, too.
         train_on: Tokens with loss: all answers, the last answer, or all tokens. Default "answers".
-        on_long: For samples longer than a row: truncate the end, drop the sample, split it into several rows, or
+        on_long: What to do with samples longer than a row: truncate the end, drop the sample, split it into rows, or
             raise an error.
         packing: "best_fit" packs several samples into each row, without attention between them.
         columns: Column name mapping, such as '{"prompt": "question", "completion": "reply"}'.

@@ -103,7 +103,7 @@ class StreamedRows:
         first: A segment with rows; ``rows[0]`` is its first one.
         n_first: Training rows of segment ``first``.
         held_out: Further rows at its end, which are not for training.
-        skips_broken: Whether files that cannot be read are left out; else they are errors.
+        skips_broken: Whether files that cannot be read are skipped; else they are errors.
 
     Attributes:
         preview: The rows of segment ``first``.

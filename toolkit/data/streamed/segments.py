@@ -64,7 +64,7 @@ def plan_segments(files: Sequence[SourceFile], segment_bytes: int) -> list[tuple
 
 
 def read_part(file: SourceFile, part: Part, column: str) -> Iterator[TextChunk]:
-    """Yield the documents of a part of a file, those without text left out.
+    """Yield the documents of a part of a file, except those without text.
 
     Raises:
         BrokenFileError: the content is damaged.

@@ -3,7 +3,7 @@
 A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config)``,
 ``weight_map(config)`` and ``check(config)``, which raises a UserError if the family's Hugging Face class cannot express
 the config; and ``is_unused(name, config)`` if checkpoints contain other weights than the model's. A new family is one
-new file here and one entry in :data:`FAMILIES`. Extensions add families of their own (:mod:`toolkit.extension`), which
+new file here and one entry in :data:`FAMILIES`. Extensions add families (:mod:`toolkit.extension`), which
 may also have ``MODEL``, the path of a class derived from GPT, and ``validate(config)``, which raises a UserError for
 invalid ``ModelConfig.family_options``.
 """

@@ -1,7 +1,7 @@
 """Phi 3, 3.5 and 4 (Abdin et al. 2024): Llama with fused projections on disk, sliding windows and longrope.
 
 Sources of the named configurations: LitGPT; windows, longrope and tied embeddings: MLC LLM's presets, whose factors
-are written here without the rounding errors of float32. A window longer than the longest sequence is left out.
+are written here without the rounding errors of float32. A window longer than the longest sequence is omitted.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Qwen2-MoE and Qwen3-MoE (Yang et al. 2024, 2025): Qwen with experts in all or some layers; Qwen2 has a shared expert.
 
 Sources of the named configurations: LitGPT (Qwen3); the ``config.json`` files of Qwen1.5-MoE-A2.7B and
-Qwen3-Coder-30B-A3B-Instruct; those of Qwen2-57B-A14B as TensorRT-LLM's tests quote it and of
-Qwen3-Coder-480B-A35B-Instruct as vLLM-Kunlun's pages do. The balance loss of all is the Qwen models' 0.001: the Coder
+Qwen3-Coder-30B-A3B-Instruct; quotations of Qwen2-57B-A14B's (TensorRT-LLM's tests) and
+Qwen3-Coder-480B-A35B-Instruct's (vLLM-Kunlun's pages). All have the Qwen models' balance loss of 0.001: the Coder
 models' files turn it off, which is unsuitable for training experts from scratch.
 """
 

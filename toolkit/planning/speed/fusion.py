@@ -1,9 +1,9 @@
-"""What torch.compile makes of the operators of a block: a rule, not a compiler.
+"""Predict which operators of a block torch.compile fuses, by a rule.
 
-Matrix products, attention and other kernels of their own stay. Between two of them, all element-wise operators and
-reductions become one kernel that reads each tensor once and writes only what is used elsewhere: by a kernel of its own,
-by a later fused kernel of the same pass, or outside the block. What the backward pass needs of the forward pass and is
-not in memory for another reason, it recomputes from what is, as torch's partitioner does.
+Matrix products, attention and other unfusable kernels stay. Between two of them, all element-wise operators and
+reductions become one kernel that reads each tensor once and writes only what is used elsewhere: by an unfusable kernel,
+by a later fused kernel of the same pass, or outside the block. The backward pass recomputes the values of the forward
+pass that are not in memory for another reason, as torch's partitioner does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Key = tuple[int, int]
 
 
 def fuse(ops: list[Op], is_compiled: Callable[[Op], bool]) -> list[Op]:
-    """Return the operators with those of compiled regions fused; views in them are free."""
+    """Return the operators, fused in compiled regions; views in them are free."""
     kept = [op for op in ops if op.kind != "view" or not is_compiled(op)]
     fusable = [op.kind == "fusable" and is_compiled(op) for op in kept]
     maker: dict[Key, int] = {}
@@ -75,7 +75,7 @@ def _groups(ops: list[Op], fusable: list[bool], users: Mapping[Key, list[int]]) 
     numbers, number, region = [], 0, None
     for i, op in enumerate(ops):
         if not fusable[i] or (op.layer, op.is_backward) != region:
-            number += 1 if fusable[i] else 2 - number % 2  # kernels of their own have even numbers
+            number += 1 if fusable[i] else 2 - number % 2  # unfusable kernels have even numbers
         region = op.layer, op.is_backward
         number += fusable[i] and number % 2 == 0
         numbers.append(number)

@@ -42,9 +42,9 @@ class GpuSpec(NamedTuple):
         link: Bytes/s to the other GPUs of a node.
         link_name: NVLink or PCIe.
         network: Bytes/s of a GPU's share of the network between nodes, of the vendor's reference node.
-        network_name: For display.
-        kernels: What kernels reach of the peak.
-        has_bf16: Otherwise the peak is that of float16.
+        network_name: The network's name, for display.
+        kernels: The fractions of the peak that kernels reach.
+        has_bf16: Whether the GPU has bfloat16; otherwise the peak is float16's.
     """
 
     peak: float
@@ -99,12 +99,12 @@ GPUS = {
 
 
 def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
-    """Return a card and its name here, from the name that a user, a vendor or a driver writes.
+    """Return the table's name of a GPU and its specs, from the name that a user, a vendor or a driver writes.
 
-    Case, spaces, hyphens, NVIDIA, GeForce, RTX, SXM and the kind of memory do not matter; GB must be those of the card.
+    Case, spaces, hyphens, NVIDIA, GeForce, RTX, SXM and the kind of memory do not matter; GB must match.
     """
     if accelerator in ("cpu", "mps"):
-        raise UserError(f"--speed {name}: predicts NVIDIA GPUs, not --accelerator {accelerator}; leave one out")
+        raise UserError(f"--speed {name}: not supported with --accelerator {accelerator}; remove one of them")
     size = re.search(r"(\d+)\s*GB", name, re.I)
     named = [known for known in GPUS if _key(known) == _key(name)]
     # the driver reports up to 7 % more (in 1e9 bytes) or 2 % less than the name says

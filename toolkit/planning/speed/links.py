@@ -1,4 +1,4 @@
-"""Time of a step's communication over named links, by the strategy: what is sent, and what computation hides."""
+"""Time of a step's communication over named links, by the strategy, and the part that computation hides."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.speed.gpus import GpuSpec
 
 NCCL_SHARE = 0.8
-"""Of a link's bandwidth that collectives of large tensors reach (nccl-tests on 8 x H100: 360 of 450 GB/s)."""
+"""Fraction of a link's bandwidth that collectives of large tensors reach (nccl-tests on 8 x H100: 360 of 450 GB/s)."""
 LATENCY = 30e-6
-"""Seconds that a collective takes at least."""
+"""Minimum seconds of a collective."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Communication:
 
     Args:
         sent: All collectives.
-        exposed: What the computation does not hide.
-        links: Which links they use, for display.
+        exposed: The part that computation does not hide.
+        links: Names of the links, for display.
     """
 
     sent: float = 0.0
@@ -38,17 +38,14 @@ def communication(
     """Return the communication of a step.
 
     ddp: the all-reduce of a bucket overlaps with the rest of the last backward pass; the last bucket does not. fsdp:
-    all-gathers of blocks overlap with the block before, their reductions with the next block's backward pass; those of
-    the root unit, of the first block and of replicated parameters overlap with nothing.
+    all-gathers of blocks overlap with the block before, their reductions with the next block's backward pass;
+    collectives of the root unit, the first block and replicated parameters overlap with nothing.
 
     Args:
-        setup: The run.
-        model: On the meta device.
-        card: Whose links.
-        devices: Per node.
-        num_nodes: Number of nodes.
+        model: The model on the meta device.
+        devices: Devices per node.
         forward: Seconds of computation of a forward pass.
-        backward: Of a backward pass, with what it recomputes.
+        backward: Seconds of computation of a backward pass, recomputation included.
     """
     links = card.link_name if num_nodes == 1 else f"{card.network_name} between nodes"
     if num_nodes > 1 and devices > 1:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 Kind = Literal["product", "attention", "fusable", "other", "accumulate", "view"]
-"""Of an operator: matrix product; attention; element-wise or a reduction, which a compiler fuses; a kernel of its own;
-the addition of a weight's gradient to that of earlier micro-batches; none at all."""
+"""Kind of an operator: matrix product; attention; element-wise or reduction, which a compiler fuses; another kernel;
+addition of a weight's gradient to the sum of earlier micro-batches; no kernel."""
 
 _VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "detach", "expand", "slice", "split", "split_with_sizes", "select",
@@ -32,7 +32,7 @@ _GATHER_BYTES = 64
 
 
 class Access(NamedTuple):
-    """Bytes of a tensor, of a storage in a version, that an operator reads or writes."""
+    """Bytes of a tensor that an operator reads or writes; ``key`` is its storage and the storage's version."""
 
     key: tuple[int, int]
     offset: int
@@ -44,15 +44,15 @@ class Op:
     """An operator.
 
     Args:
-        name: Of the operator in torch.
+        name: The operator's name in torch.
         kind: See :data:`Kind`.
         layer: Index of the traced block; None for the embedding, the head and the optimizer.
         is_backward: Whether the backward pass runs it.
         reads, writes: Tensors on the device.
-        flops: Of products and attention.
+        flops: FLOPs of products and attention.
         is_16_bit: Whether a product has 16-bit inputs.
-        head_size: Of attention.
-        launches: Kernels.
+        head_size: Head size of attention.
+        launches: Number of kernels.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
     """Records the operators on meta tensors in ``ops``, as of the current ``layer`` and ``is_backward``.
 
     Args:
-        gradients: Of weights, to which the backward pass adds.
+        gradients: Gradients of weights, to which the backward pass adds.
         quantized: Bytes of 4-bit weights by the storage of the tensor in their place.
     """
 

@@ -30,9 +30,9 @@ from toolkit.planning.speed.operators import Op
 from toolkit.planning.speed.trace import Trace, trace_micro_step, trace_update
 
 BANDWIDTH_SHARE = 0.88
-"""Of the data sheet's bandwidth: copies of large tensors reached 3.0 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
+"""Fraction of the data sheet's bandwidth: large copies reached 3.0 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
 FP32_SHARE = 0.75
-"""Of the fp32 peak in matrix products."""
+"""Fraction of the fp32 peak that matrix products reach."""
 SMALL_HEAD_SHARE = 0.65
 """Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100: 395 of 617 TFLOP/s)."""
 LEAST_KERNEL = 3e-6
@@ -49,19 +49,19 @@ HOST_STEP = 1e-3
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of an optimizer step by part, and what follows from them.
+    """Predicted seconds of an optimizer step, by part.
 
     Args:
         products, attention, memory_bound: GPU time of all micro-steps by kind of kernel.
         launch: The GPU waits for the host.
         optimizer: Norm, clipping and update.
-        communication: What computation does not hide.
+        communication: Communication that computation does not hide.
         links: All communication, and its links.
-        tokens: Of a step, over all devices.
+        tokens: Tokens of a step, over all devices.
         mfu: See :func:`toolkit.planning.speed.flops.flops_per_token`; None for 32-true, as in a run.
-        kernels: Of a micro-step on one device.
-        bytes: That they read and write.
-        notes: What the prediction leaves out.
+        kernels: Number of kernels of a micro-step on one device.
+        bytes: Bytes that they read and write.
+        notes: Effects that the prediction ignores.
     """
 
     products: float
@@ -181,7 +181,7 @@ def _host_seconds(trace: Trace, setup: MemoryInputs, is_compiled: bool) -> float
 
 
 def _sharding_seconds(setup: MemoryInputs, model: GPT, card: GpuSpec) -> float:
-    """Return the seconds per micro-batch of what fsdp and ddp do with gradients beside sending them."""
+    """Return the seconds per micro-batch in which fsdp and ddp copy and cast gradients."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moved = 0.0
     if setup.strategy.kind == "fsdp" and setup.lora is None:
@@ -206,7 +206,7 @@ def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, card: GpuSpe
         for shape, count in Counter(p.shape for p in trained).items():
             # of all parameters together, so that the least time of a kernel does not count for each
             update += count * sum(seconds(replace(op, launches=0), card) for op in trace_update(setup, shape, dtype))
-    except (NotImplementedError, RuntimeError, TypeError):  # it reads values, or has kernels of its own
+    except (NotImplementedError, RuntimeError, TypeError):  # it reads values, or has custom kernels
         name = setup.optimizer["name"]
         update = (3 * weights + 2 * plan.memory.optimizer) / rate
         products = orthogonalization_flops(setup, model) / (card.peak * card.kernels.products)

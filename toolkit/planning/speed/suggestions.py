@@ -1,4 +1,4 @@
-"""What would make a run faster on a GPU: other settings, each predicted, ranked by the predicted gain."""
+"""Suggest settings that make a run faster on a GPU, ranked by the predicted gain."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ class Suggestion(NamedTuple):
 
 
 def suggestions(plan: RunPlan, card: GpuSpec, prediction: Prediction) -> list[Suggestion]:
-    """Return the changes that help, the most useful first; with several, the last one is all that go together.
+    """Return helpful changes, best first; if several are compatible, the last entry combines them.
 
-    Changes that do not fit the memory of the GPU with room are left out, and so are those that change what is
-    trained, but for the rounding of a precision.
+    Changes must fit the memory of the GPU with room, and must not change what is trained, except by rounding.
     """
     found = []
     for change in _CHANGES:
@@ -83,13 +82,13 @@ def _gain(new: Prediction, old: Prediction) -> float:
 
 
 def _compiler(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    """No change, and so no gain, where auto would not compile: the run is short, or rows differ in length."""
+    """Compile; no gain where auto would not, because the run is short or rows differ in length."""
     if plan.config.args.compiler == "none":
         yield "--compiler torch", replace(plan.config.args, compiler=AUTO)
 
 
 def _precision(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    """What auto would take instead of fp32."""
+    """Replace fp32 by the precision that auto chooses."""
     args = replace(plan.config.args, precision=AUTO)
     precision = choose_precision(args, plan.config.devices)
     if plan.config.precision == "32-true" != precision:
@@ -97,7 +96,7 @@ def _precision(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
 
 
 def _micro_batch(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    """The largest sizes that fit: more would be as fast."""
+    """Yield the largest two sizes that fit."""
     args, batch = plan.config.args, plan.config.batch
     per_rank = batch.global_batch_size // batch.world_size
     fitting: list[tuple[str, RunArgs]] = []
@@ -119,7 +118,7 @@ def _less_recomputation(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
 
 
 def _strategy(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    """Options of the present strategy would have no effect under another one, which would refuse them."""
+    """Switch between ddp and fsdp; a strategy refuses the other's options."""
     args, kind = plan.config.args, plan.config.strategy.kind
     if kind == "fsdp" and plan.config.strategy.extension is None and not plan.config.strategy.offloads:
         yield "--strategy ddp", replace(args, strategy="ddp")

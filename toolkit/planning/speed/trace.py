@@ -124,7 +124,7 @@ def _both(first: Any, second: Any) -> Iterator[None]:
 def _follow_blocks(model: GPT, recorder: Recorder) -> None:
     """Let the recorder know which block runs.
 
-    The gradient of a block's output is known when its backward pass begins, and that of its input when it ends.
+    A block's backward pass begins with the gradient of its output and ends with the gradient of its input.
     """
 
     def enter(layer: int | None) -> Callable[[torch.Tensor], None]:
@@ -153,7 +153,7 @@ def trace_update(setup: MemoryInputs, shape: torch.Size, dtype: torch.dtype) -> 
     """Return the operators of the optimizer's step for a parameter, fused where the class supports it, as in a run.
 
     Raises:
-        NotImplementedError: it is one of those of :mod:`toolkit.optim.hybrid`, or updates copies in fp32.
+        NotImplementedError: it is a hybrid optimizer, or updates copies in fp32.
     """
     if setup.has_masters or "state_dtype" in setup.optimizer or setup.optimizer["name"] in HYBRID:
         raise NotImplementedError(setup.optimizer["name"])

@@ -1,4 +1,4 @@
-"""What a run prints on standard output: steps, validations, checkpoints, and the summary at the end. On rank 0."""
+"""Print steps, validations, checkpoints and the final summary on rank 0's standard output."""
 
 from __future__ import annotations
 
