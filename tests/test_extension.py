@@ -16,6 +16,7 @@ from toolkit.errors import UserError
 from toolkit.models.families import FAMILIES, families, get_config
 from toolkit.ui.loggers import read_metrics
 
+INSTALLED = extension._installed  # before conftest.py replaces it
 FAMILY = """
 from toolkit.models.families import llama
 from toolkit.models.families.llama import check, from_hf_config, to_hf_config, weight_map
@@ -190,6 +191,35 @@ def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys
         err = capsys.readouterr().err
         assert fix in err and err.count("\n") == 1
         config.write_text(config.read_text().replace(f"extension: {name}", "extension: letters"))
+
+
+def test_sources_include_modules_that_a_single_file_imports_from_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "one.py").write_text("import math, first_helper\nfrom helper_package.part import x\n")
+    (tmp_path / "first_helper.py").write_text("from second_helper import (\n    y,\n)\nimport one")
+    (tmp_path / "helper_package").mkdir()
+    changed = ["one.py", "first_helper.py", "second_helper.py", "helper_package/__init__.py", "helper_package/part.py"]
+    for name in [*changed[2:], "unrelated.py"]:
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = [extension.hash_sources(["one"])]
+    for name in [*changed, "unrelated.py"]:
+        with open(tmp_path / name, "a") as file:
+            file.write("# changed\n")
+        hashes.append(extension.hash_sources(["one"]))
+    assert len(set(hashes)) == len(hashes) - 1 and hashes[-1] == hashes[-2]
+
+
+def test_installed_package_that_exits_is_a_warning(tmp_path, capsys, monkeypatch):
+    (tmp_path / "exiting.py").write_text("import sys; sys.exit(0)")
+    (tmp_path / "exiting-1.0.dist-info").mkdir()
+    (tmp_path / "exiting-1.0.dist-info" / "METADATA").write_text("Name: exiting\nVersion: 1.0\n")
+    (tmp_path / "exiting-1.0.dist-info" / "entry_points.txt").write_text("[toolkit.extensions]\nx = exiting\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(extension, "_installed", INSTALLED.__wrapped__)
+    assert main(["pretrain", "list"]) == 0
+    out, err = capsys.readouterr()
+    warning = "warning: extension exiting is not used: exiting calls sys.exit(0) when it is imported\n"
+    assert "pico-llama" in out and err.replace(warning, "") == "" and warning in err
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

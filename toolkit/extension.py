@@ -204,7 +204,8 @@ def extension_versions() -> dict[str, str]:
 
 
 def hash_sources(modules: Iterable[str]) -> str:
-    """Return a short hash of the source files of modules, and of all files of packages."""
+    """Return a short hash of the source files of modules and of the modules that they import from their own folder, and
+    of all files of packages."""
     import hashlib
     from importlib.util import find_spec
 
@@ -212,12 +213,29 @@ def hash_sources(modules: Iterable[str]) -> str:
     for module in modules:
         with suppress(ImportError, AttributeError, ValueError):
             if (spec := find_spec(module)) is not None and spec.origin is not None:
-                files |= {
-                    Path(spec.origin),
-                    *(f for p in spec.submodule_search_locations or () for f in Path(p).rglob("*.py")),
-                }
+                _add_with_helpers(Path(spec.origin), files)
+                files |= {f for p in spec.submodule_search_locations or () for f in Path(p).rglob("*.py")}
     contents = sorted(hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file())
     return hashlib.sha256(b"".join(contents)).hexdigest()[:12]
+
+
+def _add_with_helpers(file: Path, files: set[Path]) -> None:
+    """Add a source file and what it imports from its folder, also indirectly; of an installed module only the file."""
+    import ast
+
+    if file in files or not file.is_file():
+        return
+    files.add(file)
+    if {"site-packages", "dist-packages"} & set(file.parts):
+        return  # its neighbors are other packages
+    with suppress(SyntaxError, ValueError):  # not Python
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                dotted = [*(alias.name for alias in node.names), getattr(node, "module", None) or ""]
+                for name in filter(None, ".".join(dotted).split(".")):
+                    _add_with_helpers(file.parent / f"{name}.py", files)
+                    if (file.parent / name / "__init__.py").is_file():
+                        files |= set((file.parent / name).rglob("*.py"))
 
 
 def find_modules_here() -> None:

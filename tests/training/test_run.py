@@ -284,9 +284,13 @@ def test_run_that_was_killed_after_its_last_step_leaves_what_an_uninterrupted_on
         run_training(arguments(corpus, tmp_path, train={"max_steps": 6, "save_interval": 6}, resume="auto"))
     assert str(states[0]) == str(states[1]) and "lr" in str(states[0])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-")]
-    (tmp_path / "loss.png").unlink()  # killed before it was drawn
-    run_training(arguments(corpus, tmp_path, train={"max_steps": 6, "save_interval": 6}, resume="auto"))
-    assert (tmp_path / "loss.png").exists()
+    leftover = tmp_path / temporary_path(tmp_path / "loss.png").name.replace(f"-{os.getpid()}-", "-4194305-")
+    plot = tmp_path / "loss.png"
+    for killed_before_it_was_drawn in (plot.unlink, lambda: os.utime(plot, (1, 1))):  # the last one: of a shorter run
+        leftover.touch()
+        killed_before_it_was_drawn()
+        run_training(arguments(corpus, tmp_path, train={"max_steps": 6, "save_interval": 6}, resume="auto"))
+        assert plot.stat().st_mtime > 1 and not leftover.exists()
 
 
 def test_resume_of_a_finished_run_and_of_an_extended_run(corpus, tmp_path, capsys):
@@ -491,7 +495,7 @@ def test_different_options_or_code_per_node_are_an_error(corpus, tmp_path, monke
         text = {"class_path": "TextFiles", "init_args": {"train_data_path": str(corpus)} | options}
         return Mixture({"a": {"weight": weight, "data": text}, "b": {"weight": 1 - weight, "data": text}})
 
-    args = replace(arguments(corpus, tmp_path), data=mixture(0.5))
+    args = replace(arguments(corpus, tmp_path), data=mixture(0.5), callbacks="mine.C")
     fingerprint = RunFingerprint({}, "data", 8, 42, "32-true", {})
     gathered = []
 
@@ -520,6 +524,10 @@ def test_different_options_or_code_per_node_are_an_error(corpus, tmp_path, monke
         "--model_config.rope_base 5000.0: on rank 1, and None on rank 0; start",
         fingerprint=replace(fingerprint, model_config={"rope_base": 5000.0}),
     )
+    real = rank_consistency.hash_sources
+    monkeypatch.setattr(rank_consistency, "hash_sources", lambda names: "0123" if names == ["mine"] else real(names))
+    check("callback mine.C .sources 0123.: on rank 1, and .* on rank 0; use the same versions")
+    monkeypatch.setattr(rank_consistency, "hash_sources", real)
     monkeypatch.setattr(rank_consistency, "extension_versions", lambda: {"lion": "0.2"})
     check("extension lion 0.2: on rank 1, and None on rank 0; use the same versions")
     monkeypatch.setattr(rank_consistency, "hash_sources", lambda _: "0123")

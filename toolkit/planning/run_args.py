@@ -186,6 +186,11 @@ def callback_entries(value: str | list[Any] | None) -> list[Any]:
     return [path.strip() for path in value.split(",")] if isinstance(value, str) else value or []
 
 
+def callback_paths(args: RunArgs) -> list[str]:
+    """Return the class paths of ``--callbacks``, and names from extensions."""
+    return [entry if isinstance(entry, str) else entry.get("class_path") for entry in callback_entries(args.callbacks)]
+
+
 def used_extensions(args: RunArgs) -> list[str]:
     """Return the extensions that a run uses, see :func:`toolkit.extension.extensions`."""
     used = {
@@ -193,7 +198,7 @@ def used_extensions(args: RunArgs) -> list[str]:
         "compilers": [args.compiler],
         "strategies": [args.strategy],
         "loggers": split_names(args.logger_name),
-        "callbacks": [e if isinstance(e, str) else e.get("class_path") for e in callback_entries(args.callbacks)],
+        "callbacks": callback_paths(args),
         "optimizers": [args.optimizer.name],
         "objectives": [type(args.objective).__name__],
         "option_groups": [name for name, group in args.groups.items() if group != type(group)()],

@@ -56,7 +56,7 @@ from toolkit.training.callbacks import (
     notify,
     overrides,
 )
-from toolkit.training.callbacks.metrics import plot_run
+from toolkit.training.callbacks.metrics import is_plot_current, plot_run
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.checkpointer import Checkpointer, seed_generators
@@ -125,11 +125,13 @@ def _find_resume(args: RunArgs, remote: RemoteRun | None, report: Callable[[str]
 
 
 def finish_run(launch: Launch, stack: ExitStack) -> None:
-    """Complete what an earlier launch of a finished run could not: its plot and its uploads."""
+    """Complete what an earlier launch of a finished run could not: cleanup, its plot and its uploads."""
     display, state, remote = launch.display, launch.state, launch.remote
     display.message(f"{state.resume_from} has reached step {state.progress.step}: the run is finished, nothing to do")
-    if launch.world.global_rank == 0 and not (launch.out_dir / "loss.png").exists():
-        plot_run(launch.out_dir)  # killed before it was drawn
+    if launch.world.global_rank == 0:
+        sweep(launch.out_dir)
+        if not is_plot_current(launch.out_dir):
+            plot_run(launch.out_dir)
     if remote is not None:
         ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))
         start_uploads(remote, launch, stack).finish()
@@ -155,9 +157,11 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
     model = prepare_model(config, state, fabric, display.message)
     if (note := describe_rounding(config, state, model)) is not None:
         display.message(note)
-    checkpointer = build_checkpointer(config, state, fabric, model, data.tokenizer, display.message)
+    is_first_of_another_node = launch.world.local_rank == 0 and launch.world.global_rank != 0
+    report_wait = ranks.rank_print if is_first_of_another_node else display.message  # the log of each node says it
+    checkpointer = build_checkpointer(config, state, fabric, model, data.tokenizer, report_wait)
     if resume_from is not None:
-        restore(checkpointer, resume_from)
+        restore(checkpointer, resume_from, display.message)
     optimizer: Any = fabric.setup_optimizers(checkpointer.optimizer)
     return Run(
         **vars(launch),
@@ -171,9 +175,9 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
     )
 
 
-def restore(checkpointer: Checkpointer, folder: Path) -> None:
+def restore(checkpointer: Checkpointer, folder: Path, report: Callable[[str], None]) -> None:
     """Restore optimizer, scaler and random states from a checkpoint; the model has its weights already."""
-    state, report = checkpointer.state, checkpointer.report
+    state = checkpointer.state
     progress, schedule = state.progress, state.schedule
     checkpointer.restore(folder, progress.step)
     set_learning_rate(checkpointer.optimizer, schedule.learning_rate(max(progress.step - 1, 0)))
@@ -221,7 +225,7 @@ def build_checkpointer(
     fabric: Fabric,
     model: FabricModule,
     tokenizer: Tokenizer | None,
-    report: Callable[[str], None],
+    report_wait: Callable[[str], None],
 ) -> Checkpointer:
     """Build the optimizer, and the checkpointer that saves it with the model."""
     module, spec = unwrapped(model), state.model
@@ -235,7 +239,7 @@ def build_checkpointer(
         spec.block_params,
     )
     scaler = getattr(fabric.strategy.precision, "scaler", None)
-    return Checkpointer(config, state, tokenizer, module, optimizer, scaler, fabric.device, report)
+    return Checkpointer(config, state, tokenizer, module, optimizer, scaler, fabric.device, report_wait)
 
 
 def build_update(trainer: Trainer) -> Update:

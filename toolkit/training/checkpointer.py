@@ -50,7 +50,7 @@ class Checkpointer:
         optimizer: The optimizer before Fabric wraps it.
         scaler: The GradScaler of 16-mixed, otherwise None.
         device: The device of this rank.
-        report: Prints a line.
+        report_wait: Prints a line if a rank takes long to write.
     """
 
     config: ResolvedConfig
@@ -60,7 +60,7 @@ class Checkpointer:
     optimizer: torch.optim.Optimizer
     scaler: Any | None
     device: torch.device
-    report: Callable[[str], None]
+    report_wait: Callable[[str], None]
 
     @property
     def sharded(self) -> bool:
@@ -101,7 +101,8 @@ class Checkpointer:
         pool = ThreadPoolExecutor(1)
         search = pool.submit(nonfinite_state, module, optimizer)
         pool.shutdown(wait=False)
-        return PendingSave(self.config.args.run_dir / name, snapshot, self._write, shards, search, self.report, copies)
+        folder = self.config.args.run_dir / name
+        return PendingSave(folder, snapshot, self._write, shards, search, self.report_wait, copies)
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write everything but the shards."""

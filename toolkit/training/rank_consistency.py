@@ -22,8 +22,8 @@ from toolkit.data.tokens.iterable import IterableRows
 from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
-from toolkit.extension import extension_versions, hash_sources
-from toolkit.planning.run_args import RunArgs, hyperparameters
+from toolkit.extension import extension_versions, hash_sources, registered
+from toolkit.planning.run_args import RunArgs, callback_paths, hyperparameters
 from toolkit.training.checkpoint_meta import RunFingerprint, by_flag
 
 BY_MEMORY = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
@@ -44,7 +44,7 @@ def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
     """Check that all ranks run the same code with the same options on the same data."""
     flags = flatten(hyperparameters(args) | {"resume": args.resume, "timeout": args.timeout})
     flags = {flag: value for flag, value in flags.items() if not any(fnmatch(flag, name) for name in MAY_DIFFER)}
-    everywhere = ranks.all_gather_object(code_versions() | flags | by_flag(asdict(fingerprint)))
+    everywhere = ranks.all_gather_object(code_versions(args) | flags | by_flag(asdict(fingerprint)))
     first = everywhere[0]
     for rank, there in enumerate(everywhere):
         for name in first | there:
@@ -68,12 +68,13 @@ def flatten(options: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
     return flags
 
 
-def code_versions() -> dict[str, str]:
-    """Return the versions of the code that trains, by name; of toolkit and extensions with a hash of the sources."""
+def code_versions(args: RunArgs) -> dict[str, str]:
+    """Return the versions of the code that trains, by name. Except for torch and Lightning, with a source hash."""
     version = f"{__version__} (sources {hash_sources(['toolkit'])})"
-    return {"toolkit": version, "torch": torch.__version__, "lightning": lightning.__version__} | {
-        f"extension {name}": version for name, version in extension_versions().items()
-    }
+    versions = {"toolkit": version, "torch": torch.__version__, "lightning": lightning.__version__}
+    versions |= {f"extension {name}": version for name, version in extension_versions().items()}
+    paths = set(callback_paths(args)) - registered("callbacks").keys()
+    return versions | {f"callback {path}": f"(sources {hash_sources([path.rpartition('.')[0]])})" for path in paths}
 
 
 def require_own_samples(rows: TokenDataset) -> None:

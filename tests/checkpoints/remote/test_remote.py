@@ -229,11 +229,12 @@ def test_newest_intact_checkpoint_is_downloaded_once(tmp_path):
 
 def test_remains_of_uploads_are_deleted_when_the_run_is_over(tmp_path):
     store = upload_run(tmp_path / "first", "step-00000010")
-    store.write("step-00000020/lit_model.pth", b"part")
-    for is_over in (False, True):
-        checkpoints.prune(store, keep_last=2, is_over=is_over)
-        assert ("step-00000020" in store.entries()) != is_over
-    assert "step-00000010" in store.entries()
+    for keep_last in (2, 0):
+        store.write("step-00000020/lit_model.pth", b"part")
+        for is_over in (False, True):
+            checkpoints.prune(store, keep_last, is_over=is_over)
+            assert ("step-00000020" in store.entries()) != is_over
+        assert "step-00000010" in store.entries()
 
 
 def test_download_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):

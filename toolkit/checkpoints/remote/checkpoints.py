@@ -128,14 +128,14 @@ def delete(storage: Storage, folder: str) -> None:
 def prune(storage: Storage, keep_last: int, is_over: bool = False) -> None:
     """Delete all but the last ``keep_last`` step checkpoints, and incomplete ones between them; 0 keeps all.
 
-    With ``is_over`` (the run has ended) later incomplete checkpoints are deleted too.
+    With ``is_over`` (the run has ended) all incomplete checkpoints are deleted, unless they are marked as damaged.
     """
-    if not keep_last:
+    if not (keep_last or is_over):
         return
     steps = sorted(((int(m[1]), name) for name in storage.entries() if (m := _STEP.fullmatch(name))), reverse=True)
     n_complete = 0
     for _, name in steps:
-        is_kept = n_complete < keep_last
+        is_kept = not keep_last or n_complete < keep_last
         if is_kept and is_complete(storage, name):
             n_complete += 1
         elif (n_complete or is_over) and not (is_kept and storage.exists(f"{name}/{DAMAGED}")):

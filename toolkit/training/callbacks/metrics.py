@@ -49,6 +49,12 @@ class MetricsFile(Callback):
         plot_run(trainer.out_dir)
 
 
+def is_plot_current(out_dir: Path) -> bool:
+    """Whether ``loss.png`` is there and not older than the metrics: a run may be killed before it draws it."""
+    csv, plot = out_dir / "logs" / "metrics.csv", out_dir / "loss.png"
+    return plot.exists() and not (csv.exists() and plot.stat().st_mtime_ns < csv.stat().st_mtime_ns)
+
+
 def plot_run(out_dir: Path) -> None:
     """Write ``loss.png``."""
     plot_loss(out_dir / "logs" / "metrics.csv", out_dir / "loss.png")
