@@ -261,12 +261,26 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "convert_to_hf no out": "checkpoint_dir no: no such folder",
         f"finetune_full {base} --data.json_path no.json": "--data.json_path no.json: no such file or folder",
     }
+    torchrun = (
+        "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=x"
+    )
+    slurm = "SLURM_JOB_ID=1 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0"
+    cases |= {  # with environment variables
+        f"pretrain --devices 3 {torchrun}": "--devices 3: ",
+        f"pretrain --devices 3 {slurm}": "--devices 3: ",
+        "pretrain --num_nodes 2 --devices 1 NODE_RANK=2 MASTER_ADDR=x MASTER_PORT=1": "NODE_RANK=2: must be less than",
+    }
     code = (
-        "import contextlib, io, sys; from toolkit.cli import main\n"
+        "import contextlib, io, os, sys; from toolkit.cli import main; from toolkit.distributed import rendezvous\n"
+        "rendezvous._find_peer = lambda: None  # other ranks are told with torch's store\n"
         "sys.modules['bitsandbytes'] = None  # not installed\n"
         f"for argv in {list(cases)}:\n"
+        "    variables = [word for word in argv.split() if '=' in word]\n"
+        "    os.environ.update(word.split('=') for word in variables)\n"
         "    with contextlib.redirect_stderr(io.StringIO()) as shown:\n"
-        "        assert main(argv.split()) == 2, argv\n"
+        "        assert main([word for word in argv.split() if word not in variables]) == 2, argv\n"
+        "    for word in variables:\n"
+        "        del os.environ[word.partition('=')[0]]\n"
         "    assert not {'torch', 'lightning'} & sys.modules.keys(), argv\n"
         "    print(shown.getvalue().strip())\n"
     )

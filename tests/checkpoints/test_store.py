@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,10 @@ def test_s1_failed_replacement_keeps_the_old_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", full_disk_for_new_names)
     with pytest.raises(UserError, match="No space left on device"):
+        make(tmp_path / "final", content="new")
+    disk = SimpleNamespace(f_bavail=10, f_frsize=4096, f_files=100, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: disk)
+    with pytest.raises(UserError, match=r"with no inodes free: delete files, whatever their size; final \("):
         make(tmp_path / "final", content="new")
     assert names(tmp_path) == ["final"]
     assert (tmp_path / "final" / "lit_model.pth").read_text() == "old"

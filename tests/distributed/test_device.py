@@ -11,7 +11,12 @@ import torch
 
 import toolkit
 from toolkit.checkpoints.weights import load_weights
-from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms, fp32_reductions
+from toolkit.distributed.device import (
+    choose_attention_kernels,
+    deterministic_algorithms,
+    fp32_reductions,
+    precision_hint,
+)
 from toolkit.distributed.launch import choose_backends
 from toolkit.errors import UserError
 from toolkit.models.attention_dispatch import needs_masks
@@ -29,6 +34,13 @@ def test_cudnn_attention_requires_fixed_shapes_without_masks():
             assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_bf16_is_advised_where_the_cpu_multiplies_it_fast(monkeypatch):
+    for is_fast in (True, False):
+        monkeypatch.setattr("toolkit.private_torch.has_fast_bf16", lambda is_fast=is_fast: is_fast)
+        assert ("--precision bf16-mixed" in (precision_hint("cpu", "32-true") or "")) == is_fast
+        assert precision_hint("cpu", "bf16-mixed") is precision_hint("cuda", "32-true") is None
 
 
 def test_masks_are_needed_for_windows_shorter_than_the_rows():

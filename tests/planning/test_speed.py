@@ -308,6 +308,7 @@ def test_plan_predicts_a_step(capsys):
     gains = [v["gain"] for v in speed["variants"][:-1]]
     assert gains == sorted(gains, reverse=True) and "--compiler torch" in speed["variants"][-1]["change"]
     assert "(prediction; not measured on a GPU)\n" in format_plan(planned)
+    assert "Fits into 150.1 GB (140 GiB of the 141 GB H200)." in format_plan(planned)
     assert speed["run_seconds"] is None and "\n  run " not in format_plan(planned)
 
 
@@ -315,7 +316,7 @@ def test_times_are_shown_in_readable_units():
     """From a plan's values: seconds for long steps, the time of the run, and that the run does not fit."""
     plan = planned_run(train={"max_steps": 200, "micro_batch_size": 4, "max_seq_length": 64})
     slow = replace(predict(plan, GPUS["H200"]), products=30.0)
-    summary = plan_summary(plan, 1e-3, math.inf, []) | {"speed": speed_summary("H200", slow, [], plan.steps)}
+    summary = plan_summary(plan, 1e-3, math.inf, []) | {"speed": speed_summary("H200", 141, slow, [], plan.steps)}
     shown = format_plan(summary)
     assert "(prediction; not measured on a GPU; does not fit in memory)\n" in shown
     assert re.search(r"\n  step +30\.\d  s: ", shown) and "\n  products             30.0  matrix" in shown
@@ -394,6 +395,10 @@ def test_gpus_are_known_by_the_names_of_vendors_and_drivers():
     }  # fmt: skip
     assert {name: find_gpu(name)[0] for name in names} == names
     assert {find_gpu(name)[0] for name in GPUS} == set(GPUS)
+    assert all(0.9 < card.memory / 1e9 / card.marketed_gb < 1.1 for card in GPUS.values())
+    for name in names:  # those with a size
+        if (size := re.search(r"(\d+) ?GB", name)) is not None:
+            assert find_gpu(name)[1].marketed_gb == int(size[1]), name
     for name, hint in {
         "V100 16GB": "with other memory: V100",
         "A100 80GB PCIe": "did you mean 'A100-SXM4-40GB' or 'A100'",

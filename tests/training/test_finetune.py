@@ -71,10 +71,12 @@ def losses(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", slow_except(["bf16-true"], ["32-true", "bf16-true", "bf16-mixed"]))
-def test_only_adapters_are_trained_and_saved(base, questions, tmp_path, precision):
+def test_only_adapters_are_trained_and_saved(base, questions, tmp_path, precision, capsys):
     out = tmp_path / "run"
     run_training(arguments(finetune_lora, base, questions, out, "--precision", precision, "--lora_mlp", "true"))
     final = out / "final"
+    last_lines = capsys.readouterr().out.partition("finished after")[2]
+    assert f"toolkit chat {final}\n" in last_lines and "toolkit generate" not in last_lines  # it has a chat template
     assert not (final / "lit_model.pth").exists() and (final / "tokenizer.json").exists()
     adapters = load_state(final / ADAPTERS)
     assert all(is_adapter(name) and tensor.dtype == torch.float32 for name, tensor in adapters.items())

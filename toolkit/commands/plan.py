@@ -69,7 +69,7 @@ def setup(
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb, host_memory_gb)
         if speed is not None:
             prediction = predict(plan, card)
-            predicted = (name, prediction, suggestions(plan, card, prediction), plan.steps)
+            predicted = (name, card.marketed_gb, prediction, suggestions(plan, card, prediction), plan.steps)
     summary = plan_summary(plan, device_memory_gb, host_memory_gb, advice)
     if predicted is not None:
         summary["speed"] = speed_summary(*predicted)

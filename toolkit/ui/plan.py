@@ -76,13 +76,16 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
     }
 
 
-def speed_summary(card: str, prediction: Any, variants: list[Any], steps: int | None) -> dict[str, Any]:
+def speed_summary(
+    card: str, marketed_gb: int, prediction: Any, variants: list[Any], steps: int | None
+) -> dict[str, Any]:
     """Return a :class:`toolkit.planning.speed.predict.Prediction` on GPUs of this name as plain values.
 
     ``parts_ms`` add up to ``step_ms``. ``variants`` are changes of flags with their predicted gain in tokens/s.
     """
     return {
         "gpu": card,
+        "gpu_marketed_gb": marketed_gb,
         "measured": False,
         "step_ms": round(prediction.seconds * 1e3, 2),
         "tokens_per_sec": round(prediction.tokens_per_sec),
@@ -188,7 +191,8 @@ def _verdict(summary: dict[str, Any]) -> list[str]:
         return ["", "Use --device_memory_gb to check whether this fits."]
     memory = f"{limit:g} GB"
     if "speed" in summary:
-        memory += f" ({limit / 1.074:.0f} GiB of the {summary['speed']['gpu']})"  # a vendor's GB are 2^30 bytes
+        gpu, marketed_gb = summary["speed"]["gpu"], summary["speed"]["gpu_marketed_gb"]
+        memory += f" ({limit / 1.074:.0f} GiB of the {gpu if 'GB' in gpu else f'{marketed_gb} GB {gpu}'})"
     if summary["fits"]:
         return ["", f"Fits into {memory}."]
     if summary["memory_gb"]["total"] <= limit:

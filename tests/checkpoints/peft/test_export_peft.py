@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from helpers.initialize import add_lora, initialize
+from helpers.tiny_configs import NATIVE_CONFIGS
 
 from tests.checkpoints.test_adapters import write_adapted, write_base
 from tests.models.test_lora import NONE, stir, tokens
@@ -194,6 +195,18 @@ def test_hf_fused_layers_import_from_peft(tmp_path, dora):
     add_lora(again, back)
     again.load_state_dict(adapters, strict=False)
     assert differs(again(tokens()), reference(input_ids=tokens()).logits) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "module", "n"), [("phi3", "qkv_proj", 3), ("deepseek_v3", "kv_b_proj", 2)])
+def test_copies_of_an_adapter_for_each_part_are_noted(tmp_path, family, module, n):
+    config = CONFIGS.get(family) or ModelConfig(**NATIVE_CONFIGS["deepseek-v3"] | SMALL)
+    base_dir, _, _ = make(tmp_path, config, LoRAConfig())
+    export_hf(base_dir, tmp_path / "hf")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    settings = peft.LoraConfig(r=4, target_modules=[module], init_lora_weights=False)
+    peft.get_peft_model(base, settings).save_pretrained(tmp_path / "peft")
+    note = import_peft(tmp_path / "peft", config)[2]
+    assert f"one adapter of {module}, and here each of its {n} parts gets a copy" in note, note
 
 
 @pytest.mark.parametrize(("change", "is_read"), [(0.0, True), (0.1, False)])

@@ -58,6 +58,11 @@ class GpuSpec(NamedTuple):
     kernels: KernelRates
     has_bf16: bool = True
 
+    @property
+    def marketed_gb(self) -> int:
+        """Return the memory in the name of the product; the driver reports less, in GiB."""
+        return next(size for size in (16, 24, 32, 40, 48, 80, 94, 96, 141, 180) if size * 2**30 >= self.memory)
+
 
 # Products: an H200 was measured at 769 to 798 TFLOP/s (8192 x 8192 x 8192, torch 2.11), an H100 at 798; under the power
 # that a training step draws, they reach about 0.72 of the peak. A100: 0.82, Ada and GeForce 0.85 (their peaks are
