@@ -79,8 +79,8 @@ def generate(
         UserError: an option is out of range, or the folder has no model or tokenizer.
         GuardError: the logits contain NaN or Inf.
     """
-    given = {"checkpoint_dir": "" if isinstance(model, GPT) else model}
-    values = parse_object(generate_command.setup, options | given)
+    positional = {"checkpoint_dir": "" if isinstance(model, GPT) else model}
+    values = parse_object(generate_command.setup, options | positional)
     shared: InferenceOptions = values["shared"]
     if values["prompts_path"] is not None:
         raise UserError(f"prompts_path {values['prompts_path']}: give the prompts themselves, as a list")

@@ -275,16 +275,16 @@ def _import(module: str) -> Any:
 def _read(module: str) -> Extension:
     """Import a module and return its ``EXTENSION``."""
     try:
-        found = getattr(import_object(module), "EXTENSION", None)
+        extension = getattr(import_object(module), "EXTENSION", None)
     except ImportError as error:
         is_missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "\0")
         hint = "no such module here, and no such package; install it if you trust it" if is_missing else error
         raise UserError(one_line(hint)) from error
     except Exception as error:
         raise UserError(f"does not import: {type(error).__name__}: {one_line(error)}") from error
-    if not isinstance(found, Extension):
+    if not isinstance(extension, Extension):
         raise UserError("has no EXTENSION, an object of toolkit.extension.Extension")
-    return found
+    return extension
 
 
 def _normal(name: str) -> str:

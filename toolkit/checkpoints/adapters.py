@@ -127,6 +127,6 @@ def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:
     """Load a folder's adapters, in fp32 on the CPU, and check that they match ``model`` (on any device)."""
     path = Path(folder) / ADAPTERS
     adapters = only_tensors(load_state(path), path, "adapters")
-    wanted = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
-    require_compatible(adapters, wanted, path, ADAPTER_CONFIG)
-    return {name: adapters[name].float() for name in wanted}
+    expected = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    require_compatible(adapters, expected, path, ADAPTER_CONFIG)
+    return {name: adapters[name].float() for name in expected}

@@ -140,12 +140,12 @@ def load_compatible_weights(folder: Path, model: GPT) -> dict[str, Tensor]:
     """
     if has_adapters_only(folder):
         raise UserError(f"{folder}: holds adapters and no merged weights; run toolkit merge_lora on it first")
-    wanted = {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
+    expected = {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
     weights = load_weights(folder)
     to_native_layout(weights, model.config)
     _tie_or_untie(weights, model.config, Path(folder))
-    require_compatible(weights, wanted, Path(folder) / WEIGHTS, CONFIG)
-    return {name: weights[name] for name in wanted}
+    require_compatible(weights, expected, Path(folder) / WEIGHTS, CONFIG)
+    return {name: weights[name] for name in expected}
 
 
 def write_model_files(

@@ -59,9 +59,9 @@ class FileSlice(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        left = max(0, self._length - self._at)
+        bytes_left = max(0, self._length - self._at)
         self._file.seek(self._start + self._at)
-        data = self._file.read(min(len(buffer), left)) or b""
+        data = self._file.read(min(len(buffer), bytes_left)) or b""
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)

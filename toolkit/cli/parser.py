@@ -135,11 +135,11 @@ def flatten_files(
         flags: The options that override them.
     """
     parts = [split(values) if "train" in command.groups else ({}, values) for _, values in files]
-    own = [list(command.flatten(values, path)) for (path, _), (_, values) in zip(files, parts, strict=True)]
-    for (path, _), options in zip(files, own, strict=True):
+    file_options = [list(command.flatten(values, path)) for (path, _), (_, values) in zip(files, parts, strict=True)]
+    for (path, _), options in zip(files, file_options, strict=True):
         if repeated := [key for key, n in Counter(key for key, _ in options).items() if n > 1]:
             raise UserError(f"{path}: {repeated[0]}: given twice; remove one")
-    texts: dict[str, Any] = {key: given.text for layer in [*own, flags] for key, given in layer if given.value}
+    texts: dict[str, Any] = {key: given.text for layer in [*file_options, flags] for key, given in layer if given.value}
 
     def world_size() -> int:
         devices, num_nodes, accelerator = (texts.get(name, AUTO) for name in ("devices", "num_nodes", "accelerator"))
@@ -148,7 +148,7 @@ def flatten_files(
         return count_processes(sizes[0], sizes[1], accelerator)
 
     later, layers = dict(flags), []
-    for (path, _), (groups, _), options in reversed(list(zip(files, parts, own, strict=True))):
+    for (path, _), (groups, _), options in reversed(list(zip(files, parts, file_options, strict=True))):
         layers.append(translate(File(path or "", groups, dict(options), later, world_size)) + options)
         later = dict(layers[-1]) | later
     yield from reversed(layers)
@@ -173,9 +173,9 @@ def read_config(path: str | None) -> dict[str, Any]:
 
 def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator[tuple[str, OptionValue]]:
     """Yield a flag, or the options of a group flag such as ``--train '{"max_steps": 3}'``."""
-    given = OptionValue("", text)
+    value = OptionValue("", text)
     if key not in command.groups and not (key in command.class_options and (text or "").startswith("{")):
-        yield key, given
+        yield key, value
         return
     try:
         values = parse_yaml(text or "")
@@ -184,7 +184,7 @@ def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator
     if not isinstance(values, dict):
         is_named = isinstance(getattr(command.groups.get(key), "name", None), str)  # --optimizer AdamW
         hint = f"did you mean --{key}.name {text}?" if text and is_named else f"for example --{key}.NAME VALUE"
-        raise UserError(f"{given.display(key)}: {key} is a group; set its options, {hint}")
+        raise UserError(f"{value.display(key)}: {key} is a group; set its options, {hint}")
     yield from ((option, OptionValue("", inner.text)) for option, inner in command.flatten({key: values}, ""))
 
 
@@ -199,8 +199,8 @@ def dump(command: CommandOptions, values: dict[str, Any], extensions: list[str])
     """Return all options as YAML; ``toolkit SUB --config`` with it gives the same configuration."""
     import yaml
 
-    for name, chosen in command.selected.items():
-        path = class_path(chosen, command.class_options[name])
+    for name, cls in command.selected.items():
+        path = class_path(cls, command.class_options[name])
         values[name] = {"class_path": path, "init_args": values.get(name, {})}
     ordered = {name: values[name] for name in command.parameters if name in values}
     if extensions:

@@ -45,7 +45,7 @@ def setup(
     from toolkit.errors import GuardError
 
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
-    wanted = None if dtype is None else getattr(torch, dtype)
+    target_dtype = None if dtype is None else getattr(torch, dtype)
     if verify:
         require_transformers(None if has_adapters_only(folder) else read_model_config(folder))
 
@@ -59,7 +59,7 @@ def setup(
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
 
     check = compare if verify else None
-    nonfinite = export_hf(folder, out_dir, wanted, merge, base_checkpoint_dir, check, family_options)
+    nonfinite = export_hf(folder, out_dir, target_dtype, merge, base_checkpoint_dir, check, family_options)
     if nonfinite:
         print(nonfinite_warning(nonfinite, out_dir), file=sys.stderr)
     if not (Path(out_dir) / "tokenizer.json").exists():

@@ -44,15 +44,15 @@ def setup(
         out_dir,
         f"must be a local folder for the merged model of {checkpoint_dir}",
     )
-    folder, wanted = find_checkpoint_dir(checkpoint_dir), None if dtype is None else getattr(torch, dtype)
+    folder, target_dtype = find_checkpoint_dir(checkpoint_dir), None if dtype is None else getattr(torch, dtype)
     if verify_checkpoint:
         require_intact_model(folder, base_checkpoint_dir)
     target = folder if out_dir is None else Path(out_dir)
     if out_dir is None:
-        merged = merge_in_place(folder, base_checkpoint_dir, wanted)
+        merged = merge_in_place(folder, base_checkpoint_dir, target_dtype)
         print(f"wrote {folder / WEIGHTS}")
     else:
-        merged = merge_to(folder, target, base_checkpoint_dir, wanted)
+        merged = merge_to(folder, target, base_checkpoint_dir, target_dtype)
         print(f"wrote {out_dir}")
     if merged.nonfinite:
         print(nonfinite_warning(merged.nonfinite, target), file=sys.stderr)

@@ -53,11 +53,11 @@ def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
     from toolkit.errors import UserError
     from toolkit.io.checksums import find_damage
 
-    given = Path(checkpoint_dir).expanduser()
-    given = given if given.is_dir() else Path("checkpoints") / given
-    folders = [given] if is_complete(given) else sorted(newest_first(given))
+    path = Path(checkpoint_dir).expanduser()
+    path = path if path.is_dir() else Path("checkpoints") / path
+    folders = [path] if is_complete(path) else sorted(newest_first(path))
     if not folders:
-        is_model = (given / WEIGHTS).exists()
+        is_model = (path / WEIGHTS).exists()
         why = f"has no checksums (no file {COMPLETE})" if is_model else "no complete checkpoint there"
         raise UserError(f"checkpoint_dir {checkpoint_dir}: {why}; give the folder of a checkpoint or of a run")
     return {str(folder): (partial(read_manifest, folder), partial(find_damage, folder)) for folder in folders}

@@ -26,12 +26,12 @@ def require_not_negative(group: str, args: Any, *names: str) -> None:
         require_option(value in _OPEN or value >= 0, f"{group}.{name}", value, "must not be negative")
 
 
-def require_one_of(name: str, value: str, own: tuple[str, ...], kind: str) -> None:
+def require_one_of(name: str, value: str, builtin_names: tuple[str, ...], kind: str) -> None:
     """Check that ``value`` is one of ``own``, or of what extensions register as ``kind``."""
-    known = [*own, *registered(kind, own)]
-    if value not in known:
-        hint = VALUES.get((name, value.lower())) or did_you_mean(value, known)
-        raise UserError(f"--{name} {value}: must be one of {', '.join(known)}{hint}")
+    valid_names = [*builtin_names, *registered(kind, builtin_names)]
+    if value not in valid_names:
+        hint = VALUES.get((name, value.lower())) or did_you_mean(value, valid_names)
+        raise UserError(f"--{name} {value}: must be one of {', '.join(valid_names)}{hint}")
 
 
 def note(*lines: str) -> None:

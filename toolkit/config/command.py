@@ -86,11 +86,11 @@ def classes_of(base: type) -> dict[str, type]:
     package = importlib.import_module(base.__module__.rpartition(".")[0])
     exported = {name: getattr(package, name) for name in package.__all__}
     derived = {name: c for name, c in exported.items() if inspect.isclass(c) and issubclass(c, base)}
-    found = {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
-    for name in registered(kind := _kind_of(base), list(found)):
+    classes = {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
+    for name in registered(kind := _kind_of(base), list(classes)):
         with suppress(UserError):  # it does not import: an error only where it is chosen
-            found[name] = load_registered(kind, name)
-    return found
+            classes[name] = load_registered(kind, name)
+    return classes
 
 
 def _kind_of(base: type) -> str:
@@ -108,10 +108,11 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
 
     Uses a private function of jsonargparse (tried: 4.53), which offers the same only as arguments of a parser.
     """
-    found = {p.name: p for p in get_signature_parameters(function, logger=False)}
-    for name in found.keys() & (own := inspect.signature(function).parameters).keys():
-        found[name].default = own[name].default  # a data module as written; jsonargparse makes a dictionary of it
-    return found
+    parameters = {p.name: p for p in get_signature_parameters(function, logger=False)}
+    for name in parameters.keys() & (declared := inspect.signature(function).parameters).keys():
+        # a data module as written; jsonargparse makes a dictionary of it
+        parameters[name].default = declared[name].default
+    return parameters
 
 
 class CommandOptions:
@@ -136,13 +137,15 @@ class CommandOptions:
         for name in self.holders:
             del self.parameters[name]
         if "groups" in self.holders:
-            kind, known = "option_groups", registered("option_groups", self.parameters)
-            self.extension_groups = {name: load_registered(kind, name) for name in known}
+            kind, extension_names = "option_groups", registered("option_groups", self.parameters)
+            self.extension_groups = {name: load_registered(kind, name) for name in extension_names}
             for name, cls in self.extension_groups.items():
                 if not is_dataclass(cls) or any(
                     p.default is inspect.Parameter.empty for p in parameters_of(cls).values()
                 ):
-                    raise UserError(f"extension {known[name].origin}: {kind} {name}: must be a dataclass with defaults")
+                    raise UserError(
+                        f"extension {extension_names[name].origin}: {kind} {name}: must be a dataclass with defaults"
+                    )
         for name, cls in self.extension_groups.items():
             self.parameters[name] = SimpleNamespace(annotation=cls, default=cls(), doc=inspect.getdoc(cls))
         self.class_options = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
@@ -159,15 +162,15 @@ class CommandOptions:
 
     def options(self) -> dict[str, Option]:
         """Return every option by dotted name."""
-        found: dict[str, Option] = {}
+        options: dict[str, Option] = {}
         for name, parameter in self.parameters.items():
             cls = self.selected.get(name) or self.groups.get(name)
             is_default = cls is type(parameter.default)
             for key, p in ({"": parameter} if cls is None else parameters_of(cls)).items():
                 is_required = p.default is inspect.Parameter.empty and not (key and is_default)
                 default = getattr(parameter.default, key, p.default) if key and is_default else p.default
-                found[f"{name}.{key}".rstrip(".")] = Option(p.annotation, default, p.doc or "", is_required)
-        return found
+                options[f"{name}.{key}".rstrip(".")] = Option(p.annotation, default, p.doc or "", is_required)
+        return options
 
     def choices(self, name: str) -> dict[str, type]:
         """Return the classes for a parameter by short name, see :func:`classes_of`."""
@@ -210,40 +213,40 @@ class CommandOptions:
         the new one.
         """
         layer = list(layer)
-        for key, given in layer:
+        for key, value in layer:
             if key not in self.class_options:
                 continue
             try:
-                chosen = self._choose(key, given)
+                cls = self._choose(key, value)
             except UserError as error:
-                if not given.source:
+                if not value.source:
                     raise
                 self.problems.append(str(error))
                 layer = [(k, v) for k, v in layer if not k.startswith(f"{key}.")]
                 continue
-            if chosen is not self.selected[key]:
+            if cls is not self.selected[key]:
                 self.values = {k: v for k, v in self.values.items() if not k.startswith(f"{key}.")}
-                self.selected[key] = chosen
-        self.values |= {key: given for key, given in layer if key not in self.class_options}
+                self.selected[key] = cls
+        self.values |= {key: value for key, value in layer if key not in self.class_options}
 
-    def _choose(self, key: str, given: OptionValue) -> type:
+    def _choose(self, key: str, value: OptionValue) -> type:
         """Return the class for ``--data NAME``: one of toolkit's, or a user-provided class by its full path."""
-        known = self.choices(key)
-        if not given.value:
-            raise UserError(f"--{key}: needs a value: {', '.join(known)}")
-        module, _, name = given.text.rpartition(".")
+        choices = self.choices(key)
+        if not value.value:
+            raise UserError(f"--{key}: needs a value: {', '.join(choices)}")
+        module, _, name = value.text.rpartition(".")
         try:
-            found = import_object(given.text) if module else known.get(name)
+            cls = import_object(value.text) if module else choices.get(name)
         except (ImportError, AttributeError, ValueError):
-            found = None
-        if found is None and name in registered(kind := _kind_of(self.class_options[key])):
-            found = load_registered(kind, name)  # says why it does not import
-        if found is not None and not (inspect.isclass(found) and issubclass(found, self.class_options[key])):
-            raise UserError(f"{given.display(key)}: must be a class derived from {self.class_options[key].__name__}")
-        if found is None:
-            near = did_you_mean(name, known, cutoff=0.65) or f"; known are {', '.join(known)}"
-            raise UserError(f"{given.display(key)}: no such class{near}")
-        return found
+            cls = None
+        if cls is None and name in registered(kind := _kind_of(self.class_options[key])):
+            cls = load_registered(kind, name)  # says why it does not import
+        if cls is not None and not (inspect.isclass(cls) and issubclass(cls, self.class_options[key])):
+            raise UserError(f"{value.display(key)}: must be a class derived from {self.class_options[key].__name__}")
+        if cls is None:
+            near = did_you_mean(name, choices, cutoff=0.65) or f"; known are {', '.join(choices)}"
+            raise UserError(f"{value.display(key)}: no such class{near}")
+        return cls
 
     # ---- checks and conversion
 
@@ -253,15 +256,15 @@ class CommandOptions:
         Args:
             usage: For the message about a missing positional argument.
         """
-        known = self.options()
-        self._merge_into_mappings(known)
-        unknown = {key: problem for key in self.values if (problem := self._describe_unknown(key, known))}
+        options = self.options()
+        self._merge_into_mappings(options)
+        unknown = {key: problem for key in self.values if (problem := self._describe_unknown(key, options))}
         if unknown or self.problems:  # a file of another tool is answered whole
             not_in_files = [problem for key, problem in unknown.items() if not self.values[key].source]
             raise UserError(not_in_files[0] if not_in_files else " | ".join([*self.problems, *unknown.values()]))
         for key in list(self.values):
-            self._check(key, known)
-        for key, option in known.items():
+            self._check(key, options)
+        for key, option in options.items():
             if option.is_required and key not in self.values:
                 hint = f"; usage: {usage}" if key.upper() in usage.split() else ""
                 raise UserError(f"--{key}: must be given{hint}")
@@ -270,11 +273,11 @@ class CommandOptions:
             if any(given.source is None for given in self.values.values()):
                 return self._parser.parse_object(Namespace({key: given.value for key, given in self.values.items()}))
             else:
-                kinds = {key: known[key].kind if key in known else None for key in self.values}
+                kinds = {key: options[key].kind if key in options else None for key in self.values}
                 texts = {key: expand_integer(given.text, kinds[key]) for key, given in self.values.items()}
                 return self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
         except ArgumentError as error:
-            raise UserError(self._explain(error, known)) from error
+            raise UserError(self._explain(error, options)) from error
 
     def arguments(self, config: Namespace) -> dict[str, Any]:
         """Return the arguments for the functions, with groups and choices as objects."""
@@ -292,19 +295,21 @@ class CommandOptions:
         if "groups" in self.holders:
             arguments["groups"] = {name: arguments.pop(name) for name in self.extension_groups}
         if len(self.functions) > 1:  # the second one's are the first one's parameter ``run``
-            own = inspect.signature(self.functions[0]).parameters
-            arguments["run"] = {name: arguments.pop(name) for name in [*arguments] if name not in own}
+            own_parameters = inspect.signature(self.functions[0]).parameters
+            arguments["run"] = {name: arguments.pop(name) for name in [*arguments] if name not in own_parameters}
         return arguments
 
-    def _merge_into_mappings(self, known: Mapping[str, Option]) -> None:
+    def _merge_into_mappings(self, options: Mapping[str, Option]) -> None:
         """Put values for an entry of a mapping, such as of --data.sources.web.weight, into the mapping given before."""
-        mappings = [name for name in known if get_origin(parts(known[name].kind)[0]) is dict and name in self.values]
+        mappings = [
+            name for name in options if get_origin(parts(options[name].kind)[0]) is dict and name in self.values
+        ]
         for key, name in [(key, name) for name in mappings for key in self.values if key.startswith(f"{name}.")]:
             path = key.removeprefix(f"{name}.").split(".")
             if len(path) > 1:  # jsonargparse sets entries themselves
-                given = self.values.pop(key)
-                value = parse_yaml(given.text) if given.source == "" else given.value
-                changed = with_entry(self.values[name].value, path, value, given.display(key))
+                entry = self.values.pop(key)
+                value = parse_yaml(entry.text) if entry.source == "" else entry.value
+                changed = with_entry(self.values[name].value, path, value, entry.display(key))
                 self.values[name] = self.values[name]._replace(value=changed)
 
     def _build_parser(self) -> ArgumentParser:
@@ -319,35 +324,35 @@ class CommandOptions:
                 parser.set_defaults({f"{name}.{key}": value for key, value in vars(default).items()})
         return parser
 
-    def _check(self, key: str, known: dict[str, Option]) -> None:
+    def _check(self, key: str, options: dict[str, Option]) -> None:
         """Raise UserError for an option that has no value, or has a URL in place of a path.
 
         A flag without a value means true; null means the default where the type does not take null.
         """
-        given, kind = self.values[key], known[key].kind if key in known else Any
+        value, kind = self.values[key], options[key].kind if key in options else Any
         group = key.partition(".")[0]
-        if given == OptionValue("", None):
+        if value == OptionValue("", None):
             if kind is not bool:
                 raise UserError(f"--{key}: needs a value: {describe(kind)}")
             self.values[key] = OptionValue("", "true")
-        elif given.value is None and not {None, type(None), Any} & {kind, *get_args(kind)}:
+        elif value.value is None and not {None, type(None), Any} & {kind, *get_args(kind)}:
             del self.values[key]
         elif self.selected.get(group) in (None, *(self.choices(group).values() if group in self.class_options else ())):
-            prefix = f"{given.source}: " if given.source else "--" if given.source == "" else ""
+            prefix = f"{value.source}: " if value.source else "--" if value.source == "" else ""
             may_be_remote = key in _REMOTE or (key == "out_dir" and "train" in self.groups)  # of a run
             owner = self.selected.get(group, self.functions[0])
             if key.rpartition(".")[2] not in getattr(owner, "takes_urls", ()):
                 check = require_folder if may_be_remote else require_local
-                check(f"{prefix}{key}", given.value)  # user-provided classes may accept URLs
+                check(f"{prefix}{key}", value.value)  # user-provided classes may accept URLs
 
-    def _describe_unknown(self, key: str, known: dict[str, Option]) -> str | None:
-        inside, given = key.rpartition(".")[0], self.values[key]
-        if key in known or (inside in known and get_origin(parts(known[inside].kind)[0]) is dict):
+    def _describe_unknown(self, key: str, options: dict[str, Option]) -> str | None:
+        inside, value = key.rpartition(".")[0], self.values[key]
+        if key in options or (inside in options and get_origin(parts(options[inside].kind)[0]) is dict):
             return None
-        name = key if given.source is None else given.display(key)
-        return f"{name}: no such option{self._suggest(key, given.source, known)}"
+        name = key if value.source is None else value.display(key)
+        return f"{name}: no such option{self._suggest(key, value.source, options)}"
 
-    def _suggest(self, key: str, source: str | None, known: dict[str, Option]) -> str:
+    def _suggest(self, key: str, source: str | None, options: dict[str, Option]) -> str:
         """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""
         group, _, last = key.rpartition(".")
         choices = self.choices(group) if group in self.class_options else {}
@@ -360,30 +365,30 @@ class CommandOptions:
             in_python = repr(name) if option_group == group else f"{option_group}={{{name!r}: ...}}"
             return in_python if source is None else option if source else f"--{option}"
 
-        if hint := elsewhere(key, {*known, *self.class_options}, show):
+        if hint := elsewhere(key, {*options, *self.class_options}, show):
             return hint
-        names = known if source != "" else [*known, *COMMON_OPTIONS]
+        names = options if source != "" else [*options, *COMMON_OPTIONS]
         compared = str if group else lambda option: option.rpartition(".")[2]
         return did_you_mean(key, names, cutoff=0.75, margin=0.05, compared=compared, show=show) or "; see --help"
 
-    def _explain(self, error: ArgumentError, known: dict[str, Option]) -> str:
+    def _explain(self, error: ArgumentError, options: dict[str, Option]) -> str:
         """Return jsonargparse's error as one line with option, value and what it must be."""
         message = one_line(error)
         named = re.search(r'[Kk]ey "([^"]+)"', message)
         key = named[1] if named else ""
         if key not in self.values:
             return message
-        given, kinds = self.values[key], parts(known[key].kind)
+        value, kinds = self.values[key], parts(options[key].kind)
         for kind in filter(is_restricted, kinds):
             try:
-                number = kind._type(expand_integer(given.text, known[key].kind))
+                number = kind._type(expand_integer(value.text, options[key].kind))
             except ValueError:
                 continue
             must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
-            return f"{given._replace(value=number).display(key)}: must {must}"
+            return f"{value._replace(value=number).display(key)}: must {must}"
         names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-        hint = VALUES.get((key, given.text.lower())) or did_you_mean(given.text, names)
-        return f"{given.display(key)}: must be {describe(known[key].kind)}{hint}"
+        hint = VALUES.get((key, value.text.lower())) or did_you_mean(value.text, names)
+        return f"{value.display(key)}: must be {describe(options[key].kind)}{hint}"
 
 
 def as_mapping(name: str, value: Any) -> Mapping[str, Any]:

@@ -30,16 +30,16 @@ def describe(kind: Any) -> str:
     """Describe the values of a type: ``an integer or auto``."""
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     names |= {dict: """a mapping such as '{"name": 1}'"""}
-    found = []
+    descriptions = []
     for part in parts(kind):
         base, values = getattr(part, "_type", get_origin(part) or part), get_args(part)
         if base is Literal:
-            found.append(("one of " if len(values) > 1 else "") + ", ".join(map(str, values)))
+            descriptions.append(("one of " if len(values) > 1 else "") + ", ".join(map(str, values)))
         elif base is tuple:
-            found.append(f"a list of {len(values)} such as [0.9, 0.95]")
+            descriptions.append(f"a list of {len(values)} such as [0.9, 0.95]")
         else:
-            found.append(names.get(base, f"a value of type {getattr(base, '__name__', base)}"))
-    return " or ".join(found)
+            descriptions.append(names.get(base, f"a value of type {getattr(base, '__name__', base)}"))
+    return " or ".join(descriptions)
 
 
 def expand_integer(text: str, kind: Any) -> str:

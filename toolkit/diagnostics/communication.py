@@ -91,11 +91,11 @@ def measure_clock_skew(leaders: list[int]) -> dict[int, float]:
                 dist.recv(clock, 0)
                 dist.send(clock.fill_(time.time()), 0)
             elif rank == 0:
-                asked = time.time()
+                asked_at = time.time()
                 dist.send(clock, leader)
                 dist.recv(clock, leader)
-                answered = time.time()
-                best = min(best, (answered - asked, float(clock) - (asked + answered) / 2))
+                answered_at = time.time()
+                best = min(best, (answered_at - asked_at, float(clock) - (asked_at + answered_at) / 2))
         if rank == 0:
             skews[leader] = best[1]
     return skews

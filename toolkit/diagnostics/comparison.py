@@ -70,10 +70,10 @@ def choose_tolerance(
     """
     if precision == "32-true":
         return Difference(FP32_TOLERANCE, FP32_TOLERANCE, FP32_TOLERANCE, LOGGED_NORM_TOLERANCE)
-    found = [compare(a, b) for split in splits for a, b in zip(split, reference, strict=True)]
+    differences = [compare(a, b) for split in splits for a, b in zip(split, reference, strict=True)]
 
     def twice_the_largest(name: str) -> float:
-        return max([FP32_TOLERANCE, *(2 * getattr(each, name) for each in found)])
+        return max([FP32_TOLERANCE, *(2 * getattr(each, name) for each in differences)])
 
     loss, grad_norm, gradient = map(twice_the_largest, ("loss", "grad_norm", "gradient"))
     return Difference(loss, grad_norm, gradient, LOGGED_NORM_TOLERANCE)

@@ -147,7 +147,7 @@ def _errors_with_addresses(addresses: list[str], world: WorldInfo, device: str) 
 
 def name_addresses(text: str, addresses: list[str], world: WorldInfo) -> str:
     """Append where the ranks run that a message names: host and pid, or the node if the rank never connected."""
-    named = {int(n) for found in re.findall(r"\branks? (\d+(?:, \d+)*)", text) for n in found.split(", ")}
+    named = {int(n) for numbers in re.findall(r"\branks? (\d+(?:, \d+)*)", text) for n in numbers.split(", ")}
 
     def place(rank: int) -> str:
         node, process = divmod(rank, world.devices)
@@ -198,10 +198,10 @@ def _examine_communication(world: WorldInfo, fabric: Fabric, addresses: list[str
     backend = "nccl" if fabric.device.type == "cuda" else "gloo"
     _print(world, f"Communication ({backend}, {world.world_size} ranks, float32; busbw as in nccl-tests)")
     _print(world, f"  {'operation':14}{'size':>9}{'time':>12}{'algbw':>14}{'busbw':>14}")
-    for found in communication.measure_collectives(fabric.device):
-        size, seconds = communication.format_size(found.size), f"{found.seconds * 1e3:,.3f} ms"
-        rates = "".join(f"{rate / 1e9:>9.3g} GB/s" for rate in (found.algbw, found.busbw))
-        _print(world, f"  {found.operation:14}{size:>9}{seconds:>12}{rates}")
+    for measurement in communication.measure_collectives(fabric.device):
+        size, seconds = communication.format_size(measurement.size), f"{measurement.seconds * 1e3:,.3f} ms"
+        rates = "".join(f"{rate / 1e9:>9.3g} GB/s" for rate in (measurement.algbw, measurement.busbw))
+        _print(world, f"  {measurement.operation:14}{size:>9}{seconds:>12}{rates}")
     links = communication.measure_ring(fabric.device)
     slowest, fastest = (choose(links, key=lambda link: link.bandwidth) for choose in (min, max))
     for name, link in (("slowest", slowest), ("fastest", fastest)):

@@ -111,19 +111,19 @@ def find_differences(by_rank: list[Sections]) -> list[str]:
 
 def find_problems(sections: Sections) -> list[str]:
     """Return what makes runs slow or fail, one line each."""
-    found = [
+    problems = [
         f"{name}={value}: {effect}"
         for name, effect in _SLOW.items()
         if (value := sections["Variables"].get(name, "0")).partition(" ")[0] != "0"
     ]
     with suppress(OSError):
         if (total := shutil.disk_usage("/dev/shm").total) < _MIN_SHM:
-            found.append(
+            problems.append(
                 f"/dev/shm has only {_gb(total)}: data loading processes and NCCL may fail; in Docker use --shm-size 8g"
             )
     if "nvidia-smi" in sections["Devices"]:
-        found.append(f"torch uses no GPU, and nvidia-smi lists some: {sections['Devices']['torch']}")
-    return found
+        problems.append(f"torch uses no GPU, and nvidia-smi lists some: {sections['Devices']['torch']}")
+    return problems
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
@@ -156,33 +156,33 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": f"{platform.python_version()} ({sys.executable})", "toolkit": __version__}
+    versions = {"python": f"{platform.python_version()} ({sys.executable})", "toolkit": __version__}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _machine() -> dict[str, str]:
-    found = {"host": socket.gethostname(), "system": f"{platform.platform()}, {platform.machine()}"}
+    facts = {"host": socket.gethostname(), "system": f"{platform.platform()}, {platform.machine()}"}
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found["cpu"] = f"{_cpu_name()}{os.cpu_count()} cores, {usable} of them usable"
+    facts["cpu"] = f"{_cpu_name()}{os.cpu_count()} cores, {usable} of them usable"
     with suppress(OSError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         total, free, swap = (int(lines[n].split()[0]) * 1024 for n in ("MemTotal", "MemAvailable", "SwapTotal"))
-        found["memory"] = f"{_gb(total)}, {_gb(free)} available, swap {_gb(swap)}"
+        facts["memory"] = f"{_gb(total)}, {_gb(free)} available, swap {_gb(swap)}"
     limit = memory_limit()
-    found["cgroup limit"] = "none" if limit is None else _gb(limit)
+    facts["cgroup limit"] = "none" if limit is None else _gb(limit)
     with suppress(ImportError):  # not on Windows
         import resource
 
         files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
         is_unlimited = locked < 0 or locked >= _NO_LIMIT
         locked_text = "unlimited" if is_unlimited else f"{locked // 1024:,} KiB"
-        found["limits"] = f"{files:,} open files, locked memory {locked_text}"
+        facts["limits"] = f"{files:,} open files, locked memory {locked_text}"
     with suppress(OSError):
-        found["network"] = ", ".join(name for _, name in socket.if_nameindex())
-    return found
+        facts["network"] = ", ".join(name for _, name in socket.if_nameindex())
+    return facts
 
 
 def _devices() -> dict[str, str]:
@@ -215,18 +215,18 @@ def _devices() -> dict[str, str]:
 
 def _disks(out_dir: str) -> dict[str, str]:
     folders = {"out_dir": Path(out_dir), "data cache": default_cache_dir(), "temporary": Path(tempfile.gettempdir())}
-    found = {}
+    disks = {}
     for name, folder in (folders | {"shared memory": Path("/dev/shm")}).items():
         try:
             existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
             usage = shutil.disk_usage(existing)
         except OSError as error:
-            found[name] = f"{folder}: {error.strerror}"
+            disks[name] = f"{folder}: {error.strerror}"
             continue
         if name == "shared memory" and existing != folder:
             continue
-        found[name] = f"{folder}: {_gb(usage.free)} free of {_gb(usage.total)}"
-    return found
+        disks[name] = f"{folder}: {_gb(usage.free)} free of {_gb(usage.total)}"
+    return disks
 
 
 def _cpu_name() -> str:

@@ -45,17 +45,19 @@ def parse_topology(text: str) -> Topology:
 def find_slow_links(topology: Topology) -> list[str]:
     """Return warnings, one line each: GPU pairs over sockets or host bridges, and GPUs whose NICs are all on another
     socket."""
-    found = []
+    warnings = []
     gpus, links = topology.gpus, topology.links
     for i, (kind, meaning) in enumerate(_SLOW.items(), 1):
         pairs = [f"{a}-{b}" for a, b in combinations(gpus, 2) if links[a, b] == kind]
         if pairs:
-            found.append(f"{kind}: {join_first(pairs)} communicate {meaning}; {_avoid(topology, [*_SLOW][:i])}")
+            warnings.append(f"{kind}: {join_first(pairs)} communicate {meaning}; {_avoid(topology, [*_SLOW][:i])}")
     nics = topology.nics
     far = [gpu for gpu in gpus if nics and all(links.get((gpu, nic)) == "SYS" for nic in nics)]
     if far:
-        found.append(f"SYS: every NIC of {join_first(far)} is on another CPU socket, which slows traffic between nodes")
-    return found
+        warnings.append(
+            f"SYS: every NIC of {join_first(far)} is on another CPU socket, which slows traffic between nodes"
+        )
+    return warnings
 
 
 def _avoid(topology: Topology, kinds: list[str]) -> str:

@@ -95,11 +95,11 @@ def plan_strategy(
             groups or {}, devices=devices, num_nodes=num_nodes, accelerator=accelerator, precision=precision
         )
         return replace(planned, extension=strategy)
-    given = strategy
+    requested = strategy
     if strategy == AUTO and ranks > 1:
         strategy = implied_strategy(fsdp, ddp) or AUTO
     plan = _plan(strategy, sharding_of(fsdp), devices, num_nodes)
-    if (given, strategy) == (AUTO, "ddp"):
+    if (requested, strategy) == (AUTO, "ddp"):
         plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
     if offloads and ranks == 1 and strategy in ("auto", "fsdp"):

@@ -99,13 +99,13 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, labels, dtype, needs_grad, softcap, compiled, *tensors):
         with torch.autocast(labels.device.type, enabled=False):
-            losses, kept, _ = _losses_and_grads(
+            losses, supervised, _ = _losses_and_grads(
                 labels, dtype, [False] * len(tensors), softcap, compiled, None, *tensors
             )
         ctx.save_for_backward(labels, *tensors)
         ctx.options = dtype, needs_grad, softcap, compiled
-        if kept is not None:
-            losses = losses.new_zeros(labels.numel()).index_copy_(0, kept, losses)
+        if supervised is not None:
+            losses = losses.new_zeros(labels.numel()).index_copy_(0, supervised, losses)
         return losses.neg_().view(labels.shape)
 
     @staticmethod
@@ -141,13 +141,13 @@ def _losses_and_grads(
         None where not needed.
     """
     vocab_size, device = factors[1].size(0), labels.device
-    kept, ignored = _supervised_rows(labels.reshape(-1))
-    targets = labels.reshape(-1) if kept is None else labels.reshape(-1)[kept]
-    if scale is not None and kept is not None:
-        scale = scale[kept]
+    supervised, ignored = _supervised_rows(labels.reshape(-1))
+    targets = labels.reshape(-1) if supervised is None else labels.reshape(-1)[supervised]
+    if scale is not None and supervised is not None:
+        scale = scale[supervised]
     bias_needs_grad, *factor_needs_grad = needs_grad
     products = [
-        _Product(factors[i], factors[i + 1], factor_needs_grad[i], factor_needs_grad[i + 1], dtype, kept, ignored)
+        _Product(factors[i], factors[i + 1], factor_needs_grad[i], factor_needs_grad[i + 1], dtype, supervised, ignored)
         for i in range(0, len(factors), 2)
     ]
     bias = None if bias is None else bias.detach()
@@ -178,7 +178,7 @@ def _losses_and_grads(
         if grad_bias is not None:
             grad_bias += grad_logits.sum(0, dtype=torch.float32)
     grads = [grad_bias, *(grad for product in products for grad in product.gradients())]
-    return torch.cat(all_losses), kept, grads
+    return torch.cat(all_losses), supervised, grads
 
 
 def _chunks(n: int, largest: int) -> list[slice]:
@@ -224,15 +224,15 @@ class _Product:
         x_needs_grad: bool,
         matrix_needs_grad: bool,
         dtype: torch.dtype,
-        kept: torch.Tensor | None,
+        supervised: torch.Tensor | None,
         ignored: torch.Tensor | None,
     ) -> None:
         rows = x.detach().reshape(-1, x.size(-1))
-        rows = (rows if kept is None else rows[kept]).to(dtype)
+        rows = (rows if supervised is None else rows[supervised]).to(dtype)
         # 0 times a non-finite value is not 0
         self.rows = rows if ignored is None else rows.masked_fill(ignored[:, None], 0)
         self.matrix = matrix.detach().to(dtype)
-        self._shape, self._kept = x.shape, kept
+        self._shape, self._kept = x.shape, supervised
         self._grad_x = x.new_empty(rows.shape) if x_needs_grad else None
         # empty: the first chunk overwrites it
         make = torch.empty_like if rows.size(0) else torch.zeros_like
@@ -265,8 +265,8 @@ def _supervised_rows(targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.
     """
     if targets.device.type != "cpu":
         return None, targets == IGNORE_INDEX
-    kept = (targets != IGNORE_INDEX).nonzero().squeeze(1)
-    return (None if kept.numel() == targets.numel() else kept), None
+    supervised = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+    return (None if supervised.numel() == targets.numel() else supervised), None
 
 
 def _logits(products: list[_Product], rows: slice | torch.Tensor, out: torch.Tensor) -> torch.Tensor:

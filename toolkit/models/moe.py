@@ -201,10 +201,10 @@ class LLaMAMoE(nn.Module):
             return choice
         groups = choice.unflatten(-1, (self.n_groups, -1))
         group_scores = groups.topk(1 if self.correction is None else 2).values.sum(-1)
-        kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
+        selected = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
             -1, group_scores.topk(self.n_topk_groups).indices, True
         )
-        return groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+        return groups.masked_fill(~selected.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def _matmul_dtype(x: torch.Tensor) -> torch.dtype:

@@ -27,18 +27,18 @@ UNSUPPORTED = {
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return a class by case-insensitive name: of ``torch.optim``, of :data:`HYBRID`, or of an extension."""
     base = torch.optim.Optimizer
-    known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)} | HYBRID
-    match = next((n for n in known if n.lower() == name.lower()), None)
-    if match is None and name in (added := registered("optimizers", known)):
+    classes = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)} | HYBRID
+    match = next((n for n in classes if n.lower() == name.lower()), None)
+    if match is None and name in (added := registered("optimizers", classes)):
         return load_registered("optimizers", name)
     if match is None:
-        usable = sorted({*added, *known} - UNSUPPORTED.keys())
+        usable = sorted({*added, *classes} - UNSUPPORTED.keys())
         raise UserError(
             f"--optimizer.name {name}: not in torch.optim{did_you_mean(name, usable)} ({', '.join(usable)})"
         )
     if match in UNSUPPORTED:
         raise UserError(f"--optimizer.name {name}: {UNSUPPORTED[match]}; use AdamW, for example")
-    return known[match]
+    return classes[match]
 
 
 def resolve_optimizer(
@@ -67,16 +67,16 @@ def resolve_optimizer(
             raise UserError(f"--optimizer.{where} {requested[option]}: {cls.__name__} takes no such option{hint}")
     # the command's betas are Adam's; an extension's optimizer has other defaults
     names = ("weight_decay",) if args.name in registered("optimizers") else ("weight_decay", "betas")
-    given = {k: getattr(defaults, k) for k in names if k in takes} | requested
-    if given.get("fused") and precision == "16-mixed":
+    resolved = {k: getattr(defaults, k) for k in names if k in takes} | requested
+    if resolved.get("fused") and precision == "16-mixed":
         raise UserError(
             "--optimizer.options fused: not supported with --precision 16-mixed, whose gradients are scaled"
         )
-    if cls is Muon and not given.setdefault("split_qkv", True):
-        del given["split_qkv"]  # as in the checkpoints of versions without it
+    if cls is Muon and not resolved.setdefault("split_qkv", True):
+        del resolved["split_qkv"]  # as in the checkpoints of versions without it
     if args.state_dtype != AUTO:
-        given["state_dtype"] = args.state_dtype
-    return {"name": args.name if given_class else cls.__name__, **given}
+        resolved["state_dtype"] = args.state_dtype
+    return {"name": args.name if given_class else cls.__name__, **resolved}
 
 
 def build_optimizer(
@@ -93,20 +93,20 @@ def build_optimizer(
     It is not fused under 16-mixed: a fused optimizer unscales the gradients itself, after clipping. ``no_decay`` and
     ``in_blocks`` are the results of ``no_decay_params`` and ``block_params`` in :mod:`toolkit.optim.groups`.
     """
-    given = dict(options)
-    name, state_dtype = given.pop("name"), given.pop("state_dtype", "auto")
+    arguments = dict(options)
+    name, state_dtype = arguments.pop("name"), arguments.pop("state_dtype", "auto")
     cls: type = given_class or optimizer_class(name)  # its arguments differ from the base class's
     takes = inspect.signature(cls).parameters
     combined = cls if issubclass(cls, HybridOptimizer) else None
-    split_qkv, ratio = given.get("split_qkv", False), given.pop("loraplus_lr_ratio", 1.0)
-    decay = given.pop("weight_decay", 0.0)
+    split_qkv, ratio = arguments.get("split_qkv", False), arguments.pop("loraplus_lr_ratio", 1.0)
+    decay = arguments.pop("weight_decay", 0.0)
     groups = parameter_groups(model, decay, no_decay, combined, in_blocks, split_qkv=split_qkv, b_lr_ratio=ratio)
     if "weight_decay" not in takes and ratio == 1:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
-    if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & given.keys():
-        given["fused"] = all(p.device.type in ("cuda", "cpu", "mps") for p in model.parameters())
+    if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & arguments.keys():
+        arguments["fused"] = all(p.device.type in ("cuda", "cpu", "mps") for p in model.parameters())
     try:
-        optimizer = cls(groups, lr=learning_rate, **given)
+        optimizer = cls(groups, lr=learning_rate, **arguments)
     except UserError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:

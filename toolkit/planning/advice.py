@@ -62,25 +62,25 @@ def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = m
     limits = Limits(device_memory_gb * 1e9, host_memory_gb * 1e9)
     if not limits.excess(plan):
         return []
-    taken: list[Step] = []
+    steps: list[Step] = []
     current = plan
     for step in _STEPS:
-        found = _apply_step(step, current, limits)
-        if found is not None:
-            taken, current = [*taken, step], found[1]
+        applied = _apply_step(step, current, limits)
+        if applied is not None:
+            steps, current = [*steps, step], applied[1]
             if not limits.excess(current):
                 break
-    chosen = _apply_steps(taken, plan, limits)
-    for step in taken[-2::-1]:  # the changes with the most effect on the result first
-        fewer = [other for other in taken if other is not step]
+    changes_made = _apply_steps(steps, plan, limits)
+    for step in steps[-2::-1]:  # the changes with the most effect on the result first
+        fewer = [other for other in steps if other is not step]
         changes = _apply_steps(fewer, plan, limits)
         fits = bool(changes) and not limits.excess(changes[-1][1])
         # The remaining changes must not become larger: 4 bits are better than much shorter sequences.
-        if fits and {text for text, _ in changes} <= {text for text, _ in chosen}:
-            taken, chosen = fewer, changes
+        if fits and {text for text, _ in changes} <= {text for text, _ in changes_made}:
+            steps, changes_made = fewer, changes
     return [
         Advice(text, p.memory.total / 1e9, not limits.excess(p), p.node_memory / 1e9, _price(text, p))
-        for text, p in chosen
+        for text, p in changes_made
     ]
 
 
@@ -92,10 +92,10 @@ def _price(change: str, plan: RunPlan) -> str:
 def _apply_steps(steps: list[Step], plan: RunPlan, limits: Limits) -> list[tuple[str, RunPlan]]:
     done = []
     for step in steps:
-        found = _apply_step(step, plan, limits)
-        if found is not None:
-            done.append(found)
-            plan = found[1]
+        applied = _apply_step(step, plan, limits)
+        if applied is not None:
+            done.append(applied)
+            plan = applied[1]
     return done
 
 

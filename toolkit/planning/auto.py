@@ -60,14 +60,14 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
     """
     name, args = args.preset, replace(args, preset="balanced")
     world_size, is_speed = devices.devices * devices.num_nodes, name == "speed"
-    given, strategies = none_if_auto(args.train.micro_batch_size), _strategies(args, world_size, is_speed)
+    user_size, strategies = none_if_auto(args.train.micro_batch_size), _strategies(args, world_size, is_speed)
     if name == "memory":
         return _minimize_memory(args, world_size, devices.num_nodes, estimate)
-    if given is not None and strategies == [{}]:
+    if user_size is not None and strategies == [{}]:
         return AutoChoices(args, preset="speed: nothing to change" if is_speed else "")
-    sizes = _sizes(args, world_size) if given is None else [given]
+    sizes = _sizes(args, world_size) if user_size is None else [user_size]
     default = max((size for size in sizes if size <= args.defaults.micro_batch_size), default=sizes[0])
-    has_choice = given is None and length is not None and (devices.device == "cuda" or is_speed)
+    has_choice = user_size is None and length is not None and (devices.device == "cuda" or is_speed)
     busy = next((size for size in sizes if size * (length or 1) >= MIN_EFFICIENT_TOKENS), sizes[-1])
 
     def need(strategy: Changes, size: int) -> float:
@@ -89,10 +89,10 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
     if has_choice and devices.memory < math.inf:
         by_size = {size: need(strategy, size) for size in sizes}
         size, reasons[SIZE] = choose_size(by_size, default, length or 1, devices.memory)
-    elif given is None:
+    elif user_size is None:
         where = UNKNOWN if devices.device == "cuda" else f"on {devices.device}"
         reasons[SIZE] = f"up to {args.defaults.micro_batch_size} {where}"
-    changes = strategy | ({SIZE: size} if given is None else {})
+    changes = strategy | ({SIZE: size} if user_size is None else {})
     if name == "balanced":
         return AutoChoices(
             with_options(args, changes), {option: f"auto: {reason}" for option, reason in reasons.items()}
@@ -144,10 +144,10 @@ def fsdp_incompatible_options(args: RunArgs) -> Changes:
 
 def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]:
     """Return the strategies to try; no change if the strategy is given, or there is only one."""
-    given = implied_strategy(args.fsdp, args.ddp) if args.strategy == AUTO else args.strategy
+    user_strategy = implied_strategy(args.fsdp, args.ddp) if args.strategy == AUTO else args.strategy
     gathers = is_speed and world_size > 1 and args.fsdp.sharding_strategy == AUTO
-    if given is not None or world_size == 1:
-        return [{"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, {}] if gathers and given == "fsdp" else [{}]
+    if user_strategy is not None or world_size == 1:
+        return [{"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, {}] if gathers and user_strategy == "fsdp" else [{}]
     gathered = [{"strategy": "fsdp", "fsdp.sharding_strategy": "SHARD_GRAD_OP"}] if gathers else []
     return [*gathered, {"strategy": "fsdp"}]
 
@@ -202,10 +202,10 @@ def with_options(args: RunArgs, changes: Changes) -> RunArgs:
 
 
 def _describe(name: str, changes: Changes, total: float, default: float) -> str:
-    chosen = ", ".join(f"--{option} {value}" for option, value in changes.items()) or "nothing to change"
+    flags = ", ".join(f"--{option} {value}" for option, value in changes.items()) or "nothing to change"
     if not total < math.inf:
-        return f"{name}: {chosen} (the memory of this model is not known)"
-    return f"{name}: {chosen} (about {_gb(total)} per device, {_gb(default)} by default)"
+        return f"{name}: {flags} (the memory of this model is not known)"
+    return f"{name}: {flags} (about {_gb(total)} per device, {_gb(default)} by default)"
 
 
 def _gb(size: float) -> str:

@@ -83,8 +83,8 @@ def build_limits(
     if args.max_steps is not None:
         ends.append(args.max_steps)
     if args.max_tokens is not None:
-        left = max(0, args.max_tokens - done.tokens)
-        end = done.step + math.ceil(left / (args.global_batch_size * tokens_per_row))
+        tokens_left = max(0, args.max_tokens - done.tokens)
+        end = done.step + math.ceil(tokens_left / (args.global_batch_size * tokens_per_row))
         (estimates if is_ragged else ends).append(end)
     if args.epochs is not None and n_rows is None and not (ends or estimates):
         raise unknown_rows_error(args.epochs)
@@ -157,9 +157,9 @@ def build_intervals(train: TrainArgs, evaluation: EvalArgs, limits: Limits) -> I
     return Intervals(eval_steps, eval_seconds, save_steps, save_seconds)
 
 
-def _interval(given: int | Auto, per_run: int, limits: Limits) -> int | None:
-    if given != AUTO:
-        return given or None
+def _interval(interval: int | Auto, per_run: int, limits: Limits) -> int | None:
+    if interval != AUTO:
+        return interval or None
     return None if limits.total_steps is None else max(MIN_INTERVAL, math.ceil(limits.total_steps / per_run))
 
 

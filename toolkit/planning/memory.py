@@ -272,8 +272,8 @@ def _unsharded_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Pa
     rest, *units = plan_units(model, setup.fsdp, (Block,))
 
     def sharded(part: Unit, trained: bool = False) -> int:
-        own = [p for p in part.parameters if id(p) not in adapters and (p.requires_grad or not trained)]
-        return _count(p for p in own if not _is_replicated(setup, p))
+        parameters = [p for p in part.parameters if id(p) not in adapters and (p.requires_grad or not trained)]
+        return _count(p for p in parameters if not _is_replicated(setup, p))
 
     packed = {id(p) for p in quantized.values()}
 

@@ -136,20 +136,20 @@ def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> Devi
 
 
 @contextmanager
-def run_args_of(command: TrainingCommand, given: Mapping[str, Any]) -> Iterator[RunArgs]:
+def run_args_of(command: TrainingCommand, options: Mapping[str, Any]) -> Iterator[RunArgs]:
     """Yield the run arguments that a training command derives from its options.
 
     A missing checkpoint folder is replaced by a temporary folder with the config of the named architecture.
     """
     option = "initial_checkpoint_dir" if command == "pretrain" else "checkpoint_dir"
-    value = given[option]
+    value = options[option]
     with TemporaryDirectory() as folder:
         if value is not None and not any(path.exists() for path in (Path(value), Path("checkpoints") / value)):
             write_model_files(
                 Path(folder), state_dict=None, config=_config_of(option, value), hyperparameters=None, tokenizer=None
             )
-            given = {**given, option: folder}
-        yield run_args(command, **given)
+            options = {**options, option: folder}
+        yield run_args(command, **options)
 
 
 def _config_of(option: str, value: str) -> ModelConfig:

@@ -266,10 +266,10 @@ def choose_model(args: RunArgs) -> ModelConfig | None:
 
 def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
     """Tokens per sequence; None where the data decides."""
-    given = none_if_auto(train.max_seq_length)
+    user_length = none_if_auto(train.max_seq_length)
     if config is None:
-        return given
-    length = given or config.block_size
+        return user_length
+    length = user_length or config.block_size
     if length > config.block_size:
         raise UserError(
             f"--train.max_seq_length {length}: {config.name or 'the model'} takes at most {config.block_size} tokens; "

@@ -153,12 +153,12 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
 def _check_fields(prefix: str, values: dict[str, Any], cls: type) -> None:
     """Compare values with the types of a dataclass; its numbers must be finite and not negative."""
     hints = get_type_hints(cls)
-    for known in fields(cls):
-        has_default = known.default is not MISSING or known.default_factory is not MISSING
-        if known.name not in values and has_default and known.name not in _REQUIRED:
+    for item in fields(cls):
+        has_default = item.default is not MISSING or item.default_factory is not MISSING
+        if item.name not in values and has_default and item.name not in _REQUIRED:
             continue
-        name, value = prefix + known.name, values[known.name]
-        hint = hints[known.name]
+        name, value = prefix + item.name, values[item.name]
+        hint = hints[item.name]
         kinds = {get_origin(part) or part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,))}
         if type(value) not in (kinds | {int} if float in kinds else kinds):
             raise ValueError(f"{name} {value!r:.50} is not of type {formatannotation(hint)}")

@@ -45,8 +45,8 @@ def compile_error(device: torch.device) -> str:
         return [out.detach(), grad]
 
     try:
-        found = evaluate(torch.compile(scaled))
+        compiled = evaluate(torch.compile(scaled))
     except Exception as error:  # compilers raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-    right = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, evaluate(scaled), strict=True))
-    return "" if right else "its results are wrong"
+    is_equal = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(compiled, evaluate(scaled), strict=True))
+    return "" if is_equal else "its results are wrong"

@@ -225,12 +225,12 @@ def _values(
             packed = reserve_quantized(model, spec.quantize, storage, weights.__getitem__, device)
         spec.sizes |= {name: p.numel() for name, p in model.named_parameters()}  # two weights in a byte
     initial = adapter_values(model, seed, weights.__getitem__) if adapters is None else None
-    known = weights | (adapters or {})
+    tensors = weights | (adapters or {})
 
     def value_of(name: str, shape: torch.Size) -> torch.Tensor:
         if initial is not None and is_adapter(name):
             return initial(name, shape)
-        return packed[name]() if name in packed else known[name]
+        return packed[name]() if name in packed else tensors[name]
 
     return value_of
 

@@ -173,10 +173,10 @@ class PendingSave:
     def _checksums_of_all(self) -> dict[str, Checksum]:
         """Return the checksums of the files of all ranks; collective."""
         checksums: dict[str, Checksum] = {}
-        for rank, found in enumerate(ranks.all_gather_object(self._checksums)):
-            if isinstance(found, OSError):
-                raise RuntimeError(f"rank {rank} could not read {self._tmp}: {found}") from found
-            checksums |= found
+        for rank, rank_checksums in enumerate(ranks.all_gather_object(self._checksums)):
+            if isinstance(rank_checksums, OSError):
+                raise RuntimeError(f"rank {rank} could not read {self._tmp}: {rank_checksums}") from rank_checksums
+            checksums |= rank_checksums
         return checksums
 
     def _publish(self, checksums: Mapping[str, Checksum], keep_last: int) -> None:

@@ -84,9 +84,9 @@ def translate(arguments: dict[str, Any], dataset: Any) -> dict[str, Any]:
             if (converted := convert(value)) is not None:
                 _set(options, option, converted, name)
         elif name not in options and name != "grad_accum_steps":
-            known = [*command.parameters, *_OBJECTS, *_RENAMED, *_CONVERTED, "grad_accum_steps"]
+            names = [*command.parameters, *_OBJECTS, *_RENAMED, *_CONVERTED, "grad_accum_steps"]
             hint = elsewhere(name, command.options(), lambda option: option.rpartition(".")[2])
-            raise UserError(f"{name}: no such argument{hint or did_you_mean(name, known) or '; see toolkit.Trainer'}")
+            raise UserError(f"{name}: no such argument{hint or did_you_mean(name, names) or '; see toolkit.Trainer'}")
     if "grad_accum_steps" in arguments:
         _set_global_batch_size(options, arguments["grad_accum_steps"], dataset)
     return options

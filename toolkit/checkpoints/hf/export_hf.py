@@ -227,10 +227,10 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for wanted in expected:
+        for key in expected:
             name, tensor = next(tensors)
-            meta = expected[wanted]
-            assert (name, tensor.shape, tensor.dtype) == (wanted, meta.shape, meta.dtype), f"{name} is not {wanted}"
+            meta = expected[key]
+            assert (name, tensor.shape, tensor.dtype) == (key, meta.shape, meta.dtype), f"{name} is not {key}"
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL_NUMEL:

@@ -196,12 +196,12 @@ def _vocab_size_warning(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
 def _add_prefix(hf_weights: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:
     """Normalize names of weights that were saved from the model without its head (openai-community/gpt2), or as a part
     of a multimodal model (google/gemma-3-4b-it)."""
-    wanted = {name for entry in family_of(config).weight_map(config) for name in entry.hf}
+    expected = {name for entry in family_of(config).weight_map(config) for name in entry.hf}
     prefix = _hf_name(config, _EMBEDDING).split(".")[0]
     renamed = {}
     for name, stored in hf_weights.items():
         candidates = f"{prefix}.{name}", name.replace("language_model.", "", 1)
-        renamed[next((other for other in candidates if other in wanted and other not in hf_weights), name)] = stored
+        renamed[next((other for other in candidates if other in expected and other not in hf_weights), name)] = stored
     return renamed
 
 
@@ -236,9 +236,9 @@ def resolve_tied_head(hf_weights: dict[str, Weight], config: ModelConfig) -> tup
 
 
 def _require_compatible(hf_weights: dict[str, Weight], config: ModelConfig, hf_dir: Path) -> None:
-    wanted = dict(to_hf_names(family_of(config).weight_map(config), model_on_meta(config).state_dict()))
+    expected = dict(to_hf_names(family_of(config).weight_map(config), model_on_meta(config).state_dict()))
     stored = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in hf_weights.items()}
-    require_compatible(stored, wanted, hf_dir, CONFIG)
+    require_compatible(stored, expected, hf_dir, CONFIG)
 
 
 def resolve_dtype(
@@ -269,9 +269,9 @@ def _convert(
     for entry in family_of(config).weight_map(config):
         originals = [hf_weights[name].read() for name in entry.hf]
         for name, tensor in zip(entry.native, entry.from_hf(originals), strict=True):
-            wanted = resolve_weight_dtype(name, dtype) or dtype
-            if tensor.dtype != wanted or all(tensor is not original for original in originals):
-                tensor = mmap_empty(tensor.shape, wanted, out_dir).copy_(tensor)
+            target_dtype = resolve_weight_dtype(name, dtype) or dtype
+            if tensor.dtype != target_dtype or all(tensor is not original for original in originals):
+                tensor = mmap_empty(tensor.shape, target_dtype, out_dir).copy_(tensor)
             weights[name] = tensor
             nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL_NUMEL:

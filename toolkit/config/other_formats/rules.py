@@ -76,8 +76,8 @@ class File:
 
     def option(self, name: str) -> str | None:
         """Return the text of one of toolkit's own options; None if it is not given or auto."""
-        given = self.later.get(name) or self.own.get(name)
-        return None if given is None or given.text == "auto" else given.text
+        value = self.later.get(name) or self.own.get(name)
+        return None if value is None or value.text == "auto" else value.text
 
     def override(self, option: str) -> str | None:
         """Return what overrides an option, for display. Another class of data overrides all options of data."""

@@ -30,8 +30,8 @@ def prompt_styles() -> list[str]:
 
 
 def require_style(style: str) -> None:
-    if style not in (known := prompt_styles()):
-        raise UserError(f"--data.prompt_style {style}: must be one of {', '.join(known)}{did_you_mean(style, known)}")
+    if style not in (styles := prompt_styles()):
+        raise UserError(f"--data.prompt_style {style}: must be one of {', '.join(styles)}{did_you_mean(style, styles)}")
 
 
 def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:

@@ -128,12 +128,12 @@ def _add_system_message(messages: tuple[dict[str, Any], ...], system: str, where
 def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> dict[str, Any]:
     """Return the known columns of a row by their known names; a mapped column replaces its synonyms."""
     values = {name: row[name] for name in KNOWN if name in row}
-    for known, own in columns.items():
-        if own not in row:
-            raise UserError(f"{where}: has no column {own} (--data.columns); {_describe_columns(row)}")
-        (synonyms,) = (group for group in GROUPS if known in group)
+    for name, column in columns.items():
+        if column not in row:
+            raise UserError(f"{where}: has no column {column} (--data.columns); {_describe_columns(row)}")
+        (synonyms,) = (group for group in GROUPS if name in group)
         values = {name: value for name, value in values.items() if name not in synonyms}
-    return values | {known: row[own] for known, own in columns.items()}
+    return values | {name: row[column] for name, column in columns.items()}
 
 
 def _find_column(values: dict[str, Any], group: tuple[str, ...], where: str) -> str | None:

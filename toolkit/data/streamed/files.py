@@ -187,10 +187,10 @@ class RetryingFile(io.RawIOBase):
         return self._source.size
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._source.size - self._position)
-        if wanted <= 0:
+        n_bytes = min(len(buffer), self._source.size - self._position)
+        if n_bytes <= 0:
             return 0
-        content = self._read(wanted)
+        content = self._read(n_bytes)
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)

@@ -40,28 +40,28 @@ class _CudaOnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given: tuple[list[Any], dict[str, Any]] = list(args), dict(kwargs or {})
+        inputs: tuple[list[Any], dict[str, Any]] = list(args), dict(kwargs or {})
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             device = func(*args)
             return CUDA if device == META else device
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return args[0].is_meta
         name = getattr(func, "__name__", "")
-        given = tree_map_only(torch.device, lambda d: META if d.type == "cuda" else d, given)
-        if given[1].get("device") == "cuda":
-            given[1]["device"] = META
-        if torch.is_autocast_enabled("cuda") and "out" not in given[1]:
+        inputs = tree_map_only(torch.device, lambda d: META if d.type == "cuda" else d, inputs)
+        if inputs[1].get("device") == "cuda":
+            inputs[1]["device"] = META
+        if torch.is_autocast_enabled("cuda") and "out" not in inputs[1]:
             if name in _LOWER:
-                given = tree_map_only(torch.Tensor, self._lowered, given)
+                inputs = tree_map_only(torch.Tensor, self._lowered, inputs)
             elif name in _FP32:
-                given = tree_map_only(torch.Tensor, _raised, given)
+                inputs = tree_map_only(torch.Tensor, _raised, inputs)
         if func is F.scaled_dot_product_attention:
-            return _attention(*given[0], **given[1])
+            return _attention(*inputs[0], **inputs[1])
         if func is F.dropout:
-            return _dropout(*given[0], **given[1])
+            return _dropout(*inputs[0], **inputs[1])
         if func is F.rms_norm:
-            return _rms_norm(*given[0], **given[1])
-        return func(*given[0], **given[1])
+            return _rms_norm(*inputs[0], **inputs[1])
+        return func(*inputs[0], **inputs[1])
 
     def _lowered(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.get_autocast_dtype("cuda")

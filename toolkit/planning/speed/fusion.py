@@ -20,53 +20,54 @@ Key = tuple[int, int]
 
 def fuse(ops: list[Op], is_compiled: Callable[[Op], bool]) -> list[Op]:
     """Return the operators, fused in compiled regions; views in them are free."""
-    kept = [op for op in ops if op.kind != "view" or not is_compiled(op)]
-    fusable = [op.kind == "fusable" and is_compiled(op) for op in kept]
+    active = [op for op in ops if op.kind != "view" or not is_compiled(op)]
+    fusable = [op.kind == "fusable" and is_compiled(op) for op in active]
     maker: dict[Key, int] = {}
     users: defaultdict[Key, list[int]] = defaultdict(list)
-    for i, op in enumerate(kept):
+    for i, op in enumerate(active):
         for access in op.reads:
             users[access.key].append(i)
         for access in op.writes:
             maker[access.key] = i
 
-    group_of = _groups(kept, fusable, users)
+    group_of = _groups(active, fusable, users)
 
     def is_written(key: Key) -> bool:
         """Whether the tensor is in memory, and not only in a fused kernel."""
         i = maker.get(key)
         if i is None or not fusable[i]:
             return True
-        made, uses = kept[i], [j for j in users[key] if group_of[j] != group_of[i]]
+        producer, uses = active[i], [j for j in users[key] if group_of[j] != group_of[i]]
         if not users[key]:
-            return made.is_backward  # a gradient
+            return producer.is_backward  # a gradient
         return any(
-            not fusable[j] or kept[j].layer != made.layer or kept[j].is_backward == made.is_backward for j in uses
+            not fusable[j] or active[j].layer != producer.layer or active[j].is_backward == producer.is_backward
+            for j in uses
         )
 
     sizes: dict[Key, int] = defaultdict(int)
-    for op in kept:
+    for op in active:
         for access in (*op.reads, *op.writes):
             sizes[access.key] = max(sizes[access.key], access.bytes)
-    known: dict[Key, frozenset[Key]] = {}
+    cache: dict[Key, frozenset[Key]] = {}
 
     def sources(key: Key) -> frozenset[Key]:
         """Return the tensors in memory from which a tensor is computed: itself, or those that its kernel reads."""
-        if key not in known:
-            known[key] = frozenset({key})  # ends circles, which are views of the same memory
+        if key not in cache:
+            cache[key] = frozenset({key})  # ends circles, which are views of the same memory
             if not is_written(key):
-                reads = (sources(access.key) for access in kept[maker[key]].reads)
-                known[key] = frozenset().union(*reads)
-        return known[key]
+                reads = (sources(access.key) for access in active[maker[key]].reads)
+                cache[key] = frozenset().union(*reads)
+        return cache[key]
 
     result: list[Op] = []
-    for _, indices in groupby(sorted(range(len(kept)), key=group_of.__getitem__), group_of.__getitem__):
+    for _, indices in groupby(sorted(range(len(active)), key=group_of.__getitem__), group_of.__getitem__):
         members = list(indices)
         if not fusable[members[0]]:
-            result.append(kept[members[0]])
+            result.append(active[members[0]])
             continue
-        own = {access.key for i in members for access in kept[i].writes}
-        result.append(_fused([kept[i] for i in members], own, sources, is_written, sizes))
+        outputs = {access.key for i in members for access in active[i].writes}
+        result.append(_fused([active[i] for i in members], outputs, sources, is_written, sizes))
     return result
 
 
@@ -90,7 +91,7 @@ def _groups(ops: list[Op], fusable: list[bool], users: Mapping[Key, list[int]]) 
 
 def _fused(
     members: list[Op],
-    own: set[Key],
+    outputs: set[Key],
     sources: Callable[[Key], frozenset[Key]],
     is_written: Callable[[Key], bool],
     sizes: dict[Key, int],
@@ -99,14 +100,14 @@ def _fused(
     parts: defaultdict[Key, set[Access]] = defaultdict(set)  # a kernel may read a part of a tensor
     for op in members:
         for access in op.reads:
-            if access.key in own:
+            if access.key in outputs:
                 continue
             for key in sources(access.key):
                 parts[key].add(access if key == access.key else Access(key, -1, sizes[key]))
     reads = [
-        Access(key, 0, min(sizes[key], sum(a.bytes for a in found)) if key in sizes else 0)
-        for key, found in parts.items()
-        if key not in own
+        Access(key, 0, min(sizes[key], sum(a.bytes for a in accesses)) if key in sizes else 0)
+        for key, accesses in parts.items()
+        if key not in outputs
     ]
     writes = {a.key: a for op in members for a in op.writes if is_written(a.key)}
     return replace(members[0], name="fused", reads=tuple(reads), writes=tuple(writes.values()))

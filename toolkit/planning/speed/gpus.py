@@ -111,14 +111,14 @@ def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
     if accelerator in ("cpu", "mps"):
         raise UserError(f"--speed {name}: not supported with --accelerator {accelerator}; remove one of them")
     size = re.search(r"(\d+)\s*GB", name, re.I)
-    named = [known for known in GPUS if _key(known) == _key(name)]
+    matches = [gpu for gpu in GPUS if _key(gpu) == _key(name)]
     # the driver reports up to 7 % more (in 1e9 bytes) or 2 % less than the name says
-    fitting = [k for k in named if size is None or abs(GPUS[k].memory / 1e9 / int(size[1]) - 1) < 0.1]
+    fitting = [k for k in matches if size is None or abs(GPUS[k].memory / 1e9 / int(size[1]) - 1) < 0.1]
     if fitting:
-        found = max(fitting, key=lambda known: GPUS[known].memory)
-        return found, GPUS[found]
+        best = max(fitting, key=lambda gpu: GPUS[gpu].memory)
+        return best, GPUS[best]
     near = did_you_mean(_key(name).replace("pcie", ""), GPUS, compared=_key)
-    near = f"; with other memory: {' or '.join(named)}" if named else near
+    near = f"; with other memory: {' or '.join(matches)}" if matches else near
     raise UserError(f"--speed {name}: unknown GPU{near}; known: {', '.join(GPUS)}")
 
 

@@ -100,8 +100,8 @@ def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, 
     def size(part: Unit, precision: object, kind: str, trained: bool) -> float:
         dtype = getattr(precision, kind, None)
         itemsize = setup.weight_bytes if dtype is None else dtype.itemsize
-        own = [p for p in part.parameters if id(p) not in replicated and (p.requires_grad or not trained)]
-        return sum(p.numel() * (BYTES_4BIT if id(p) in in_4_bits else itemsize) for p in own)
+        parameters = [p for p in part.parameters if id(p) not in replicated and (p.requires_grad or not trained)]
+        return sum(p.numel() * (BYTES_4BIT if id(p) in in_4_bits else itemsize) for p in parameters)
 
     def gather(part: Unit, precision: object, kind: str = "param_dtype", trained: bool = False) -> float:
         bytes_sent = size(part, precision, kind, trained)

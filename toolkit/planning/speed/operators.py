@@ -149,12 +149,12 @@ class Recorder(TorchDispatchMode):
 
 def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that an operator writes in place."""
-    found: list[Any] = []
+    written: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
         is_write = argument.alias_info is not None and argument.alias_info.is_write
         if is_write and argument.name != "grads":  # optimizers write them under a gradient scaler only
-            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
-    return [t for t in tree_iter(found) if isinstance(t, torch.Tensor)]
+            written.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return [t for t in tree_iter(written) if isinstance(t, torch.Tensor)]
 
 
 def _flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
@@ -162,11 +162,11 @@ def _flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
         return 2.0 * args[0].numel() * out.size(-1)
     if name == "grouped_outer_product":
         return 2.0 * args[0].numel() * args[1].size(-1)
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     if name in ("flash_attention", "flash_attention_backward"):
-        return _flash_flops(name, given)
+        return _flash_flops(name, arguments)
     if "scaled_dot_product" in name:
-        return _attention_flops(name, given)
+        return _attention_flops(name, arguments)
     formula = flop_registry.get(func._overloadpacket)
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
 

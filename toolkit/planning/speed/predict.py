@@ -35,7 +35,7 @@ FP32_SHARE = 0.75
 """Fraction of the fp32 peak that matrix products reach."""
 SMALL_HEAD_SHARE = 0.65
 """Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100: 395 of 617 TFLOP/s)."""
-LEAST_KERNEL = 3e-6
+MIN_KERNEL_S = 3e-6
 """Seconds of the smallest kernel with the gap to the next one."""
 HOST_OPERATOR, HOST_VIEW = 9e-6, 2e-6
 """Seconds of the host for an operator, with Python, autograd and launch; for a view."""
@@ -156,7 +156,7 @@ def seconds(op: Op, card: GpuSpec) -> float:
         rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
         rate *= card.kernels.masked if "efficient" in op.name else 1.0
         rate *= card.kernels.flash if op.name.startswith("flash_attention") else 1.0
-    return max(op.bytes / (card.bandwidth * BANDWIDTH_SHARE), op.flops / rate, LEAST_KERNEL * op.launches)
+    return max(op.bytes / (card.bandwidth * BANDWIDTH_SHARE), op.flops / rate, MIN_KERNEL_S * op.launches)
 
 
 def _gpu_times(trace: Trace, ops: Iterable[Op], card: GpuSpec) -> dict[str, float]:
@@ -217,7 +217,7 @@ def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, card: GpuSpe
 
 def _notes(plan: RunPlan) -> tuple[str, ...]:
     args, setup = plan.config.args, memory_inputs(plan.config, plan.model)
-    left_out = {
+    caveats = {
         "packed rows count with one document each: shorter documents need less attention": setup.packed,
         "rows count with their greatest length; shorter rows are padded, or take less time": args.is_finetune
         and not setup.packed,
@@ -226,4 +226,4 @@ def _notes(plan: RunPlan) -> tuple[str, ...]:
         "--deterministic true: its kernels, which may be slower, are not predicted": args.deterministic,
         f"--compiler {plan.compiler[0]}: predicted as without a compiler": plan.compiler[0] not in ("none", "torch"),
     }
-    return tuple(text for text, applies in left_out.items() if applies)
+    return tuple(text for text, applies in caveats.items() if applies)

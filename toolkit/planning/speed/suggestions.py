@@ -16,7 +16,7 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.gpus import GpuSpec
 from toolkit.planning.speed.predict import Prediction, predict
 
-LEAST_GAIN = 0.02
+MIN_GAIN = 0.02
 """Predicted gains below this are noise."""
 
 
@@ -33,19 +33,19 @@ def suggestions(plan: RunPlan, card: GpuSpec, prediction: Prediction) -> list[Su
 
     Changes must fit the memory of the GPU with room, and must not change what is trained, except by rounding.
     """
-    found = []
+    helpful = []
     for change in _CHANGES:
         best = _best(change, plan, card, prediction)
         if best is not None:
-            found.append((change, best[0]))
-    found.sort(key=lambda item: -item[1].gain)
+            helpful.append((change, best[0]))
+    helpful.sort(key=lambda item: -item[1].gain)
     together, texts = plan, []
-    for change, _ in found:
+    for change, _ in helpful:
         best = _best(change, together, card, prediction if together is plan else predict(together, card))
         if best is not None:
             texts.append(best[0].change)
             together = best[1]
-    result = [suggestion for _, suggestion in found]
+    result = [suggestion for _, suggestion in helpful]
     if len(texts) > 1:
         last = predict(together, card)
         result.append(Suggestion(" ".join(texts), _gain(last, prediction), last))
@@ -66,7 +66,7 @@ def _best(
         except UserError:  # the run would refuse it, or it cannot be predicted
             continue
         suggestion = Suggestion(text, _gain(predicted, prediction), predicted)
-        if suggestion.gain > (best[0].gain if best else LEAST_GAIN):
+        if suggestion.gain > (best[0].gain if best else MIN_GAIN):
             best = suggestion, changed
     return best
 

@@ -43,7 +43,7 @@ class Trace(NamedTuple):
         return 1 if op.layer in (None, LOSS) else self.counts[op.layer]
 
 
-_known: dict[str, Trace] = {}
+_traces: dict[str, Trace] = {}
 
 
 def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool = False) -> Trace:
@@ -57,9 +57,9 @@ def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool
     others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, (1, 1), "")
     same = replace(setup, strategy=others, accumulation=1, optimizer={}, optimizer_class=None, async_save=False)
     key = f"{same} {has_gradients} {is_compiled}"
-    if key not in _known:
-        _known[key] = _trace(setup, has_gradients, is_compiled)
-    return _known[key]
+    if key not in _traces:
+        _traces[key] = _trace(setup, has_gradients, is_compiled)
+    return _traces[key]
 
 
 def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace:

@@ -137,21 +137,21 @@ class Profile(Callback):
     def _report(self, trainer: Trainer) -> None:
         """Write and show the shares of all ranks, and the slowest operators of rank 0; every rank calls this."""
         results = ranks.all_gather_object(self._result)
-        found = {rank: result for rank, result in enumerate(results) if isinstance(result, Shares)}
+        shares = {rank: result for rank, result in enumerate(results) if isinstance(result, Shares)}
         last = min(trainer.progress.step, self._last)
-        lines = [f"--profile: rank {n} has no trace: {why}" for n, why in enumerate(results) if n not in found]
-        if found:
+        lines = [f"--profile: rank {n} has no trace: {why}" for n, why in enumerate(results) if n not in shares]
+        if shares:
             lines.append(
                 f"Profile of steps {self._first} to {last} in {self.folder}; the traces open in ui.perfetto.dev"
             )
-            lines += format_shares(found) + self._operators
+            lines += format_shares(shares) + self._operators
         for line in lines:
             trainer.display.message(line)
-        if ranks.global_rank() == 0 and found:
+        if ranks.global_rank() == 0 and shares:
             with suppress(OSError), open(self.folder / "shares.csv", "w", newline="") as file:
                 writer = csv.writer(file)
                 writer.writerow(["rank", *(f.name for f in fields(Shares))])
-                writer.writerows([rank, *asdict(shares).values()] for rank, shares in found.items())
+                writer.writerows([rank, *asdict(each).values()] for rank, each in shares.items())
 
 
 def format_shares(found: dict[int, Shares]) -> list[str]:
