@@ -12,7 +12,7 @@ from toolkit.data.interleave import (
     MixtureOrder,
     SourceRows,
     mixture_rows,
-    slots_of,
+    slots_per_source,
 )
 from toolkit.data.loader import train_batches
 from toolkit.data.tokens.synthetic import SyntheticRows
@@ -129,7 +129,7 @@ def test_a_source_that_would_end_is_refused_before_the_run_or_ends_it():
 
 def test_weight_of_less_than_a_row_is_refused():
     with pytest.raises(UserError, match=r"sources\.b\.weight 1e-06: is less than one of 100,000 rows"):
-        slots_of(sources({"a": 1 - 1e-6, "b": 1e-6}))
+        slots_per_source(sources({"a": 1 - 1e-6, "b": 1e-6}))
 
 
 def test_rows_of_different_lengths_keep_theirs():

@@ -22,7 +22,7 @@ from toolkit.checkpoints.store import complete_checkpoints
 from toolkit.checkpoints.weights import load_state, load_weights, named_tensors
 from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
 from toolkit.data import TextFiles
-from toolkit.distributed.signals import handlers_restored
+from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback
@@ -122,7 +122,7 @@ def test_what_is_being_written_is_complete_when_the_run_is_cut_short(corpus, tmp
         "signal": (StoppedBySignalError, {"step-00000004"}),
     }
     for how, (error, more) in cases.items():
-        with writes_that_last(100), handlers_restored(), pytest.raises(error):
+        with writes_that_last(100), restore_handlers_on_exit(), pytest.raises(error):
             train(corpus, tmp_path / how, Failing(how))
         assert folders(tmp_path / how) == {"step-00000003"} | more, how
         load_weights(tmp_path / how / "step-00000003")

@@ -93,9 +93,9 @@ def set_numpy_position(position):
     ("change", "message"),
     [
         (lambda state: state.pop("optimizer"), "optimizer: is missing"),
-        (set_entry("optimizer", None), "optimizer: is missing or no dict"),
+        (set_entry("optimizer", None), "optimizer: is missing or not a dict"),
         (set_entry("optimizer", {"state": {}, "param_groups": []}), "optimizer state of .*: is missing, and of"),
-        (set_entry("rng", None), "rng: is missing or no list"),
+        (set_entry("rng", None), "rng: is missing or not a list"),
         (set_entry("rng", [3]), "rng: "),
         (lambda state: state["rng"][0].pop("python"), "rng: "),
         (lambda state: state["rng"][0].update(torch=torch.zeros(3)), "rng: "),

@@ -23,7 +23,7 @@ from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.config import EvalArgs, LogArgs, OptimizerArgs, TrainArgs
 from toolkit.data import Mixture, TextFiles
 from toolkit.data.loader import train_batches
-from toolkit.distributed.signals import handlers_restored
+from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.io.tempfiles import temporary_path
 from toolkit.models.config import ModelOverrides
@@ -475,7 +475,7 @@ def test_s2_checkpoint_before_the_first_step_is_step_zero(corpus, tmp_path, monk
         return {}
 
     run_training(arguments(corpus, tmp_path / "uninterrupted", evaluation={"initial_validation": True}))
-    with monkeypatch.context() as patch, handlers_restored(), pytest.raises(StoppedBySignalError):
+    with monkeypatch.context() as patch, restore_handlers_on_exit(), pytest.raises(StoppedBySignalError):
         patch.setattr(trainer.Trainer, "validate", validate_with_signal)
         run_training(arguments(corpus, tmp_path / "parts", evaluation={"initial_validation": True}))
     assert folders(tmp_path / "parts") == {"step-00000000"}

@@ -183,7 +183,7 @@ def _write_yaml(path: Path, values: dict[str, Any]) -> None:
 def _tie_or_untie(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:
     head, embedding = _HEAD, "transformer.wte.weight"
     if not config.tie_embeddings:
-        if head in weights and embedding in weights and _same_memory(weights[head], weights[embedding]):
+        if head in weights and embedding in weights and _shares_memory(weights[head], weights[embedding]):
             weights[head] = weights[head].clone()  # otherwise updating one would change the other
         return
     for name, other in ((head, embedding), (embedding, head)):
@@ -191,10 +191,10 @@ def _tie_or_untie(weights: dict[str, Tensor], config: ModelConfig, folder: Path)
             weights.setdefault(name, weights[other])
     if head not in weights:  # the embedding is missing, too
         return
-    if not (_same_memory(weights[head], weights[embedding]) or torch.equal(weights[head], weights[embedding])):
+    if not (_shares_memory(weights[head], weights[embedding]) or torch.equal(weights[head], weights[embedding])):
         raise UserError(f"{folder / CONFIG}: tie_embeddings true: but {head} and {embedding} differ in {WEIGHTS}")
     weights[head] = weights[embedding]
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -40,7 +40,7 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
     one replaces it. :func:`begin_checkpoint` and :func:`commit_checkpoint` do the first and the last part.
     """
     tmp = begin_checkpoint(folder)
-    with deleted_on_error(tmp, folder):
+    with delete_on_error(tmp, folder):
         write(tmp)
         commit_checkpoint(tmp, folder, sync_and_checksum(tmp, file_names(tmp)))
 
@@ -107,7 +107,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None
     Error messages name the option ``flag``.
     """
     tmp = _begin_folder(folder, flag)
-    with deleted_on_error(tmp, folder, flag):
+    with delete_on_error(tmp, folder, flag):
         write(tmp)
         sync_tree(tmp)
         _rename_into_place(tmp, folder)
@@ -118,14 +118,14 @@ def _begin_folder(folder: Path, flag: str) -> Path:
     tmp = temporary_path(folder)
     sweep(folder.parent)
     remove([tmp])  # left by an earlier process with the same id
-    with deleted_on_error(tmp, folder, flag):
+    with delete_on_error(tmp, folder, flag):
         folder.parent.mkdir(parents=True, exist_ok=True)
         tmp.mkdir()
     return tmp
 
 
 @contextmanager
-def deleted_on_error(tmp: Path, folder: Path, flag: str = "--out_dir") -> Iterator[None]:
+def delete_on_error(tmp: Path, folder: Path, flag: str = "--out_dir") -> Iterator[None]:
     """Delete the temporary folder of ``folder`` if the block fails."""
     try:
         yield

@@ -29,15 +29,7 @@ Entries = dict[str, tuple[str, str]]  # option -> its value and its text
 
 
 def format_help(name: str, command: CommandOptions, usage: str, positionals: tuple[str, ...], topic: str | None) -> str:
-    """Return the help.
-
-    Args:
-        name: The subcommand.
-        command: The command, with its classes chosen.
-        usage: The line of usage.
-        positionals: Options that may be given without their flag.
-        topic: "all", the name of a group, or None for the first screen.
-    """
+    """Return the help on ``topic``: "all", the name of a group, or None for the first screen."""
     groups = _groups(command)
     topics = ("all", *filter(None, groups))
     if topic not in (None, *topics):

@@ -1,4 +1,4 @@
-"""The command line of a subcommand: words and YAML files to the arguments of its ``setup`` function."""
+"""Parse a subcommand's words and YAML files into the arguments of its ``setup`` function."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def parse(
 ) -> dict[str, Any] | None:
     """Return the arguments for ``setup``, or None after printing the help or the configuration.
 
-    Args:
-        name: The subcommand, for the help.
-        setup: As of :class:`CommandOptions`.
-        positionals: Parameters that may be given without their flag.
-        argv: The words after the subcommand.
+    ``positionals`` are the parameters whose flag may be omitted; ``argv`` are the words after the subcommand ``name``.
     """
     functions: tuple[Callable[..., None], ...] = (setup,)
     if name in WRAPPING and argv[:1] not in (["--help"], ["-h"], ["compatibility"]):
@@ -127,12 +123,9 @@ def read_words(
 def flatten_files(
     command: CommandOptions, files: list[tuple[str | None, dict[str, Any]]], flags: Layer
 ) -> Iterator[Layer]:
-    """Yield the options in each YAML file. Those of a training command may be in the format of another tool.
+    """Yield the options in each YAML file. A training command's files may be in the format of another tool.
 
-    Args:
-        command: The command.
-        files: Path and content of each.
-        flags: The options that override them.
+    ``files`` are pairs of path and content; ``flags`` override them.
     """
     parts = [split(values) if "train" in command.groups else ({}, values) for _, values in files]
     file_options = [list(command.flatten(values, path)) for (path, _), (_, values) in zip(files, parts, strict=True)]

@@ -15,7 +15,7 @@ from toolkit.errors import require_option
 
 
 @dataclass
-class OfRun(DataModule):
+class RunData(DataModule):
     """The data that the checkpoint was trained on."""
 
     num_workers = 0  # without annotation: not an option
@@ -63,7 +63,7 @@ class TaskOptions:
 
 def setup(
     checkpoint_dir: str,
-    data: DataModule = OfRun(),
+    data: DataModule = RunData(),
     split: Literal["val", "train"] = "val",
     micro_batch_size: PositiveInt = 4,
     eval: EvalLimits = EvalLimits(),
@@ -100,7 +100,7 @@ def setup(
         task_options: See :class:`TaskOptions`.
     """
     tasks = task_options.tasks
-    has_data = not isinstance(data, OfRun)
+    has_data = not isinstance(data, RunData)
     text_options = {
         "data": type(data).__name__ if has_data else None,
         "split": None if split == "val" else split,

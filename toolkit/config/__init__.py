@@ -1,4 +1,4 @@
-"""What a user may ask for: option groups that validate themselves. Imports no torch."""
+"""Option groups that validate themselves. Imports no torch."""
 
 from toolkit.config.options import (
     AUTO,

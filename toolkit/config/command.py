@@ -65,9 +65,7 @@ class OptionValue(NamedTuple):
 def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments for ``setup`` from Python values by name.
 
-    Args:
-        setup: A function or class as of :class:`CommandOptions`.
-        values: Groups as dictionaries or dataclasses, paths as strings or path objects, objects for choices.
+    Groups may be dictionaries or dataclasses, paths strings or path objects; choices are objects.
     """
     values = dict(values)
     add_extensions(values.pop("extensions", None), "extensions")
@@ -75,14 +73,14 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     objects = {name: values.get(name, command.parameters[name].default) for name in command.class_options}
     for name, value in objects.items():
         if not isinstance(value, base := command.class_options[name]):
-            raise UserError(f"{name} {value!r}: must be an object of a class of {base.__name__}")
+            raise UserError(f"{name} {value!r}: must be an instance of {base.__name__}")
     command.selected = {}
     command.update(command.flatten({n: v for n, v in values.items() if n not in objects}, None))
     return command.arguments(command.resolve()) | objects
 
 
 def classes_of(base: type) -> dict[str, type]:
-    """Return the classes derived from ``base`` by short name: those that its package exports, and the extensions'."""
+    """Return the classes derived from ``base`` by short name: its package's exports and the extensions' classes."""
     package = importlib.import_module(base.__module__.rpartition(".")[0])
     exported = {name: getattr(package, name) for name in package.__all__}
     derived = {name: c for name, c in exported.items() if inspect.isclass(c) and issubclass(c, base)}
@@ -104,7 +102,7 @@ def class_path(cls: type, base: type) -> str:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parameters of a function or class by name, with those that its ``**kwargs`` are forwarded to.
+    """Return the parameters of a function or class by name, also those that its ``**kwargs`` are passed to.
 
     Uses a private function of jsonargparse (tried: 4.53), which offers the same only as arguments of a parser.
     """
@@ -116,12 +114,11 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class CommandOptions:
-    """The options of a command, the classes chosen, and the values given.
+    """The options of a command, the selected classes, and the user's values.
 
-    Args:
-        functions: One, or two, the first of which takes the arguments of the second as ``run``. Their parameters are
-            scalars, dataclasses (groups of options; a flat one's fields are options without a prefix), and abstract
-            base classes (choices of a class with its options). Of two parameters of one name the first counts.
+    Of two ``functions``, the first takes the second's arguments as ``run``, and its parameter counts if both have one
+    of the same name. Parameters are scalars, dataclasses (groups of options; a flat one's fields have no prefix), and
+    abstract base classes (choices of a class with its options).
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
@@ -251,15 +248,11 @@ class CommandOptions:
     # ---- checks and conversion
 
     def resolve(self, usage: str = "") -> Namespace:
-        """Return the values of all options, checked and converted.
-
-        Args:
-            usage: For the message about a missing positional argument.
-        """
+        """Return the checked and converted values of all options; ``usage`` is for messages."""
         options = self.options()
         self._merge_into_mappings(options)
         unknown = {key: problem for key in self.values if (problem := self._describe_unknown(key, options))}
-        if unknown or self.problems:  # a file of another tool is answered whole
+        if unknown or self.problems:  # report all problems of another tool's file at once
             not_in_files = [problem for key, problem in unknown.items() if not self.values[key].source]
             raise UserError(not_in_files[0] if not_in_files else " | ".join([*self.problems, *unknown.values()]))
         for key in list(self.values):

@@ -70,10 +70,7 @@ help = -; --data NAME --help shows the options of a class
 def elsewhere(key: str, known: Container[str], show: Callable[[str], str]) -> str:
     """Return a hint such as ``; did you mean --train.save_interval?`` for the name of another tool, or an empty string.
 
-    Args:
-        key: The dotted name; the last part counts where the table lacks the complete one.
-        known: Options of the command.
-        show: Returns an option as the user writes it.
+    ``key`` is a dotted name; if the table lacks it, its last part counts. ``show`` formats an option.
     """
     key = key.replace("-", "_")
     for name in (key, key.rpartition(".")[2]):
@@ -82,8 +79,8 @@ def elsewhere(key: str, known: Container[str], show: Callable[[str], str]) -> st
             target, _, note = target.partition(";")
             option, _, value = target.partition(" ")
             if name in names.split() and (option == "-" or option in known):
-                meant = "" if option == "-" else f"; did you mean {f'{show(option)} {value}'.strip()}?"
-                return meant + (f";{note}" if note else "")
+                hint = "" if option == "-" else f"; did you mean {f'{show(option)} {value}'.strip()}?"
+                return hint + (f";{note}" if note else "")
     return ""
 
 

@@ -12,13 +12,9 @@ from toolkit.io.safe_parse import parse_yaml
 
 
 def with_entry(mapping: Any, path: Sequence[str], value: Any, named: str) -> dict[str, Any]:
-    """Return a copy of a mapping, given as such or as text, with another value at ``path``.
+    """Return a copy of a mapping, an object or YAML text, with another value at ``path``.
 
-    Args:
-        mapping: Has the first key of the path.
-        path: The keys.
-        value: The new value.
-        named: What the user gave, for the message.
+    ``mapping`` has the first key of the path; ``named`` is the option in messages.
     """
     with suppress(ValueError):
         mapping = parse_yaml(mapping) if isinstance(mapping, str) else copy.deepcopy(mapping)

@@ -63,7 +63,7 @@ def ranks_within(sources: np.ndarray, n_sources: int) -> np.ndarray:
     return ranks
 
 
-def slots_of(sources: Sequence[SourceRows]) -> np.ndarray:
+def slots_per_source(sources: Sequence[SourceRows]) -> np.ndarray:
     """Return each source's rows per ``PERIOD``, (n_sources,) int64, by the method of the largest remainder.
 
     Weights are shares of tokens, so a source of short rows gets more rows.
@@ -189,7 +189,7 @@ class MixtureOrder:
             began = state["began"]
         self._base = np.array([began[name] for name in self.weights], dtype=np.int64)
         self.began = int(self._base.sum())
-        self.slots = slots_of(sources)
+        self.slots = slots_per_source(sources)
         self._pattern = interleave(self.slots.tolist())
         self._ranks = ranks_within(self._pattern, len(sources))
         self._counters = [_TokenCounter(*pair) for pair in zip(sources, self.orders, strict=True)]
@@ -236,7 +236,7 @@ class MixtureOrder:
 
     def _tokens(self, counts: np.ndarray) -> np.ndarray:
         pairs = zip(self._counters, counts.tolist(), strict=True)
-        return np.array([counter.until(count) for counter, count in pairs], dtype=np.float64)
+        return np.array([counter.tokens_until(count) for counter, count in pairs], dtype=np.float64)
 
     def epochs(self, position: int) -> dict[str, float | None]:
         """Return how often each source has been read before ``position``; None where its length is unknown."""
@@ -275,7 +275,7 @@ class _TokenCounter:
         self._lengths = row_lengths(source.rows)
         self._last = (0, 0)  # a number of rows, and their tokens
 
-    def until(self, n_rows: int) -> float:
+    def tokens_until(self, n_rows: int) -> float:
         """Return the tokens of the first ``n_rows`` rows of the run."""
         if self._lengths is None:
             return n_rows * self._source.mean_length

@@ -23,7 +23,7 @@ def require_bounded(tokenizer: Any) -> None:
     """
     before = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
     for what, steps, factors in (("normalizer", before, _FACTORS), ("decoder", [*_steps(tokenizer.decoder)], {})):
-        if (growth := _growth(steps, factors)) > MAX_GROWTH:
+        if (growth := _max_growth(steps, factors)) > MAX_GROWTH:
             raise ValueError(
                 f"tokenizer.json: its {what} can make a text {growth:.3g} times as long, more than {MAX_GROWTH} times"
             )
@@ -41,7 +41,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
             yield step
 
 
-def _growth(steps: list[dict[str, Any]], factors: dict[str, int]) -> float:
+def _max_growth(steps: list[dict[str, Any]], factors: dict[str, int]) -> float:
     """Return an upper bound of the output characters per input character.
 
     Going from the last step to the first, every character has a weight: a bound of its output length after the

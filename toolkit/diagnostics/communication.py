@@ -28,7 +28,7 @@ class Measurement(NamedTuple):
     """The time of one operation.
 
     Args:
-        operation: Its name.
+        operation: Name of the operation.
         size: Bytes of the complete tensor.
         seconds: Time of the slowest rank, mean of several repetitions.
         algbw, busbw: Bytes per second; see the module.
@@ -55,7 +55,7 @@ def measure_collectives(device: torch.device) -> Iterator[Measurement]:
     for size in SIZES.get(device.type, SIZES["cpu"]):
         for name, (prepare, factor) in _OPERATIONS.items():
             operation, result, expected = prepare(_elements(size, n), device)
-            _time_here(operation, device, 1)
+            _local_seconds(operation, device, 1)
             _require_correct(f"{name} of {format_size(size)}", result, expected)
             seconds = _time(operation, device, 5 if size > _MIB else 20)
             yield Measurement(name, size, seconds, size / seconds, size / seconds * factor(n))
@@ -72,16 +72,16 @@ def measure_ring(device: torch.device) -> list[Link]:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    _time_here(transfer, device, 1)
+    _local_seconds(transfer, device, 1)
     _require_correct(f"transfer of {format_size(size)}", received, _values(received.numel(), (rank - 1) % n, device))
-    seconds = ranks.all_gather_object(_time_here(transfer, device, 5))
+    seconds = ranks.all_gather_object(_local_seconds(transfer, device, 5))
     return [Link((receiver - 1) % n, receiver, size / time) for receiver, time in enumerate(seconds)]
 
 
 def measure_clock_skew(leaders: list[int]) -> dict[int, float]:
     """Return by how many seconds the clock of each rank of ``leaders`` is ahead of rank 0's; empty on other ranks.
 
-    As in the network time protocol: rank 0 asks for the time, and compares it with the middle of its own waiting time.
+    As in the network time protocol: rank 0 asks for the time, and compares the answer with the middle of its wait.
     """
     skews, clock, rank = {}, torch.zeros((), dtype=torch.float64), ranks.global_rank()
     for leader in leaders:
@@ -165,10 +165,10 @@ def _require_correct(what: str, result: torch.Tensor, expected: torch.Tensor) ->
 
 def _time(operation: Callable[[], object], device: torch.device, repetitions: int) -> float:
     """Return the mean seconds of an operation on the slowest rank."""
-    return max(ranks.all_gather_object(_time_here(operation, device, repetitions)))
+    return max(ranks.all_gather_object(_local_seconds(operation, device, repetitions)))
 
 
-def _time_here(operation: Callable[[], object], device: torch.device, repetitions: int) -> float:
+def _local_seconds(operation: Callable[[], object], device: torch.device, repetitions: int) -> float:
     ranks.barrier()
     started = time.perf_counter()
     for _ in range(repetitions):
@@ -179,7 +179,7 @@ def _time_here(operation: Callable[[], object], device: torch.device, repetition
 
 
 def _wait_for_cuda() -> None:
-    """Wait for the operations so far, not forever as ``torch.cuda.synchronize`` does when a rank is missing.
+    """Wait for the operations so far with a timeout; ``torch.cuda.synchronize`` waits forever if a rank is missing.
 
     The time is shorter than the timeout of collectives, at which NCCL's watchdog ends the process without a name. Not
     tried on CUDA.

@@ -33,7 +33,7 @@ class Difference(NamedTuple):
     logged_norm: float = 0.0
     parameter: str = ""
 
-    def exceeded(self, tolerance: Difference) -> list[str]:
+    def exceeding_values(self, tolerance: Difference) -> list[str]:
         """Return the names of the values that exceed the tolerance."""
         return [name for name in VALUES if not getattr(self, name) <= getattr(tolerance, name)]  # NaN exceeds
 
@@ -63,10 +63,7 @@ def choose_tolerance(
     """Return the tolerance of N3: 1e-5 in fp32; in 16 bits twice the largest difference that another micro-batch size
     makes on one process, and at least 1e-5.
 
-    Args:
-        precision: The precision of the run.
-        reference: The steps on one process.
-        splits: The same steps on one process with other micro-batch sizes.
+    ``splits`` repeat the steps ``reference`` on one process with other micro-batch sizes.
     """
     if precision == "32-true":
         return Difference(FP32_TOLERANCE, FP32_TOLERANCE, FP32_TOLERANCE, LOGGED_NORM_TOLERANCE)

@@ -77,7 +77,7 @@ def format_sections(sections: Sections) -> str:
 
 
 def variables(environ: Mapping[str, str] = os.environ, nccl_files: Sequence[Path] | None = None) -> dict[str, str]:
-    """Return the variables that affect a run, with those that NCCL reads from its files, by name.
+    """Return the variables that affect a run, by name, from the environment and NCCL's files.
 
     Only names with known prefixes are returned, never tokens or keys; passwords in URLs are masked.
 
@@ -110,7 +110,7 @@ def find_differences(by_rank: list[Sections]) -> list[str]:
 
 
 def find_problems(sections: Sections) -> list[str]:
-    """Return what makes runs slow or fail, one line each."""
+    """Return the problems that make runs slow or fail, one line each."""
     problems = [
         f"{name}={value}: {effect}"
         for name, effect in _SLOW.items()

@@ -24,7 +24,7 @@ _CHUNK = 1 << 22  # elements
 
 
 class StepRecord(NamedTuple):
-    """What one optimizer step computed.
+    """Loss and gradient norms of one optimizer step.
 
     Args:
         loss: Mean over the supervised tokens of the global batch, in nats.

@@ -109,7 +109,7 @@ class LayoutCheck(GradientRecorder):
 def find_failure(differences: list[Difference], tolerance: Difference) -> str:
     """Describe the first step whose difference exceeds the tolerance; empty if there is none."""
     for step, difference in enumerate(differences, 1):
-        if names := difference.exceeded(tolerance):
+        if names := difference.exceeding_values(tolerance):
             texts = [
                 f"{_NAMES[name]} by {getattr(difference, name):.1e} (tolerance {getattr(tolerance, name):.1e})"
                 for name in names

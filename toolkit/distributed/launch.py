@@ -23,7 +23,7 @@ from torch import distributed as dist
 from toolkit.config import AUTO, Auto
 from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.lifeline import Lifeline
-from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, name_run, open_store, within
+from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, call_with_timeout, name_run, open_store
 from toolkit.distributed.shutdown import (
     ShutdownCoordinator,
     children,
@@ -83,7 +83,10 @@ class RunGroup:
         strategy, rank = self.fabric.strategy, self.world.global_rank
         assert isinstance(strategy, ParallelStrategy) and strategy.cluster_environment is not None
         host, port = strategy.cluster_environment.main_address, strategy.cluster_environment.main_port
-        address, limit = f"MASTER_ADDR {host}, MASTER_PORT {port}", f"within {self.timeouts.first / 60:g} minutes"
+        address, limit = (
+            f"MASTER_ADDR {host}, MASTER_PORT {port}",
+            f"within {self.timeouts.first / 60:g} minutes",
+        )
         hint = "start all processes, let every node reach this address, or raise --timeout"
         try:
             store = open_store(host, port, self.timeouts.first, is_host=rank == 0)
@@ -105,7 +108,7 @@ class RunGroup:
             self._wait_for(lifeline.ADDRESS, what)
         self.shutdown.lifeline = self._query_store(lambda: Lifeline(store, host, port, rank))
         try:
-            self._roll_call("here", what)
+            self._wait_for_ranks("here", what)
         except TimeoutError as error:
             raise UserError(f"{address}: {error} did not connect {limit}; {hint}") from None
 
@@ -135,7 +138,7 @@ class RunGroup:
         if self._store is None or lifeline is None:
             return  # one process
         try:  # torch's own wait does not detect a failed rank
-            self._roll_call("ready", "for all ranks to have the data")
+            self._wait_for_ranks("ready", "for all ranks to have the data")
         except TimeoutError as error:
             waited = f"for {self.timeouts.first / 60:g} minutes"
             raise PeerLostError(f"no answer from {error} {waited}; raise --timeout if it needs longer") from None
@@ -154,7 +157,7 @@ class RunGroup:
                 f"{self.world.num_nodes}, but {ranks.world_size()} are connected"
             )
 
-    def _roll_call(self, name: str, what: str) -> None:
+    def _wait_for_ranks(self, name: str, what: str) -> None:
         """Wait until all ranks reach this point; rank 0 enforces the timeout."""
         store = self._store
         assert store is not None
@@ -193,7 +196,7 @@ class RunGroup:
     def _query_store(self, query: Callable[[], T]) -> T:
         """Run a store query; torch's client alone would wait forever for a dead store."""
         try:
-            return within(self.timeouts.first, query)
+            return call_with_timeout(self.timeouts.first, query)
         except TimeoutError:
             minutes = self.timeouts.first / 60
             raise PeerLostError(f"no answer from rank 0's store for {minutes:g} minutes (--timeout)") from None

@@ -149,7 +149,7 @@ def wait_for_all(is_done: Callable[[float], bool], on_heartbeat: Callable[[list[
 
 
 def run_with_heartbeat(function: Callable[[], T], on_heartbeat: Callable[[list[int]], None]) -> T:
-    """Return what ``function`` returns, when the functions of all ranks have ended; every rank calls this.
+    """Run ``function`` until all ranks' functions have ended, and return its result. Every rank calls this.
 
     With several ranks it runs in a thread while this one exchanges heartbeats, so it must not call a collective. If
     another rank is lost, this raises at once and the thread continues.

@@ -47,7 +47,7 @@ def run_in_thread(function: Callable[[], T], name: str | None = None, daemon: bo
     return future
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
+def call_with_timeout(seconds: float, function: Callable[[], T]) -> T:
     """Call ``function`` in a thread with a timeout; torch's store client would wait forever for a dead store.
 
     Raises:
@@ -80,7 +80,7 @@ def open_store(host: str, port: int, seconds: float, is_host: bool) -> Store:
             time.sleep(0.2)
     timeout = timedelta(seconds=max(seconds, 5.0))
     # multi_tenant: a later run in the same processes reuses the server
-    return within(
+    return call_with_timeout(
         max(deadline - time.monotonic(), 5.0),
         lambda: dist.TCPStore(host, port, None, is_host, timeout, wait_for_workers=False, multi_tenant=True),
     )

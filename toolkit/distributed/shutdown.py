@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from toolkit.distributed import ranks
 from toolkit.distributed.lifeline import Lifeline
-from toolkit.distributed.rendezvous import FAILED, within
+from toolkit.distributed.rendezvous import FAILED, call_with_timeout
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CommandError, PeerLostError, PeerShutdownError, mark_reported
 
@@ -190,7 +190,7 @@ class ShutdownCoordinator:
             error.exit_code if isinstance(error, CommandError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         )
         with suppress(Exception):  # the store may be missing, unresponsive, or lost with rank 0
-            within(
+            call_with_timeout(
                 EXIT_TIMEOUT_S, lambda: self.store.set(key, f"{code} {'' if error is None else prefix + _text(error)}")
             )
 
@@ -212,7 +212,7 @@ class ShutdownCoordinator:
             return None
 
         with suppress(Exception):
-            return within(seconds, poll)
+            return call_with_timeout(seconds, poll)
         return None
 
 

@@ -44,7 +44,7 @@ class SignalWatch:
     def ignore(self) -> None:
         """Ignore further signals until the process ends: its state is saved and must be reported.
 
-        In a process that continues, :func:`handlers_restored` restores the handlers.
+        In a process that continues, :func:`restore_handlers_on_exit` restores the handlers.
         """
         while self._previous:  # SIG_IGN, because Python removes its own handlers before the process exits
             signal.signal(self._previous.popitem()[0], signal.SIG_IGN)
@@ -54,7 +54,7 @@ class SignalWatch:
 
 
 @contextmanager
-def handlers_restored() -> Iterator[None]:
+def restore_handlers_on_exit() -> Iterator[None]:
     """Restore the previous signal handlers on exit."""
     before: dict[int, Any] = {number: signal.getsignal(number) for number in WATCHED}
     try:

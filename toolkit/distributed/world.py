@@ -121,7 +121,7 @@ def _read_torchrun(devices: int | Auto, num_nodes: int | Auto, environ: Environ)
         )
     local_rank = _number("LOCAL_RANK", environ, 0, below=per_node)
     node_rank = _number("GROUP_RANK", environ, 0, below=nodes, default=0 if nodes == 1 else None)
-    return _checked(WorldInfo(per_node, nodes, node_rank, local_rank, "torchrun", False), environ)
+    return _check_rank(WorldInfo(per_node, nodes, node_rank, local_rank, "torchrun", False), environ)
 
 
 def _is_slurm_task(environ: Environ) -> bool:
@@ -209,7 +209,7 @@ def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -
     # On one node, too: otherwise every process would choose another free port.
     if devices * nodes > 1:
         _require(["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"], nodes, environ)
-    return _checked(WorldInfo(devices, nodes, node_rank, local_rank, "manual", False), environ)
+    return _check_rank(WorldInfo(devices, nodes, node_rank, local_rank, "manual", False), environ)
 
 
 def _read_no_launcher(devices: int | Auto, num_nodes: int | Auto, available: int | None, environ: Environ) -> WorldInfo:
@@ -257,7 +257,7 @@ def _check_available(world: WorldInfo, available: int | None, environ: Environ) 
     raise UserError(f"--devices {world.devices}: this machine has {count}; use {hint}")
 
 
-def _checked(world: WorldInfo, environ: Environ) -> WorldInfo:
+def _check_rank(world: WorldInfo, environ: Environ) -> WorldInfo:
     if (rank := _number("RANK", environ, 0, default=world.global_rank)) != world.global_rank:
         raise UserError(
             f"RANK={rank}: process {world.local_rank} of node {world.node_rank}, with {world.devices} on each node, "

@@ -41,7 +41,7 @@ class Conversation:
     """A multi-turn chat. For each question only the new tokens of the prompt are computed.
 
     Args:
-        model: In evaluation mode.
+        model: The model, in evaluation mode.
         tokenizer: The model's tokenizer.
         template: Chat template that renders the messages.
         system: System message; None for the template's default.

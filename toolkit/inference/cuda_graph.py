@@ -1,4 +1,4 @@
-"""CUDA graphs: a step of many small kernels as one launch. Not tried on CUDA."""
+"""Launch a step of many small kernels as one CUDA graph. Not tried on CUDA."""
 
 from __future__ import annotations
 

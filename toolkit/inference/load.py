@@ -18,7 +18,7 @@ from toolkit.models.quantize import Quantize, quantize_linears
 _DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     folder: Path
     model: GPT
     """The model in evaluation mode; for a LoRA checkpoint the base with unmerged adapters."""
@@ -34,7 +34,7 @@ def load_checkpoint(
     precision: Literal["32-true", "bf16-true"] | None,
     quantize: Quantize | None = None,
     verify_checkpoint: bool = True,
-) -> Loaded:
+) -> LoadedModel:
     """Load a checkpoint with its tokenizer.
 
     Args:
@@ -55,7 +55,7 @@ def load_checkpoint(
         model = load_model(folder, device, dtype, base_checkpoint_dir)
     else:
         model = load_quantized(folder, quantize, device, dtype, base_checkpoint_dir)
-    return Loaded(folder, model.eval(), tokenizer, device)
+    return LoadedModel(folder, model.eval(), tokenizer, device)
 
 
 def load_quantized(

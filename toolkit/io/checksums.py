@@ -47,7 +47,7 @@ def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
 
     Checksums that were read from a file must have passed :func:`check_entries`.
     """
-    damaged = {name: why for name, entry in files.items() if (why := _wrong_size(Path(folder) / name, entry["size"]))}
+    damaged = {name: why for name, entry in files.items() if (why := _size_problem(Path(folder) / name, entry["size"]))}
     chunks = [
         (name, index * CHUNK, value)
         for name, entry in files.items()
@@ -95,7 +95,7 @@ def _size(path: Path) -> int:
     return status.st_size
 
 
-def _wrong_size(path: Path, expected: int) -> str | None:
+def _size_problem(path: Path, expected: int) -> str | None:
     try:
         size = _size(path)
     except FileNotFoundError:

@@ -74,7 +74,7 @@ def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, closed: 
     raise AssertionError
 
 
-def _retried(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
+def _with_retries(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
     """Repeat a method of :class:`Storage` after failures that may pass."""
 
     @functools.wraps(method)
@@ -107,7 +107,7 @@ class Storage:
 
     # ---- objects
 
-    @_retried
+    @_with_retries
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
         """Return the bytes of an object, or a part of them; None if it does not exist."""
         try:
@@ -115,11 +115,11 @@ class Storage:
         except FileNotFoundError as error:
             return _missing(error, None)
         except OSError as error:
-            if _code(error)[0] != "InvalidRange":
+            if _response_code(error)[0] != "InvalidRange":
                 raise
             return b""  # the object ends before
 
-    @_retried
+    @_with_retries
     def write(self, name: str, content: bytes) -> None:
         """Write an object and check its size."""
         self._make_parent(name)
@@ -134,20 +134,20 @@ class Storage:
         """
         self._put(file, name, file.stat().st_size)
 
-    @_retried
+    @_with_retries
     def _put(self, file: Path, name: str, size: int) -> None:
         self._make_parent(name)
         self.fs.put_file(str(file), self._path(name))
         self._require_size(name, size)
 
-    @_retried
+    @_with_retries
     def copy(self, source: str, target: str) -> None:
         """Copy an object within the storage, which moves no bytes to this machine."""
         self._make_parent(target)
         self.fs.cp_file(self._path(source), self._path(target))
         self._require_size(target, self.fs.info(self._path(source))["size"])
 
-    @_retried
+    @_with_retries
     def delete(self, name: str) -> None:
         """Delete an object, if it exists."""
         try:
@@ -155,7 +155,7 @@ class Storage:
         except FileNotFoundError as error:
             _missing(error, None)
 
-    @_retried
+    @_with_retries
     def exists(self, name: str) -> bool:
         """Whether there is such an object."""
         try:
@@ -165,7 +165,7 @@ class Storage:
 
     # ---- folders
 
-    @_retried
+    @_with_retries
     def entries(self, folder: str = "") -> dict[str, bool]:
         """Return the names in a folder, and whether each is a folder itself; nothing if there is no such folder."""
         try:
@@ -218,7 +218,7 @@ class Storage:
 
 def _missing(error: FileNotFoundError, value: T) -> T:
     """Return ``value`` for a missing object; a missing bucket is an error."""
-    if _code(error)[0] == "NoSuchBucket":
+    if _response_code(error)[0] == "NoSuchBucket":
         raise error
     return value
 
@@ -245,7 +245,7 @@ def _connect(url: str, flag: str) -> Any:
         # s3fs repeats requests itself, also the parts of a large file. botocore's own retries would draw from `random`.
         from s3fs.core import set_custom_error_handler
 
-        set_custom_error_handler(lambda error: _code(error)[1] >= 500 and _code(error)[1] != 507)
+        set_custom_error_handler(lambda error: _response_code(error)[1] >= 500 and _response_code(error)[1] != 507)
         options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
     try:
         return cls(**options)
@@ -257,7 +257,7 @@ def describe(error: BaseException, url: str) -> tuple[str, bool]:
     """Return what an error of a storage means, with a fix, on one line without credentials, and whether another attempt
     may succeed. ``url`` is what the request asked for, or the path of a local file."""
     scheme, is_remote, _ = url.partition("://")
-    chain, (code, status) = list(_chain(error)), _code(error)
+    chain, (code, status) = list(_chain(error)), _response_code(error)
     names = {type(e).__name__ for e in chain}
     if isinstance(error, ImportError):
         install = f"run: pip install {PACKAGES[scheme]}" if PACKAGES.get(scheme) else "install the package for it"
@@ -303,7 +303,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _code(error: BaseException) -> tuple[str, int]:
+def _response_code(error: BaseException) -> tuple[str, int]:
     """Return the error code and HTTP status of a response of S3; "" and 0 if the error has none."""
     for cause in _chain(error):
         response = getattr(cause, "response", None)

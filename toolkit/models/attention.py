@@ -93,7 +93,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention with the kernel of the mask; without one, with masks, which are also the reference of the kernels.
+    """Compute attention with the mask's kernel, or with explicit masks if it has none, as in the kernels' reference.
 
     q: (B, n_head, T, width), multiplied by ``scale``; k and v: (B, n_query_groups, keys, width). Returns
     (B, n_head, T, width), in the dtype of q, or of autocast.

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.models.mixed_mm import holds_values
+from toolkit.models.mixed_mm import has_values
 
 CrossEntropy = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -45,11 +45,11 @@ def cross_entropy_(
         logits.mul_(softcap)
     at = (targets if ignored is None else targets.where(~ignored, 0))[:, None]
     softmax = _softmax_once_ if logits.device.type == "cpu" else _softmax_
-    probabilities, of_targets, losses = softmax(logits, at)
+    probabilities, target_probs, losses = softmax(logits, at)
     losses = losses if ignored is None else losses.masked_fill(ignored, 0.0)
     if dtype is None:
         return losses, None
-    grad = probabilities.scatter_(1, at, of_targets - 1)  # not scatter_add_: one element per row, deterministic
+    grad = probabilities.scatter_(1, at, target_probs - 1)  # not scatter_add_: one element per row, deterministic
     if slope is not None:
         grad.mul_(slope)
     if ignored is not None:
@@ -63,15 +63,15 @@ def _softmax_once_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor
     On a CPU the exponential takes most of the time: this computes it once per logit.
     """
     probabilities = torch.softmax(logits, dim=1, out=logits)
-    of_targets = probabilities.gather(1, at)
-    return probabilities, of_targets, -of_targets.log().squeeze(1)
+    target_probs = probabilities.gather(1, at)
+    return probabilities, target_probs, -target_probs.log().squeeze(1)
 
 
 def _softmax_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`_softmax_once_`, but exact for losses of any size, with a second exponential per logit."""
     log_p = torch.log_softmax(logits, dim=1, out=logits)
-    of_targets = log_p.gather(1, at)
-    return log_p.exp_(), of_targets.exp(), -of_targets.squeeze(1)
+    target_log_probs = log_p.gather(1, at)
+    return log_p.exp_(), target_log_probs.exp(), -target_log_probs.squeeze(1)
 
 
 def pointwise_cross_entropy(
@@ -108,7 +108,7 @@ def choose_cross_entropy(
     It must agree with :func:`cross_entropy_` on a few rows before its first use; the check waits for the device, once
     per process. On a CPU it is slower than :func:`cross_entropy_`. Not tried on CUDA.
     """
-    can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and holds_values(logits)
+    can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and has_values(logits)
     if not can_run or importlib.util.find_spec("triton") is None:
         return cross_entropy_
     return _checked_kernel(logits.device, logits.size(1), bias is not None, softcap, dtype)

@@ -228,9 +228,9 @@ class GPT(nn.Module, metaclass=InitializedModel):
         kv_cache: KVCache | None = None,
         sequence_length: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, BlockInputs]:
-        """Return the input of the first block, (B, T, n_embd), and what all blocks share.
+        """Return the input of the first block, (B, T, n_embd), and the blocks' shared inputs.
 
-        The arguments are :meth:`forward`'s.
+        Takes the arguments of :meth:`forward`.
         """
         T = input_ids.size(1)
         uniform_length = self.uniform_length if kv_cache is None else 0

@@ -22,7 +22,7 @@ def addmm_fp32_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.addmm_(a, b)
     elif not _has_fp32_results(a):
         total += a @ b
-    elif holds_values(total):
+    elif has_values(total):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:  # addmm with out_dtype has no kernel for meta and fake tensors
         total += torch.mm(a, b, out_dtype=torch.float32)
@@ -31,10 +31,10 @@ def addmm_fp32_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def _has_fp32_results(a: torch.Tensor) -> bool:
     if a.device.type != "cuda":
         return False
-    return not holds_values(a) or _check_fp32_results(a.device, a.dtype)
+    return not has_values(a) or _check_fp32_results(a.device, a.dtype)
 
 
-def holds_values(tensor: torch.Tensor) -> bool:
+def has_values(tensor: torch.Tensor) -> bool:
     """False for meta tensors and FakeTensors, with which costs are counted."""
     return type(tensor) is torch.Tensor and not tensor.is_meta
 

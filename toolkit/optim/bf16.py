@@ -76,7 +76,7 @@ class BF16Optimizer(torch.optim.Optimizer):
                     target.grad.div_(self.divisor.to(target.device))
             stored = self.state[parameter]
             if any(key not in (MASTER, ROUNDING) for key in stored):  # otherwise this is the first step
-                states[target] = {k: self._widened(v) for k, v in stored.items() if k not in (MASTER, ROUNDING)}
+                states[target] = {k: self._to_fp32(v) for k, v in stored.items() if k not in (MASTER, ROUNDING)}
         self._inner.param_groups, self._inner.state = [{**group, "params": targets}], states
         self._inner.step()
         for parameter, target in zip(parameters, targets, strict=True):
@@ -92,11 +92,11 @@ class BF16Optimizer(torch.optim.Optimizer):
             state[MASTER] = parameter.detach().float()
         return state[MASTER]
 
-    def _widened(self, value: Any) -> Any:
+    def _to_fp32(self, value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
     def _store(self, parameter: Tensor, values: dict[str, Any]) -> None:
-        """Put the inner optimizer's state of a weight into this one's."""
+        """Store the inner optimizer's state of a weight in this optimizer's."""
         stored = self.state[parameter]
         generator = self._generator(parameter) if self._has_bf16_moments else None
         for key, value in values.items():

@@ -97,10 +97,10 @@ def build_optimizer(
     name, state_dtype = arguments.pop("name"), arguments.pop("state_dtype", "auto")
     cls: type = given_class or optimizer_class(name)  # its arguments differ from the base class's
     takes = inspect.signature(cls).parameters
-    combined = cls if issubclass(cls, HybridOptimizer) else None
+    hybrid_class = cls if issubclass(cls, HybridOptimizer) else None
     split_qkv, ratio = arguments.get("split_qkv", False), arguments.pop("loraplus_lr_ratio", 1.0)
     decay = arguments.pop("weight_decay", 0.0)
-    groups = parameter_groups(model, decay, no_decay, combined, in_blocks, split_qkv=split_qkv, b_lr_ratio=ratio)
+    groups = parameter_groups(model, decay, no_decay, hybrid_class, in_blocks, split_qkv=split_qkv, b_lr_ratio=ratio)
     if "weight_decay" not in takes and ratio == 1:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & arguments.keys():

@@ -48,7 +48,7 @@ def parameter_groups(
     model: nn.Module,
     weight_decay: float,
     no_decay: frozenset[str],
-    combined: type[HybridOptimizer] | None = None,
+    hybrid_class: type[HybridOptimizer] | None = None,
     in_blocks: Mapping[str, tuple[int, ...]] | None = None,
     *,
     split_qkv: bool = False,
@@ -57,7 +57,7 @@ def parameter_groups(
     """Split the trainable parameters, sharded or not, into groups with and without weight decay.
 
     Args:
-        combined: Each group is split into the parameters that its main optimizer takes, ``main`` true, and the rest.
+        hybrid_class: Splits each group into its main optimizer's parameters, ``main`` true, and the rest.
         in_blocks: See :func:`~toolkit.optim.classes.block_params`.
         split_qkv: Give the main optimizer weights with stacked matrices in groups of the same ``rows``.
         b_lr_ratio: Learning rate of the adapters' B relative to the others, ``lr_ratio`` of its groups.
@@ -68,13 +68,13 @@ def parameter_groups(
         if parameter.requires_grad:
             name = canonical_name(name)
             decays = name not in no_decay
-            is_main = combined is not None and combined.is_main(parameter, name in in_blocks, decays)
+            is_main = hybrid_class is not None and hybrid_class.is_main(parameter, name in in_blocks, decays)
             rows = in_blocks[name] if is_main and split_qkv else ()
             ratio = b_lr_ratio if is_adapter(name) and name.endswith(".B") else 1.0
             parts.setdefault((decays, is_main, rows, ratio), []).append(parameter)
     return [
         {"params": parts[key], "weight_decay": weight_decay if key[0] else 0.0}
-        | ({} if combined is None else {"main": key[1]})
+        | ({} if hybrid_class is None else {"main": key[1]})
         | ({"rows": key[2]} if split_qkv else {})
         | ({"lr_ratio": key[3]} if b_lr_ratio != 1 else {})
         for key in sorted(parts, reverse=True)

@@ -28,7 +28,7 @@ class Update:
     """Clips the gradient, and updates the weights after the host has read that norm and loss are finite.
 
     Args:
-        model, optimizer: As Fabric has wrapped them.
+        model, optimizer: The objects that Fabric returned.
         max_norm: Clip the norm of the gradient to this; None or 0 does not clip.
         before_update: Called when the gradient is complete, checked and clipped.
     """

@@ -79,12 +79,12 @@ def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = m
         if fits and {text for text, _ in changes} <= {text for text, _ in changes_made}:
             steps, changes_made = fewer, changes
     return [
-        Advice(text, p.memory.total / 1e9, not limits.excess(p), p.node_memory / 1e9, _price(text, p))
+        Advice(text, p.memory.total / 1e9, not limits.excess(p), p.node_memory / 1e9, _quality_cost(text, p))
         for text, p in changes_made
     ]
 
 
-def _price(change: str, plan: RunPlan) -> str:
+def _quality_cost(change: str, plan: RunPlan) -> str:
     is_rounded = change == "--precision bf16-true" and plan.args.lora is None
     return "small updates round away: 4 % higher loss in a test" if is_rounded else ""
 
@@ -176,7 +176,7 @@ def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
 
 
 def _rounded_weights(plan: RunPlan) -> Iterator[Change]:
-    """All weights in bf16, where adapters are no choice; the run says how many steps round away."""
+    """Store all weights in bf16 if adapters are not possible; the run reports how many updates round away."""
     args = plan.args
     if args.lora is None and plan.config.precision not in ("bf16-true", "bf16-master"):
         optimizer = replace(args.optimizer, state_dtype=AUTO)

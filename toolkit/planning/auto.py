@@ -162,7 +162,7 @@ def _sizes(args: RunArgs, world_size: int) -> list[int]:
 
 
 def _minimize_memory(args: RunArgs, world_size: int, num_nodes: int, estimate: MemoryEstimate) -> AutoChoices:
-    """Return the combination that needs the least memory; where that is unknown, every change."""
+    """Return the combination that needs the least memory; if the memory is unknown, all changes."""
     sizes, default = _sizes(args, world_size), args.defaults.micro_batch_size
     choices: dict[str, list[Any]] = {
         SIZE: [size for size in sizes if size <= default],

@@ -24,13 +24,12 @@ HYBRID = ("Muon", "AdamW8bit")
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a run that the table checks. Rows about facts that are not known yet do not apply.
+    """The facts about a run that the table checks; None, "" and 0 are unknown. Rows about unknown facts do not apply.
 
     Args:
-        args: The options.
-        precision: The resolved precision; "" if unknown.
-        device: "cpu", "cuda" or "mps"; "" if unknown.
-        world_size: Processes of the run; 0 if unknown.
+        precision: The resolved precision.
+        device: "cpu", "cuda" or "mps".
+        world_size: Processes of the run.
         strategy: The resolved strategy.
         batch: The division of the global batch.
         has_moments: Whether the optimizer has state of the shape of the weights.
@@ -104,7 +103,7 @@ class Facts:
         return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
 
     def uses(self, *optimizers: str) -> bool:
-        """Whether the optimizer is one of torch's or toolkit's of these names, in lower case."""
+        """Whether a built-in optimizer has one of these lower-case names."""
         return self.args.optimizer_class is None and self.args.optimizer.name.lower() in optimizers
 
     def text(self, name: str) -> str:

@@ -15,13 +15,8 @@ MIN_STEPS, MIN_MINUTES = 100, 10
 def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | None) -> tuple[str, str]:
     """Return the compiler of a run, and the reason where ``--compiler`` is "auto".
 
-    torch on CUDA where all rows have the same length and the run is long. On a CPU nothing is compiled: it was measured
-    to gain 7 % at most, after hundreds of steps.
-
-    Args:
-        config: The configuration of the run.
-        is_ragged: Whether rows differ in length.
-        steps: Optimizer steps of the complete run, so that a resumed run decides alike; None if unknown.
+    On CUDA it is torch if all rows have the same length and the run is long. On a CPU nothing is compiled: the gain was
+    7 % at most, after hundreds of steps. ``steps`` are the complete run's, so that a resumed run decides alike.
     """
     if config.args.compiler != AUTO:
         return config.args.compiler, ""

@@ -46,8 +46,8 @@ class Memory:
         gradients: Gradients of trainable parameters, in the dtype of the parameters; bf16-master's accumulate in
             fp32.
         optimizer: Optimizer state, with the fp32 masters of bf16-master.
-        update: What an optimizer step holds in fp32 of gradients and moments that are stored in bf16, and the matrices
-            of Muon's iteration.
+        update: Temporary tensors of an optimizer step: fp32 gradients and moments that are stored in bf16, and the
+            matrices of Muon's iteration.
         cast_weights: Autocast's 16-bit copies of the blocks' weights.
         unsharded_unit: FSDP's all-gathered root unit and two blocks, with the gradients of root and one block.
         activations: Tensors saved for the backward pass.
@@ -60,7 +60,7 @@ class Memory:
         host: FSDP's offloaded shards of weights, gradients and optimizer, per process in CPU memory; no part of
             ``total``.
         host_copy: The copy of the state that --train.async_save writes, in CPU memory next to a GPU; no part of
-            ``total``. Of unsharded checkpoints rank 0 has it.
+            ``total``. Only rank 0 has it for unsharded checkpoints.
     """
 
     weights: float
@@ -104,10 +104,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters.
+    """Parameter counts.
 
     Args:
-        total: All parameters, adapters included; tied ones once.
+        total: All parameters, adapters included; tied parameters once.
         trained: Trainable parameters.
         matmul: Parameters in a matrix product for every token (see :mod:`toolkit.planning.speed.flops`).
     """
@@ -126,10 +126,7 @@ def count_parameters(model: nn.Module) -> Parameters:
 def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations: bool = True) -> Memory:
     """Return the memory of one device.
 
-    Args:
-        setup: The run.
-        model: The model on the meta device, if there is one.
-        with_activations: Measure activations, which takes most of the time; otherwise they are zero.
+    ``model`` is on the meta device. Without ``with_activations``, which take most of the time, they count as zero.
     """
     model = model_of(setup.config, setup.lora) if model is None else model
     quantized = quantized_weights(setup, model)
@@ -211,8 +208,8 @@ def _host_bytes(setup: MemoryInputs, base: list[nn.Parameter], trained: list[nn.
 def _copied_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
     """Return the bytes of weights and optimizer state that a process copies to write a checkpoint.
 
-    Rank 0 copies all of them, of adapters without their base, of masters without their bf16 weights; of a sharded
-    checkpoint each process what it will write, and each shard is written once.
+    For an unsharded checkpoint rank 0 copies everything except the adapters' base and bf16 weights that have masters;
+    for a sharded one each process copies the shards that it writes.
     """
     adapters = [p for name, p in model.named_parameters() if is_adapter(name)]
     saved = [p for p in base if not (p.requires_grad and setup.has_masters)]

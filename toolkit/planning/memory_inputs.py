@@ -1,4 +1,4 @@
-"""What the memory of a run depends on."""
+"""The inputs of the memory estimate."""
 
 from __future__ import annotations
 
@@ -22,26 +22,22 @@ FP32, INT64 = 4, 8
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What the memory of a run depends on.
+    """The properties of a run that determine its memory.
 
     Args:
         config: The architecture, with its vocabulary.
-        precision: The compute precision.
-        strategy: The distributed strategy.
         micro_batch_size: Sequences per forward pass on one device.
         accumulation: Micro-batches per optimizer step.
         seq_length: Tokens per sequence.
-        optimizer: What :func:`toolkit.optim.classes.resolve_optimizer` returns.
+        optimizer: Options from :func:`toolkit.optim.classes.resolve_optimizer`.
         device: "cuda", "cpu" or "mps".
         lora: Adapter configuration; None trains all weights.
         quantize: One of :data:`toolkit.planning.memory.QUANTIZED_BYTES`; None does not quantize.
-        packed: Several documents share a row; they do not attend to each other.
-        fsdp: Further FSDP options; ``accumulate`` is resolved.
-        ddp: Further DDP options.
+        packed: Whether several documents share a row, without attention between them.
+        fsdp: FSDP options; ``accumulate`` is resolved.
         optimizer_class: A class outside torch.optim.
-        activation_checkpointing: What the backward pass recomputes.
-        in_backward: Each weight is updated, and its gradient freed, during the backward pass.
-        async_save: Checkpoints are written from a copy of the state.
+        in_backward: Whether weights are updated, and gradients freed, during the backward pass.
+        async_save: Whether checkpoints are written from a copy of the state.
     """
 
     config: ModelConfig

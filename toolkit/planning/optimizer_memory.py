@@ -110,12 +110,12 @@ def muon_shapes(setup: MemoryInputs, model: GPT) -> list[tuple[int, int]]:
 
 def main_params(setup: MemoryInputs, model: GPT) -> set[str]:
     """Return the names of the parameters that a hybrid optimizer's main optimizer updates."""
-    combined = None if setup.optimizer_class else HYBRID.get(setup.optimizer["name"])
-    if combined is None:
+    hybrid_class = None if setup.optimizer_class else HYBRID.get(setup.optimizer["name"])
+    if hybrid_class is None:
         return set()
     no_decay, inside = no_decay_params(model), block_params(model, (Block,))
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    return {name for name, p in trained if combined.is_main(p, name in inside, name not in no_decay)}
+    return {name for name, p in trained if hybrid_class.is_main(p, name in inside, name not in no_decay)}
 
 
 def state_bytes(

@@ -54,7 +54,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A run before anything is started. What its data and its checkpoint add is in the trainer's ``StartState``.
+    """A run before anything is started. Its data and checkpoint are in the trainer's ``StartState``.
 
     Args:
         args: The options, with at least one limit of the run.
@@ -65,9 +65,9 @@ class ResolvedConfig:
         model: The architecture; None for a user-provided module. The data may define its vocabulary.
         max_seq_length: Tokens of the longest row; None where the rows of a user-provided module decide.
         optimizer: See :func:`toolkit.optim.classes.resolve_optimizer`.
-        accumulate: How FSDP keeps gradients between micro-batches.
-        reasons: Why options that were "auto" have their values, for display.
-        preset: The options that ``--preset`` has set, for display.
+        accumulate: FSDP's mode of gradient accumulation.
+        reasons: Reason of each "auto" option's value, for display.
+        preset: The options set by ``--preset``, for display.
     """
 
     args: RunArgs
@@ -106,7 +106,7 @@ class ResolvedConfig:
 
 
 def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
-    """Resolve what the user left open, and check that the options are supported together.
+    """Resolve options that are "auto", and check that the options are compatible.
 
     This is the second stage, which needs torch; the first one is :func:`toolkit.planning.run_args.run_args`.
     """

@@ -154,7 +154,7 @@ def read_lora(adapters: LoRAOptions, checkpoint_dir: str, verify_checkpoint: boo
 
 
 def hyperparameters(args: RunArgs) -> dict[str, Any]:
-    """Return the options of a run as ``toolkit SUB --config`` takes them; of ready data only the class."""
+    """Return the options of a run as ``toolkit SUB --config`` takes them; data from Python is named by class."""
     values: dict[str, Any] = {"checkpoint_dir": args.initial_checkpoint_dir}
     if not args.is_finetune:
         values = {name: getattr(args, name) for name in ("model_name", "model_config", "initial_checkpoint_dir")}

@@ -183,12 +183,16 @@ def restore(checkpointer: Checkpointer, folder: Path, report: Callable[[str], No
     set_learning_rate(checkpointer.optimizer, schedule.learning_rate(max(progress.step - 1, 0)))
     report(f"resuming from {folder}: step {progress.step}, {progress.tokens:,} tokens")
     old, new = read_meta(folder)["schedule"], asdict(schedule)
-    changes = [f"{name} {_short(old.get(name))} -> {_short(new[name])}" for name in new if old.get(name) != new[name]]
+    changes = [
+        f"{name} {_format_value(old.get(name))} -> {_format_value(new[name])}"
+        for name in new
+        if old.get(name) != new[name]
+    ]
     if changes:
         report(f"LR schedule changed on resume: {', '.join(changes)}")
 
 
-def _short(value: object) -> object:
+def _format_value(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 

@@ -47,13 +47,13 @@ class RunFingerprint:
             raise UserError(
                 f"--resume {folder}: is of a run of {command}; resume it with that, or give another --out_dir"
             )
-        old, new = by_flag(saved), by_flag(now)
+        old, new = values_by_flag(saved), values_by_flag(now)
         for flag in new | old:
             _require_equal(flag, old.get(flag), new.get(flag), folder)
 
 
-def by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a :class:`RunFingerprint` by flag; of the data only its hash."""
+def values_by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a :class:`RunFingerprint` by flag; the data's value is its hash."""
     values = {f"--{name}": fingerprint.get(name) for name in ("data", "train.global_batch_size", "seed", "precision")}
     values["--train.global_batch_size"] = fingerprint.get("global_batch_size")
     for group, prefix in (

@@ -139,7 +139,7 @@ class Checkpointer:
         state = load_state(file)
         for name, kind in (("optimizer", dict), ("rng", list)):
             if not isinstance(state.get(name), kind):
-                raise UserError(f"{file}: {name}: is missing or no {kind.__name__}; resume from another checkpoint")
+                raise UserError(f"{file}: {name}: is missing or not a {kind.__name__}; resume from another checkpoint")
         may_be_empty = step == 0 or self.scaler is not None  # which may have skipped all steps
         shards = folder / TRAINER / OPTIMIZER
         load_optimizer(

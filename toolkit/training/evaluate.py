@@ -39,7 +39,7 @@ from toolkit.training.validate import batches_by_source, validate
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedModel:
     """A checkpoint to evaluate on one device, with its adapters unmerged."""
 
     folder: Path
@@ -57,7 +57,7 @@ def open_checkpoint(
     precision: Precision | Auto,
     quantize: Quantize | None = None,
     verify: bool = True,
-) -> Evaluated:
+) -> EvaluatedModel:
     """Load what is to be evaluated."""
     # hyperparameters.yaml is not editable here: it names the data
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify, _notice, editable=())
@@ -75,11 +75,11 @@ def open_checkpoint(
         resolved = fabric.strategy.precision.precision
         require_option(resolved != "16-mixed", "precision", resolved, f"is not supported with --quantize {quantize}")
         model = load_quantized(folder, quantize, fabric.device, dtype, base_checkpoint_dir)
-    return Evaluated(folder, fabric, model, tokenizer)
+    return EvaluatedModel(folder, fabric, model, tokenizer)
 
 
 def evaluate(
-    checkpoint: Evaluated,
+    checkpoint: EvaluatedModel,
     data: DataModule | None,
     *,
     split: Literal["val", "train"],
@@ -136,7 +136,7 @@ def evaluate(
 
 
 def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str, read: Counter[str]) -> Iterator[Batch]:
-    """Yield the batches and count what is ``read``; a token that the model does not embed is an error.
+    """Yield the batches, and count rows and tokens in ``read``; a token that the model does not embed is an error.
 
     Not all token files store the largest.
     """
@@ -181,7 +181,7 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
 
 
 def _require_known_sources(options: dict[str, Any]) -> None:
-    """Refuse the sources of a mixture that are no classes of toolkit and its extensions: importing others runs code."""
+    """Reject sources of a mixture that are not classes of toolkit or an extension: importing others runs code."""
     for name, source in options["sources"].items():
         if (path := source["data"]["class_path"]) not in classes_of(DataModule) or path == "Mixture":
             raise UserError(f"sources.{name}: {path} is no data module of toolkit")
@@ -198,7 +198,7 @@ def option_to_trust(data: DataModule) -> str | None:
 
 
 def evaluate_tasks(
-    checkpoint: Evaluated,
+    checkpoint: EvaluatedModel,
     tasks: str,
     *,
     micro_batch_size: int,

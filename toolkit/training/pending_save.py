@@ -16,7 +16,7 @@ from toolkit.checkpoints.run.sharded import ShardedSave, check_sharded
 from toolkit.checkpoints.store import (
     begin_checkpoint,
     commit_checkpoint,
-    deleted_on_error,
+    delete_on_error,
     discard,
     file_names,
     prune,
@@ -158,7 +158,7 @@ class PendingSave:
     def commit_alone(self, keep_last: int) -> Path:
         """Publish an unsharded checkpoint on rank 0 without the other ranks, which may have exited."""
         assert self._tmp is not None and not self._shards and ranks.global_rank() == 0 and self._search is None
-        with deleted_on_error(self._tmp, self.folder):
+        with delete_on_error(self._tmp, self.folder):
             if self._error is not None:
                 raise self._error
             assert isinstance(self._checksums, dict)
@@ -194,7 +194,7 @@ class PendingSave:
         error: Exception | None = None
         try:
             tmp = self._tmp if ranks.global_rank() == 0 else None
-            with nullcontext() if tmp is None else deleted_on_error(tmp, self.folder):
+            with nullcontext() if tmp is None else delete_on_error(tmp, self.folder):
                 yield
         except Exception as caught:
             error = caught

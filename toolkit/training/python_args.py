@@ -22,7 +22,7 @@ from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.data.tokens.iterable import IN_ORDER, IterableData, is_iterable, is_loader
 from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
-from toolkit.distributed.signals import handlers_restored
+from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.extension import import_object
 from toolkit.io.paths import require_local
@@ -116,7 +116,7 @@ def run_from_python(
     check_start(args)
     _require_script(args)
     try:
-        with handlers_restored():
+        with restore_handlers_on_exit():
             run(args, callbacks)
         return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: read_result(args.run_dir)))
     except PeerShutdownError as error:
@@ -144,7 +144,7 @@ def _require_script(args: RunArgs) -> None:
 def _read_model(
     model: Any, block_classes: Iterable[type[nn.Module] | str] | None, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of RunArgs that say what is trained."""
+    """Return the fields of RunArgs that define the model."""
     if model is not None and arguments["model_name"] is not None:
         raise UserError(f"model_name {arguments['model_name']}: a model is given, too; remove one of them")
     if isinstance(model, nn.Module):

@@ -24,7 +24,7 @@ from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.extension import extension_versions, hash_sources, registered
 from toolkit.planning.run_args import RunArgs, callback_paths, hyperparameters
-from toolkit.training.checkpoint_meta import RunFingerprint, by_flag
+from toolkit.training.checkpoint_meta import RunFingerprint, values_by_flag
 
 BY_MEMORY = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
 """Options that "auto" chooses from the memory of a device."""
@@ -44,7 +44,7 @@ def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
     """Check that all ranks run the same code with the same options on the same data."""
     flags = flatten(hyperparameters(args) | {"resume": args.resume, "timeout": args.timeout})
     flags = {flag: value for flag, value in flags.items() if not any(fnmatch(flag, name) for name in MAY_DIFFER)}
-    everywhere = ranks.all_gather_object(code_versions(args) | flags | by_flag(asdict(fingerprint)))
+    everywhere = ranks.all_gather_object(code_versions(args) | flags | values_by_flag(asdict(fingerprint)))
     first = everywhere[0]
     for rank, there in enumerate(everywhere):
         for name in first | there:

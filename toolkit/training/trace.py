@@ -63,7 +63,7 @@ def compute_shares(events: Iterable[Event], n_steps: int) -> Shares:
     start, end = steps[0][0], steps[-1][1]
 
     def total(*groups: Iterable[Event]) -> float:
-        return _covered((_interval(event) for group in groups for event in group), start, end)
+        return _union_length((_interval(event) for group in groups for event in group), start, end)
 
     pauses = [event for event in named if event["name"] in (VALIDATE, SAVE)]
     blocking, compute = _find_compute(ranges)
@@ -105,7 +105,7 @@ def _interval(event: Event) -> Interval:
     return event["ts"], event["ts"] + event["dur"]  # microseconds
 
 
-def _covered(intervals: Iterable[Interval], start: float, end: float) -> float:
+def _union_length(intervals: Iterable[Interval], start: float, end: float) -> float:
     """Return the length of the union of intervals between ``start`` and ``end``."""
     covered, reached = 0.0, start
     for first, last in sorted(intervals):

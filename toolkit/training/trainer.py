@@ -274,7 +274,7 @@ class Trainer:
 
     @property
     def run(self) -> Run:
-        """The parts and the progress of the run, from its first callback on."""
+        """The run's parts and progress; available from its first callback on."""
         if self._run is None:
             raise UserError("Trainer: the run has not started; call fit() first")
         return self._run

@@ -110,10 +110,10 @@ def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, f
 
 def _title(tokens: float, training_loss: float, rows: list[dict[str, float]]) -> str:
     title = f"{format_count(tokens)} tokens: training loss {training_loss:.3f}"
-    validated = [row for row in rows if math.isfinite(row["val_loss"])]
-    if not validated:
+    validation_rows = [row for row in rows if math.isfinite(row["val_loss"])]
+    if not validation_rows:
         return title
-    loss, ppl, bpb = (validated[-1][name] for name in ("val_loss", "val_ppl", "val_bpb"))
+    loss, ppl, bpb = (validation_rows[-1][name] for name in ("val_loss", "val_ppl", "val_bpb"))
     details = [f"perplexity {format_perplexity(ppl)}"] if math.isfinite(ppl) else []
     details += [f"{bpb:.3f} bits per byte"] if math.isfinite(bpb) else []
     return f"{title}, validation {loss:.3f}" + (f" ({', '.join(details)})" if details else "")

@@ -61,7 +61,7 @@ def colored(tokens: list[dict[str, Any]]) -> Text:
     shown = Text()
     for number, token in enumerate(tokens):
         style = (TRAINED if token["trained"] else MASKED)[number % 2]
-        lines = _visible(token["text"], _SHOWN).split("⏎")
+        lines = _escape_controls(token["text"], _SHOWN).split("⏎")
         for line in lines[:-1]:
             shown.append(f"{line}⏎", style).append("\n")
         shown.append(lines[-1], style)
@@ -73,12 +73,12 @@ def bracketed(tokens: list[dict[str, Any]], encoding: str = "utf-8") -> str:
     shown = []
     for token in tokens:
         if not token["trained"]:
-            shown.append(_visible(token["text"], {}))
+            shown.append(_escape_controls(token["text"], {}))
         elif token["text"]:
-            shown.append(f"[{_visible(token['text'], _PLAIN)}]" + "\n" * token["text"].count("\n"))
+            shown.append(f"[{_escape_controls(token['text'], _PLAIN)}]" + "\n" * token["text"].count("\n"))
     return "".join(shown).encode(encoding, errors="replace").decode(encoding).rstrip("\n")
 
 
-def _visible(text: str, names: dict[str, str]) -> str:
+def _escape_controls(text: str, names: dict[str, str]) -> str:
     """Escape control characters: file content must not control the terminal."""
     return "".join(names.get(c, c if c.isprintable() or c == "\n" else ascii(c)[1:-1]) for c in text)

@@ -246,8 +246,8 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
     if tokenizer is not None:
         pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
         from_tokenizer = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _eos_tokens(tokenizer), "pad_token_id": pad}
-    ids = {name: _first(name, from_tokenizer, generation, original) for name in ("bos_token_id", "eos_token_id")}
-    ids["pad_token_id"] = _first("pad_token_id", *([original] if original else [from_tokenizer, generation]))
+    ids = {name: _first_value(name, from_tokenizer, generation, original) for name in ("bos_token_id", "eos_token_id")}
+    ids["pad_token_id"] = _first_value("pad_token_id", *([original] if original else [from_tokenizer, generation]))
     # Written even if None: the default id of some classes is outside a small vocabulary, which they reject.
     return {name: _embedded_ids(value, config) for name, value in ids.items()}
 
@@ -267,7 +267,7 @@ def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:
     return (text if isinstance(text, dict) else {}) | {k: v for k, v in values.items() if v is not None}
 
 
-def _first(name: str, *files: dict[str, Any]) -> Any:
+def _first_value(name: str, *files: dict[str, Any]) -> Any:
     return next((values[name] for values in files if values.get(name) is not None), None)
 
 

@@ -260,7 +260,7 @@ def resolve_dtype(
 def _convert(
     hf_weights: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, out_dir: Path
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights under native names, and the names of those that contain NaN or Inf.
+    """Return the weights under native names, and the names of weights that contain NaN or Inf.
 
     Each weight stays in a file: the original one if it is unchanged, else an unnamed one.
     """

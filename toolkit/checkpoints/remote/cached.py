@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.remote import checkpoints
-from toolkit.checkpoints.remote.download import download, has_same
+from toolkit.checkpoints.remote.download import download, has_same_manifest
 from toolkit.checkpoints.remote.run import local_name
 from toolkit.errors import UserError
 from toolkit.io.locks import file_lock
@@ -28,7 +28,7 @@ def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
         folder = "" if storage.exists(COMPLETE) else find_folder(storage)
         target.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(target.with_name(f"{target.name}.lock")):  # one process of a node downloads, the others wait
-            if not has_same(storage, folder, target):
+            if not has_same_manifest(storage, folder, target):
                 download(storage, folder, target, lambda line: print(line, file=sys.stderr), not with_trainer)
         return target
     except StorageError as error:

@@ -29,7 +29,7 @@ from toolkit.io.storage import Storage
 _THREADS = 4  # each holds one chunk in memory
 
 
-def has_same(storage: Storage, folder: str, local: Path) -> bool:
+def has_same_manifest(storage: Storage, folder: str, local: Path) -> bool:
     """Whether a local folder has the same manifest as a checkpoint on the storage."""
     try:
         return manifest_bytes(local) == storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1)
@@ -45,7 +45,7 @@ def download(
     Only one process may do so at a time. ``report`` receives a line with the size. ``model_only`` omits the trainer
     state. Raises DamagedCheckpointError if the checkpoint is incomplete or its bytes do not match its manifest.
     """
-    where, manifest = _where(storage, folder), _read_complete(storage, folder)
+    where, manifest = _location(storage, folder), _read_complete(storage, folder)
     checksums = parse_manifest(manifest, f"{where}/{COMPLETE}")
     partial = target.with_name(f".download-{target.name}")
     partial.mkdir(parents=True, exist_ok=True)
@@ -67,18 +67,18 @@ def download(
 
 def remote_manifest(storage: Storage, folder: str) -> dict[str, Checksum]:
     """Return the checksums of a checkpoint's files, by name."""
-    return parse_manifest(_read_complete(storage, folder), f"{_where(storage, folder)}/{COMPLETE}")
+    return parse_manifest(_read_complete(storage, folder), f"{_location(storage, folder)}/{COMPLETE}")
 
 
 def _read_complete(storage: Storage, folder: str) -> bytes:
     if content := storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1):
         return content
     raise DamagedCheckpointError(
-        f"{_where(storage, folder)}: incomplete: it has no {COMPLETE}, or an empty one without checksums"
+        f"{_location(storage, folder)}: incomplete: it has no {COMPLETE}, or an empty one without checksums"
     )
 
 
-def _where(storage: Storage, folder: str) -> str:
+def _location(storage: Storage, folder: str) -> str:
     return f"{storage.url}/{folder}" if folder else storage.url
 
 

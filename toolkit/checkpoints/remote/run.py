@@ -15,7 +15,7 @@ from pathlib import Path
 from toolkit.checkpoints.manifest import COMPLETE, MAX_SIZE, DamagedCheckpointError, manifest_bytes, read_manifest
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS, RemoteCheckpoint
-from toolkit.checkpoints.remote.download import download, has_same
+from toolkit.checkpoints.remote.download import download, has_same_manifest
 from toolkit.checkpoints.remote.lease import Lease
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.store import BEST, FINAL, checkpoint_folders, newest_first, step_of
@@ -127,7 +127,9 @@ class RemoteRun:
         missing = []
         for folder in [*local[:1], *(path for path in local[1:] if path.name == BEST)]:
             remote = checkpoints.find(self.storage, folder.name)
-            if remote is None or not (remote.step > step_of(folder) or has_same(self.storage, remote.folder, folder)):
+            if remote is None or not (
+                remote.step > step_of(folder) or has_same_manifest(self.storage, remote.folder, folder)
+            ):
                 missing.append(folder)
         return missing
 

@@ -78,7 +78,7 @@ def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
         for group, values in zip(optimizer.param_groups, local, strict=True)
     ]
     by_rank = ranks.all_gather_object(local)
-    differ = any(_plain(values) != _plain(by_rank[0]) for values in by_rank)
+    differ = any(_to_lists(values) != _to_lists(by_rank[0]) for values in by_rank)
     return {"param_groups": groups} | ({"param_groups_by_rank": by_rank} if differ else {})
 
 
@@ -301,5 +301,5 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _to_lists(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]

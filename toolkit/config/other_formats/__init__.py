@@ -96,7 +96,7 @@ def _translate_key(file: File, group: str, key: str) -> tuple[Options, str]:
 
 
 def _merge(source: str, found: dict[str, tuple[str, Any]], key: str, options: Options) -> None:
-    """Add the options of a key to those ``found``."""
+    """Add the options of a key to ``found``."""
     for option, value in options.items():
         other, before = found.setdefault(option, (key, value))
         if before != value:

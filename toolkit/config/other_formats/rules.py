@@ -1,4 +1,4 @@
-"""What a key of another tool's configuration file becomes: rules, and the values they take."""
+"""Rules that convert keys of another tool's configuration file to options."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Convert = Callable[["File", Any], Options | str]
 
 
 class Rule(NamedTuple):
-    """The result of a key.
+    """How a key of another tool is converted.
 
     Args:
         read: The option's value by the key's value, or a function that checks and converts it, and raises ValueError
             with what the value must be.
-        options: The options that the key sets. If flags set all of them, the key does not count.
+        options: The options that the key sets. If flags set all of them, the key is ignored.
         convert: Returns the options, or why the key sets none; raises ValueError with the fix. Default: the one option
             has the value.
         note: Text for the line that reports the key.
@@ -57,9 +57,9 @@ class File:
     """A file with groups of another tool.
 
     Args:
-        source: Its path.
-        groups: The content of these groups.
-        own: toolkit's own options in the same file, by dotted name.
+        source: Path of the file.
+        groups: Content of the groups.
+        own: toolkit's options in the same file, by dotted name.
         later: Options that override the file, from flags and later files.
         world_size: Returns the number of devices on all nodes.
     """

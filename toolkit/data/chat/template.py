@@ -244,7 +244,7 @@ class ChatTemplate:
 
     def _locate(self, messages: Sequence[Message], i: int, text: str, eos: str, tools: Tools) -> tuple[int, int]:
         """Return [start, end) of answer ``i`` in ``text``, found by rendering a placeholder in its place."""
-        before, after = self._around(messages, i, text, tools)
+        before, after = self._surrounding_text(messages, i, text, tools)
         after += eos
         if not text.endswith(after):
             raise self._error(f"the text after message {i + 1} depends on that message, so its end cannot be located")
@@ -272,7 +272,9 @@ class ChatTemplate:
                     "cannot be trained on; choose a template that does, or remove them"
                 )
 
-    def _around(self, messages: Sequence[Message], i: int, text: str = "", tools: Tools = None) -> tuple[str, str]:
+    def _surrounding_text(
+        self, messages: Sequence[Message], i: int, text: str = "", tools: Tools = None
+    ) -> tuple[str, str]:
         """Return the text before and after the content and tool calls of message ``i``."""
         number = 0
         while (placeholder := f"answer{number}placeholder") in text:
@@ -332,7 +334,9 @@ class ChatTemplate:
         """Return the token after an answer, for the last answer and for one followed by a question."""
         question = {"role": "user", "content": "question"}
         turn = [question, {"role": "assistant", "content": "answer"}]
-        return self._first_token(self._around(turn, 1)[1]), self._first_token(self._around([*turn, *turn], 1)[1])
+        return self._first_token(self._surrounding_text(turn, 1)[1]), self._first_token(
+            self._surrounding_text([*turn, *turn], 1)[1]
+        )
 
     def _detect_split_prompts(self) -> bool:
         """Whether a prompt tokenizes differently alone than before its answer, and splitting there fixes it.

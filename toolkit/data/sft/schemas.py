@@ -126,7 +126,7 @@ def _add_system_message(messages: tuple[dict[str, Any], ...], system: str, where
 
 
 def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> dict[str, Any]:
-    """Return the known columns of a row by their known names; a mapped column replaces its synonyms."""
+    """Return a row's columns by standard name; a mapped column replaces its synonyms."""
     values = {name: row[name] for name in KNOWN if name in row}
     for name, column in columns.items():
         if column not in row:

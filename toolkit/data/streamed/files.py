@@ -127,7 +127,7 @@ def _describe(fs: Any, path: str, info: dict[str, Any], root: str) -> SourceFile
     return SourceFile(path if is_local else fs.unstrip_protocol(path), name, int(info.get("size") or 0), version)
 
 
-def identify(files: list[SourceFile]) -> str:
+def listing_hash(files: list[SourceFile]) -> str:
     """Return a hex SHA-256 of the listing: names, sizes and versions.
 
     Local files have no version: the first and last 64 KiB of up to 32 evenly spaced files stand for it. Neither paths

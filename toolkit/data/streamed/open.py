@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from toolkit.data.base import PreparedData, Report, TokenDataset
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
 from toolkit.data.streamed import segments
-from toolkit.data.streamed.files import SourceFile, identify, is_url
+from toolkit.data.streamed.files import SourceFile, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_workers, used_bytes
 from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
@@ -26,7 +26,7 @@ from toolkit.io.storage import StorageError
 if TYPE_CHECKING:
     from toolkit.data.streamed.hugging_face_text import HuggingFaceText
 
-_LEAST_SEGMENTS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
+_MIN_SEGMENTS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
 def _source(files: list[SourceFile], column: str, skips_broken: bool) -> Source:
     if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
         segments.import_pyarrow()
-    source = Source(files, column, segments.SEGMENT_BYTES, identify(files))
+    source = Source(files, column, segments.SEGMENT_BYTES, listing_hash(files))
     local = (i for i, file in enumerate(files) if file.kind == "parquet" and not is_url(file.url))
     footers = (segments.Part(i, 0, sys.maxsize) for i in local)  # parts without rows
     for part in (source.segments[0][0], *footers):
@@ -171,10 +171,10 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
     source = stream.source
     size = sum(path.stat().st_size for path in stream.segment_folder(first).rglob("*") if path.is_file())
     largest = max(map(source.text_bytes, range(len(source.segments)))) / max(1, source.text_bytes(first))
-    needed = _LEAST_SEGMENTS * size * max(1.0, largest)
+    needed = _MIN_SEGMENTS * size * max(1.0, largest)
     if max_cache_gb * 1e9 < needed:
         raise UserError(
-            f"--data.max_cache_gb {max_cache_gb:g}: a run needs {_LEAST_SEGMENTS} segments at a time, about "
+            f"--data.max_cache_gb {max_cache_gb:g}: a run needs {_MIN_SEGMENTS} segments at a time, about "
             f"{needed / 1e9:.2g} GB; set at least that"
         )
     return int(max_cache_gb * 1e9)

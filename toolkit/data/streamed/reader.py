@@ -65,7 +65,7 @@ class StreamReader:
                 self.wanted = wanted
                 write_json(self._file, wanted.__dict__)
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._lost_cache_error(error) from error
         if not all(self.stream.ready(number) for number in wanted.ahead):
             self.require_workers()
 
@@ -74,11 +74,11 @@ class StreamReader:
         try:
             self._starts += start_workers(self.stream.folder, self.workers, self.max_bytes)
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._lost_cache_error(error) from error
         if self._starts > _MAX_STARTS * self.workers:
             raise DataError(_describe_death(self.stream.folder))
 
-    def _lost(self, error: OSError) -> DataError:
+    def _lost_cache_error(self, error: OSError) -> DataError:
         return DataError(f"{self.stream.folder}: {one_line(error)}; was it deleted? resume to prepare the data again")
 
     def has_progressed(self) -> None:

@@ -65,7 +65,7 @@ class ChunkedArray:
         self._check_files()
         self._pieces = [0, *accumulate(-(-size // PIECE) for size in self.sizes)]
         self._checksums = self._read_checksums()
-        self._forget()
+        self._reset_files()
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -128,9 +128,9 @@ class ChunkedArray:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self._reset_files()
 
-    def _forget(self) -> None:
+    def _reset_files(self) -> None:
         """Start without open files and verified pieces, here or in another process."""
         self._open: dict[int, IO[bytes]] = {}
         self._verified = bytearray(0 if self._checksums is None else len(self._checksums))

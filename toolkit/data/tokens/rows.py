@@ -1,4 +1,4 @@
-"""Rows of user-provided datasets: checked, and converted to what :class:`toolkit.data.base.TokenDataset` says."""
+"""Check rows of user-provided datasets and convert them to :class:`toolkit.data.base.TokenDataset`'s format."""
 
 from __future__ import annotations
 

@@ -71,12 +71,12 @@ def _modules() -> list[ModuleType]:
 def extension_of(name: str | None) -> str | None:
     """Return the extension with a configuration of this name; None if it is toolkit's or there is none."""
     for family, entry in registered("families").items():
-        if _bare(name or DEFAULT_MODEL) in map(str.lower, _names_of(families()[family])):
+        if _short_name(name or DEFAULT_MODEL) in map(str.lower, _names_of(families()[family])):
             return entry.origin
     return None
 
 
-def _bare(name: str) -> str:
+def _short_name(name: str) -> str:
     """Return a name without its organization, in lower case."""
     return name.rpartition("/")[2].lower()
 
@@ -102,12 +102,12 @@ def get_config(name: str) -> ModelConfig:
     """Return the configuration of this name; an organization prefix and case are ignored."""
     configs = {c.name.lower(): c for family in _modules() for c in family.CONFIGS}
     aliases = {a.lower(): n for family in _modules() for a, n in getattr(family, "ALIASES", {}).items()}
-    bare = _bare(name)
-    if bare in aliases:
-        bare = aliases[bare].lower()
-    if bare not in configs:
+    short_name = _short_name(name)
+    if short_name in aliases:
+        short_name = aliases[short_name].lower()
+    if short_name not in configs:
         raise UserError(f"model_name {name!r}: no such configuration{suggest_names(name)}")
-    return configs[bare]
+    return configs[short_name]
 
 
 def suggest_names(name: str) -> str:

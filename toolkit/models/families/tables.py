@@ -39,7 +39,7 @@ class WeightMapping:
     transforms: tuple[Transform, ...] = ()
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Native tensors, in the order of ``native`` -> Hugging Face tensors, in the order of ``hf``."""
+        """Convert tensors in the order of ``native`` to tensors in the order of ``hf``."""
         for transform in self.transforms:
             tensors = transform.to_hf(tensors)
         return tensors

@@ -52,9 +52,9 @@ class _CudaOnMeta(TorchFunctionMode):
             inputs[1]["device"] = META
         if torch.is_autocast_enabled("cuda") and "out" not in inputs[1]:
             if name in _LOWER:
-                inputs = tree_map_only(torch.Tensor, self._lowered, inputs)
+                inputs = tree_map_only(torch.Tensor, self._cast_down, inputs)
             elif name in _FP32:
-                inputs = tree_map_only(torch.Tensor, _raised, inputs)
+                inputs = tree_map_only(torch.Tensor, _cast_up, inputs)
         if func is F.scaled_dot_product_attention:
             return _attention(*inputs[0], **inputs[1])
         if func is F.dropout:
@@ -63,7 +63,7 @@ class _CudaOnMeta(TorchFunctionMode):
             return _rms_norm(*inputs[0], **inputs[1])
         return func(*inputs[0], **inputs[1])
 
-    def _lowered(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast_down(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.get_autocast_dtype("cuda")
         if not tensor.is_floating_point() or tensor.dtype == dtype:
             return tensor
@@ -74,7 +74,7 @@ class _CudaOnMeta(TorchFunctionMode):
         return self._casts[id(tensor)][1]
 
 
-def _raised(tensor: torch.Tensor) -> torch.Tensor:
+def _cast_up(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 

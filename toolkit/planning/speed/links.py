@@ -33,7 +33,7 @@ class Communication:
 
 
 def communication(
-    setup: MemoryInputs, model: GPT, card: GpuSpec, devices: int, num_nodes: int, forward: float, backward: float
+    setup: MemoryInputs, model: GPT, gpu: GpuSpec, devices: int, num_nodes: int, forward: float, backward: float
 ) -> Communication:
     """Return the communication of a step.
 
@@ -47,12 +47,12 @@ def communication(
         forward: Seconds of computation of a forward pass.
         backward: Seconds of computation of a backward pass, recomputation included.
     """
-    links = card.link_name if num_nodes == 1 else f"{card.network_name} between nodes"
+    links = gpu.link_name if num_nodes == 1 else f"{gpu.network_name} between nodes"
     if num_nodes > 1 and devices > 1:
-        links = f"{card.link_name}, {links}"
+        links = f"{gpu.link_name}, {links}"
     if setup.strategy.kind == "single":
         return Communication()
-    topology = _Topology(card, devices, num_nodes)
+    topology = _Topology(gpu, devices, num_nodes)
     if setup.strategy.kind == "ddp":
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         itemsize = FP32 if setup.has_masters else setup.weight_bytes  # see distributed/ddp_bf16.py
@@ -66,7 +66,7 @@ def communication(
 
 @dataclass(frozen=True)
 class _Topology:
-    card: GpuSpec
+    gpu: GpuSpec
     devices: int
     num_nodes: int
 
@@ -75,9 +75,9 @@ class _Topology:
         if ranks == 1:
             return 0.0
         moved, across = size * (ranks - 1) / ranks, ranks > self.devices
-        rate = self.card.link if self.devices > 1 else self.card.network
+        rate = self.gpu.link if self.devices > 1 else self.gpu.network
         if across:  # the ring leaves each node through all of its network links
-            rate = min(rate, self.card.network * min(ranks, self.devices))
+            rate = min(rate, self.gpu.network * min(ranks, self.devices))
         return LATENCY + moved / (rate * NCCL_SHARE)
 
     def all_reduce(self, size: float) -> float:
@@ -86,7 +86,7 @@ class _Topology:
         if self.num_nodes == 1:
             return inside
         between = 2 * size / self.devices * (self.num_nodes - 1) / self.num_nodes
-        return inside + LATENCY + between / (self.card.network * NCCL_SHARE)
+        return inside + LATENCY + between / (self.gpu.network * NCCL_SHARE)
 
 
 def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, backward: float) -> tuple[float, float]:
@@ -124,7 +124,7 @@ def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, 
     if len(strategy.mesh) == 2:  # each shard over the replicas, overlapped when it follows a reduce-scatter
         shards = sum(size(part, unit, "reduce_dtype", trained=True) for part in [rest, *units]) / strategy.shards
         replicas = LATENCY + 2 * shards * (strategy.mesh[0] - 1) / strategy.mesh[0] / (
-            topology.card.network * NCCL_SHARE
+            topology.gpu.network * NCCL_SHARE
         )
         hidden = 0.0 if setup.fsdp.accumulate == "sharded" else backward
         sent, exposed = sent + replicas, exposed + max(LATENCY, replicas - hidden)

@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         self._versions.update(mutated)
         results = [*outputs, *(t for t in inputs if self._storage(t) in mutated)]
         writes = tuple(dict.fromkeys(self._access(t) for t in results))
-        reads, writes = _corrected(name, reads, writes)
+        reads, writes = _actual_accesses(name, reads, writes)
         kind = self._kind(name, flops, mutated)
         floats = [t.dtype.itemsize for t in inputs if t.is_floating_point()]
         head_size = inputs[0].size(-1) if kind == "attention" and inputs[0].ndim else 0
@@ -193,7 +193,7 @@ def _flash_flops(name: str, arguments: dict[str, Any]) -> float:
     return 4 * pairs * width * (2.5 if name.endswith("backward") else 1.0)
 
 
-def _corrected(
+def _actual_accesses(
     name: str, reads: tuple[Access, ...], writes: tuple[Access, ...]
 ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     """Return the accesses of operators that do not read or write all of their arguments."""

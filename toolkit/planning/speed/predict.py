@@ -90,10 +90,10 @@ class Prediction:
         return {name: getattr(self, name) for name in names}
 
 
-def predict(plan: RunPlan, card: GpuSpec) -> Prediction:
+def predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
     """Predict a step of ``plan`` on GPUs of this kind."""
     try:
-        return _predict(plan, card)
+        return _predict(plan, gpu)
     except (NotImplementedError, RuntimeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -102,29 +102,29 @@ def predict(plan: RunPlan, card: GpuSpec) -> Prediction:
         ) from error
 
 
-def _predict(plan: RunPlan, card: GpuSpec) -> Prediction:
+def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
     config, batch = plan.config, plan.config.batch
     setup = memory_inputs(config, plan.model)
     if config.args.is_finetune or needs_masks(plan.model, plan.seq_length):
         # cuDNN, which would plan for each length of rows, is off; as with masks: see distributed/device.py
-        kernels = card.kernels
+        kernels = gpu.kernels
         forward, backward = kernels.forward * kernels.flash, kernels.backward * kernels.flash
-        card = card._replace(kernels=kernels._replace(forward=forward, backward=backward, flash=1.0))
+        gpu = gpu._replace(kernels=kernels._replace(forward=forward, backward=backward, flash=1.0))
     model = model_of(plan.model, setup.lora)
     is_compiled = plan.compiler[0] == "torch"
     has_gradients = batch.accumulation > 1 and setup.strategy.kind != "fsdp"
     trace = trace_micro_step(setup, has_gradients, is_compiled)
     if is_compiled:
         trace = trace._replace(ops=fuse(trace.ops, lambda op: op.layer is not None))
-    times = _gpu_times(trace, trace.ops, card)
-    once = sum(trace.times(op) * seconds(op, card) for op in trace.ops if op.kind == "accumulate")
+    times = _gpu_times(trace, trace.ops, gpu)
+    once = sum(trace.times(op) * seconds(op, gpu) for op in trace.ops if op.kind == "accumulate")
     times["memory_bound"] -= once / batch.accumulation  # the first micro-batch has nothing to add to
-    times["memory_bound"] += _sharding_seconds(setup, model, card)
-    forward = sum(_gpu_times(trace, (op for op in trace.ops if not op.is_backward), card).values())
+    times["memory_bound"] += _sharding_seconds(setup, model, gpu)
+    forward = sum(_gpu_times(trace, (op for op in trace.ops if not op.is_backward), gpu).values())
     busy, host = sum(times.values()), _host_seconds(trace, setup, is_compiled)
     devices, nodes = config.devices.devices, config.devices.num_nodes
-    links = communication(setup, model, card, devices, nodes, max(forward, host / 2), max(busy - forward, host / 2))
-    optimizer, estimated = _update_seconds(setup, model, plan, card)
+    links = communication(setup, model, gpu, devices, nodes, max(forward, host / 2), max(busy - forward, host / 2))
+    optimizer, estimated = _update_seconds(setup, model, plan, gpu)
     result = Prediction(
         **{name: batch.accumulation * time for name, time in times.items()},
         launch=batch.accumulation * max(0.0, host - busy) + HOST_STEP,
@@ -140,31 +140,31 @@ def _predict(plan: RunPlan, card: GpuSpec) -> Prediction:
     if config.precision == "32-true":
         return result
     flops = flops_per_token(model, plan.model, plan.seq_length)
-    return replace(result, mfu=flops * result.tokens_per_sec / (card.peak * batch.world_size))
+    return replace(result, mfu=flops * result.tokens_per_sec / (gpu.peak * batch.world_size))
 
 
-def seconds(op: Op, card: GpuSpec) -> float:
+def seconds(op: Op, gpu: GpuSpec) -> float:
     """Return the time of an operator on the GPU."""
     if op.kind == "view":
         return 0.0
-    rate = FP32_SHARE * card.fp32
+    rate = FP32_SHARE * gpu.fp32
     if op.is_16_bit:
-        rate = card.peak * card.kernels.products
+        rate = gpu.peak * gpu.kernels.products
         if op.kind == "attention":
-            rate = card.peak * (card.kernels.backward if op.is_backward else card.kernels.forward)
+            rate = gpu.peak * (gpu.kernels.backward if op.is_backward else gpu.kernels.forward)
     if op.kind == "attention":
         rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
-        rate *= card.kernels.masked if "efficient" in op.name else 1.0
-        rate *= card.kernels.flash if op.name.startswith("flash_attention") else 1.0
-    return max(op.bytes / (card.bandwidth * BANDWIDTH_SHARE), op.flops / rate, MIN_KERNEL_S * op.launches)
+        rate *= gpu.kernels.masked if "efficient" in op.name else 1.0
+        rate *= gpu.kernels.flash if op.name.startswith("flash_attention") else 1.0
+    return max(op.bytes / (gpu.bandwidth * BANDWIDTH_SHARE), op.flops / rate, MIN_KERNEL_S * op.launches)
 
 
-def _gpu_times(trace: Trace, ops: Iterable[Op], card: GpuSpec) -> dict[str, float]:
+def _gpu_times(trace: Trace, ops: Iterable[Op], gpu: GpuSpec) -> dict[str, float]:
     """Return the seconds of the GPU by kind of operator."""
     times = {"products": 0.0, "attention": 0.0, "memory_bound": 0.0}
     kinds = {"product": "products", "attention": "attention"}
     for op in ops:
-        times[kinds.get(op.kind, "memory_bound")] += trace.times(op) * seconds(op, card)
+        times[kinds.get(op.kind, "memory_bound")] += trace.times(op) * seconds(op, gpu)
     return times
 
 
@@ -180,7 +180,7 @@ def _host_seconds(trace: Trace, setup: MemoryInputs, is_compiled: bool) -> float
     return total + 2 * HOST_UNIT * n_layer * (setup.strategy.kind == "fsdp")
 
 
-def _sharding_seconds(setup: MemoryInputs, model: GPT, card: GpuSpec) -> float:
+def _sharding_seconds(setup: MemoryInputs, model: GPT, gpu: GpuSpec) -> float:
     """Return the seconds per micro-batch in which fsdp and ddp copy and cast gradients."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moved = 0.0
@@ -189,14 +189,14 @@ def _sharding_seconds(setup: MemoryInputs, model: GPT, card: GpuSpec) -> float:
         moved = trained * (setup.compute_bytes + FP32 + (12 if setup.accumulates_unsharded else 0))
     elif setup.strategy.kind == "ddp":
         moved = trained * 2 * setup.weight_bytes / setup.accumulation  # copied to the buckets
-    return moved / (card.bandwidth * BANDWIDTH_SHARE)
+    return moved / (gpu.bandwidth * BANDWIDTH_SHARE)
 
 
-def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, card: GpuSpec) -> tuple[float, str | None]:
+def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, gpu: GpuSpec) -> tuple[float, str | None]:
     """Return the seconds of norm, clipping and update on this device's part of the weights, and what is estimated."""
     trained = [p for p in model.parameters() if p.requires_grad]
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
-    rate = card.bandwidth * BANDWIDTH_SHARE
+    rate = gpu.bandwidth * BANDWIDTH_SHARE
     dtype = setup.dtype if setup.lora is None else torch.float32
     weights = dtype.itemsize * sum(p.numel() for p in trained) / shards
     # gradients are read for the norm, and read and written to clip; fused Adam clips them in its update
@@ -205,11 +205,11 @@ def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, card: GpuSpe
     try:
         for shape, count in Counter(p.shape for p in trained).items():
             # of all parameters together, so that the least time of a kernel does not count for each
-            update += count * sum(seconds(replace(op, launches=0), card) for op in trace_update(setup, shape, dtype))
+            update += count * sum(seconds(replace(op, launches=0), gpu) for op in trace_update(setup, shape, dtype))
     except (NotImplementedError, RuntimeError, TypeError):  # it reads values, or has custom kernels
         name = setup.optimizer["name"]
         update = (3 * weights + 2 * plan.memory.optimizer) / rate
-        products = orthogonalization_flops(setup, model) / (card.peak * card.kernels.products)
+        products = orthogonalization_flops(setup, model) / (gpu.peak * gpu.kernels.products)
         counted = "reading and writing weights and state once" + (", and its matrix products" if products else "")
         return clipping + update + products, f"{name} counts as {counted}; it may take longer"
     return clipping + update / shards, None

@@ -28,32 +28,32 @@ class Suggestion(NamedTuple):
     prediction: Prediction
 
 
-def suggestions(plan: RunPlan, card: GpuSpec, prediction: Prediction) -> list[Suggestion]:
+def suggestions(plan: RunPlan, gpu: GpuSpec, prediction: Prediction) -> list[Suggestion]:
     """Return helpful changes, best first; if several are compatible, the last entry combines them.
 
     Changes must fit the memory of the GPU with room, and must not change what is trained, except by rounding.
     """
     helpful = []
     for change in _CHANGES:
-        best = _best(change, plan, card, prediction)
+        best = _best(change, plan, gpu, prediction)
         if best is not None:
             helpful.append((change, best[0]))
     helpful.sort(key=lambda item: -item[1].gain)
     together, texts = plan, []
     for change, _ in helpful:
-        best = _best(change, together, card, prediction if together is plan else predict(together, card))
+        best = _best(change, together, gpu, prediction if together is plan else predict(together, gpu))
         if best is not None:
             texts.append(best[0].change)
             together = best[1]
     result = [suggestion for _, suggestion in helpful]
     if len(texts) > 1:
-        last = predict(together, card)
+        last = predict(together, gpu)
         result.append(Suggestion(" ".join(texts), _gain(last, prediction), last))
     return result
 
 
 def _best(
-    change: Callable[[RunPlan], Iterator[tuple[str, RunArgs]]], plan: RunPlan, card: GpuSpec, prediction: Prediction
+    change: Callable[[RunPlan], Iterator[tuple[str, RunArgs]]], plan: RunPlan, gpu: GpuSpec, prediction: Prediction
 ) -> tuple[Suggestion, RunPlan] | None:
     """Return the fastest form of a change that fits."""
     best = None
@@ -62,7 +62,7 @@ def _best(
             changed = plan_run(args, plan.config.devices)
             if not _fits(changed, plan):
                 continue
-            predicted = predict(changed, card)
+            predicted = predict(changed, gpu)
         except UserError:  # the run would refuse it, or it cannot be predicted
             continue
         suggestion = Suggestion(text, _gain(predicted, prediction), predicted)

@@ -112,11 +112,11 @@ def _checkpoint(model: GPT, setup: MemoryInputs) -> None:
 def _contexts(make: Callable[[], tuple[Any, Any]], autocast: torch.dtype | None) -> tuple[Any, Any]:
     """Return the contexts of a block's forward pass and of its recomputation."""
     forward, recomputation = make()
-    return forward, _both(cuda_on_meta(autocast), recomputation)
+    return forward, _nested(cuda_on_meta(autocast), recomputation)
 
 
 @contextmanager
-def _both(first: Any, second: Any) -> Iterator[None]:
+def _nested(first: Any, second: Any) -> Iterator[None]:
     with first, second:
         yield
 

@@ -92,7 +92,7 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
     """Return the states of the callbacks that have one, by name."""
     states = {name: _call(callback, "state_dict") for name, callback in _by_name(callbacks).items()}
     for name, state in states.items():
-        if (wrong := _not_plain(state)) is not None or not isinstance(state, dict):
+        if (wrong := _find_unsafe_type(state)) is not None or not isinstance(state, dict):
             raise CallbackError(
                 f"callback {name}: state_dict() returns a {wrong or type(state).__name__}; return a dictionary of "
                 "tensors and plain values"
@@ -122,12 +122,12 @@ def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
     return named
 
 
-def _not_plain(value: Any) -> str | None:
+def _find_unsafe_type(value: Any) -> str | None:
     """Return the type of what ``torch.load(weights_only=True)`` would refuse, None where there is nothing."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if type(value) in (list, tuple):
-        return next((wrong for part in value if (wrong := _not_plain(part)) is not None), None)
+        return next((wrong for part in value if (wrong := _find_unsafe_type(part)) is not None), None)
     return None if type(value) in (str, int, float, bool, NoneType, Tensor) else type(value).__name__
 
 

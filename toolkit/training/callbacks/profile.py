@@ -158,11 +158,11 @@ def format_shares(found: dict[int, Shares]) -> list[str]:
     """Return the shares by rank as lines of a table; of many ranks those that wait least for the others."""
     least = sorted(found, key=lambda rank: found[rank].communication)[:SHOWN_RANKS]
     columns = [f.name for f in fields(Shares)]
-    heads = [name.replace("_", " ") for name in columns[:-1]]
-    lines = ["  ".join(["rank", *heads, "s/step"])]
+    headings = [name.replace("_", " ") for name in columns[:-1]]
+    lines = ["  ".join(["rank", *headings, "s/step"])]
     for rank in sorted(least):
         values: dict[str, Any] = asdict(found[rank])
-        cells = [f"{values[name]:>{len(head)}.1%}" for name, head in zip(columns, heads, strict=False)]
+        cells = [f"{values[name]:>{len(head)}.1%}" for name, head in zip(columns, headings, strict=False)]
         lines.append("  ".join([f"{rank:>4}", *cells, f"{values['step_s']:>6.3g}"]))
     if len(least) < len(found):
         lines.append(f"(the {SHOWN_RANKS} of {len(found)} ranks that wait least for the others)")
