@@ -589,7 +589,7 @@ def test_options_match_pretrain(tmp_path):
         ({"model_config": {"n_layer": 2}}, "model_config: has no effect on a model that is ready"),
         ({"train": {"tie_embeddings": True}}, "train.tie_embeddings: has no effect"),
         ({"compiler": "torch", "model": nn.Sequential(nn.Linear(2, 2))}, "compiler torch: .*block_classes"),
-        ({"data": SyntheticTokens()}, "data: a dataset is given, too"),
+        ({"data": SyntheticTokens()}, "data: a dataset is also given"),
         ({"num_workers": 2, "dataset": SyntheticTokens()}, "num_workers: a DataModule has its own"),
         ({"dataset": SyntheticTokens()}, "train.max_seq_length: must be given"),
         ({"optimizer": "AdamX"}, "^optimizer.name AdamX: not in torch.optim; did you mean 'Adam"),

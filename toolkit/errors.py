@@ -100,7 +100,7 @@ def one_line(text: object) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Return what a model has written without control sequences, if stdout is a terminal."""
+    """Return a model's text without control sequences, if stdout is a terminal."""
     if not sys.stdout.isatty():
         return text
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: ascii(control[0])[1:-1], text)

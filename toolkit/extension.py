@@ -132,7 +132,7 @@ def extensions() -> dict[str, Extension]:
 
 
 def registered(kind: str, own: Collection[str] = ()) -> dict[str, Entry]:
-    """Return what the extensions add of a kind, one of :data:`KINDS`, by name.
+    """Return the extensions' entries of a kind, one of :data:`KINDS`, by name.
 
     Args:
         own: toolkit's own names of this kind.

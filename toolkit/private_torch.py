@@ -105,7 +105,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 def rank_wrapper() -> Any:
     """Return the collectives of torch's distributed checkpoints, which raise an error of any rank on all ranks.
 
-    ``dcp.save`` is made of them, but cannot write in one part what was planned in another.
+    ``dcp.save`` consists of them, but cannot plan and write in separate calls.
     """
     from torch.distributed.checkpoint.utils import _DistWrapper
 

@@ -325,4 +325,4 @@ def test_unresponsive_store_does_not_block_the_watchdog(monkeypatch):
 def test_roll_call_names_missing_ranks():
     first, _ = groups_of_two(minutes=0.001)
     with pytest.raises(TimeoutError, match="^rank 1$"):
-        first._roll_call("here", "")
+        first._wait_for_ranks("here", "")

@@ -167,7 +167,7 @@ def test_s4_evaluating_a_checkpoint_imports_no_class_that_its_mixture_names(tmp_
         sources = {"web": {"weight": 1.0, "data": {"class_path": path, "init_args": {}}}}
         data = {"class_path": "Mixture", "init_args": {"sources": sources}}
         (tmp_path / "hyperparameters.yaml").write_text(yaml.safe_dump({"data": data, "train": {"max_seq_length": 8}}))
-        with pytest.raises(UserError, match=rf"data.sources.web: {path} is no data module of toolkit; give --data"):
+        with pytest.raises(UserError, match=rf"data.sources.web: {path} is not a data module of toolkit; give --data"):
             data_of_run(tmp_path, trust=True)
 
 

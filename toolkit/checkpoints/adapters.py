@@ -110,7 +110,7 @@ def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = No
     if base_fingerprint(base) != info.base_hash:
         raise UserError(
             f"{folder}: was trained on a different checkpoint than {base} (fingerprint mismatch); "
-            "give the right one with --base_checkpoint_dir"
+            "give that checkpoint with --base_checkpoint_dir"
         )
     return AdapterInfo(info.lora, base, info.base_hash, info.quantize)
 

@@ -80,7 +80,7 @@ def run(name: str, argv: list[str]) -> int:
 
 
 def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
-    """Check the folder and the packages of a command that is no training command."""
+    """Check the folder and the packages of a command that does not train."""
     from toolkit.checkpoints.find import find_checkpoint_dir
     from toolkit.io.paths import is_url
 

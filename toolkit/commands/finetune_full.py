@@ -31,7 +31,7 @@ def setup(
         train: Training options.
         eval: Validation options.
         optimizer: Optimizer options.
-        objective: What the run minimizes.
+        objective: The training objective.
         out_dir: Folder for checkpoints and logs; also on remote storage, such as s3://bucket/run.
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.

@@ -34,7 +34,7 @@ def setup(
         train: Training options.
         eval: Validation options.
         optimizer: Optimizer options.
-        objective: What the run minimizes.
+        objective: The training objective.
         out_dir: Folder for checkpoints and logs; also on remote storage, such as s3://bucket/run.
         precision: Precision of the base; adapters are fp32. auto: 32-true on CPU, bf16-true on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.

@@ -22,7 +22,7 @@ def setup(command: TrainingCommand, run: Mapping[str, Any] = NO_GROUPS, steps: P
     if they agree within 1e-5 in fp32, and in 16 bits within twice the difference that another micro-batch size makes on
     one process.
 
-    Nothing is written: --out_dir, --resume, checkpoints, validations and loggers do not take part. The learning rate is
+    Nothing is written: --out_dir, --resume, checkpoints, validations and loggers are ignored. The learning rate is
     the peak from the first step. LoRA dropout is 0.
 
     The exit code is 0 if all steps agree, and 3 otherwise.

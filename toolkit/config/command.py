@@ -92,7 +92,7 @@ def classes_of(base: type) -> dict[str, type]:
 
 
 def _kind_of(base: type) -> str:
-    """Return the kind of extension that a base class stands for: "data" for toolkit.data.base.DataModule."""
+    """Return the kind of extension of a base class: "data" for toolkit.data.base.DataModule."""
     return base.__module__.split(".")[-2]
 
 

@@ -225,7 +225,7 @@ class FSDPArgs:
         sharding_strategy: HYBRID_SHARD shards over the devices of a node and replicates over nodes; FULL_SHARD shards
             over all devices; SHARD_GRAD_OP shards gradients and optimizer, but keeps the weights unsharded between
             forward and backward; NO_SHARD is ddp. auto: HYBRID_SHARD.
-        auto_wrap: What FSDP gathers at once, its units. block: each block; size: modules with at least min_num_params
+        auto_wrap: FSDP's units, gathered at once. block: each block; size: modules with at least min_num_params
             parameters; class: modules of wrap_classes. The rest is one unit, which stays gathered during a step.
         min_num_params: Least parameters of a unit with auto_wrap size, without the parameters of units inside it. auto:
             100,000,000.
@@ -283,7 +283,7 @@ class DDPArgs:
         gradient_as_bucket_view: Make gradients views of the buckets, which saves a copy.
         find_unused_parameters: Find the weights that take no part in a step, of a user-provided model that does not use
             all of them in every step; without it they are an error.
-        static_graph: The same weights take part in every step: unused ones are found only once. Without accumulation.
+        static_graph: Every step uses the same weights: unused ones are found only once. Without accumulation.
             On more than two ranks a resumed run rounds its first step differently.
     """
 

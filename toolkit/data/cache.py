@@ -85,11 +85,11 @@ def load_or_prepare(
     make: Callable[[Path], None],
     report: Report,
 ) -> tuple[T, bool]:
-    """Return what ``read`` returns of a prepared folder, and whether it was in the cache.
+    """Return ``read``'s result for a prepared folder, and whether it was in the cache.
 
     Args:
         folder: In the cache folder, named after the key of the data.
-        what: What is prepared, for the log.
+        what: Name of the prepared data, for the log.
         read: Reads ``folder``; raises one of DAMAGE_ERRORS if it is damaged.
         make: Fills a folder.
     """

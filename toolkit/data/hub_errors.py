@@ -25,7 +25,7 @@ def describe_hub_error(
     """Return one line about an error of :func:`hub_error_types`, without credentials.
 
     Args:
-        kind: What the repository should hold.
+        kind: Kind of repository, for the message.
         option: Prefix of the options, such as ``--data.``.
         hint: What to do about a revision that does not exist; by default a link to the files.
     """

@@ -314,7 +314,7 @@ def train_batches(
         total_positions: Rows in the run, over all epochs.
         global_batch_size: Rows per step, G; a multiple of ``world_size * micro_batch_size``.
         num_workers: Data loading processes; 0 reads in this process. The result is the same.
-        count: What an objective counts in each micro-batch.
+        count: Counts the objective's normalizers in a micro-batch.
     """
     if global_batch_size % (world_size * micro_batch_size):
         raise ValueError(

@@ -16,7 +16,7 @@ LOGGED_NORM_TOLERANCE = 0.05
 
 
 class Difference(NamedTuple):
-    """How far two records of one step are apart, each relative to the second record.
+    """Differences of two records of one step, relative to the second record.
 
     Args:
         loss: Difference of the losses.

@@ -55,7 +55,7 @@ _NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes "no limit" as a number near 2**63
 
 
 def describe_environment(out_dir: str) -> Sections:
-    """Return what a bug report needs to know about this process; of ``out_dir`` the free disk space."""
+    """Return the facts about this process for a bug report, including the free disk space of ``out_dir``."""
     return {
         "Versions": _versions(),
         "Machine": _machine(),

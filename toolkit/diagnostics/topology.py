@@ -1,4 +1,4 @@
-"""How the GPUs of a node are connected: the matrix of ``nvidia-smi topo -m``, and pairs with a slow path."""
+"""Read the GPU links of a node from ``nvidia-smi topo -m`` and find slow ones."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def require_memory_of_one_process(args: RunArgs, device: str) -> None:
 
 
 def _announce(args: RunArgs, config: ResolvedConfig) -> None:
-    """Print what is compared, and which options of the run do not take part."""
+    """Print the compared steps, and the options of the run that are ignored."""
     train = config.args.train
     print(f"Comparing {train.max_steps} steps of {args.command}, {config.precision}, {config.batch}", flush=True)
     if args.lora is not None and args.lora.dropout:

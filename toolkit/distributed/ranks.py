@@ -165,7 +165,7 @@ class WaitReporter:
     """Reports a wait for other ranks: when it has lasted half the timeout, at most 30 s, and each time it doubles.
 
     Args:
-        what: What the ranks do.
+        what: The work of the ranks, for messages.
         report: Prints a line.
     """
 

@@ -22,7 +22,7 @@ class StrategyPlan:
         sharding: Name of torch's sharding strategy if ``kind`` is "fsdp".
         mesh: (shards,) or (replicas, shards); the product is the number of ranks. (ranks, 1) for ddp.
         reason: Why this strategy was chosen, for display.
-        units: What FSDP gathers at once, for display.
+        units: FSDP's units, for display.
         offloads: FSDP keeps its shards in CPU memory, apart from the memory of the devices.
         extension: Name of the strategy if it is an extension's; ``kind`` is then the one that it is like in memory.
     """

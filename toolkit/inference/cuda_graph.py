@@ -19,7 +19,7 @@ def capture(
     Args:
         step: Works on tensors at fixed addresses, with fixed shapes; returns a tensor.
         undo: Undoes a step or a part of one. On return, all steps are undone.
-        expected: What the step returns without a graph; the graph must agree with it.
+        expected: The step's result without a graph; the graph must agree with it.
         notice: Called with one line if the graph is not used.
     """
     try:

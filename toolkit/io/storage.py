@@ -51,11 +51,11 @@ class StorageError(Exception):
 
 
 def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, closed: threading.Event | None = None) -> T:
-    """Return what a request returns, repeated after failures that may pass: exponential backoff with jitter.
+    """Return a request's result; repeat it after transient failures, with exponential backoff and jitter.
 
     Args:
         request: The request.
-        url: What it asks for, for messages.
+        url: URL of the object, for messages.
         attempts: Maximum number of attempts.
         closed: Setting it ends the wait between attempts.
 
@@ -75,7 +75,7 @@ def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, closed: 
 
 
 def _with_retries(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
-    """Repeat a method of :class:`Storage` after failures that may pass."""
+    """Repeat a method of :class:`Storage` after transient failures."""
 
     @functools.wraps(method)
     def call(self: Storage, *args: P.args, **options: P.kwargs) -> T:
@@ -254,7 +254,7 @@ def _connect(url: str, flag: str) -> Any:
 
 
 def describe(error: BaseException, url: str) -> tuple[str, bool]:
-    """Return what an error of a storage means, with a fix, on one line without credentials, and whether another attempt
+    """Explain an error of a storage with a fix, on one line without credentials; return also whether another attempt
     may succeed. ``url`` is what the request asked for, or the path of a local file."""
     scheme, is_remote, _ = url.partition("://")
     chain, (code, status) = list(_chain(error)), _response_code(error)

@@ -36,7 +36,7 @@ class Activations(NamedTuple):
     """Bytes on one device.
 
     Args:
-        kept: What the backward pass needs of the forward pass, without ``cast_weights``.
+        kept: Tensors of the forward pass that the backward pass needs, without ``cast_weights``.
         cast_weights: Autocast's 16-bit copies of weights.
         recomputed: With activation checkpointing, what recomputing the largest block adds.
     """

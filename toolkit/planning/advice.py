@@ -15,7 +15,7 @@ from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.auto import SIZE, fsdp_incompatible_options, with_options
+from toolkit.planning.auto import MICRO_BATCH_SIZE, fsdp_incompatible_options, with_options
 from toolkit.planning.plan import RunPlan, format_needs, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -282,8 +282,8 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> Use
     limit = min(device_memory(spec.device), 0.9 * plan.memory.total) / 1e9
     advice = advice_for(plan, limit, device_memory("cpu") / 1e9)
     changes = ", then ".join(f"{a.change} ({a.memory_gb:.1f} GB)" for a in advice)
-    if is_auto and changes and SIZE not in changes:
-        changes += f", with --{SIZE} {size}"
+    if is_auto and changes and MICRO_BATCH_SIZE not in changes:
+        changes += f", with --{MICRO_BATCH_SIZE} {size}"
     hint = f"use {changes}" if changes else "use a smaller model"
     return UserError(f"{start}: this run needs about {format_needs(plan.memory)}; {hint}")
 
@@ -297,4 +297,4 @@ def oom_advice(config: ResolvedConfig) -> Iterator[None]:
         is_full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
         if not is_full:
             raise
-        raise out_of_memory(config.args, config.devices, SIZE in config.reasons) from error
+        raise out_of_memory(config.args, config.devices, MICRO_BATCH_SIZE in config.reasons) from error

@@ -22,7 +22,7 @@ MAX_DDP_MEMORY_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
 """Largest fractions of a device's memory for gathered weights, and for a larger micro-batch; memory is an estimate."""
 MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
 """Tokens of a micro-batch: the minimum that keeps a GPU busy, and the maximum that makes it faster."""
-SIZE = "train.micro_batch_size"
+MICRO_BATCH_SIZE = "train.micro_batch_size"
 UNKNOWN = "where the memory is not known before the run"
 
 Changes = dict[str, Any]
@@ -71,7 +71,7 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
     busy = next((size for size in sizes if size * (length or 1) >= MIN_EFFICIENT_TOKENS), sizes[-1])
 
     def need(strategy: Changes, size: int) -> float:
-        return estimate(with_options(args, strategy | {SIZE: size}))
+        return estimate(with_options(args, strategy | {MICRO_BATCH_SIZE: size}))
 
     reasons, strategy, size = {}, strategies[-1], default
     if len(strategies) > 1:
@@ -88,11 +88,11 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
         strategy, reasons["strategy"] = {"strategy": "ddp"}, f"fsdp is not supported with {', '.join(options)}"
     if has_choice and devices.memory < math.inf:
         by_size = {size: need(strategy, size) for size in sizes}
-        size, reasons[SIZE] = choose_size(by_size, default, length or 1, devices.memory)
+        size, reasons[MICRO_BATCH_SIZE] = choose_size(by_size, default, length or 1, devices.memory)
     elif user_size is None:
         where = UNKNOWN if devices.device == "cuda" else f"on {devices.device}"
-        reasons[SIZE] = f"up to {args.defaults.micro_batch_size} {where}"
-    changes = strategy | ({SIZE: size} if user_size is None else {})
+        reasons[MICRO_BATCH_SIZE] = f"up to {args.defaults.micro_batch_size} {where}"
+    changes = strategy | ({MICRO_BATCH_SIZE: size} if user_size is None else {})
     if name == "balanced":
         return AutoChoices(
             with_options(args, changes), {option: f"auto: {reason}" for option, reason in reasons.items()}
@@ -165,13 +165,13 @@ def _minimize_memory(args: RunArgs, world_size: int, num_nodes: int, estimate: M
     """Return the combination that needs the least memory; if the memory is unknown, all changes."""
     sizes, default = _sizes(args, world_size), args.defaults.micro_batch_size
     choices: dict[str, list[Any]] = {
-        SIZE: [size for size in sizes if size <= default],
+        MICRO_BATCH_SIZE: [size for size in sizes if size <= default],
         "train.activation_checkpointing": ["none", "full"],
         "strategy": ["fsdp", "ddp"] if _strategies(args, world_size, False) != [{}] else [],
         "fsdp.sharding_strategy": [AUTO, "FULL_SHARD"] if num_nodes > 1 else [],
         "fsdp.accumulate": [AUTO, "sharded"],
     }
-    usual = {SIZE: AUTO, "train.activation_checkpointing": "none"}
+    usual = {MICRO_BATCH_SIZE: AUTO, "train.activation_checkpointing": "none"}
     free = {option: values for option, values in choices.items() if _get(args, option) == usual.get(option, AUTO)}
     free = {option: values for option, values in free.items() if values}
     variants: list[tuple[float, int, Changes]] = []
@@ -184,7 +184,7 @@ def _minimize_memory(args: RunArgs, world_size: int, num_nodes: int, estimate: M
             variants.append((math.inf, -len(changes), changes))
     if not variants:
         return AutoChoices(args)  # resolving says why
-    total, _, changes = min(variants, key=lambda each: (each[0], each[1], each[2].get(SIZE, 0)))
+    total, _, changes = min(variants, key=lambda each: (each[0], each[1], each[2].get(MICRO_BATCH_SIZE, 0)))
     return AutoChoices(with_options(args, changes), preset=_describe("memory", changes, total, estimate(args)))
 
 

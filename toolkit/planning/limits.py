@@ -17,7 +17,7 @@ MAX_SAVE_SECONDS = 600.0
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Args:
         step: Optimizer steps done.

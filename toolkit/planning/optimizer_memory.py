@@ -39,7 +39,7 @@ def optimizer_bytes(setup: MemoryInputs, model: GPT, adapters_only: bool = False
 
 
 def update_bytes(setup: MemoryInputs, model: GPT) -> float:
-    """Return what a step holds in addition to gradients and state, see :class:`toolkit.optim.bf16.BF16Optimizer`.
+    """Return the temporary bytes of a step, beyond gradients and state; see :class:`toolkit.optim.bf16.BF16Optimizer`.
 
     Under bf16-master or with bf16 moments: fp32 gradients and moments of some parameters; for one parameter the random
     numbers, the rounded values in fp32 and bf16, and a mask of finite values. Muon: the update of one matrix in fp32

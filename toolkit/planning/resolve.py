@@ -196,7 +196,7 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
 
 
 def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
-    """Return what the memory of the run depends on; ``model`` includes the vocabulary size."""
+    """Return the inputs of the memory estimate; ``model`` includes the vocabulary size."""
     args, batch = config.args, config.batch
     return MemoryInputs(
         config=model,

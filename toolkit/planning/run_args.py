@@ -58,7 +58,7 @@ class RunArgs(RunOptions):
         module: A user-provided model with its weights; then there is no ``model_name``.
         block_classes: The blocks of that model.
         optimizer_class: A class outside torch.optim; ``optimizer.name`` is its name.
-        objective: What the run minimizes.
+        objective: The training objective.
         groups: Options of extensions by group, see :class:`toolkit.extension.Extension`.
     """
 
@@ -182,7 +182,7 @@ def data_modules(data: DataModule) -> list[DataModule]:
 
 
 def callback_entries(value: str | list[Any] | None) -> list[Any]:
-    """Return what ``--callbacks`` names: class paths, and mappings with ``class_path`` and ``init_args``."""
+    """Return the entries of ``--callbacks``: class paths, and mappings with ``class_path`` and ``init_args``."""
     return [path.strip() for path in value.split(",")] if isinstance(value, str) else value or []
 
 

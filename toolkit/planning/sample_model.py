@@ -24,11 +24,11 @@ _PER_LAYER = ("sliding_window_indices", "rope_indices", "moe_indices")
 
 
 def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 0) -> tuple[ModelConfig, list[int]]:
-    """Return a config with one layer of each kind, and how many layers of the model each of them stands for.
+    """Return a config with one layer of each kind, and how many layers of the model each of them represents.
 
     Args:
         config: The architecture.
-        n_first: Layers at the beginning that stand for themselves: the first one's input may need no gradient.
+        n_first: Layers at the beginning that represent no others: the first one's input may need no gradient.
         n_last: Likewise at the end: the final norm may save the last one's output.
     """
     if family_of(config).model_class() is not None:  # an extension's model may treat any layer differently

@@ -23,7 +23,7 @@ def describe_base(args: RunArgs) -> AdapterInfo:
 
 
 def fingerprint(info: AdapterInfo) -> dict[str, Any]:
-    """Return what may not change on resume, by flag."""
+    """Return the values that must not change on resume, by flag."""
     return info.lora.to_options() | {"quantize": info.quantize, "checkpoint_dir": info.base_hash}
 
 

@@ -26,7 +26,7 @@ _REQUIRED = ("step", "tokens", "samples", "seconds")
 
 @dataclass(frozen=True)
 class RunFingerprint:
-    """What may not change between the launches of a run."""
+    """Values that must not change between the launches of a run."""
 
     model_config: dict[str, Any]
     data: str
@@ -144,7 +144,7 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
         raise ValueError(f"tokens {tokens} are too many for {samples} samples of at most {context} tokens")
     for name in _OF_CALLBACKS:
         if not isinstance(meta.get(name) or 0, int | float):
-            raise ValueError(f"{name} {meta[name]!r:.50} is no number")
+            raise ValueError(f"{name} {meta[name]!r:.50} is not a number")
     tied = meta.get("tied", {})
     if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
         raise ValueError("tied must be a mapping of names")

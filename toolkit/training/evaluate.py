@@ -184,7 +184,7 @@ def _require_known_sources(options: dict[str, Any]) -> None:
     """Reject sources of a mixture that are not classes of toolkit or an extension: importing others runs code."""
     for name, source in options["sources"].items():
         if (path := source["data"]["class_path"]) not in classes_of(DataModule) or path == "Mixture":
-            raise UserError(f"sources.{name}: {path} is no data module of toolkit")
+            raise UserError(f"sources.{name}: {path} is not a data module of toolkit")
 
 
 def option_to_trust(data: DataModule) -> str | None:

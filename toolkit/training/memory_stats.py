@@ -13,7 +13,7 @@ from toolkit.training.throughput import peak_memory_gb
 
 
 def memory_stats() -> list[dict[str, Any]]:
-    """Return what each rank holds in memory, by rank; in GB (1e9 bytes). Every rank must call it.
+    """Return the memory use of each rank, in GB (1e9 bytes). Every rank must call it.
 
     Keys: rank, device, rss_gb and peak_rss_gb (of the process, on the CPU); where CUDA is in use also allocated_gb,
     reserved_gb and peak_gb, the most that was allocated.

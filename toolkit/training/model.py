@@ -50,7 +50,7 @@ class ModelSpec:
         blocks: The classes of the blocks.
         sizes: Elements of each parameter, by name.
         tied, no_decay_params, block_params: Results of the functions ``tied_names``, ``no_decay_params``, ...
-        fingerprint: What may not change on resume.
+        fingerprint: Values that must not change on resume.
         lora: The adapters; then the weights are frozen.
         quantize: Quantization of the blocks' weights as they are read.
     """

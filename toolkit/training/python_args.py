@@ -132,7 +132,7 @@ def read_result(out_dir: Path) -> TrainResult:
 
 
 def _require_script(args: RunArgs) -> None:
-    """Refuse to start processes from where there is no script that they could run."""
+    """Refuse to start processes where there is no script for them to run."""
     _, world = detect_devices(args)
     if world.starts_processes and not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
         raise UserError(
@@ -146,7 +146,7 @@ def _read_model(
 ) -> dict[str, Any]:
     """Return the fields of RunArgs that define the model."""
     if model is not None and arguments["model_name"] is not None:
-        raise UserError(f"model_name {arguments['model_name']}: a model is given, too; remove one of them")
+        raise UserError(f"model_name {arguments['model_name']}: a model is also given; remove one of them")
     if isinstance(model, nn.Module):
         return _read_module(model, block_classes, arguments)
     if block_classes is not None:
@@ -171,7 +171,7 @@ def _read_module(
     for name in (name for name, given in no_effect.items() if given):
         raise UserError(f"{name}: has no effect on a model that is ready; change the model itself")
     if any(p.is_meta for p in module.parameters()):
-        raise UserError("model: has weights on the meta device, which are no values; build it on the CPU")
+        raise UserError("model: has weights on the meta device, without values; build it on the CPU")
     if isinstance(module, GPT):
         return {"module": module, "block_classes": (Block,)}
     blocks = find_blocks(module, block_classes)
@@ -194,7 +194,7 @@ def _read_data(
     if allow_duplicates and not is_loader(dataset):
         raise UserError("allow_duplicate_data True: only for a DataLoader; other data is split by toolkit")
     if dataset is not None and data is not None:
-        raise UserError("data: a dataset is given, too; remove one of them")
+        raise UserError("data: a dataset is also given; remove one of them")
     if dataset is None or isinstance(dataset, DataModule):
         if val_dataset is not None or num_workers:
             name = "num_workers" if num_workers else "val_dataset"

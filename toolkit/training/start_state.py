@@ -32,7 +32,7 @@ class StartState:
     Args:
         progress: Progress of the checkpoint ``resume_from``.
         base: The base of the adapters; None if all weights are trained.
-        fingerprint: What may not change on resume.
+        fingerprint: Values that must not change on resume.
         limits, schedule: Limits and LR schedule over all launches.
         mean_length: Mean input tokens per row.
         longest_ragged: Input tokens of the longest row where rows differ in length; 0 where they do not.

@@ -88,7 +88,7 @@ def compute_shares(events: Iterable[Event], n_steps: int) -> Shares:
 
 
 def _find_compute(ranges: list[Event]) -> tuple[list[Event], list[Event]]:
-    """Return what is computed, and before it, without a GPU, the operators in which the CPU only communicates."""
+    """Return the computing operators; without a GPU, first the CPU's operators that only communicate."""
     if work := [e for e in ranges if _category(e) in _DEVICE_WORK and not e["name"].startswith(_COLLECTIVES)]:
         return [], work
     operators = [e for e in ranges if _category(e) == "cpu_op"]

@@ -22,7 +22,7 @@ from toolkit.training.python_args import setup_of
 PYTHON_OBJECTS = (
     "model", "dataset", "val_dataset", "optimizer", "block_classes", "num_workers", "allow_duplicate_data",
 )  # fmt: skip
-"""Arguments of :func:`toolkit.train` that are no options of the command."""
+"""Arguments of :func:`toolkit.train` that are not options of the command."""
 _OBJECTS = (*PYTHON_OBJECTS[3:], "callbacks", "data", "extensions")
 _RENAMED = {
     **{field.name: f"train.{field.name}" for field in fields(TrainArgs)},
@@ -67,7 +67,7 @@ def find_dataset(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, 
     if more:
         raise UserError(f"Trainer(model, dataset): {len(more)} further positional arguments; name them")
     if "dataloader" in options and dataset is not None:
-        raise UserError("dataloader: a dataset is given, too; remove one of them")
+        raise UserError("dataloader: a dataset is also given; remove one of them")
     dataset = options.get("dataloader", dataset)
     return dataset, {name: value for name, value in options.items() if name != "dataloader"}
 
@@ -101,7 +101,7 @@ def _set(options: dict[str, Any], option: str, value: Any, name: str) -> None:
     if group:
         values = options[group] = dict(as_mapping(group, options.get(group, {})))
     if inner in values:
-        raise UserError(f"{name}: {option} is given, too; remove one of them")
+        raise UserError(f"{name}: {option} is also given; remove one of them")
     values[inner] = value
 
 

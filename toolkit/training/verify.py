@@ -120,7 +120,7 @@ def find_intact(
 
 
 def _same_on_all(read: Callable[[], T]) -> T:
-    """Return what rank 0 reads, or raise its UserError, on every rank."""
+    """Return rank 0's result, or raise its UserError, on every rank."""
     value: T | None = None
     error: UserError | None = None
     if ranks.global_rank() == 0:

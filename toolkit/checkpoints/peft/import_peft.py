@@ -64,11 +64,13 @@ class _PeftAdapters(NamedTuple):
             if ranks.keys() != alphas.keys():
                 raise self.pattern_error()
             for key, rank in ranks.items():
-                named = [one for one in self.layers if any(f".{module}".endswith(f".{key}") for module in one.modules)]
-                same = math.isclose(replace(lora, r=rank, alpha=alphas[key]).scaling, lora.scaling)
-                if not (same and type(rank) is int and named and all(map(_is_fused, named))):
+                matches = [
+                    layer for layer in self.layers if any(f".{module}".endswith(f".{key}") for module in layer.modules)
+                ]
+                is_same_scaling = math.isclose(replace(lora, r=rank, alpha=alphas[key]).scaling, lora.scaling)
+                if not (is_same_scaling and type(rank) is int and matches and all(map(_is_fused, matches))):
                     raise self.pattern_error()
-                pattern_ranks |= {rank for layer in named if layer in fused}
+                pattern_ranks |= {rank for layer in matches if layer in fused}
         except (AttributeError, TypeError, ValueError) as error:  # the file may hold anything
             raise self.pattern_error() from error
         if len(pattern_ranks) > 1:

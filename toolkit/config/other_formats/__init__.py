@@ -40,7 +40,7 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def translate(file: File) -> list[tuple[str, OptionValue]]:
-    """Return the options that the groups of a file become. Prints a line per key on standard error, on rank 0 only."""
+    """Convert the groups of a file to options. Prints a line per key on standard error, on rank 0 only."""
     lines: list[str] = []
     found: dict[str, tuple[str, Any]] = {}  # the key that set an option, and the value
     for group in file.groups:

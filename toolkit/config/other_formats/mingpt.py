@@ -74,4 +74,4 @@ IMPLIED: dict[str, Options] = {
     "gpt_config": {"model_name": "gpt-mini"},
     "optimizer_config": {"train.lr_schedule": "constant", "train.lr_warmup_steps": 0},
 }
-"""What a group stands for without a key."""
+"""Options that a group implies without a key."""

@@ -80,7 +80,7 @@ class File:
         return None if value is None or value.text == "auto" else value.text
 
     def override(self, option: str) -> str | None:
-        """Return what overrides an option, for display. Another class of data overrides all options of data."""
+        """Return the option that overrides another one, for display. A class of data overrides all options of data."""
         data = self.later.get("data") or self.own.get("data")
         if option.startswith("data.") and data is not None and data.text.rpartition(".")[2] != "CharText":
             return data.display("data")

@@ -33,7 +33,7 @@ _INDEX_CONFIG = {
     "data_spec": '[1, {"type": null, "context": null, "children_spec": []}]', "encryption": None,
     "ipc_compression": None, "item_loader": "TokensLoader", "types": "tensor",
 }  # fmt: skip
-"""What LitData's writer notes in the index of chunks of one tensor."""
+"""Fields that LitData's writer stores in the index of chunks of one tensor."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

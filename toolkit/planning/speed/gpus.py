@@ -123,7 +123,7 @@ def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
 
 
 def _key(name: str) -> str:
-    """Return what tells GPUs apart: "NVIDIA A100-SXM4-80GB" is "a100"."""
+    """Return a name without vendor, form factor and memory: "NVIDIA A100-SXM4-80GB" is "a100"."""
     words = r"nvidia|tesla|geforce|rtx|sxm\d?|hbm\d?e?|\d+\s*gb\b|[\s_-]"
     return re.sub(words, "", name.lower())
 

@@ -1,4 +1,4 @@
-"""The operators of a training step on one device, from the model of a run on the meta device."""
+"""Record the operators of a training step on one device, with the model on the meta device."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace
 
 
 def _compiled_loss(recorder: Recorder, *args: Any) -> Any:
-    """The function that the run compiles: here there is no device to compile for."""
+    """Record the loss without compiling it: there is no device to compile for."""
     layer, recorder.layer = recorder.layer, LOSS
     result = pointwise_cross_entropy(*args)
     recorder.layer = layer
