@@ -107,8 +107,8 @@ def versions(python: str, *packages: str) -> dict[str, str]:
         "print(json.dumps({p: found[p] for p in sys.argv[1:] if p in found}))"
     )
     done = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=True)
-    own = {"toolkit": __version__} if python == sys.executable and "toolkit" in packages else {}
-    return own | json.loads(done.stdout)
+    versions_here = {"toolkit": __version__} if python == sys.executable and "toolkit" in packages else {}
+    return versions_here | json.loads(done.stdout)
 
 
 # -- Measuring -------------------------------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ def machine() -> dict[str, Any]:
     """Describe the CPU and its load average of the last minute."""
     model = ""
     if (info := Path("/proc/cpuinfo")).is_file():
-        found = re.search(r"model name\s*: (.+)", info.read_text())
-        model = found[1] if found else ""
+        match = re.search(r"model name\s*: (.+)", info.read_text())
+        model = match[1] if match else ""
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return {"cpu": model or platform.processor(), "cpus": usable_cpus(), "system": platform.system(), "load": load}
 
@@ -323,10 +323,12 @@ def choose_config(args: argparse.Namespace) -> ModelConfig:
     Raises:
         UserError: The name is unknown, or a product does not support the model or precision.
     """
-    known = [f.name for f in fields(ModelOverrides)]
+    field_names = [f.name for f in fields(ModelOverrides)]
     for name in args.model_config:
-        if name not in known:
-            raise UserError(f"--model_config {name}: is not a field of the architecture{did_you_mean(name, known)}")
+        if name not in field_names:
+            raise UserError(
+                f"--model_config {name}: is not a field of the architecture{did_you_mean(name, field_names)}"
+            )
     config = get_config(args.model).override(ModelOverrides(**args.model_config)).with_vocab_size(VOCAB_SIZE)
     if args.seq_length > config.block_size:
         raise UserError(f"--seq_length {args.seq_length}: {config.name} takes at most {config.block_size} tokens")
@@ -346,7 +348,7 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
         UserError: The environment of a peer is not specified or not usable.
     """
     pythons = {"toolkit": sys.executable}
-    found = {"toolkit": versions(sys.executable, "toolkit", "torch", "lightning")}
+    result = {"toolkit": versions(sys.executable, "toolkit", "torch", "lightning")}
     for peer in args.peers:
         if peer == "transformers":
             flag, python, needed = "transformers_python", args.transformers_python, ["transformers", "accelerate"]
@@ -365,8 +367,8 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
             if package not in packages:
                 raise UserError(f"--{flag} {python}: {package} is not installed; {hint}")
         # Not resolve(): keep the symbolic links of a virtual environment.
-        pythons[peer], found[peer] = os.path.abspath(python), packages
-    return pythons, found
+        pythons[peer], result[peer] = os.path.abspath(python), packages
+    return pythons, result
 
 
 def main(argv: list[str] | None = None) -> int:

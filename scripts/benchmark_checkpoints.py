@@ -120,13 +120,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     host = machine()
-    found = in_own_process(measure, options.model, options.rounds)
-    per_gb = {name: [s / found["gb"] for s in values] for name, values in found["seconds"].items()}
+    results = in_own_process(measure, options.model, options.rounds)
+    per_gb = {name: [s / results["gb"] for s in values] for name, values in results["seconds"].items()}
     disk = per_gb["disk: write bytes"]
     result = {
         "model": options.model,
         "machine": host,
-        "gb": found["gb"],
+        "gb": results["gb"],
         "seconds_per_gb": {name: summarize(values) for name, values in per_gb.items()},
         "ratio": {name: summarize([a / b for a, b in zip(v, disk, strict=True)]) for name, v in per_gb.items()},
     }

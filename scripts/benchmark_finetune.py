@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
             report(f"benchmark_finetune: {error}")
             return 1
     if args.json is not None:
-        values = {product: [asdict(run) for run in found] for product, found in runs.items()}
+        values = {product: [asdict(run) for run in product_runs] for product, product_runs in runs.items()}
         args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     print("| product | tokens/s | with padding | s per step | peak GB |\n|---|---|---|---|---|")
     figures = {"tokens_per_sec": ".0f", "padded_per_sec": ".0f", "seconds_per_step": ".2f", "peak_memory_gb": ".2f"}

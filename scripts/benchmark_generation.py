@@ -51,11 +51,11 @@ def load_transformers(folder: Path) -> Generate:
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32).eval()
 
     def generate(prompts: Any, count: int) -> Any:
-        found = model.generate(
+        output = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=count, min_new_tokens=count,
             do_sample=False, pad_token_id=0,
         )  # fmt: skip
-        return found[:, prompts.size(1) :].tolist()
+        return output[:, prompts.size(1) :].tolist()
 
     return generate
 
@@ -76,9 +76,9 @@ def load_litgpt(folder: Path) -> Generate:
         length = prompts.size(1) + count
         model.max_seq_length = length
         model.set_kv_cache(batch_size=1)
-        found = litgpt_generate(model, prompts[0], length, temperature=0.0, top_p=0.0, include_prompt=False)
+        output = litgpt_generate(model, prompts[0], length, temperature=0.0, top_p=0.0, include_prompt=False)
         model.clear_kv_cache()
-        return [found.tolist()]
+        return [output.tolist()]
 
     return generate
 
@@ -144,7 +144,7 @@ def measure(processes: dict[str, subprocess.Popen[str]], work: dict[str, int], r
             if round_number > 0:
                 speeds[name].append(count / answer["seconds"])
     ratios = {name: [a / b for a, b in zip(speeds["toolkit"], speeds[name], strict=True)] for name in speeds}
-    pairs = {name: zip(sum(tokens["toolkit"], []), sum(found, []), strict=True) for name, found in tokens.items()}
+    pairs = {name: zip(sum(tokens["toolkit"], []), sum(output, []), strict=True) for name, output in tokens.items()}
     return {
         **work,
         "tokens_per_s": {name: summarize(values) for name, values in speeds.items()},

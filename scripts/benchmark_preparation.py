@@ -122,12 +122,12 @@ def datasets_map(folder: Path, tokenizer_dir: Path, out: Path, workers: int) -> 
         "json", data_files=str(folder / "text.jsonl"), split="train", cache_dir=str(out), num_proc=None
     )
     started = time.perf_counter()
-    found = rows.map(
+    mapped = rows.map(
         lambda batch: {"input_ids": encode(batch["text"])}, batched=True, batch_size=BATCH, remove_columns=["text"],
         num_proc=None if workers == 1 else workers, new_fingerprint="tokens",
     )  # fmt: skip
     seconds = time.perf_counter() - started
-    return seconds, sum(len(chunk.flatten()) for chunk in found.data.column("input_ids").chunks)
+    return seconds, sum(len(chunk.flatten()) for chunk in mapped.data.column("input_ids").chunks)
 
 
 def litdata_optimize(folder: Path, tokenizer_dir: Path, out: Path, workers: int) -> tuple[float, int]:

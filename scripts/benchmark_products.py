@@ -200,8 +200,8 @@ def litgpt_config(config: ModelConfig) -> dict[str, Any]:
     for name in values.keys() - LITGPT_FIELDS - LITGPT_INFERS:
         if values[name] != getattr(default, name):
             raise UserError(f"--model {config.name}: LitGPT has no {name}, here {values[name]}; remove this peer")
-    known = {name: value for name, value in values.items() if name in LITGPT_FIELDS and value is not None}
-    return known | {"rope_base": int(config.rope_base)}  # an integer in LitGPT
+    litgpt_values = {name: value for name, value in values.items() if name in LITGPT_FIELDS and value is not None}
+    return litgpt_values | {"rope_base": int(config.rope_base)}  # an integer in LitGPT
 
 
 def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
@@ -252,10 +252,10 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def find_parameters(pattern: str, output: str, product: str) -> int:
-    found = re.search(pattern, output)
-    if found is None:
+    match = re.search(pattern, output)
+    if match is None:
         raise RunFailedError(f"{product} did not print its number of parameters; its output ends:\n{tail(output)}")
-    return int(found[1].replace(",", ""))
+    return int(match[1].replace(",", ""))
 
 
 PRODUCTS: dict[str, Callable[[Work, ModelConfig, Path, str], Measurement]] = {
@@ -278,13 +278,13 @@ def take_turns(runs: Collection[Future[Measurement]], seconds: float) -> None:
     """
     try:
         while not all(run.done() for run in runs):
-            for chosen in RUNNING[:] or [0]:  # 0: none has started yet
+            for pid in RUNNING[:] or [0]:  # 0: none has started yet
                 end = time.monotonic() + seconds
-                while chosen in (*RUNNING, 0) and time.monotonic() < end:
+                while pid in (*RUNNING, 0) and time.monotonic() < end:
                     for process in RUNNING[:]:
-                        send_signal(process, signal.SIGCONT if process == chosen else signal.SIGSTOP)
+                        send_signal(process, signal.SIGCONT if process == pid else signal.SIGSTOP)
                     time.sleep(0.05)
-                    if not chosen:
+                    if not pid:
                         break
     except BaseException:
         for process in RUNNING[:]:

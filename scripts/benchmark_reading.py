@@ -88,8 +88,8 @@ def measure_wait(name: str, folder: Path, workers: int, rate: int, steps: int) -
             train={"max_steps": steps + WARMUP_STEPS} | sizes, eval={"final_validation": False},
             out_dir=str(out_dir), accelerator="cpu", devices=1,
         )  # fmt: skip
-    found = read_metrics(out_dir / "logs" / "metrics.csv")[WARMUP_STEPS:]
-    waits, seconds = [row["data_wait_s"] for row in found], mean(row["step_s"] for row in found)
+    rows = read_metrics(out_dir / "logs" / "metrics.csv")[WARMUP_STEPS:]
+    waits, seconds = [row["data_wait_s"] for row in rows], mean(row["step_s"] for row in rows)
     return {"wait_s": mean(waits), "longest_wait_s": max(waits), "step_s": seconds, "share": mean(waits) / seconds}
 
 
@@ -113,9 +113,9 @@ def measure_memory(name: str, folder: Path, steps: int) -> dict[str, Any]:
 
 def anonymous_mb() -> float:
     """Return the memory of this process without the pages of files."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024 / 1e6
+    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024 / 1e6
 
 
 def format_table(result: dict[str, Any]) -> str:
@@ -151,11 +151,11 @@ def main() -> None:
             for workers in options.workers:
                 for rate in options.rates:
                     report(f"{name}, {workers} workers, {rate:,} tokens/s")
-                    found = in_own_process(measure_wait, name, folder, workers, rate, options.steps)
-                    waits.append({"data": name, "workers": workers, "rate": rate} | found)
+                    result = in_own_process(measure_wait, name, folder, workers, rate, options.steps)
+                    waits.append({"data": name, "workers": workers, "rate": rate} | result)
             report(f"{name}, {options.pass_steps:,} steps")
-            found = in_own_process(measure_memory, name, folder, options.pass_steps)
-            passes.append({"data": name, "steps": options.pass_steps} | found)
+            result = in_own_process(measure_memory, name, folder, options.pass_steps)
+            passes.append({"data": name, "steps": options.pass_steps} | result)
     result = {"machine": machine(), "waits": waits, "passes": passes}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

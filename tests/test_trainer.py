@@ -125,7 +125,10 @@ def test_names_that_are_unknown_or_given_twice():
         ({"learning_rat": 1}, "learning_rat: no such argument; did you mean 'learning_rate'"),
         ({"steps_per_epoch": 5}, "steps_per_epoch: no such argument"),
         ({"max_steps": 1, "train": {"max_steps": 2}}, "max_steps: train.max_steps is also given"),
-        ({"grad_accum_steps": 2, "global_batch_size": 8, **RUN}, "grad_accum_steps: train.global_batch_size is given"),
+        (
+            {"grad_accum_steps": 2, "global_batch_size": 8, **RUN},
+            "grad_accum_steps: train.global_batch_size is also given",
+        ),
         ({"device": "cuda:3"}, "device cuda:3: each process takes the device of its local rank, here 0; use cuda"),
         ({"device": "cpu", "accelerator": "cpu"}, "device: accelerator is also given"),
         ({"dataloader": ROWS}, "dataloader: a dataset is also given"),

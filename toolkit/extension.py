@@ -86,14 +86,14 @@ def _installed() -> dict[str, tuple[Extension, str]]:
     """Return the extensions of installed packages by distribution, each with its module."""
     from importlib import metadata  # here, because it is slow to import
 
-    found = {}
+    extensions_by_name = {}
     for point in metadata.entry_points(group=GROUP):
         name = point.dist.name if point.dist is not None else point.value
         try:
-            found[name] = _read(point.value), point.value
+            extensions_by_name[name] = _read(point.value), point.value
         except UserError as error:  # a broken package must not end every command
             print(one_line(f"warning: extension {name} is not used: {error}"), file=sys.stderr)
-    return found
+    return extensions_by_name
 
 
 def is_known(name: str) -> bool:
@@ -193,14 +193,14 @@ def extension_versions() -> dict[str, str]:
     """Return the version of each known extension, by origin, with a hash of its source files."""
     from importlib.metadata import version
 
-    found = {}
+    versions = {}
     for origin, extension in extensions().items():
         installed = _installed().get(origin)
         paths = [path for kind in KINDS for path in getattr(extension, kind).values()] + [extension.check or ""]
         modules = {(origin if installed is None else installed[1]), *(path.rpartition(".")[0] for path in paths)}
         number = "" if installed is None else f"{version(origin)} "
-        found[origin] = f"{number}(sources {hash_sources(modules - {''})})"
-    return found
+        versions[origin] = f"{number}(sources {hash_sources(modules - {''})})"
+    return versions
 
 
 def hash_sources(modules: Iterable[str]) -> str:

@@ -52,7 +52,7 @@ def _with_condensed_positions(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _implicit_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that LitGPT's derives from the model's name (``norm_class`` in its config.py) or from others."""
+    """Return the fields that LitGPT's derives from the model's name (``norm_class`` in its config.py) or others."""
     name, is_rms = str(values.get("name")), values.get("norm_class_name") == "RMSNorm"
     implied = {"norm_offset": is_rms and "Gemma" in name, "norm_affine": is_rms or "OLMo" not in name}
     listed = values.get("sliding_window_indices") or []  # written even if all layers are alike

@@ -16,7 +16,7 @@ from toolkit.config.types import describe, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean
 from toolkit.io.paths import is_path_option
 
-MANY = 40  # options of a command whose help is one screen
+MAX_OPTIONS_SHOWN = 40  # options of a command whose help is one screen
 ORDER = ("", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "profiler", "model_config")
 FREQUENT = (
     "command", "checkpoint_dir", "model_name", "initial_checkpoint_dir", "data", "train.learning_rate",
@@ -35,7 +35,7 @@ def format_help(name: str, command: CommandOptions, usage: str, positionals: tup
     if topic not in (None, *topics):
         raise UserError(f"--help {topic}: must be one of {', '.join(topics)}{did_you_mean(topic or '', topics)}")
     count, epilog = sum(map(len, groups.values())), []
-    if topic is None and count > MANY:
+    if topic is None and count > MAX_OPTIONS_SHOWN:
         inner = [f"--{key}" for base in command.class_options for key in groups[base] if key != base]
         entries = {key: entry for group in groups.values() for key, entry in group.items()}
         short = {key: (entries[key][0], entries[key][1].partition(". ")[0]) for key in FREQUENT if key in entries}

@@ -132,7 +132,7 @@ def flatten_files(
     for (path, _), options in zip(files, file_options, strict=True):
         if repeated := [key for key, n in Counter(key for key, _ in options).items() if n > 1]:
             raise UserError(f"{path}: {repeated[0]}: given twice; remove one")
-    texts: dict[str, Any] = {key: given.text for layer in [*file_options, flags] for key, given in layer if given.value}
+    texts: dict[str, Any] = {key: value.text for layer in [*file_options, flags] for key, value in layer if value.value}
 
     def world_size() -> int:
         devices, num_nodes, accelerator = (texts.get(name, AUTO) for name in ("devices", "num_nodes", "accelerator"))

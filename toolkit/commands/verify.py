@@ -81,7 +81,7 @@ def find_remote(url: str) -> dict[str, Checkpoint]:
     if reported(storage.exists, COMPLETE):
         folders = [""]
     else:
-        folders = sorted(found.folder for found in reported(lambda: list(newest_first(storage))))
+        folders = sorted(checkpoint.folder for checkpoint in reported(lambda: list(newest_first(storage))))
     if not folders:
         raise storage.error("no complete checkpoint there; give the URL of a checkpoint or of a run")
     return {

@@ -27,7 +27,7 @@ def require_not_negative(group: str, args: Any, *names: str) -> None:
 
 
 def require_one_of(name: str, value: str, builtin_names: tuple[str, ...], kind: str) -> None:
-    """Check that ``value`` is one of ``own``, or of what extensions register as ``kind``."""
+    """Check that ``value`` is one of ``builtin_names`` or a name that an extension registers as ``kind``."""
     valid_names = [*builtin_names, *registered(kind, builtin_names)]
     if value not in valid_names:
         hint = VALUES.get((name, value.lower())) or did_you_mean(value, valid_names)

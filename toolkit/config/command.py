@@ -263,11 +263,11 @@ class CommandOptions:
                 raise UserError(f"--{key}: must be given{hint}")
         self._parser = self._build_parser()
         try:
-            if any(given.source is None for given in self.values.values()):
-                return self._parser.parse_object(Namespace({key: given.value for key, given in self.values.items()}))
+            if any(value.source is None for value in self.values.values()):
+                return self._parser.parse_object(Namespace({key: value.value for key, value in self.values.items()}))
             else:
                 kinds = {key: options[key].kind if key in options else None for key in self.values}
-                texts = {key: expand_integer(given.text, kinds[key]) for key, given in self.values.items()}
+                texts = {key: expand_integer(value.text, kinds[key]) for key, value in self.values.items()}
                 return self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
         except ArgumentError as error:
             raise UserError(self._explain(error, options)) from error

@@ -219,12 +219,12 @@ class Tokenizer:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             token = self._settings.get(name, {}).get(f"{which}_token")
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and (found := self._tokenizer.token_to_id(token)) is not None:
-                return found
-        found = self._settings.get("generation_config.json", {}).get(f"{which}_token_id")
-        found = found[0] if isinstance(found, list) and found else found
-        if isinstance(found, int) and 0 <= found < self.vocab_size:
-            return found
+            if isinstance(token, str) and (token_id := self._tokenizer.token_to_id(token)) is not None:
+                return token_id
+        token_id = self._settings.get("generation_config.json", {}).get(f"{which}_token_id")
+        token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
+        if isinstance(token_id, int) and 0 <= token_id < self.vocab_size:
+            return token_id
         if which == "eos" and not any(self._settings.values()):
             return next((i for t in _COMMON_EOS if (i := self._tokenizer.token_to_id(t)) is not None), None)
         return None

@@ -192,25 +192,25 @@ def _devices() -> dict[str, str]:
         return {"torch": f"does not import: {type(error).__name__}: {one_line(error)}"}
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"CUDA {cuda}" if cuda else f"HIP {hip}" if hip else "CPU"
-    found = {"torch": f"{build} build, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"}
+    facts = {"torch": f"{build} build, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"}
     if torch.backends.mps.is_available():
-        found["mps"] = "available"
+        facts["mps"] = "available"
     driver = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     if driver is not None:
-        found["driver"] = driver.split("\n")[0]
+        facts["driver"] = driver.split("\n")[0]
     if not torch.cuda.is_available():
         if driver is not None:
-            found["nvidia-smi"] = f"{len(driver.split())} GPUs"
-        found["cuda"] = "no device"
-        return found
+            facts["nvidia-smi"] = f"{len(driver.split())} GPUs"
+        facts["cuda"] = "no device"
+        return facts
     with suppress(Exception):  # builds for other vendors lack either
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["cudnn"] = str(torch.backends.cudnn.version())
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
-        found[f"cuda:{index}"] = f"{properties.name}, {_gb(properties.total_memory)}, {capability}"
-    return found
+        facts[f"cuda:{index}"] = f"{properties.name}, {_gb(properties.total_memory)}, {capability}"
+    return facts
 
 
 def _disks(out_dir: str) -> dict[str, str]:

@@ -60,8 +60,8 @@ class DataReader:
             for batch in batches if self._vocab_size is not None else ():
                 largest = max(int(batch.input_ids.max()), int(batch.labels.max()))
                 if largest >= (self._vocab_size or 0):
-                    known = f"the model's vocabulary of {self._vocab_size:,} tokens"
-                    raise DataError(f"rows {batch.ids}: have token id {largest:,}, which is not in {known}")
+                    vocabulary = f"the model's vocabulary of {self._vocab_size:,} tokens"
+                    raise DataError(f"rows {batch.ids}: have token id {largest:,}, which is not in {vocabulary}")
             return batches
         except DataError as error:
             self.error = error

@@ -168,7 +168,7 @@ def _read_module(
         "model_config": arguments["model_config"] != ModelOverrides(),
         "train.tie_embeddings": arguments["train"].tie_embeddings is not None,
     }
-    for name in (name for name, given in no_effect.items() if given):
+    for name in (name for name, is_set in no_effect.items() if is_set):
         raise UserError(f"{name}: has no effect on a model that is ready; change the model itself")
     if any(p.is_meta for p in module.parameters()):
         raise UserError("model: has weights on the meta device, without values; build it on the CPU")

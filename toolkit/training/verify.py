@@ -48,14 +48,14 @@ def require_intact_together(
     unchecked = (*EDITABLE, TRAINER_STATE) if model_only else EDITABLE
     files = {name for name in manifest if not name.startswith(unchecked)}
     shards = sorted(name for name in files if name.endswith(".distcp"))
-    own = set(shards[ranks.global_rank() :: ranks.world_size()])
+    rank_files = set(shards[ranks.global_rank() :: ranks.world_size()])
     if is_node_leader:
-        own |= files - set(shards)
-    everywhere = ranks.all_gather_object(find_damage(folder, {name: manifest[name] for name in sorted(own)}))
+        rank_files |= files - set(shards)
+    everywhere = ranks.all_gather_object(find_damage(folder, {name: manifest[name] for name in sorted(rank_files)}))
     damage = {
         name: f"{why}, seen by rank {rank}" if rank else why
-        for rank, found in reversed(list(enumerate(everywhere)))
-        for name, why in found.items()
+        for rank, damaged_files in reversed(list(enumerate(everywhere)))
+        for name, why in damaged_files.items()
     }
     if damage:
         raise DamagedCheckpointError(describe_damage(folder, dict(sorted(damage.items()))))
@@ -83,7 +83,7 @@ def fetch_on_other_nodes(
                 local_copy(str(resume), "--resume", with_trainer=True)
         except UserError as caught:
             error = caught
-    if errors := [found for found in ranks.all_gather_object(error) if found is not None]:
+    if errors := [each for each in ranks.all_gather_object(error) if each is not None]:
         raise errors[0]
 
 

@@ -92,8 +92,8 @@ class PlainProgress(ProgressDisplay):
         step, metrics = self._unprinted
         elapsed, seconds_left = self._pace.elapsed(), self._pace.seconds_left(step, self.total_steps)
         labels = [f"{label} {value}" for label, value in label_values(metrics, STEP_METRICS)]
-        left = [f"{format_seconds(seconds_left)} left"] if seconds_left else []
-        self._line(step, *labels, f"elapsed {format_seconds(elapsed)}", *left)
+        remaining = [f"{format_seconds(seconds_left)} left"] if seconds_left else []
+        self._line(step, *labels, f"elapsed {format_seconds(elapsed)}", *remaining)
         self._printed_at, self._unprinted = elapsed, None
 
     def _line(self, step: int, *parts: str) -> None:

@@ -233,8 +233,8 @@ class FreeTransformer(GPT):
             x, inputs = self._lower(prompt)
             of_prompt = self._draw(self._encode(x, inputs, None, None), keys, cache.seed)
             cache.state.update(prompt=prompt, codes=of_prompt)
-        known = cache.state["codes"][:, start : start + input_ids.size(1)]
-        return torch.cat((known, codes[:, known.size(1) :]), dim=1)
+        cached_codes = cache.state["codes"][:, start : start + input_ids.size(1)]
+        return torch.cat((cached_codes, codes[:, cached_codes.size(1) :]), dim=1)
 
 
 def live_tokens(labels: Tensor, documents: Tensor | None) -> Tensor:

@@ -24,9 +24,9 @@ class MomentumAgreement(toolkit.Callback):
     def on_before_optimizer_step(self, trainer: Any) -> None:
         """Count on this rank: under FSDP it has its shards only."""
         state = trainer.optimizer.optimizer.state
-        known = [(p.grad, state[p]["momentum"]) for p in trainer.model.parameters() if p.grad is not None and state[p]]
-        same = sum(((gradient * momentum) > 0).sum() for gradient, momentum in known)
-        self.counts = torch.tensor([float(same), float(sum(gradient.numel() for gradient, _ in known))])
+        pairs = [(p.grad, state[p]["momentum"]) for p in trainer.model.parameters() if p.grad is not None and state[p]]
+        same = sum(((gradient * momentum) > 0).sum() for gradient, momentum in pairs)
+        self.counts = torch.tensor([float(same), float(sum(gradient.numel() for gradient, _ in pairs))])
 
     def on_log(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Every rank calls this in the same step, so that it may sum over the ranks."""

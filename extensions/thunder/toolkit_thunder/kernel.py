@@ -84,8 +84,8 @@ class Kernel:
         Raises:
             UserError: Thunder cannot compile the forward.
         """
-        wanted = tuple((slot.get().shape, v.dtype, v.requires_grad) for slot, v in zip(slots, values, strict=True))
-        key = (training, values[0].device, wanted)
+        expected = tuple((slot.get().shape, v.dtype, v.requires_grad) for slot, v in zip(slots, values, strict=True))
+        key = (training, values[0].device, expected)
         if is_new := key not in self._jitted:
             self._jitted[key] = self._compile(slots, *key)
         jitted = self._jitted[key]
@@ -104,9 +104,9 @@ class Kernel:
                 f"Thunder cannot compile {name}: {type(error).__name__}: {one_line(error):.300}; use --compiler torch"
             ) from error
 
-    def _compile(self, slots: list[Slot], training: bool, device: torch.device, wanted: Any) -> Any:
+    def _compile(self, slots: list[Slot], training: bool, device: torch.device, expected: Any) -> Any:
         memo: dict[int, Any] = {}
-        for old, (shape, dtype, requires_grad) in zip(slots_of(self._mold), wanted, strict=True):
+        for old, (shape, dtype, requires_grad) in zip(slots_of(self._mold), expected, strict=True):
             new = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
             new._thunder_device = device  # type: ignore[attr-defined]  # where Thunder takes the values to be
             memo.setdefault(id(old.get()), new)
@@ -204,12 +204,14 @@ def find_executors(names: Sequence[str] | None) -> tuple[Any, ...]:
         UserError: an executor is unknown, or not available here.
     """
     thunder = load_thunder()
-    known = {executor.name: executor for executor in thunder.get_all_executors()}
+    executors_by_name = {executor.name: executor for executor in thunder.get_all_executors()}
     for name in names or ():
-        if name not in known:
-            raise UserError(f"--thunder.executors {name}: not available here; use some of {', '.join(sorted(known))}")
-    chosen = thunder.get_default_executors() if names is None else [known[name] for name in names]
-    return (_adapter(), *chosen)
+        if name not in executors_by_name:
+            raise UserError(
+                f"--thunder.executors {name}: not available here; use some of {', '.join(sorted(executors_by_name))}"
+            )
+    selected = thunder.get_default_executors() if names is None else [executors_by_name[name] for name in names]
+    return (_adapter(), *selected)
 
 
 def _require_supported(module: nn.Module) -> None:

@@ -34,13 +34,13 @@ def make_transforms(device: torch.device, group: dist.ProcessGroup, sharding: st
         bucketing: "NONE", "LAYER" or "BLOCK".
     """
     strategies = FSDPType[sharding], FSDPBucketingStrategy[bucketing]
-    own = FSDPTransform(device, sharding_strategy=strategies[0], bucketing_strategy=strategies[1], process_group=group)
-    found: list[Any] = [own]
+    base = FSDPTransform(device, sharding_strategy=strategies[0], bucketing_strategy=strategies[1], process_group=group)
+    transforms: list[Any] = [base]
     if bucketing != "NONE":
-        found.append(_Rewrite(lambda trace: _gather_buckets(trace, group, bucket_names(strategies[1]))))
+        transforms.append(_Rewrite(lambda trace: _gather_buckets(trace, group, bucket_names(strategies[1]))))
     if sharding == "ZERO3":
-        found.append(_Rewrite(_gather_again_in_backward))
-    return found
+        transforms.append(_Rewrite(_gather_again_in_backward))
+    return transforms
 
 
 class _Rewrite(Transform):
@@ -73,7 +73,7 @@ def _gather_buckets(trace: Any, group: dist.ProcessGroup, name_of: Callable[[Any
 
 def _gather_bucket(trace: Any, symbols: list[Any], group: dist.ProcessGroup) -> dict[Any, Any]:
     """Append the operations of a bucket to a trace; return the gathered tensor for each that they replace."""
-    size, start, found = group.size(), 0, {}
+    size, start, parts = group.size(), 0, {}
     with tracectx(trace):
         trace.push_scope([])
         for symbol in symbols:  # FSDPTransform changes the shape only
@@ -84,10 +84,10 @@ def _gather_bucket(trace: Any, symbols: list[Any], group: dist.ProcessGroup) -> 
         for symbol in symbols:
             length = math.prod(symbol.args[0].shape)
             part = operations.getitem(by_rank, (slice(None), slice(start, start + length)))
-            found[variableify(symbol.output)] = operations.reshape(part, tuple(symbol.output.shape))
+            parts[variableify(symbol.output)] = operations.reshape(part, tuple(symbol.output.shape))
             start += length
         trace.bound_symbols += trace.pop_scope()
-    return found
+    return parts
 
 
 def _gather_again_in_backward(trace: Any) -> Any:

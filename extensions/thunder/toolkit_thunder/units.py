@@ -60,13 +60,13 @@ class Unit:
 @contextmanager
 def _replaced(slots: list[Slot], values: list[Tensor]) -> Iterator[None]:
     """Compute with other tensors in the place of parameters."""
-    own = [slot.get() for slot in slots]
+    tensors = [slot.get() for slot in slots]
     try:
         for slot, value in zip(slots, values, strict=True):
             slot.owner._parameters[slot.attribute] = value  # type: ignore[assignment]
         yield
     finally:
-        for slot, parameter in zip(slots, own, strict=True):
+        for slot, parameter in zip(slots, tensors, strict=True):
             slot.owner._parameters[slot.attribute] = parameter  # type: ignore[assignment]
 
 

@@ -30,19 +30,19 @@ def require_versions(needed_by: str) -> None:
         UserError: lightning-thunder is not installed, or it or torch has another version.
     """
     try:
-        found = metadata.version("lightning-thunder")
+        installed = metadata.version("lightning-thunder")
     except metadata.PackageNotFoundError:
-        found = "none"
-    if found != THUNDER:
+        installed = "none"
+    if installed != THUNDER:
         raise UserError(
-            f"{needed_by}: needs lightning-thunder {THUNDER}, found {found}; "
+            f"{needed_by}: needs lightning-thunder {THUNDER}, found {installed}; "
             f"run: pip install lightning-thunder=={THUNDER}"
         )
     version = metadata.version("torch")
     first, last = TORCH
     if not first <= tuple(int(part) for part in version.split(".")[:2]) <= last:
-        known = " to ".join(f"{major}.{minor}" for major, minor in TORCH)
-        raise UserError(f"{needed_by}: lightning-thunder {THUNDER} needs torch {known}, found {version}")
+        supported = " to ".join(f"{major}.{minor}" for major, minor in TORCH)
+        raise UserError(f"{needed_by}: lightning-thunder {THUNDER} needs torch {supported}, found {version}")
 
 
 @functools.cache

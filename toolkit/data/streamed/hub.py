@@ -103,7 +103,7 @@ def _patterns(repository: Repository, subset: str | None) -> dict[str, list[str]
     prefix = f"{folder.strip('/')}/" if isinstance(folder, str) and folder.strip("/.") else ""
     if files is None:
         by_name = _split_by_name(_tree(repository, prefix.rstrip("/")))
-        return {split: [file.name for file in found] for split, found in by_name.items()}
+        return {split: [file.name for file in files_of_split] for split, files_of_split in by_name.items()}
     return {split: [prefix + glob for glob in globs] for split, globs in _by_split(files, repository).items()}
 
 
@@ -117,10 +117,10 @@ def _by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
         return {"train": as_globs(files)}
     items = [{"split": k, "path": v} for k, v in files.items()] if isinstance(files, dict) else files
     try:
-        found: dict[str, list[str]] = {}
+        files_of_split: dict[str, list[str]] = {}
         for item in items:
-            found.setdefault(str(item["split"]), []).extend(as_globs(item["path"]))
-        return found
+            files_of_split.setdefault(str(item["split"]), []).extend(as_globs(item["path"]))
+        return files_of_split
     except (TypeError, KeyError) as error:
         raise UserError(f"--data.repo_id {repository.repo_id}: the data_files of its README are malformed") from error
 
@@ -151,22 +151,22 @@ def _configs(repository: Repository) -> list[dict[str, Any]]:
 def _split_by_name(files: list[SourceFile]) -> dict[str, list[SourceFile]]:
     """Sort files into splits by the words of their names; all are for training if no name has such a word."""
     supported = [file for file in files if is_supported(file.name)]
-    found: dict[str, list[SourceFile]] = {}
+    files_of_split: dict[str, list[SourceFile]] = {}
     for split, words in _SPLITS.items():
         pattern = re.compile(rf"(^|[-._ /0-9])({'|'.join(words)})([-._ /0-9]|$)", re.IGNORECASE)
         if matching := [file for file in supported if pattern.search(file.name)]:
-            found[split] = matching
-    return found or ({"train": supported} if supported else {})
+            files_of_split[split] = matching
+    return files_of_split or ({"train": supported} if supported else {})
 
 
 def _match(repository: Repository, globs: Sequence[str]) -> Iterator[SourceFile]:
     """Yield the files that match any glob, each once, sorted by name."""
-    found: dict[str, SourceFile] = {}
+    files_of_split: dict[str, SourceFile] = {}
     for glob in globs:
         glob = glob.removeprefix("./")
         pattern, fixed = _compile(glob), re.split(r"[*?\[{]", glob)[0].rpartition("/")[0]
-        found |= {file.name: file for file in _tree(repository, fixed) if pattern.fullmatch(file.name)}
-    yield from (found[name] for name in sorted(found))
+        files_of_split |= {file.name: file for file in _tree(repository, fixed) if pattern.fullmatch(file.name)}
+    yield from (files_of_split[name] for name in sorted(files_of_split))
 
 
 def _compile(glob: str) -> re.Pattern[str]:

@@ -96,7 +96,7 @@ def _fused(
     is_written: Callable[[Key], bool],
     sizes: dict[Key, int],
 ) -> Op:
-    """Return the kernel of a group; ``own`` are the tensors that it makes."""
+    """Return the kernel of a group; ``outputs`` are the tensors that it makes."""
     parts: defaultdict[Key, set[Access]] = defaultdict(set)  # a kernel may read a part of a tensor
     for op in members:
         for access in op.reads:

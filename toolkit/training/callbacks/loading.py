@@ -27,14 +27,14 @@ def _load(entry: Any) -> Callback:
             f"--callbacks {entry}: give a class path such as my_module.MyCallback, or class_path, init_args"
         )
     path, arguments = entry["class_path"], entry.get("init_args") or {}
-    found = _import(path)
-    if not (inspect.isclass(found) and issubclass(found, Callback)):
+    cls = _import(path)
+    if not (inspect.isclass(cls) and issubclass(cls, Callback)):
         raise UserError(f"--callbacks {path}: is not a class derived from toolkit.Callback")
     try:
-        inspect.signature(found).bind(**arguments)
+        inspect.signature(cls).bind(**arguments)
     except TypeError as error:
         raise UserError(f"--callbacks {path}: {error}; give them as init_args") from error
-    return found(**arguments)
+    return cls(**arguments)
 
 
 def _import(path: str) -> Any:
