@@ -289,7 +289,7 @@ def test_ranks_with_the_same_samples_or_other_ones_are_refused():
         (shuffled(seed=1), shuffled(seed=2), same),
         (loader(dataset=Iterable()), loader(dataset=Iterable()), same),
         (part(0), part(0), same),
-        (part(0, 4), part(1, 4), "its DistributedSampler is of rank 0 of 4, on rank 0 of 2"),
+        (part(0, 4), part(1, 4), "its DistributedSampler has rank 0 of 4 on rank 0 of 2"),
         (
             iterable(0),
             iterable(1),

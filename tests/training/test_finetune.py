@@ -244,7 +244,7 @@ def test_resume_with_changed_adapter_options_is_an_error(base, questions, tmp_pa
     with pytest.raises(UserError, match=r"--lora_alpha 32.*16"):
         run_training(again)
     full = arguments(finetune_full, base, questions, tmp_path / "run", "--resume", "true")
-    with pytest.raises(UserError, match=r"--resume .*: is of a run of finetune_lora; resume it with that"):
+    with pytest.raises(UserError, match=r"--resume .*: was written by finetune_lora; resume it with that command"):
         run_training(full)
     flags = ["--resume", "true", "--data.prompt_style", "alpaca"]
     with pytest.raises(UserError, match="--data: .* was trained with other data: .* the template"):

@@ -57,7 +57,7 @@ class Mixture(DataModule):
             raise UserError(f"--data.sources {self.sources}: must map at least one name to a weight and data")
         require(len(self.sources) <= MAX_SOURCES, "sources", len(self.sources), f"must be at most {MAX_SOURCES}")
         self._modules = {name: _read_source(name, entry) for name, entry in self.sources.items()}
-        self.sources = {name: _plain(source) for name, source in self._modules.items()}
+        self.sources = {name: _to_dict(source) for name, source in self._modules.items()}
         weights = {name: source.weight for name, source in self._modules.items()}
         if abs((total := sum(weights.values())) - 1) > 1e-6:
             as_shares = ", ".join(f"{name} {weight / (total or 1):.6g}" for name, weight in weights.items())
@@ -106,7 +106,7 @@ class Mixture(DataModule):
                 f"{trained}; pass one --tokenizer_dir for all sources"
             )
         # A source may have resolved an option, such as a branch to its commit.
-        self.sources = {name: _plain(source) for name, source in self._modules.items()}
+        self.sources = {name: _to_dict(source) for name, source in self._modules.items()}
         rows = [
             SourceRows(name, parts[name].train, source.weight, source.max_epochs, mean_length(parts[name].train))
             for name, source in self._modules.items()
@@ -140,7 +140,7 @@ def _read_source(name: Any, entry: Any) -> MixtureSource:
     if isinstance(module, Mixture):
         raise UserError(f"{flag}.data Mixture: list its sources here, each with the product of both weights")
     if not is_dataclass(module):
-        raise UserError(f"{flag}.data {type(module).__name__}: must be an object of a dataclass")
+        raise UserError(f"{flag}.data {type(module).__name__}: must be an instance of a dataclass")
     if module.num_workers:
         raise UserError(f"{flag}.data.num_workers {module.num_workers}: has no effect; use --data.num_workers")
     return MixtureSource(module, weight, max_epochs)
@@ -174,7 +174,7 @@ def _with_flag(error: UserError, flag: str) -> UserError:
     return UserError(re.sub(r"--data(?=[. :])", f"{flag}.data", str(error)))
 
 
-def _plain(source: MixtureSource) -> dict[str, Any]:
+def _to_dict(source: MixtureSource) -> dict[str, Any]:
     """Return the entry of ``sources`` that makes the source again."""
     module: Any = source.data
     data = {"class_path": class_path(type(module), DataModule), "init_args": json.loads(json.dumps(asdict(module)))}

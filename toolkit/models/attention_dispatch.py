@@ -35,7 +35,7 @@ class KernelCase(NamedTuple):
 
 
 def kernel_of(config: ModelConfig, has_documents: bool) -> KernelChoice | None:
-    """Return the kernel that replaces masks on CUDA in 16 bits; None if no masks are needed or no kernel can."""
+    """Return the kernel that replaces masks on CUDA in 16 bits; None if masks are not needed or not supported."""
     width = max(config.head_size, config.value_size)
     if width > MAX_WIDTH or width % 8:
         return None

@@ -1,8 +1,8 @@
-"""Bytes of a training step's activations, counted on a model without memory, and of a chunk of its logits.
+"""Measure the bytes of a training step's activations and of a chunk of logits, on a model without memory.
 
 A forward pass of a model with one block of each kind runs on meta tensors that pass for CUDA tensors, or on fake CPU
-tensors. What exists when it has returned is what the backward pass needs: tensors that autograd saves, and with
-activation checkpointing the inputs of blocks and what "selective" keeps. So any layer counts, an extension's included.
+tensors. The backward pass needs the tensors that exist when it has returned: those that autograd saves and, with
+activation checkpointing, the inputs of blocks and the outputs that "selective" keeps. This covers any layer.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class RunFingerprint:
         if bool(saved.get("adapters")) != bool(now["adapters"]):
             command = "finetune_lora" if saved.get("adapters") else "pretrain or finetune_full"
             raise UserError(
-                f"--resume {folder}: is of a run of {command}; resume it with that, or give another --out_dir"
+                f"--resume {folder}: was written by {command}; resume it with that command, or give another --out_dir"
             )
         old, new = values_by_flag(saved), values_by_flag(now)
         for flag in new | old:

@@ -189,7 +189,7 @@ class PendingSave:
 
     @contextmanager
     def _raise_on_all_ranks(self) -> Iterator[None]:
-        """Raise an error of the block on all ranks. All ranks enter it. The block must not contain a collective after
+        """Raise an error of the block on all ranks; all ranks enter the block. It must not contain a collective after
         code that may fail on a single rank."""
         error: Exception | None = None
         try:

@@ -137,7 +137,7 @@ def _require_script(args: RunArgs) -> None:
     if world.starts_processes and not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
         raise UserError(
             f"devices {world.devices}: a notebook, a prompt, stdin or python -c has no script to start the other "
-            "processes with; put this into a file and run that, or take devices=1"
+            "processes with; put this into a file and run that, or use devices=1"
         )
 
 

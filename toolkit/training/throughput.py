@@ -1,4 +1,4 @@
-"""N8 honest-throughput: tokens per second, MFU and peak memory of what ran; FLOPs: toolkit.planning.speed.flops."""
+"""N8 honest-throughput: tokens per second, MFU and peak memory of a run; FLOPs: toolkit.planning.speed.flops."""
 
 from __future__ import annotations
 

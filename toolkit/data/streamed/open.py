@@ -218,7 +218,7 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
                     if counts.broken and not rows.skips_broken:
                         raise UserError(describe_broken(counts.broken))
                     unprepared.remove(number)
-                    reader.has_progressed()
+                    reader.reset_starts()
                     done, size = done + 1, size + counts.text_bytes
                 elif error_file(stream.folder, number).exists():
                     raise UserError(error_file(stream.folder, number).read_text(encoding="utf-8"))

@@ -81,7 +81,7 @@ class StreamReader:
     def _lost_cache_error(self, error: OSError) -> DataError:
         return DataError(f"{self.stream.folder}: {one_line(error)}; was it deleted? resume to prepare the data again")
 
-    def has_progressed(self) -> None:
+    def reset_starts(self) -> None:
         """Reset the count of failed starts: a segment is ready."""
         self._starts = 0
 
@@ -106,7 +106,7 @@ class StreamReader:
             if time.monotonic() - last_line > HEARTBEAT:
                 last_line = time.monotonic()
                 self.report(f"Data: waiting for segment {number:,} to be tokenized ({last_line - started:.0f} s)")
-        self.has_progressed()
+        self.reset_starts()
         self.ask(Wanted(keep, ahead))
         return counts
 

@@ -54,9 +54,6 @@ class SegmentCounts:
     """Counts of a segment.
 
     Args:
-        tokens: Number of tokens.
-        documents: Number of documents.
-        text_bytes: Bytes of text.
         broken: Reason by name of each broken file; the documents before the damage are in the segment.
     """
 

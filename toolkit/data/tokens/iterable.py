@@ -314,7 +314,7 @@ class LoaderRows(IterableRows):
                 )
             if part not in (None, (rank, len(shares))):
                 raise UserError(
-                    f"{name}: its DistributedSampler is of rank {part[0]} of {part[1]}, on rank {rank} of "
+                    f"{name}: its DistributedSampler has rank {part[0]} of {part[1]} on rank {rank} of "
                     f"{len(shares)}; pass the dataset itself, which toolkit splits, or pass "
                     "toolkit.get_world_size() and toolkit.get_rank() to the sampler under torchrun"
                 )

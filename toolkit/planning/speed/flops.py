@@ -31,8 +31,8 @@ def flops_per_token(model: nn.Module, config: ModelConfig, seq_length: float, *,
 
     ``d`` is heads x head size and T the sequence length; if the widths of values and keys differ, d is their mean.
     Frozen parameters count 4 times instead of 6, because they have no gradient. ``causal`` counts half of the attention
-    term, as computed by a causal kernel. What activation checkpointing recomputes does not count: these are the FLOPs
-    of the model, not of the hardware.
+    term, as computed by a causal kernel. Recomputation does not count: these are the FLOPs of the model, not of
+    the hardware.
     """
     attention = 6 * config.n_layer * config.n_head * (config.head_size + config.value_size) * seq_length
     linear = sum((6 if is_trained else 4) * size for size, is_trained in _matmul_sizes(model))
