@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+import torch
 from helpers.cases import check_each
 from torch import nn
 
@@ -12,7 +13,8 @@ from toolkit.config import TrainArgs
 from toolkit.config.command import parse_object
 from toolkit.data.sft.datasets import Alpaca
 from toolkit.errors import UserError
-from toolkit.planning.auto import choose_size, with_options
+from toolkit.planning import auto
+from toolkit.planning.auto import choose_size, fsdp_incompatible_options, with_options
 from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
@@ -89,6 +91,23 @@ def test_strategies_of_runs(config_of):
     )  # fmt: skip
     with pytest.raises(UserError, match="--ddp.bucket_cap_mb 5.0 has no effect with fsdp"):
         config_of({"fsdp.forward_prefetch": True, "ddp.bucket_cap_mb": 5.0})
+
+
+def test_options_that_fsdp_does_not_support_are_those_of_the_table(config_of, monkeypatch):
+    def check(options: dict, replacements: dict) -> None:
+        args = config_of(options | DDP).args
+        assert fsdp_incompatible_options(args) == replacements
+        with monkeypatch.context() as patch:
+            patch.setattr(auto, "ROWS", [])
+            assert fsdp_incompatible_options(args) == {}
+
+    check_each(check, [
+        ({}, {}),
+        ({"optimizer.name": "adafactor"}, {"optimizer.name": "AdamW"}),
+        ({"optimizer.name": "muon", "optimizer.state_dtype": "bf16", "precision": "bf16-master"},
+         {"optimizer.name": "AdamW", "optimizer.state_dtype": "auto", "precision": "bf16-mixed"}),
+        ({"optimizer.name": "Muon", "optimizer_class": torch.optim.SGD}, {}),
+    ])  # fmt: skip
 
 
 def test_a_variable_under_which_ddp_crashes_on_a_cpu_excludes_it(config_of, monkeypatch):

@@ -13,6 +13,7 @@ from toolkit.data import SyntheticTokens
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.planning import compatibility
 from toolkit.planning.auto import with_options
 from toolkit.planning.batch import plan_batch
 from toolkit.planning.compatibility import ROWS, Facts, find_conflicts, require_compatible
@@ -121,7 +122,7 @@ CASES = [
      "--optimizer.in_backward true is not supported with --train.max_norm 1.0: clipping needs the norm of all "
      "gradients first; use --train.max_norm 0"),
     (IN_BACKWARD, CUDA | MIXED, "--optimizer.in_backward true is not supported with --precision 16-mixed"),
-    (IN_BACKWARD | SGD, {}, "--optimizer.in_backward true is not supported with a user-provided optimizer"),
+    (IN_BACKWARD | SGD, {}, "--optimizer.in_backward true is not supported with an optimizer of yours"),
     (IN_BACKWARD | {"fsdp.cpu_offload": True}, CUDA,
      "--optimizer.in_backward true is not supported with --fsdp.cpu_offload true"),
     ({"train.lr_schedule": "constant", "train.min_lr": 1e-5}, {},
@@ -161,6 +162,15 @@ def test_supported_runs_violate_no_row():
         (MODULE | {"strategy": "ddp"}, {"devices": 2}),
         (NF4 | LORA, {"precision": "bf16-true"}),
     ])  # fmt: skip
+
+
+def test_an_optimizer_of_an_extension_may_not_be_updated_in_parts(monkeypatch):
+    """Only torch's and toolkit's own optimizers are known to update each weight independently of the others."""
+    monkeypatch.setattr(compatibility, "registered", lambda kind: {"Lion": "toolkit_lion.optimizer.Lion"})
+    for options, run in ((IN_BACKWARD, {}), (BF16, {}), ({}, {"precision": "bf16-master"})):
+        assert not list(find_conflicts(facts_of(options, **run)))
+        (message,) = find_conflicts(facts_of(options | {"optimizer.name": "Lion"}, **run))
+        assert "is not supported with an optimizer of yours or of an extension" in message
 
 
 def test_facts_that_are_not_known_yet_violate_no_row():

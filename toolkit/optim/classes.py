@@ -12,11 +12,12 @@ from torch import nn
 from toolkit.config import AUTO, CommandDefaults, OptimizerArgs
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import load_registered, registered
+from toolkit.optim import HYBRID_OPTIMIZERS, hybrid
 from toolkit.optim.bf16 import BF16Optimizer
 from toolkit.optim.groups import parameter_groups
-from toolkit.optim.hybrid import AdamW8bit, HybridOptimizer, Muon
+from toolkit.optim.hybrid import HybridOptimizer, Muon
 
-HYBRID: dict[str, type[HybridOptimizer]] = {"Muon": Muon, "AdamW8bit": AdamW8bit}
+HYBRID: dict[str, type[HybridOptimizer]] = {name: getattr(hybrid, name) for name in HYBRID_OPTIMIZERS}
 UNSUPPORTED = {
     "Optimizer": "is the base class",
     "LBFGS": "evaluates the loss several times per step",
@@ -68,10 +69,6 @@ def resolve_optimizer(
     # the command's betas are Adam's; an extension's optimizer has other defaults
     names = ("weight_decay",) if args.name in registered("optimizers") else ("weight_decay", "betas")
     resolved = {k: getattr(defaults, k) for k in names if k in takes} | requested
-    if resolved.get("fused") and precision == "16-mixed":
-        raise UserError(
-            "--optimizer.options fused: not supported with --precision 16-mixed, whose gradients are scaled"
-        )
     if cls is Muon and not resolved.setdefault("split_qkv", True):
         del resolved["split_qkv"]  # as in the checkpoints of versions without it
     if args.state_dtype != AUTO:

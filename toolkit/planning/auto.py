@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config import AUTO, none_if_auto
-from toolkit.distributed.strategy import implied_strategy
-from toolkit.planning.compatibility import HYBRID
+from toolkit.distributed.strategy import StrategyPlan, implied_strategy
+from toolkit.planning.compatibility import ROWS, Facts, Row
 
 if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs
@@ -23,6 +23,8 @@ MAX_DDP_MEMORY_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
 MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
 """Tokens of a micro-batch: the minimum that keeps a GPU busy, and the maximum that makes it faster."""
 MICRO_BATCH_SIZE = "train.micro_batch_size"
+FSDP_COMPATIBLE = {"precision": "bf16-mixed", "optimizer.name": "AdamW", "optimizer.state_dtype": AUTO}
+"""Values that FSDP supports, of options with values that it does not support."""
 UNKNOWN = "where the memory is not known before the run"
 
 Changes = dict[str, Any]
@@ -132,14 +134,14 @@ def choose_size(needed: Mapping[int, float], default: int, length: int, memory: 
 
 def fsdp_incompatible_options(args: RunArgs) -> Changes:
     """Return replacements for the options that FSDP does not support."""
-    optimizer = args.optimizer
-    needs_matrices = (*HYBRID, "Adafactor")
-    changes = {
-        "precision": ("bf16-mixed", args.precision == "bf16-master"),
-        "optimizer.name": ("AdamW", optimizer.name.lower() in map(str.lower, needs_matrices)),
-        "optimizer.state_dtype": (AUTO, optimizer.state_dtype != AUTO),
-    }
-    return {option: value for option, (value, is_needed) in changes.items() if is_needed}
+
+    def violated(changes: Changes, kind: Literal["fsdp", "ddp"]) -> set[Row]:
+        changed = with_options(args, changes)
+        facts = Facts(changed, none_if_auto(changed.precision) or "", strategy=StrategyPlan(kind, None, (2,), ""))
+        return {row for row in ROWS if row.applies(facts)}
+
+    rows = violated({}, "fsdp") - violated({}, "ddp")
+    return {option: value for option, value in FSDP_COMPATIBLE.items() if rows - violated({option: value}, "fsdp")}
 
 
 def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from toolkit.planning.batch import BatchPlan
     from toolkit.planning.run_args import RunArgs
 
-HYBRID = ("Muon", "AdamW8bit")
-"""Optimizers of :mod:`toolkit.optim.hybrid`."""
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -81,7 +78,7 @@ class Facts:
 
     @property
     def is_builtin(self) -> bool:
-        """Whether the optimizer is one of torch's or of :data:`HYBRID`."""
+        """Whether the optimizer is one of torch's or of :mod:`toolkit.optim.hybrid`."""
         return self.args.optimizer_class is None and self.args.optimizer.name not in registered("optimizers")
 
     @property
@@ -269,8 +266,7 @@ ROWS: tuple[Row, ...] = (
         "clipping needs the norm of all gradients first", "use --train.max_norm 0"),
     Row(_IN_BACKWARD, "--precision 16-mixed", lambda f: f.args.optimizer.in_backward and f.precision == "16-mixed",
         "its scaler checks all gradients first", "use bf16-mixed or 32-true"),
-    Row(_IN_BACKWARD, "a user-provided optimizer",
-        lambda f: f.args.optimizer.in_backward and f.args.optimizer_class is not None,
+    Row(_IN_BACKWARD, _FOREIGN, lambda f: f.args.optimizer.in_backward and not f.is_builtin,
         "it may not update each weight independently of the others", "remove it"),
     Row(_IN_BACKWARD, _OFFLOAD, lambda f: f.args.optimizer.in_backward and f.offloads,
         "the gradients are in CPU memory only after the backward pass"),

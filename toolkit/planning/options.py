@@ -23,8 +23,9 @@ from toolkit.extension import find_modules_here, registered
 from toolkit.io.paths import is_url
 from toolkit.io.storage import Storage
 from toolkit.models.families import DEFAULT_MODEL, get_config
+from toolkit.optim import HYBRID_OPTIMIZERS
 from toolkit.planning.batch import BatchPlan, plan_batch
-from toolkit.planning.compatibility import HYBRID, Facts, require_compatible
+from toolkit.planning.compatibility import Facts, require_compatible
 from toolkit.planning.limits import require_profiled_steps, unknown_rows_error
 from toolkit.ui.loggers import check_loggers
 
@@ -104,7 +105,7 @@ def _check_optimizer_name(name: str) -> None:
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
         text = Path(spec.origin).with_name("optim").joinpath("__init__.py").read_text()
-        names = {*re.findall(r'"([A-Z]\w*)"', text), *HYBRID, *registered("optimizers")} - {"Optimizer"}
+        names = {*re.findall(r'"([A-Z]\w*)"', text), *HYBRID_OPTIMIZERS, *registered("optimizers")} - {"Optimizer"}
         if name.lower() not in map(str.lower, names):
             raise UserError(f"--optimizer.name {name}: not in torch.optim{did_you_mean(name, names)}")
 
