@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import toolkit
 from toolkit import extension
 from toolkit.cli import main
 from toolkit.ui.loggers import read_metrics
@@ -144,6 +146,19 @@ def test_mistakes_are_one_line(capsys):
         assert main(["pretrain", "pico-llama", "--extensions", "pairs", "--data", "Pairs", *words.split()]) == 2
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1
-    extension._added.clear()
-    assert main(["pretrain", "pico-llama", "--objective", "NextToken"]) == 2  # one alone is no choice
-    assert "--objective" in capsys.readouterr().err
+
+
+def test_an_objective_needs_no_extension(capsys):
+    words = RUN.replace("Pairs", "pairs_parts.Pairs").replace("Margin", "pairs_parts.Margin").split()
+    assert main(["pretrain", "pico-llama", *words, "--out_dir", "class_path"]) == 0
+    parts = importlib.import_module("pairs_parts")
+    toolkit.train(
+        "pico-llama", parts.Pairs(), objective=parts.Margin(beta=0.3), out_dir="python", accelerator="cpu",
+        train={"global_batch_size": 8, "max_steps": 4, "lr_warmup_steps": 0, "max_seq_length": 16,
+               "learning_rate": 0.01},
+        eval={"interval": 2},
+    )  # fmt: skip
+    assert "accuracy" in curve("python")[0] and repr(curve("python")) == repr(curve("class_path"))
+    capsys.readouterr()
+    assert main(["pretrain", "--help", "all"]) == 0 and "--objective" not in capsys.readouterr().out  # no choice
+    assert main(["pretrain", *words[:4], "--help", "objective"]) == 0 and "--objective.beta" in capsys.readouterr().out

@@ -36,7 +36,7 @@ def format_help(name: str, command: CommandOptions, usage: str, positionals: tup
         raise UserError(f"--help {topic}: must be one of {', '.join(topics)}{did_you_mean(topic or '', topics)}")
     count, epilog = sum(map(len, groups.values())), []
     if topic is None and count > MAX_OPTIONS_SHOWN:
-        inner = [f"--{key}" for base in command.class_options for key in groups[base] if key != base]
+        inner = [f"--{key}" for base in command.class_options for key in groups.get(base, ()) if key != base]
         entries = {key: entry for group in groups.values() for key, entry in group.items()}
         short = {key: (entries[key][0], entries[key][1].partition(". ")[0]) for key in FREQUENT if key in entries}
         groups = {"frequent": short}
@@ -63,7 +63,7 @@ def format_help(name: str, command: CommandOptions, usage: str, positionals: tup
 def _groups(command: CommandOptions) -> dict[str, Entries]:
     """Return the texts of all options by group, the groups in the order of use."""
     groups: dict[str, Entries] = {name: {} for name in ORDER}
-    for name in command.class_options:
+    for name in filter(command.has_choice, command.class_options):
         text = f"Class: {', '.join(command.choices(name))}. `--{name} NAME --help {name}` shows its options."
         groups.setdefault(name, {})[name] = ("NAME", text)
     for key, option in command.options().items():

@@ -146,10 +146,6 @@ class CommandOptions:
         for name, cls in self.extension_groups.items():
             self.parameters[name] = SimpleNamespace(annotation=cls, default=cls(), doc=inspect.getdoc(cls))
         self.class_options = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
-        for name in [
-            name for name, base in self.class_options.items() if len(classes_of(base)) == 1
-        ]:  # nothing to choose
-            self.class_options.pop(name), self.parameters.pop(name)
         groups = {n: p.annotation for n, p in self.parameters.items() if is_dataclass(p.annotation)}
         self.groups: dict[str, Any] = groups
         self.selected = {name: type(self.parameters[name].default) for name in self.class_options}
@@ -172,6 +168,10 @@ class CommandOptions:
     def choices(self, name: str) -> dict[str, type]:
         """Return the classes for a parameter by short name, see :func:`classes_of`."""
         return classes_of(self.class_options[name])
+
+    def has_choice(self, name: str) -> bool:
+        """Whether a parameter has several known classes, or is another class than the only one."""
+        return [self.selected[name]] != list(self.choices(name).values())
 
     # ---- what the user gives
 
