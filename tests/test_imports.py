@@ -159,6 +159,28 @@ def test_circular_imports_are_detected():
     assert not import_circles(import_graph({"toolkit.ui.a": (late, False), "toolkit.ui.b": ("", False)}))
 
 
+def unknown_references(source: str, sources: dict[str, str]) -> list[str]:
+    """Return the references of docstrings, such as :func:`toolkit.x.f`, that no module defines."""
+    references = re.findall(r":(?:func|class|data|meth|mod|attr):`~?(toolkit[\w.]*)`", source)
+    unknown = []
+    for reference in references:
+        module = reference
+        while module not in sources:
+            module = module.rpartition(".")[0]
+        name = reference.removeprefix(module).strip(".").partition(".")[0]
+        nodes = ast.walk(ast.parse(sources[module]))
+        defined = {getattr(node, "name", None) or getattr(node, "id", None) for node in nodes}
+        if name and name not in defined and not (module == "toolkit" and name in toolkit.__all__):
+            unknown.append(reference)
+    return unknown
+
+
+def test_references_in_docstrings_exist():
+    sources = {module_name(file): file.read_text(encoding="utf-8") for file in FILES}
+    found = {module: unknown for module, text in sources.items() if (unknown := unknown_references(text, sources))}
+    assert not found
+
+
 def private_torch_names(source: str) -> list[str]:
     """Private modules and functions of torch that a module uses."""
     names = []

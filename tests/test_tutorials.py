@@ -19,6 +19,7 @@ from toolkit.cli import main
 from toolkit.cli.parser import parse
 from toolkit.commands import COMMANDS
 from toolkit.config.command import CommandOptions
+from toolkit.extension import KINDS
 from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -148,6 +149,12 @@ def test_extend_page_shows_the_functions_of_the_family():
     assert len(shown) == 4
     for block in shown:
         assert block in family
+
+
+def test_extend_page_names_all_that_an_extension_adds():
+    (listed,) = re.findall(r"An extension adds names to the command line: ([^.]+)\.", EXTENSION)
+    names = re.split(r", | and ", listed.replace("\n", " ").replace("option groups", "option_groups"))
+    assert tuple(names) == KINDS == tuple(re.findall(r"^\| `(\w+)` \|", EXTENSION, re.M))[: len(KINDS)]
 
 
 def test_extend_page_shows_the_model(capsys):

@@ -58,7 +58,7 @@ def parameter_groups(
 
     Args:
         hybrid_class: Splits each group into its main optimizer's parameters, ``main`` true, and the rest.
-        in_blocks: See :func:`~toolkit.optim.classes.block_params`.
+        in_blocks: See :func:`block_params`.
         split_qkv: Give the main optimizer weights with stacked matrices in groups of the same ``rows``.
         b_lr_ratio: Learning rate of the adapters' B relative to the others, ``lr_ratio`` of its groups.
     """

@@ -76,7 +76,7 @@ def update_bytes(setup: MemoryInputs, model: GPT) -> float:
 def _is_foreach(setup: MemoryInputs) -> bool:
     """Whether the optimizer updates a group of weights at once on CUDA, with intermediate values of their size.
 
-    See :func:`toolkit.optim.build.build_optimizer` for which ones are fused.
+    See :func:`toolkit.optim.classes.build_optimizer` for which ones are fused.
     """
     options = setup.optimizer
     takes = signature(setup.optimizer_class or optimizer_class(options["name"])).parameters
