@@ -271,6 +271,8 @@ def test_hydras_overrides_on_the_command_line(parse, capsys):
     assert look_up(options, "train.epochs") == 128 and look_up(options, "train.learning_rate") == 0.5
     with pytest.raises(UserError, match="trainer_config.nested.key: no such key"):
         parse(MINGPT, "trainer_config.nested.key=1")
+    assert main(["pretrain", "--config", "file0.yaml", "trainer_config.max_epochs=1", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: toolkit pretrain ")
     for command in ("pretrain", "generate"):
         assert main([command, "trainer_config.max_epochs=1"]) == 2
         error = "trainer_config.max_epochs=1: sets a key of a hydra file; give the file with --config"

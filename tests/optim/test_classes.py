@@ -70,6 +70,7 @@ def test_any_class_by_name(name):
         ({"name": "LBFGS"}, "--optimizer.name LBFGS"),
         ({"name": "SGD", "betas": (0.9, 0.99)}, "--optimizer.betas"),
         ({"options": {"momentun": 0.9}}, "--optimizer.options momentun"),
+        ({"eps": 0.5, "options": {"eps": 1e-8}}, "--optimizer.eps 0.5: is also in --optimizer.options; remove one"),
     ],
 )
 def test_errors_name_the_flag(options, message):

@@ -68,10 +68,14 @@ def stopped(corpus, tmp_path_factory):
 def test_an_option_of_one_launch_only_is_named_with_its_value(tmp_path):
     """Muon takes --optimizer.state_dtype, which has no value in the fingerprint by default."""
     plain, bf16 = {"name": "Muon"}, {"name": "Muon", "state_dtype": "bf16"}
-    flag = "--optimizer.state_dtype"
+    flag, again = "--optimizer.state_dtype", "give the same, or another --out_dir"
+    amsgrad, option = {"name": "Muon", "amsgrad": True}, "--optimizer.options amsgrad"
     for saved, now, message in (
-        (bf16, plain, f"{flag}: {tmp_path} was trained with {flag} bf16; give the same, or another --out_dir"),
+        (bf16, plain, f"{flag}: {tmp_path} was trained with {flag} bf16; {again}"),
         (plain, bf16, f"{flag} bf16: {tmp_path} was trained without it; remove it, or give another --out_dir"),
+        (plain, amsgrad, f"{option} true: {tmp_path} was trained without it; remove it, or give another --out_dir"),
+        (amsgrad, plain, f"{option}: {tmp_path} was trained with {option} true; {again}"),
+        (amsgrad, amsgrad | {"amsgrad": False}, f"{option} false: {tmp_path} was trained with true; {again}"),
     ):
         fingerprint = RunFingerprint({}, "data", 8, 0, "32-true", now)
         with pytest.raises(UserError, match=f"^{re.escape(message)}$"):

@@ -57,8 +57,8 @@ def parse(
         raise UserError(f"{overrides[0]}: sets a key of a hydra file; give the file with --config")
     for word in overrides:
         group, _, rest = word.partition(".")
-        name, _, value = rest.partition("=")
-        files[-1][1].setdefault(group, {})[name] = parse_yaml(value)
+        key, _, value = rest.partition("=")
+        files[-1][1].setdefault(group, {})[key] = parse_yaml(value)
     extensions = [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
     extensions += [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
     command = CommandOptions(*functions)  # after the extensions, which may add options

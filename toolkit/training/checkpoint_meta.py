@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import step_in_name
 from toolkit.checkpoints.weights import load_state
+from toolkit.config import OptimizerArgs
 from toolkit.errors import UserError, one_line
 from toolkit.io.safe_parse import read_json
 from toolkit.optim.schedule import Schedule
@@ -56,13 +57,14 @@ def values_by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a :class:`RunFingerprint` by flag; the data's value is its hash."""
     values = {f"--{name}": fingerprint.get(name) for name in ("data", "train.global_batch_size", "seed", "precision")}
     values["--train.global_batch_size"] = fingerprint.get("global_batch_size")
-    for group, prefix in (
-        ("optimizer", "--optimizer."), ("model_config", "--model_config."), ("objective", "--objective."),
-        ("adapters", "--"),
-    ):  # fmt: skip
-        values |= {prefix + name: value for name, value in sorted(fingerprint.get(group, {}).items())}
-    if (ratio := values.pop("--optimizer.loraplus_lr_ratio", None)) is not None:
+    optimizer = dict(fingerprint.get("optimizer", {}))
+    if (ratio := optimizer.pop("loraplus_lr_ratio", None)) is not None:
         values["--loraplus_lr_ratio"] = ratio
+    flags = {item.name for item in fields(OptimizerArgs)}
+    for name, value in sorted(optimizer.items()):
+        values[f"--optimizer.{name}" if name in flags else f"--optimizer.options {name}"] = value
+    for group, prefix in (("model_config", "--model_config."), ("objective", "--objective."), ("adapters", "--")):
+        values |= {prefix + name: value for name, value in sorted(fingerprint.get(group, {}).items())}
     values.pop("--model_config.name", None)  # the same architecture may go by several
     return values
 
@@ -78,13 +80,14 @@ def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
     if old == new:
         return
     hint = "give the same, or another --out_dir"
+    shown, trained = (str(value).lower() if isinstance(value, bool) else value for value in (new, old))
     if flag in _HASHED:
         raise UserError(f"{flag}: {folder} was trained with {_HASHED[flag]}; {hint}")
     if new is None:  # not given, and without a value by default
-        raise UserError(f"{flag}: {folder} was trained with {flag} {old}; {hint}")
+        raise UserError(f"{flag}: {folder} was trained with {flag} {trained}; {hint}")
     if old is None:
-        raise UserError(f"{flag} {new}: {folder} was trained without it; remove it, or give another --out_dir")
-    raise UserError(f"{flag} {new}: {folder} was trained with {old}; {hint}")
+        raise UserError(f"{flag} {shown}: {folder} was trained without it; remove it, or give another --out_dir")
+    raise UserError(f"{flag} {shown}: {folder} was trained with {trained}; {hint}")
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
