@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.initialize import initialize
-from helpers.steps import NEXT_TOKEN, one_step
+from helpers.steps import NEXT_TOKEN, one_step, run_step
 
 from toolkit.data.loader import train_batches, val_batches
 from toolkit.data.order import ShuffledOrder
+from toolkit.errors import GuardError, UserError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
+from toolkit.objectives import NextToken, Part
+from toolkit.optim.update import choose_update
 from toolkit.training.validate import validate
 
 CONFIG = replace(get_config("pico-llama").with_vocab_size(128), n_layer=1)
@@ -73,3 +77,38 @@ def test_n6_validation_has_the_parts_and_uses_row_indices(fabric, ragged, noisy)
         noise = 1e-3 * sum((i + 1) * n for i, n in enumerate(counts)) / sum(counts)
         assert metrics["val_noise"] == pytest.approx(noise, rel=1e-6) and "val_never" not in metrics
         assert metrics["val_loss"] == pytest.approx(metrics["val_plain"] + noise, rel=1e-5)
+
+
+class Scaled(NextToken):
+    """The loss and a part that is only logged, times factors, in this order."""
+
+    def __init__(self, **factors):
+        self.factors = factors
+
+    def parts(self, module):
+        return (Part("debug", weight=0), Part("loss"))
+
+    def sums(self, model, batch, device):
+        loss = super().sums(model, batch, device)["loss"]
+        return {name: loss * factor for name, factor in self.factors.items()}
+
+
+def test_n7_checks_the_parts_with_a_weight_in_any_order(fabric, ragged):
+    model = GPT(CONFIG)
+    initialize(model, seed=1)
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    update, batches = choose_update(fabric, wrapped, optimizer, None), batches_of(ragged, 4)
+    for factors in ({"debug": math.inf, "loss": 1.0}, {"loss": 1.0, "debug": math.inf}):
+        result = run_step(fabric, update, batches, Scaled(**factors))
+        assert math.isfinite(result.loss) and result.parts == {"debug": math.inf}
+
+    class Detached(Scaled):  # infinite with a finite gradient
+        def sums(self, model, batch, device):
+            sums = super().sums(model, batch, device)
+            return sums | {"loss": sums["loss"] + math.inf}
+
+    for factors in ({"debug": 0.0, "loss": 1.0}, {"loss": 1.0, "debug": 0.0}):
+        with pytest.raises(GuardError, match="loss inf on rank 0"):
+            run_step(fabric, update, batches, Detached(**factors))
+    with pytest.raises(UserError, match="objective Scaled: .* must return loss"):
+        run_step(fabric, update, batches, Scaled(debug=1.0))

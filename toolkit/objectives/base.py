@@ -48,7 +48,7 @@ class Objective(ABC):
     is_likelihood: ClassVar[bool] = False
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
-        """Return the sums that the objective may compute for a model, those with a weight first."""
+        """Return the sums that the objective may compute for a model. ``sums`` returns every one with a weight."""
         return (Part(LOSS),)
 
     def count(self, batch: Batch) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from toolkit.data.loader import Batch
 from toolkit.distributed import ranks
-from toolkit.errors import GuardError
+from toolkit.errors import GuardError, UserError
 from toolkit.objectives.base import Objective, means, scales
 from toolkit.objectives.inputs import original_module
 from toolkit.optim.update import Update
@@ -54,15 +54,20 @@ def train_step(
             ``--optimizer.in_backward`` they are finite.
     """
     model, parts = update.model, objective.parts(original_module(update.model))
+    parts = tuple(sorted(parts, key=lambda part: part.weight == 0))  # the sums that N7 checks come first
     scale, totals = scales(parts, counts, fabric.world_size), dict[str, torch.Tensor]()
     for i, batch in enumerate(micro_batches):
         with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
             with record_function(FORWARD):
                 sums = objective.sums(model, batch, fabric.device)
+                for name in scale.keys() - sums.keys():
+                    raise UserError(
+                        f"objective {type(objective).__name__}: sums() must return {name}, a part with a weight"
+                    )
                 loss = torch.stack([sums[name] * factor for name, factor in scale.items()]).sum()
             with record_function(BACKWARD):
                 fabric.backward(loss)
-        totals = {name: totals.get(name, 0) + value.detach() for name, value in sums.items()}
+        totals = {p.name: totals.get(p.name, 0) + sums[p.name].detach() for p in parts if p.name in sums}
     norm = update.norm()
     local = torch.stack(list(totals.values()))
     summed = ranks.sum_over_ranks(local.clone())
