@@ -15,6 +15,7 @@ import yaml
 import toolkit
 from toolkit import extension
 from toolkit.cli import main
+from toolkit.training.checkpoint_meta import read_meta
 from toolkit.ui.loggers import read_metrics
 
 EXTENSION = """
@@ -162,3 +163,46 @@ def test_an_objective_needs_no_extension(capsys):
     capsys.readouterr()
     assert main(["pretrain", "--help", "all"]) == 0 and "--objective" not in capsys.readouterr().out  # no choice
     assert main(["pretrain", *words[:4], "--help", "objective"]) == 0 and "--objective.beta" in capsys.readouterr().out
+
+
+STATEFUL = """
+from dataclasses import dataclass, field
+
+from pairs_parts import Margin as Base
+from torch import nn
+
+
+class Plain(Base.__base__):
+    sums = Base.sums
+
+
+@dataclass
+class Margin(Base):
+    name: str = "mine"
+    n_calls: int = field(default=0, init=False)
+
+    def __post_init__(self):
+        self.layer = nn.Linear(1, 1)
+"""
+
+
+def test_only_fields_are_options_of_an_objective(capsys):
+    Path("stateful.py").write_text(STATEFUL)
+    sys.modules.pop("stateful", None)
+    words = RUN.partition(" --objective.beta")[0] + " --train.max_steps 2 --train.global_batch_size 4"
+    words += " --train.lr_warmup_steps 0 --train.max_seq_length 16 --accelerator cpu --out_dir out --extensions pairs"
+    run = ["pretrain", "pico-llama", *words.split(), "--objective"]
+    assert main([*run, "stateful.Margin", "--objective.name", "first"]) == 0
+    entry = {"class_path": "stateful.Margin", "init_args": {"beta": 0.1, "name": "first"}}
+    assert yaml.safe_load(Path("out/final/hyperparameters.yaml").read_text())["objective"] == entry
+    assert read_meta(Path("out/final"))["identity"]["objective"] == entry
+    more = ["--resume", "auto", "--train.max_steps", "3"]
+    for objective, message in {
+        "stateful.Margin": "--objective.name mine: out/final was trained with first",
+        "Margin": "--objective Margin: out/final was trained with stateful.Margin",
+        "stateful.Plain": "--objective Plain: must be a dataclass",
+    }.items():
+        capsys.readouterr()
+        assert main([*run, objective, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert main([*run, "stateful.Margin", "--objective.name", "first", *more]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.hf.sums import require_intact
@@ -130,6 +130,10 @@ def run_args(
         lora = None if adapters is None else read_lora(adapters, name, shared.verify_checkpoint)
         values |= {"initial_checkpoint_dir": name, "lora": lora}
     args = RunArgs(command=command, **values)
+    if not is_dataclass(args.objective):
+        raise UserError(
+            f"--objective {type(args.objective).__name__}: must be a dataclass; add @dataclass to the class"
+        )
     check_options(args)
     return args
 
@@ -170,10 +174,17 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
         plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
     options = {} if isinstance(args.data, PythonData) else plain["data"]
     plain["data"] = {"class_path": class_path(type(args.data), DataModule), "init_args": options}
-    if args.objective != NextToken():
-        name = class_path(type(args.objective), Objective)
-        plain["objective"] = {"class_path": name, "init_args": vars(args.objective)}
+    if objective := objective_entry(args.objective):
+        plain["objective"] = objective
     return plain | ({"extensions": extensions} if (extensions := used_extensions(args)) else {})
+
+
+def objective_entry(objective: Objective) -> dict[str, Any]:
+    """Return class and options (its fields) of an objective as in YAML; empty for next-token prediction."""
+    if objective == NextToken():
+        return {}
+    options = {f.name: getattr(objective, f.name) for f in fields(cast("Any", objective)) if f.init}
+    return {"class_path": class_path(type(objective), Objective), "init_args": options}
 
 
 def data_modules(data: DataModule) -> list[DataModule]:

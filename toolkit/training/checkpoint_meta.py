@@ -36,7 +36,7 @@ class RunFingerprint:
     precision: str
     optimizer: dict[str, Any]
     objective: dict[str, Any] = field(default_factory=dict)
-    """Name and options; empty for next-token prediction."""
+    """``class_path`` and ``init_args``; empty for next-token prediction."""
     adapters: dict[str, Any] = field(default_factory=dict)
     """Options of low-rank adapters and the hash of their base, by flag; empty if all weights are trained."""
 
@@ -63,8 +63,11 @@ def values_by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
     flags = {item.name for item in fields(OptimizerArgs)}
     for name, value in sorted(optimizer.items()):
         values[f"--optimizer.{name}" if name in flags else f"--optimizer.options {name}"] = value
-    for group, prefix in (("model_config", "--model_config."), ("objective", "--objective."), ("adapters", "--")):
+    for group, prefix in (("model_config", "--model_config."), ("adapters", "--")):
         values |= {prefix + name: value for name, value in sorted(fingerprint.get(group, {}).items())}
+    objective = fingerprint.get("objective", {})
+    values["--objective"] = objective.get("class_path")
+    values |= {f"--objective.{name}": value for name, value in sorted(objective.get("init_args", {}).items())}
     values.pop("--model_config.name", None)  # the same architecture may go by several
     return values
 

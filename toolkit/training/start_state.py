@@ -12,11 +12,10 @@ from toolkit.checkpoints.store import FINAL
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, is_ragged, mean_length, row_count, row_lengths
 from toolkit.errors import UserError
-from toolkit.objectives import NextToken
 from toolkit.optim.schedule import Schedule, build_schedule
 from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead, require_profiled_steps
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.run_args import RunArgs
+from toolkit.planning.run_args import RunArgs, objective_entry
 from toolkit.planning.speed.flops import flops_per_token
 from toolkit.training import adapters
 from toolkit.training.checkpoint_meta import RunFingerprint, read_callback_states, read_meta
@@ -80,9 +79,7 @@ def prepare_start_state(
         seed=args.seed,
         precision=resolved.precision,
         optimizer=resolved.optimizer,
-        objective={}
-        if args.objective == NextToken()
-        else {"name": type(args.objective).__name__} | vars(args.objective),
+        objective=objective_entry(args.objective),
         adapters={} if base is None else adapters.fingerprint(base),
     )
     require_same_weights(args, base, resume_from)
