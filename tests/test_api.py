@@ -486,10 +486,18 @@ def test_invalid_rows(rows, message, tmp_path):
 
 def test_resume_with_other_rows_is_an_error(tmp_path):
     train(dataset=BLOCKS, out_dir=tmp_path / "run", train={"max_steps": 2})
+    with pytest.raises(UserError, match='already used .*; resume="auto" continues it'):
+        train(dataset=BLOCKS, out_dir=tmp_path / "run", train={"max_steps": 2})
     others = BLOCKS[:-1] + [BLOCKS[0]]
     with pytest.raises(UserError, match="^data: .*was trained with other data"):
         train(dataset=others, out_dir=tmp_path / "run", resume="auto")
     assert train(dataset=list(BLOCKS), out_dir=tmp_path / "run", resume="auto").step == 4
+
+
+def test_synthetic_tokens_that_the_model_does_not_embed_are_an_error(tmp_path):
+    options = {"model_config": {"vocab_size": 64}, "out_dir": tmp_path / "run", "train": {"max_seq_length": 8}}
+    with pytest.raises(UserError, match="^data.vocab_size 4096: .* has tokens up to 4095, .*; use at most 64, or"):
+        train("pico-llama", SyntheticTokens(), **options)
 
 
 def test_max_tokens_uses_the_length_of_the_rows(tmp_path):
@@ -575,6 +583,7 @@ def test_options_match_pretrain(tmp_path):
     ("options", "message"),
     [
         ({"strategi": "ddp"}, "strategi: no such option; did you mean 'strategy'"),
+        ({"qqq": 1}, r"^qqq: no such option; see help\(toolkit.train\)$"),
         ({"max_steps": 3}, r"max_steps: no such option; did you mean train=\{'max_steps': ...\}\?"),
         ({"train": {"max_stps": 3}}, "train.max_stps: no such option; did you mean 'max_steps'"),
         ({"strategy": "fspd"}, "strategy fspd: must be one of auto, .*; did you mean 'fsdp'"),

@@ -164,6 +164,7 @@ def test_user_errors_in_a_real_process():
     done = toolkit("pretrain", "--train.micro_batchsize", "4")
     expected = "toolkit pretrain: --train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+    assert "trian: no such command; use finetune_full or finetune_lora; pretrain for" in toolkit("trian").stderr
     done = toolkit("pretrian")
     assert (done.returncode, done.stderr) == (2, "toolkit: pretrian: no such command; did you mean 'pretrain'?\n")
 
@@ -257,6 +258,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "pretrain --fsdp.auto_wrap class": "--fsdp.auto_wrap class: name the classes",
         "pretrain --optimizer.name AdamW8bit": "--optimizer.name AdamW8bit: needs bitsandbytes; run: pip install",
         f"generate {base} --quantize bnb.nf4": "--quantize bnb.nf4: needs bitsandbytes; run: pip install",
+        f"evaluate {base} --data JSON --data.json_path no.json": "--data.json_path no.json: no such file or folder",
         "generate no": "checkpoint_dir no: no such folder",
         "convert_to_hf no out": "checkpoint_dir no: no such folder",
         f"finetune_full {base} --data.json_path no.json": "--data.json_path no.json: no such file or folder",

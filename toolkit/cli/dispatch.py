@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import os
@@ -44,8 +45,10 @@ def dispatch(argv: list[str]) -> int:
     elif name == "--version":
         print(f"toolkit {importlib.import_module('toolkit').__version__}")
     else:
-        hint = elsewhere.COMMANDS.get(name) or did_you_mean(name, COMMANDS, cutoff=0.65) or "; see toolkit --help"
-        return _end("toolkit", f"{name}: no such command{hint}", 2)
+        hint = elsewhere.COMMANDS.get(name) or did_you_mean(name, COMMANDS, cutoff=0.65)
+        for similar in () if hint else difflib.get_close_matches(name, elsewhere.COMMANDS, 1, cutoff=0.8):
+            hint = elsewhere.COMMANDS[similar]
+        return _end("toolkit", f"{name}: no such command{hint or '; see toolkit --help'}", 2)
     return 0
 
 

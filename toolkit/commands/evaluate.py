@@ -111,6 +111,10 @@ def setup(
     require_effect(tasks, text_options, task_options.settings)
     has_effect = not (trust_checkpoint_data and has_data)
     require_option(has_effect, "trust_checkpoint_data", True, "has no effect with --data; remove it")
+    if has_data:
+        from toolkit.planning.options import check_files
+
+        check_files(data)
 
     from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint
 

@@ -75,7 +75,7 @@ def check_start(args: RunArgs, *, writes: bool = True) -> None:
         raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; specify --tokenizer_dir")
     if _is_launched():
         return
-    _check_files(data)
+    check_files(data)
     if writes and isinstance(args.resume, str) and is_url(args.resume):
         Storage(args.resume, "--resume")  # is its package installed?
     elif writes and not is_url(args.out_dir):
@@ -118,7 +118,7 @@ def _check_callbacks(callbacks: object) -> None:
             raise UserError(f"--callbacks {path}: no such class, here or among the installed packages")
 
 
-def _check_files(data: DataModule) -> None:
+def check_files(data: DataModule) -> None:
     """Check the paths of toolkit's data modules."""
     if type(data) not in classes_of(DataModule).values():
         return

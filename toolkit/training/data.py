@@ -11,6 +11,7 @@ from toolkit.data.interleave import ConcatenatedRows
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import PythonData, check_rows
 from toolkit.data.tokens.store import BlockDataset
+from toolkit.data.tokens.synthetic import SyntheticRows
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.planning.run_args import RunArgs
@@ -65,10 +66,13 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
     else:
         largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)
     if largest >= embedded:
+        source = f"--tokenizer_dir: gives {max(vocab_sizes)} different tokens, this data"
+        source, fix = "--data:" if data.tokenizer is None else source, "give the model's own tokenizer"
+        if isinstance(data.train, SyntheticRows):
+            source, fix = f"--data.vocab_size {data.vocab_size}: this data", f"use at most {embedded}"
         raise UserError(
-            f"--tokenizer_dir: gives {max(vocab_sizes)} different tokens, this data has tokens up to {largest}, and "
-            f"the model embeds 0 to {embedded - 1}; give the model's own tokenizer, or pretrain a model with "
-            f"--model_config.vocab_size {max(vocab_sizes)}"
+            f"{source} has tokens up to {largest}, and the model embeds 0 to {embedded - 1}; {fix}, or pretrain a "
+            f"model with --model_config.vocab_size {max(vocab_sizes)}"
         )
     return config
 

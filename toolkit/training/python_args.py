@@ -62,7 +62,8 @@ def names_arguments() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        error.args = (re.sub(r"(?<![\w-])--(?=[a-z])", "", str(error)),)
+        text = str(error).replace("--resume auto", 'resume="auto"').replace("see --help", "see help(toolkit.train)")
+        error.args = (re.sub(r"(?<![\w-])--(?=[a-z])(?!help\b)", "", text),)
         raise
 
 
