@@ -230,6 +230,14 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "lost.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_options.Missing"))
     (tmp_path / "again.py").write_text(INIT.replace('"letters_family"', '"again_family"'))
     (tmp_path / "again_family.py").write_text(FAMILY.replace("letter-llama", "pico-llama"))
+    (tmp_path / "nameless.py").write_text(INIT.replace('"letters_family"', '"nameless_family"'))
+    own_map = "\ndef weight_map(config):\n    return llama.weight_map(config)\n"
+    (tmp_path / "nameless_family.py").write_text(FAMILY.replace('family="letters", ', "") + own_map)
+    (tmp_path / "shapes.py").write_text(INIT.replace('"letters_family"', '"shapes_family"'))
+    (tmp_path / "shapes_family.py").write_text(FAMILY.replace('family="letters", ', ""))
+    (tmp_path / "modelled.py").write_text(INIT.replace('"letters_family"', '"modelled_family"'))
+    modelled = FAMILY.replace('family="letters", ', "") + 'MODEL = "toolkit.models.gpt.GPT"\n'
+    (tmp_path / "modelled_family.py").write_text(modelled)
     (tmp_path / "partly.py").write_text(INIT.replace('"letters_family"', '"letters_options"'))
     (tmp_path / "listed.py").write_text(INIT.replace('{"Noise": "letters_parts.Noise"}', '["letters_parts.Noise"]'))
     (tmp_path / "loose.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_parts.Log"))
@@ -242,6 +250,9 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions twice": "extension twice: families llama: toolkit has one of this name; rename it",
         "--extensions lost": "extension lost: option_groups letters: letters_options.Missing",
         "--extensions again": "extension again: family letters: toolkit has a configuration pico-llama; rename it",
+        "--extensions nameless": "family letters: letter-llama of nameless_family has family='llama'",
+        "--extensions modelled": "family='llama', with other weight names or another model; add family='letters'",
+        "--extensions shapes --data NoSuch": "--data NoSuch: no such class",  # configurations of llama only
         "--extensions partly": "extension partly: family letters: letters_options has no CONFIGS",
         "--extensions listed": "TypeError: data ['letters_parts.Noise']: must map names to dotted paths",
         "--extensions loose": "extension loose: option_groups letters: must be a dataclass with defaults",

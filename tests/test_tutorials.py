@@ -20,6 +20,7 @@ from toolkit.cli.parser import parse
 from toolkit.commands import COMMANDS
 from toolkit.config.command import CommandOptions
 from toolkit.extension import KINDS
+from toolkit.models.families import family_of, get_config
 from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -151,6 +152,16 @@ def test_extend_page_shows_the_functions_of_the_family():
         assert block in family
 
 
+def test_extend_page_renames_a_prefix():
+    _, code = [block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.S) if not block.startswith("def ")]
+    exec(code, page := {})
+    config = get_config("pico-llama")
+    renamed = [name for entry in page["weight_map"](config) for name in entry.hf]
+    expected = [name for entry in family_of(config).weight_map(config) for name in entry.hf]
+    assert [name.replace("backbone.", "model.") for name in renamed] == expected
+    assert not [name for name in renamed if name.startswith("model.")] and "backbone.norm.weight" in renamed
+
+
 def test_extend_page_names_all_that_an_extension_adds():
     (listed,) = re.findall(r"An extension adds names to the command line: ([^.]+)\.", EXTENSION)
     names = re.split(r", | and ", listed.replace("\n", " ").replace("option groups", "option_groups"))
@@ -159,7 +170,7 @@ def test_extend_page_names_all_that_an_extension_adds():
 
 def test_extend_page_shows_the_model(capsys):
     pytest.importorskip("transformers")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.S) if not block.startswith("def ")]
+    code, _ = [block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.S) if not block.startswith("def ")]
     exec(code, {})
     listed = re.findall(r"^    (model\..*)$", EXTEND, re.M)
     assert len(listed) == 5 and set(listed) <= set(capsys.readouterr().out.splitlines())

@@ -19,6 +19,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import (
     DEFAULT_MODEL,
+    FAMILIES,
     config_from_hf,
     family_of,
     get_config,
@@ -213,6 +214,11 @@ def test_names_are_unique_and_numerous():
     assert [name for names in list_names_by_family().values() for name in names] == list_names()
 
 
+def test_configurations_name_the_family_of_their_module():
+    wrong = [c.name for family in FAMILIES.values() for c in family.CONFIGS if FAMILIES.get(c.family) is not family]
+    assert not wrong
+
+
 def test_pretrain_list_prints_every_name_wrapped(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     pretrain.setup("list")
@@ -220,6 +226,9 @@ def test_pretrain_list_prints_every_name_wrapped(monkeypatch, capsys):
     assert set(list_names()) <= set(out.split())
     assert max(map(len, out.splitlines())) <= 80
     assert "\nqwen3       Qwen3-0.6B  Qwen3-1.7B" in out
+    monkeypatch.setattr("toolkit.models.families.list_names_by_family", lambda: {"free_transformer": ["free-tiny"]})
+    pretrain.setup("list")
+    assert "free_transformer free-tiny\n" in capsys.readouterr().out
 
 
 def test_default_is_first_and_builds_with_a_vocabulary():

@@ -3,7 +3,10 @@
 from toolkit.extension import Extension
 
 EXTENSION = Extension(
-    families={"free_transformer": "toolkit_free_transformer.family"},
+    families={
+        "free_transformer": "toolkit_free_transformer.family",
+        "free_baseline": "toolkit_free_transformer.baselines",
+    },
     data={"Letters": "toolkit_free_transformer.letters.Letters"},
 )
 

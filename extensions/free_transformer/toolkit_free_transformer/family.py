@@ -12,7 +12,7 @@ from typing import Any, Literal
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, llama, tables
-from toolkit.models.families.named import named, named_with
+from toolkit.models.families.named import named_with
 from toolkit.models.families.tables import WeightMapping
 
 MODEL = "toolkit_free_transformer.model.FreeTransformer"
@@ -69,17 +69,14 @@ class LatentOptions:
 
 
 _free = named_with(family="free_transformer")
-_TINY = (2, 64, 4, 2, 128)
 _TINY_LATENT = {"latent_bits": 6, "free_bits": 1.0}
-_PAPER = {"block_size": 4096, "vocab_size": 128256, "rope_base": 500000.0}
+SHAPE_TINY, SHAPE_1_5B, SHAPE_8B = (2, 64, 4, 2, 128), (28, 1536, 12, 2, 8960), (32, 4096, 32, 8, 14336)
+PAPER = {"block_size": 4096, "vocab_size": 128256, "rope_base": 500000.0}
 
 CONFIGS = [
-    _free("free-transformer-tiny", *_TINY, block_size=256, tie_embeddings=True, family_options=_TINY_LATENT),
-    named("free-baseline-tiny", *_TINY, block_size=256, tie_embeddings=True),
-    _free("free-transformer-1.5b", 28, 1536, 12, 2, 8960, **_PAPER, tie_embeddings=True),
-    named("free-baseline-1.5b", 28, 1536, 12, 2, 8960, **_PAPER, tie_embeddings=True),
-    _free("free-transformer-8b", 32, 4096, 32, 8, 14336, **_PAPER),
-    named("free-baseline-8b", 32, 4096, 32, 8, 14336, **_PAPER),
+    _free("free-transformer-tiny", *SHAPE_TINY, block_size=256, tie_embeddings=True, family_options=_TINY_LATENT),
+    _free("free-transformer-1.5b", *SHAPE_1_5B, **PAPER, tie_embeddings=True),
+    _free("free-transformer-8b", *SHAPE_8B, **PAPER),
 ]
 ALIASES: dict[str, str] = {}
 

@@ -20,6 +20,8 @@ from toolkit.models.families import hf_config, hf_keys
 from toolkit.models.families.tables import WeightMapping
 
 DEFAULT_MODEL = "mini-llama"
+FUNCTIONS = ("check", "from_hf_config", "to_hf_config", "weight_map")
+"""What each family module defines."""
 
 # Modules of this package by Hugging Face's model_type
 FAMILIES: dict[str, ModuleType] = {
@@ -47,7 +49,7 @@ def families() -> dict[str, ModuleType]:
 def _load_family(name: str, entry: Entry) -> ModuleType:
     """Import a family of an extension."""
     module, extension = load_registered("families", name), f"extension {entry.origin}: family {name}"
-    for part in ("CONFIGS", "check", "from_hf_config", "to_hf_config", "weight_map"):
+    for part in ("CONFIGS", *FUNCTIONS):
         if not hasattr(module, part):
             raise UserError(f"{extension}: {entry.path} has no {part}")
     if not all(isinstance(config, ModelConfig) for config in module.CONFIGS):
@@ -55,7 +57,21 @@ def _load_family(name: str, entry: Entry) -> ModuleType:
     core_names = {name.lower() for family in FAMILIES.values() for name in _names_of(family)}
     if taken := [name for name in _names_of(module) if name.lower() in core_names]:
         raise UserError(f"{extension}: toolkit has a configuration {taken[0]}; rename it")
+    entries = registered("families")
+    for config in module.CONFIGS:
+        named = load_registered("families", config.family) if config.family in entries else FAMILIES.get(config.family)
+        if named is not module and not _is_like(module, named):
+            raise UserError(
+                f"{extension}: {config.name} of {entry.path} has family={config.family!r}, with other weight names or "
+                f"another model; add family={name!r}"
+            )
     return module
+
+
+def _is_like(module: ModuleType, family: ModuleType | None) -> bool:
+    """Whether a module has the functions of a family, without a model class: configurations only."""
+    same = all(getattr(module, name) is getattr(family, name, None) for name in FUNCTIONS)
+    return same and not hasattr(module, "MODEL")
 
 
 def _names_of(family: ModuleType) -> list[str]:
