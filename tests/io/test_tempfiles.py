@@ -15,7 +15,7 @@ from toolkit.checkpoints.scratch import mmap_empty
 from toolkit.checkpoints.store import write_checkpoint, write_file, write_folder
 from toolkit.data.cache import clean_up, staging_folder
 from toolkit.io import tempfiles
-from toolkit.io.atomic import write_atomic
+from toolkit.io.atomic import write_atomic, write_json
 from toolkit.io.tempfiles import has_ended, sweep, temporary_path
 
 # Each writes something of another name into the folder.
@@ -122,3 +122,13 @@ def test_symlinks_are_not_followed(tmp_path):
     os.utime(link, (0, 0), follow_symlinks=False)
     sweep(tmp_path)
     assert not link.is_symlink() and (tmp_path / "data" / "file").exists()
+
+
+def test_write_json_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(source: Path, target: Path) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_json(tmp_path / "counts.json", {"rows": 1})
+    assert not list(tmp_path.iterdir())

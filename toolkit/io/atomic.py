@@ -43,8 +43,11 @@ def write_atomic(path: Path, content: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Atomically write a JSON file of a cache. Not synced: it may be lost with the machine's power."""
     temporary = temporary_path(path)
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(value), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
