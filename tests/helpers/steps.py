@@ -8,6 +8,7 @@ from lightning.fabric import Fabric
 
 from toolkit.data.loader import Batch
 from toolkit.objectives import NextToken, Objective
+from toolkit.objectives.base import total_counts
 from toolkit.optim.update import Update, choose_update, set_learning_rate
 from toolkit.training.step import StepResult, train_step
 
@@ -18,8 +19,7 @@ def run_step(
     fabric: Fabric, update: Update, batches: list[Batch], objective: Objective = NEXT_TOKEN, **options: Any
 ) -> StepResult:
     """Count what the objective divides by, in this process, and call ``train_step``."""
-    counts = {name: sum(batch.counts[name] for batch in batches) for name in objective.normalizers}
-    return train_step(fabric, objective, update, batches, counts, **options)
+    return train_step(fabric, objective, update, batches, total_counts(objective, batches), **options)
 
 
 def one_step(

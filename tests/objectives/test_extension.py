@@ -206,3 +206,46 @@ def test_only_fields_are_options_of_an_objective(capsys):
         assert main([*run, objective, *more]) == 2
         assert message in capsys.readouterr().err
     assert main([*run, "stateful.Margin", "--objective.name", "first", *more]) == 0
+
+
+COUNTED = """
+from dataclasses import dataclass
+
+from pairs_parts import Margin
+from toolkit.objectives import Part
+
+
+@dataclass
+class Inputs(Margin):
+    normalizers = ("tokens", "pairs", "inputs")
+
+    def count(self, batch):
+        return super().count(batch) | {"inputs": 1}
+
+
+@dataclass
+class Uncounted(Inputs):
+    def count(self, batch):
+        return {"pairs": 1}
+
+
+@dataclass
+class Undeclared(Margin):
+    normalizers = ("tokens",)
+"""
+
+
+def test_normalizers_have_any_name_and_are_checked_before_the_first_step(capsys):
+    Path("counted.py").write_text(COUNTED)
+    sys.modules.pop("counted", None)
+    words = RUN.replace("Margin", "counted.Inputs") + " --extensions pairs --out_dir "
+    assert main(["pretrain", "pico-llama", *words.split(), "out"]) == 0
+    for name, message in {
+        "Uncounted": "objective Uncounted: count() must return 'inputs'",
+        "Undeclared": "objective Undeclared: part loss: normalizer 'pairs': must be one of normalizers: tokens",
+    }.items():
+        for initial in ("true", "false"):
+            again = words.replace("Inputs", name) + f"{name}-{initial} --eval.initial_validation {initial}"
+            assert main(["pretrain", "pico-llama", *again.split()]) == 2
+            err = capsys.readouterr().err
+            assert message in err and "Traceback" not in err and not list(Path(f"{name}-{initial}").glob("step-*"))

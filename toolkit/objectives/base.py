@@ -8,9 +8,10 @@ backward pass, and the gradient does not depend on the split into micro-batches 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from toolkit.errors import UserError
 from toolkit.models.labels import TOKENS
 
 if TYPE_CHECKING:
@@ -62,6 +63,30 @@ class Objective(ABC):
         Call ``model``, wrapped by the strategy, once, with :func:`toolkit.objectives.inputs.forward_inputs`. A model's
         ``forward(..., labels=labels, log_probs=True)`` returns the log-probabilities of the labels (M1).
         """
+
+
+def checked_parts(objective: Objective, module: nn.Module) -> tuple[Part, ...]:
+    """Return the parts; raise UserError if a normalizer is unknown."""
+    parts = objective.parts(module)
+    for part in parts:
+        if part.normalizer not in objective.normalizers:
+            known = ", ".join(objective.normalizers)
+            raise UserError(
+                f"objective {type(objective).__name__}: part {part.name}: normalizer {part.normalizer!r}: must be one "
+                f"of normalizers: {known}"
+            )
+    return parts
+
+
+def total_counts(objective: Objective, batches: Iterable[Batch]) -> dict[str, int]:
+    """Return the normalizers of micro-batches; raise UserError if ``count`` does not return one."""
+    totals = dict.fromkeys(objective.normalizers, 0)
+    for batch in batches:
+        for name in totals:
+            if name not in batch.counts:
+                raise UserError(f"objective {type(objective).__name__}: count() must return {name!r}, a normalizer")
+            totals[name] += batch.counts[name]
+    return totals
 
 
 def scales(parts: tuple[Part, ...], counts: Mapping[str, int], world_size: int = 1) -> dict[str, float]:

@@ -31,7 +31,7 @@ from toolkit.io.paths import is_url
 from toolkit.io.tempfiles import sweep
 from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.gpt import Block
-from toolkit.objectives.base import LOSS
+from toolkit.objectives.base import LOSS, checked_parts
 from toolkit.objectives.inputs import original_module
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.update import Update, choose_update, set_learning_rate
@@ -283,7 +283,7 @@ def build_callbacks(run: Run, user_callbacks: Sequence[Callback], stack: ExitSta
     callbacks += user_callbacks
     columns = [f"val_loss_{name}" for name in run.data.val_sources]
     columns += [name for callback in callbacks for name in callback.columns]
-    parts = [part.name for part in run.objective.parts(original_module(run.model)) if part.name != LOSS]
+    parts = [part.name for part in checked_parts(run.objective, original_module(run.model)) if part.name != LOSS]
     columns += [f"{prefix}{name}" for prefix in ("", "val_") for name in parts]
     callbacks += ranks.run_on_rank0(lambda: open_outputs(run, columns, stack)) or []
     if run.remote is not None:

@@ -21,6 +21,7 @@ from toolkit.distributed.private_lightning import FabricModule
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
+from toolkit.objectives.base import total_counts
 from toolkit.optim.update import set_learning_rate
 from toolkit.planning.limits import Intervals, Progress, build_intervals, is_due
 from toolkit.planning.resolve import ResolvedConfig
@@ -175,7 +176,7 @@ class Trainer:
                 return
 
             learning_rate = run.state.schedule.learning_rate(progress.step)
-            counts = {name: agreed[f"n_{name}"] for name in run.objective.normalizers}
+            counts = {name: agreed[f"normalizer {name}"] for name in run.objective.normalizers}
             result = self._step(micro_batches, counts, learning_rate)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
@@ -215,7 +216,7 @@ class Trainer:
         seconds_left = math.inf if max_seconds is None else run.launched_at + max_seconds - started_at
         return ranks.all_reduce_and_gather(
             [round(1e6 * (data_ready_at - run.ready_at)), round(1e6 * (data_ready_at - started_at))],
-            **{f"n_{name}": sum(batch.counts[name] for batch in micro_batches) for name in run.objective.normalizers},
+            **{f"normalizer {name}": n for name, n in total_counts(run.objective, micro_batches).items()},
             n_inputs=sum(batch.n_inputs for batch in micro_batches),
             signalled=int(signals.received > 0),
             should_stop=int(run.stop_reason is not None),

@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.data.base import TokenDataset
 from toolkit.data.loader import Batch, val_batches
 from toolkit.distributed import ranks
-from toolkit.objectives.base import LOSS, Objective, Part, means
+from toolkit.objectives.base import LOSS, Objective, Part, means, total_counts
 from toolkit.objectives.inputs import original_module
 
 
@@ -62,9 +62,9 @@ def validate(
     """
     was_training = model.training
     model.eval()
-    parts, normalizers = objective.parts(original_module(model)), objective.normalizers
+    parts = objective.parts(original_module(model))
     by_source = batches if isinstance(batches, Mapping) else {"": batches}
-    n_counts = len(normalizers) + 1
+    n_counts = len(objective.normalizers) + 1
     totals = torch.zeros(len(by_source), n_counts + len(parts), dtype=torch.float64)  # counts, bytes, sums
     for row, of_source in zip(totals, by_source.values(), strict=True):
         for batch in of_source:
@@ -72,7 +72,7 @@ def validate(
             targets = batch.labels[batch.labels >= 0].numpy()
             # ids beyond the tokenizer's own (padding of the vocabulary, foreign data) stand for no text
             n_bytes = int(token_bytes[targets[targets < len(token_bytes)]].sum()) if token_bytes is not None else 0
-            counts = [batch.counts[name] for name in normalizers]
+            counts = total_counts(objective, [batch]).values()
             # nan: the model does not compute this part in validation
             values = [float(sums.get(part.name, math.nan)) for part in parts]
             row += torch.tensor([*counts, n_bytes, *values], dtype=torch.float64)
