@@ -40,7 +40,7 @@ LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in 
 LIGHT = [
     "toolkit", "toolkit.cli", "toolkit.cli.parser", "toolkit.cli.help", "toolkit.config",
     "toolkit.config.command", "toolkit.planning.run_args", "toolkit.planning.options",
-    "toolkit.planning.compatibility",
+    "toolkit.planning.compatibility", "toolkit.planning.training_options",
     "toolkit.errors", "toolkit.io.checksums",
     "toolkit.io.tempfiles", "toolkit.io.paths", "toolkit.io.safe_parse", "toolkit.models.config",
     "toolkit.models.config_checks",
@@ -101,6 +101,18 @@ def test_imports_go_one_way():
         for wrong in upward_imports(file.read_text(encoding="utf-8"), module_name(file), file.name == "__init__.py")
     ]
     assert not found, f"the order is {LAYERS}"
+
+
+def test_no_module_names_a_higher_one_in_a_string():
+    """Such as for import_object("toolkit.commands.pretrain"), an import that the layers do not see."""
+    found = []
+    for file in FILES:
+        module = module_name(file)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            text = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.fullmatch(r"toolkit(\.\w+)+\.?", text) and level(module) is not None:
+                found += [f"{module}:{node.lineno} {text}"] if (level(text) or 0) > level(module) else []
+    assert not found
 
 
 def test_every_module_has_a_layer():

@@ -13,7 +13,7 @@ from toolkit.cli import parser as cli_parser
 from toolkit.commands import pretrain
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.config.command import class_path, classes_of
-from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
+from toolkit.data import DataModule, LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import UserError
 
 
@@ -409,15 +409,15 @@ def test_own_classes_have_short_names():
     class Text(TextFiles):
         """Not exported, though derived from one that is."""
 
-    assert class_path(TextFiles, pretrain.DataModule) == "TextFiles"
-    assert class_path(Text, pretrain.DataModule).startswith(f"{__name__}.")
-    assert "DataModule" not in classes_of(pretrain.DataModule) and "PreparedData" not in classes_of(pretrain.DataModule)
+    assert class_path(TextFiles, DataModule) == "TextFiles"
+    assert class_path(Text, DataModule).startswith(f"{__name__}.")
+    assert "DataModule" not in classes_of(DataModule) and "PreparedData" not in classes_of(DataModule)
 
 
 def test_options_extend_a_default_object(capsys):
     """The default of `data` may have options set."""
 
-    def setup(data: pretrain.DataModule = SyntheticTokens(seed=9)) -> None:  # noqa: B008
+    def setup(data: DataModule = SyntheticTokens(seed=9)) -> None:  # noqa: B008
         """Try."""
 
     assert parse("--data.num_rows", "5", setup=setup, positionals=())["data"] == SyntheticTokens(num_rows=5, seed=9)

@@ -221,13 +221,13 @@ def test_configurations_name_the_family_of_their_module():
 
 def test_pretrain_list_prints_every_name_wrapped(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    pretrain.setup("list")
+    pretrain.setup(model_name="list")
     out = capsys.readouterr().out
     assert set(list_names()) <= set(out.split())
     assert max(map(len, out.splitlines())) <= 80
     assert "\nqwen3       Qwen3-0.6B  Qwen3-1.7B" in out
     monkeypatch.setattr("toolkit.models.families.list_names_by_family", lambda: {"free_transformer": ["free-tiny"]})
-    pretrain.setup("list")
+    pretrain.setup(model_name="list")
     assert "free_transformer free-tiny\n" in capsys.readouterr().out
 
 

@@ -24,13 +24,13 @@ from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import PeerShutdownError, UserError
-from toolkit.extension import import_object
 from toolkit.io.paths import require_local
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.planning.options import check_start
 from toolkit.planning.run_args import RunArgs, run_args
+from toolkit.planning.training_options import OPTIONS
 from toolkit.training.callbacks import Callback
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.run import detect_devices
@@ -67,12 +67,6 @@ def names_arguments() -> Iterator[None]:
         raise
 
 
-def setup_of(command: TrainingCommand) -> Callable[..., None]:
-    """Return the function whose parameters are the options of a command; the package of commands is above this one."""
-    setup: Callable[..., None] = import_object(f"toolkit.commands.{command}.setup")
-    return setup
-
-
 def read_run_args(
     command: TrainingCommand,
     options: dict[str, Any],
@@ -95,7 +89,7 @@ def read_run_args(
     if not isinstance(strategy := options.get("strategy", AUTO), str):
         raise UserError(f"strategy {type(strategy).__name__}: give a name, such as 'fsdp', and options as fsdp={{...}}")
     chosen, cls = _read_optimizer(optimizer)
-    arguments = parse_object(setup_of(command), options | {"optimizer": chosen})
+    arguments = parse_object(OPTIONS[command], options | {"optimizer": chosen})
     if command == "pretrain":
         arguments |= _read_model(model, block_classes, arguments)
     data = _read_data(dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), arguments)

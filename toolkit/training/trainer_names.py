@@ -17,7 +17,7 @@ from toolkit.config.elsewhere import elsewhere
 from toolkit.distributed import script
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
-from toolkit.training.python_args import setup_of
+from toolkit.planning.training_options import pretrain
 
 PYTHON_OBJECTS = (
     "model", "dataset", "val_dataset", "optimizer", "block_classes", "num_workers", "allow_duplicate_data",
@@ -74,7 +74,7 @@ def find_dataset(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, 
 
 def translate(arguments: dict[str, Any], dataset: Any) -> dict[str, Any]:
     """Return the arguments of :func:`toolkit.train`; an unknown name, or an option given twice, is an error."""
-    command = CommandOptions(setup_of("pretrain"))
+    command = CommandOptions(pretrain)
     options = {name: value for name, value in arguments.items() if name in (*command.parameters, *_OBJECTS)}
     for name, value in arguments.items():
         if name in _RENAMED:

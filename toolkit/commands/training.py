@@ -1,0 +1,24 @@
+"""The training commands: functions that train with the options in :mod:`toolkit.planning.training_options`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from toolkit.planning.options import check_start
+from toolkit.planning.run_args import RunArgs
+
+
+def trains(read_options: Callable[..., RunArgs]) -> Callable[..., None]:
+    """Return a command with the parameters and the help of ``read_options``, which trains with its result."""
+
+    @wraps(read_options)
+    def setup(**options: Any) -> None:
+        args = read_options(**options)
+        check_start(args)
+        from toolkit.training.trainer import run_training  # imports torch
+
+        run_training(args)
+
+    return setup
