@@ -31,6 +31,7 @@ import torch
 import toolkit
 from lightning.fabric.strategies import DDPStrategy
 from toolkit.data import SyntheticTokens
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 
 
@@ -70,7 +71,7 @@ def start(folder, log_args, resume_step):
 
 class Replicas:
     def plan(self, groups, *, devices, num_nodes, accelerator, precision):
-        return StrategyPlan("ddp", None, (devices * num_nodes, 1), f"loud {groups['letters'].loud}")
+        return StrategyPlan("ddp", None, Layout(replicate=devices * num_nodes), f"loud {groups['letters'].loud}")
 
     def build(self, plan, groups, *, precision, block_classes):
         return DDPStrategy, {}
@@ -282,7 +283,7 @@ def test_list_plan_help_and_python_know_it(capsys):
     assert "Say it loudly" in capsys.readouterr().out
     words = ["--strategy", "replicas", "--letters.loud", "true", "--accelerator", "cpu", "--devices", "2"]
     assert main(["plan", "pretrain", "letter-llama", "--train.max_steps", "1", "--extensions", "letters", *words]) == 0
-    assert "replicas, 2 x 1 devices (loud True)" in capsys.readouterr().out
+    assert "replicas, 2 devices (loud True)" in capsys.readouterr().out
     toolkit.extension.add_extensions(["letters"])
     assert set(families()) == {*FAMILIES, "letters"} and get_config("Letter-Llama").family == "letters"
     extension._added.clear()

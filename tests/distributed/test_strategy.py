@@ -8,6 +8,7 @@ from torch import nn
 
 from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.fsdp import ShardedStrategy, unit_precision
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 
@@ -29,23 +30,23 @@ def plan(
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "sharding", "mesh"),
+    ("options", "kind", "sharding", "layout"),
     [
-        ({}, "single", None, (1, 1)),
-        ({"strategy": "fsdp"}, "single", None, (1, 1)),
-        ({"devices": 8}, "fsdp", "FULL_SHARD", (8,)),
-        ({"devices": 8, "nodes": 2}, "fsdp", "HYBRID_SHARD", (2, 8)),
-        ({"devices": 1, "nodes": 4}, "ddp", None, (4, 1)),
-        ({"devices": 8, "nodes": 2, "sharding": "FULL_SHARD"}, "fsdp", "FULL_SHARD", (16,)),
-        ({"devices": 1, "nodes": 4, "sharding": "FULL_SHARD"}, "fsdp", "FULL_SHARD", (4,)),
-        ({"devices": 2, "nodes": 2, "sharding": "SHARD_GRAD_OP"}, "fsdp", "SHARD_GRAD_OP", (4,)),
-        ({"devices": 4, "sharding": "NO_SHARD"}, "ddp", None, (4, 1)),
-        ({"devices": 2, "nodes": 2, "strategy": "ddp"}, "ddp", None, (4, 1)),
+        ({}, "single", None, Layout()),
+        ({"strategy": "fsdp"}, "single", None, Layout()),
+        ({"devices": 8}, "fsdp", "FULL_SHARD", Layout(shard=8)),
+        ({"devices": 8, "nodes": 2}, "fsdp", "HYBRID_SHARD", Layout(replicate=2, shard=8)),
+        ({"devices": 1, "nodes": 4}, "ddp", None, Layout(replicate=4)),
+        ({"devices": 8, "nodes": 2, "sharding": "FULL_SHARD"}, "fsdp", "FULL_SHARD", Layout(shard=16)),
+        ({"devices": 1, "nodes": 4, "sharding": "FULL_SHARD"}, "fsdp", "FULL_SHARD", Layout(shard=4)),
+        ({"devices": 2, "nodes": 2, "sharding": "SHARD_GRAD_OP"}, "fsdp", "SHARD_GRAD_OP", Layout(shard=4)),
+        ({"devices": 4, "sharding": "NO_SHARD"}, "ddp", None, Layout(replicate=4)),
+        ({"devices": 2, "nodes": 2, "strategy": "ddp"}, "ddp", None, Layout(replicate=4)),
     ],
 )
-def test_n4_every_mesh_is_explicit_and_no_shard_group_has_one_rank(options, kind, sharding, mesh):
+def test_n4_every_mesh_is_explicit_and_no_shard_group_has_one_rank(options, kind, sharding, layout):
     found = plan(**options)
-    assert (found.kind, found.sharding, found.mesh) == (kind, sharding, mesh)
+    assert (found.kind, found.sharding, found.layout) == (kind, sharding, layout)
     assert found.reason and str(found)
     assert found.kind != "fsdp" or found.shards > 1
 
@@ -58,7 +59,9 @@ def test_one_device_reports_unused_sharding():
 def test_buffers_get_the_requested_dtype():
     block, root = unit_precision(FSDPArgs(buffer_dtype="bf16"), "bf16-mixed")
     assert block.buffer_dtype == root.buffer_dtype == torch.bfloat16
-    strategy = ShardedStrategy({nn.Linear}, (2,), "FULL_SHARD", FSDPArgs(buffer_dtype="bf16"), "bf16-mixed", "cpu")
+    strategy = ShardedStrategy(
+        {nn.Linear}, Layout(shard=2), "FULL_SHARD", FSDPArgs(buffer_dtype="bf16"), "bf16-mixed", "cpu"
+    )
     with pytest.raises(UserError, match="--fsdp.buffer_dtype bf16: has no effect"):
         strategy.setup_module(nn.Linear(2, 2))
 

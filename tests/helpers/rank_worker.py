@@ -160,11 +160,11 @@ def broken(kind: str):
     """Inject a fault."""
     if kind == "mesh":  # shard groups of one rank: torch does not synchronize the replicas
 
-        def mesh(device, shape, mesh_dim_names):
+        def mesh(layout, device):
             return init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("r", "s"))
 
         hybrid = {"FULL_SHARD": ShardingStrategy.HYBRID_SHARD}
-        return mock.patch.multiple(fsdp, init_device_mesh=mesh, ShardingStrategy=hybrid)
+        return mock.patch.multiple(fsdp, data_mesh=mesh, ShardingStrategy=hybrid)
     if kind == "norms":  # gradients of replicated parameters are never reduced
         return mock.patch.object(fsdp.ShardedStrategy, "_reduce_replicated_gradients", lambda self: None)
     if kind == "norms that differ":  # between the replicas of HYBRID_SHARD, by more than rounding

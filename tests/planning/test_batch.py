@@ -11,7 +11,7 @@ from toolkit.planning.batch import plan_batch
 def test_n1_accumulation_is_exact(global_size, micro, devices, nodes, accumulation):
     plan = plan_batch(global_size, micro, devices, nodes)
     assert plan.accumulation == accumulation
-    assert plan.accumulation * plan.micro_batch_size * plan.world_size == global_size
+    assert plan.accumulation * plan.micro_batch_size * plan.data_parallel == global_size
 
 
 @pytest.mark.parametrize(

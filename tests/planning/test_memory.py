@@ -16,6 +16,7 @@ from helpers.initialize import add_lora
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, tied_names
 from toolkit.config import DDPArgs, FSDPArgs
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.models import attention
 from toolkit.models.activation_checkpointing import checkpoint_blocks
@@ -33,7 +34,7 @@ from toolkit.planning.memory import count_parameters, plan_memory
 from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.optimizer_memory import state_bytes
 
-SINGLE = StrategyPlan("single", None, (1, 1), "")
+SINGLE = StrategyPlan("single", None, Layout(), "")
 ADAMW = {"name": "AdamW", "weight_decay": 0.1}
 GPT2 = {"n_layer": 3, "n_embd": 96, "n_head": 4, "head_size": 24, "intermediate_size": 384, "n_query_groups": 4}
 SMALL = {"vocab_size": 512, "block_size": 128, "n_layer": 4, "n_embd": 128, "n_head": 4, "n_query_groups": 2,

@@ -14,6 +14,7 @@ from toolkit.cli import main
 from toolkit.commands import pretrain
 from toolkit.config import FSDPArgs
 from toolkit.config.command import parse_object
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
@@ -41,7 +42,7 @@ from toolkit.planning.speed.trace import LOSS, trace_micro_step, trace_update
 from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
 B, T = 2, 128
-SINGLE = StrategyPlan("single", None, (1, 1), "")
+SINGLE = StrategyPlan("single", None, Layout(), "")
 
 
 def setup_of(name: str = "pico-llama", **changes) -> MemoryInputs:
@@ -228,15 +229,21 @@ def test_links_of_strategies():
     def latency(n):
         return 30e-6 * n
 
-    assert sent("single", None, (1, 1), 1, 1) == 0
-    assert sent("ddp", None, (8, 1), 8, 1) == pytest.approx(2 * 7 / 8 * size / rate + latency(2))
+    assert sent("single", None, Layout(), 1, 1) == 0
+    assert sent("ddp", None, Layout(replicate=8), 8, 1) == pytest.approx(2 * 7 / 8 * size / rate + latency(2))
     units, head = len(model.blocks), 4 * sum(p.numel() for n, p in model.named_parameters() if ".h." not in n)
     moved = 3 * (size - head) + 2 * head  # the root unit stays gathered
     collectives = latency(3 * units + 2)
-    assert sent("fsdp", "FULL_SHARD", (8,), 8, 1) == pytest.approx(7 / 8 * moved / rate + collectives)
-    assert sent("ddp", None, (16, 1), 8, 2) > sent("ddp", None, (8, 1), 8, 1)
+    assert sent("fsdp", "FULL_SHARD", Layout(shard=8), 8, 1) == pytest.approx(7 / 8 * moved / rate + collectives)
+    assert sent("ddp", None, Layout(replicate=16), 8, 2) > sent("ddp", None, Layout(replicate=8), 8, 1)
     of_nodes = communication(
-        replace(setup, strategy=StrategyPlan("ddp", None, (16, 1), "")), model, GPUS["RTX 4090"], 8, 2, 0.0, 0.0
+        replace(setup, strategy=StrategyPlan("ddp", None, Layout(replicate=16), "")),
+        model,
+        GPUS["RTX 4090"],
+        8,
+        2,
+        0.0,
+        0.0,
     )
     assert of_nodes.links == "PCIe 4.0, 100 Gb/s Ethernet per node of 8 between nodes"
     assert 8 * 8 * GPUS["RTX 4090"].network == 100e9
@@ -247,8 +254,8 @@ def test_links_of_4_bits_masters_and_accumulation():
     card, model = GPUS["H100"], model_on_meta(setup_of().config)
 
     def links(kind, sharding, busy=0.0, model=model, **changes):
-        mesh = (8,) if kind == "fsdp" else (8, 1)
-        planned = replace(setup_of(**changes), strategy=StrategyPlan(kind, sharding, mesh, ""))
+        layout = Layout(shard=8) if kind == "fsdp" else Layout(replicate=8)
+        planned = replace(setup_of(**changes), strategy=StrategyPlan(kind, sharding, layout, ""))
         return communication(planned, model, card, 8, 1, busy, busy)
 
     ddp = [links("ddp", None, precision=precision).sent for precision in ("bf16-mixed", "bf16-true", "bf16-master")]

@@ -14,6 +14,7 @@ from lightning.fabric.strategies import DDPStrategy, ParallelStrategy, SingleDev
 from torch import nn
 
 from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
+from toolkit.distributed import ranks
 from toolkit.distributed.ddp_bf16 import BF16DDPStrategy
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
@@ -114,6 +115,7 @@ def build_fabric(
         groups: Options of extensions by group.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it logs a banner on every rank
+    ranks.set_layout(plan.layout)
     options, plugins = _precision_options(precision)
     if plan.kind == "single":
         return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **options)
@@ -126,7 +128,7 @@ def build_fabric(
         strategy = (_BF16DDP if precision == "bf16-master" else _DDP)(**asdict(ddp))
     else:
         assert plan.sharding is not None
-        strategy = _Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator, plan.offloads)
+        strategy = _Sharded(block_classes, plan.layout, plan.sharding, fsdp, precision, accelerator, plan.offloads)
         options, plugins = {}, []  # the strategy sets the precision
     return Fabric(
         accelerator=accelerator,

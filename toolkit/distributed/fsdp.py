@@ -27,13 +27,13 @@ from lightning.fabric.plugins.precision import FSDPPrecision
 from lightning.fabric.strategies import FSDPStrategy
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from toolkit.config import FSDPArgs, Precision
+from toolkit.distributed.mesh import Layout, data_mesh
 from toolkit.distributed.private_lightning import AccumulateInFP32, ReduceEachMicroBatch
 from toolkit.distributed.ranks import sum_over_ranks, world_size
 from toolkit.distributed.units import plan_units, unit_precision
@@ -56,7 +56,7 @@ class ShardedStrategy(FSDPStrategy):
 
     Args:
         block_classes: The classes of the blocks. Each block is a unit; the remaining modules form the root unit.
-        mesh: (shards,) or (replicas, shards).
+        layout: How the ranks are arranged.
         sharding: FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD.
         options: Further options from the user.
         precision: The compute precision.
@@ -72,7 +72,7 @@ class ShardedStrategy(FSDPStrategy):
     def __init__(
         self,
         block_classes: set[type[nn.Module]],
-        mesh: tuple[int, ...],
+        layout: Layout,
         sharding: str,
         options: FSDPArgs,
         precision: Precision,
@@ -82,7 +82,7 @@ class ShardedStrategy(FSDPStrategy):
         # setup_module creates the mesh: Fabric would create one of CUDA devices
         super().__init__(sharding_strategy="FULL_SHARD", precision=ShardedPrecision(precision, device_type))
         self.sharding_strategy = ShardingStrategy[sharding]
-        self._blocks, self._mesh_shape, self._options, self._dtypes = tuple(block_classes), mesh, options, precision
+        self._blocks, self._layout, self._options, self._dtypes = tuple(block_classes), layout, options, precision
         self._offloads = offloads
         self._wrapped: nn.Module | None = None
         self._replicated: list[nn.Parameter] = []
@@ -117,8 +117,7 @@ class ShardedStrategy(FSDPStrategy):
         for parameter in self._replicated:
             parameter.data = parameter.data.to(self.root_device)
         complete_cpu_backend()
-        dims = ("shard",) if len(self._mesh_shape) == 1 else ("replicate", "shard")
-        mesh = init_device_mesh(self.root_device.type, self._mesh_shape, mesh_dim_names=dims)
+        mesh = data_mesh(self._layout, self.root_device.type)
         wrapped = FullyShardedDataParallel(
             module,
             auto_wrap_policy=CustomPolicy(lambda m: id(m) in precisions and {"mixed_precision": precisions[id(m)]}),
@@ -135,9 +134,9 @@ class ShardedStrategy(FSDPStrategy):
             cpu_offload=CPUOffload(offload_params=self._offloads),
         )
         self._wrapped = wrapped
-        if self._mesh_shape == (1,):
+        if self._layout.world_size == 1:
             shard_over_one_rank(wrapped)
-        if self._accumulates_shards and len(self._mesh_shape) > 1:
+        if self._accumulates_shards and self._layout.replicate > 1:
             reduce_over_shards_only(wrapped)
             self._replica_group = mesh.get_group("replicate")
         return wrapped
@@ -169,7 +168,7 @@ class ShardedStrategy(FSDPStrategy):
     def _norm(self, module: nn.Module) -> torch.Tensor:
         """Return the norm of the complete gradient, an fp32 scalar on this rank's device, the same on all ranks."""
         norm = self._norm_of_replica(module)
-        if len(self._mesh_shape) > 1:
+        if self._layout.replicate > 1:
             # The norms of the replicas may differ in the last bit; clipping by them would let the replicas diverge.
             dist.all_reduce(norm, op=dist.ReduceOp.MAX)
         return norm

@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.rendezvous import run_in_thread
 from toolkit.errors import PeerLostError, join_first
 from toolkit.private_torch import set_group_timeouts
 
 T = TypeVar("T")
 _timeout = 30 * 60.0
+_layout: Layout | None = None
 
 
 def is_distributed() -> bool:
@@ -35,6 +37,17 @@ def global_rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
+
+
+def set_layout(layout: Layout) -> None:
+    """Set how the ranks of this run are arranged."""
+    global _layout
+    _layout = layout
+
+
+def layout() -> Layout:
+    """Return how the ranks are arranged; without :func:`set_layout` each reads rows of its own."""
+    return Layout(replicate=world_size()) if _layout is None else _layout
 
 
 def barrier() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from toolkit.config import AUTO, STRATEGIES, DDPArgs, FSDPArgs, Precision
+from toolkit.distributed.mesh import Layout
 from toolkit.extension import load_registered
 
 OFFLOADING = ("cuda",)
@@ -20,7 +21,7 @@ class StrategyPlan:
     Args:
         kind: Kind of strategy.
         sharding: Name of torch's sharding strategy if ``kind`` is "fsdp".
-        mesh: (shards,) or (replicas, shards); the product is the number of ranks. (ranks, 1) for ddp.
+        layout: How the ranks are arranged.
         reason: Why this strategy was chosen, for display.
         units: FSDP's units, for display.
         offloads: FSDP keeps its shards in CPU memory, apart from the memory of the devices.
@@ -29,7 +30,7 @@ class StrategyPlan:
 
     kind: Literal["single", "ddp", "fsdp"]
     sharding: str | None
-    mesh: tuple[int, ...]
+    layout: Layout
     reason: str
     units: str = "one unit per block"
     offloads: bool = False
@@ -38,17 +39,17 @@ class StrategyPlan:
     @property
     def shards(self) -> int:
         """Ranks per model replica."""
-        return self.mesh[-1]
+        return self.layout.shard
 
     def __str__(self) -> str:
         if self.extension is not None:
-            return f"{self.extension}, {' x '.join(map(str, self.mesh))} devices ({self.reason})"
+            return f"{self.extension}, {self.layout.world_size} devices ({self.reason})"
         if self.kind == "single":
             return f"one device ({self.reason})"
         if self.kind == "ddp":
-            return f"ddp, {self.mesh[0]} replicas ({self.reason})"
+            return f"ddp, {self.layout.replicate} replicas ({self.reason})"
         shards = f"{self.shards} shard{'s' if self.shards > 1 else ''}"
-        replicas = f", {self.mesh[0]} replicas" if len(self.mesh) == 2 else ""
+        replicas = f", {self.layout.replicate} replicas" if self.layout.replicate > 1 else ""
         return f"fsdp {self.sharding}, {self.units}, {shards}{replicas} ({self.reason})"
 
 
@@ -58,7 +59,7 @@ class StrategyExtension(Protocol):
     def plan(
         self, groups: Mapping[str, Any], *, devices: int, num_nodes: int, accelerator: str, precision: Precision
     ) -> StrategyPlan:
-        """Return the plan: ``kind`` "fsdp" if weights are sharded, otherwise "ddp", with the mesh.
+        """Return the plan: ``kind`` "fsdp" if weights are sharded, otherwise "ddp", with the layout.
 
         Raises:
             UserError: These devices do not support the strategy.
@@ -103,7 +104,7 @@ def plan_strategy(
         plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
     if offloads and ranks == 1 and strategy in ("auto", "fsdp"):
-        plan = StrategyPlan("fsdp", "FULL_SHARD", (1,), "--fsdp.cpu_offload on one device")
+        plan = StrategyPlan("fsdp", "FULL_SHARD", Layout(), "--fsdp.cpu_offload on one device")
     if offloads and plan.kind == "fsdp":
         plan = replace(plan, offloads=True)
     if fsdp.auto_wrap != "block":
@@ -129,18 +130,18 @@ def _plan(strategy: str, sharding: str, devices: int, num_nodes: int) -> Strateg
         reason = "only one available" if strategy in ("auto", "single") else f"{strategy} on one device is equivalent"
         if sharding not in ("HYBRID_SHARD", "NO_SHARD"):
             reason += f", nothing for --fsdp.sharding_strategy {sharding} to shard over"
-        return StrategyPlan("single", None, (1, 1), reason)
+        return StrategyPlan("single", None, Layout(), reason)
     if strategy == "ddp":
-        return StrategyPlan("ddp", None, (ranks, 1), "--strategy ddp")
+        return StrategyPlan("ddp", None, Layout(replicate=ranks), "--strategy ddp")
     flag = f"--fsdp.sharding_strategy {sharding}"
     if sharding == "NO_SHARD":
-        return StrategyPlan("ddp", None, (ranks, 1), f"{flag}: replicas")
+        return StrategyPlan("ddp", None, Layout(replicate=ranks), f"{flag}: replicas")
     if sharding == "HYBRID_SHARD":
         if devices == 1:
-            return StrategyPlan("ddp", None, (ranks, 1), f"{flag} with one device per node has no shards")
+            return StrategyPlan("ddp", None, Layout(replicate=ranks), f"{flag} with one device per node has no shards")
         if num_nodes == 1:
             reason = f"{flag} on one node is full sharding"
-            return StrategyPlan("fsdp", "FULL_SHARD", (devices,), reason)
+            return StrategyPlan("fsdp", "FULL_SHARD", Layout(shard=devices), reason)
         reason = f"{flag}: sharded within each of {num_nodes} nodes, replicated between them"
-        return StrategyPlan("fsdp", "HYBRID_SHARD", (num_nodes, devices), reason)
-    return StrategyPlan("fsdp", sharding, (ranks,), flag)
+        return StrategyPlan("fsdp", "HYBRID_SHARD", Layout(replicate=num_nodes, shard=devices), reason)
+    return StrategyPlan("fsdp", sharding, Layout(shard=ranks), flag)

@@ -89,9 +89,9 @@ def total_counts(objective: Objective, batches: Iterable[Batch]) -> dict[str, in
     return totals
 
 
-def scales(parts: tuple[Part, ...], counts: Mapping[str, int], world_size: int = 1) -> dict[str, float]:
-    """Return the factors of the sums in the loss, for gradients that are averaged over ``world_size`` ranks."""
-    return {p.name: p.weight * (world_size / max(1, counts[p.normalizer])) for p in parts if p.weight}
+def scales(parts: tuple[Part, ...], counts: Mapping[str, int], loss_ranks: int = 1) -> dict[str, float]:
+    """Return the factors of the sums in the loss, for gradients that are averaged over ``loss_ranks`` ranks."""
+    return {p.name: p.weight * (loss_ranks / max(1, counts[p.normalizer])) for p in parts if p.weight}
 
 
 def means(

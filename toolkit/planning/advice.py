@@ -119,7 +119,7 @@ def _train(plan: RunPlan, **changes: Any) -> tuple[RunArgs, DeviceSpec]:
 
 
 def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
-    per_rank = plan.config.batch.global_batch_size // plan.config.batch.world_size
+    per_rank = plan.config.batch.global_batch_size // plan.config.batch.data_parallel
     for micro in range(plan.config.batch.micro_batch_size - 1, 0, -1):
         if per_rank % micro == 0:
             yield f"--train.micro_batch_size {micro}", *_train(plan, micro_batch_size=micro)
@@ -142,7 +142,7 @@ def _sharded_gradients(plan: RunPlan) -> Iterator[Change]:
 
 def _full_shard(plan: RunPlan) -> Iterator[Change]:
     args, strategy = plan.args, plan.config.strategy
-    if strategy.shards < plan.config.batch.world_size or strategy.sharding == "SHARD_GRAD_OP":
+    if strategy.shards < strategy.layout.world_size or strategy.sharding == "SHARD_GRAD_OP":
         named = args.strategy not in ("auto", "fsdp")
         fsdp = replace(args.fsdp, sharding_strategy="FULL_SHARD")
         changed = replace(args, strategy="fsdp" if named else args.strategy, fsdp=fsdp, ddp=DDPArgs())
@@ -188,7 +188,7 @@ def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
     """Under accumulation gradients are in memory together with activations."""
     batch = plan.config.batch
     if plan.config.strategy.kind == "fsdp" and batch.accumulation > 1:
-        size = batch.micro_batch_size * batch.world_size
+        size = batch.micro_batch_size * batch.data_parallel
         yield f"--train.global_batch_size {size}", *_train(plan, global_batch_size=size)
 
 
@@ -221,7 +221,7 @@ def _offloaded(plan: RunPlan) -> Iterator[Change]:
 
 
 def _cpu_offload(plan: RunPlan) -> Iterator[Change]:
-    if plan.config.strategy.kind == "fsdp" or plan.config.batch.world_size == 1:
+    if plan.config.strategy.kind == "fsdp" or plan.config.strategy.layout.world_size == 1:
         fsdp = replace(plan.args.fsdp, cpu_offload=True)
         yield "--fsdp.cpu_offload true", replace(plan.args, fsdp=fsdp), plan.config.devices
 

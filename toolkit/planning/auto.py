@@ -12,6 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config import AUTO, none_if_auto
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan, implied_strategy
 from toolkit.planning.compatibility import ROWS, Facts, Row
 
@@ -137,7 +138,9 @@ def fsdp_incompatible_options(args: RunArgs) -> Changes:
 
     def violated(changes: Changes, kind: Literal["fsdp", "ddp"]) -> set[Row]:
         changed = with_options(args, changes)
-        facts = Facts(changed, none_if_auto(changed.precision) or "", strategy=StrategyPlan(kind, None, (2,), ""))
+        facts = Facts(
+            changed, none_if_auto(changed.precision) or "", strategy=StrategyPlan(kind, None, Layout(shard=2), "")
+        )
         return {row for row in ROWS if row.applies(facts)}
 
     rows = violated({}, "fsdp") - violated({}, "ddp")

@@ -9,17 +9,17 @@ from toolkit.errors import UserError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """``global_batch_size`` = ``micro_batch_size`` x ``world_size`` x ``accumulation``, exactly."""
+    """``global_batch_size`` = ``micro_batch_size`` x ``data_parallel`` x ``accumulation``, exactly."""
 
     global_batch_size: int
     micro_batch_size: int
-    world_size: int
+    data_parallel: int
     accumulation: int
 
     def __str__(self) -> str:
         return (
             f"global batch {self.global_batch_size} = micro batch {self.micro_batch_size} x "
-            f"{self.world_size} device{'s' if self.world_size > 1 else ''} x {self.accumulation} accumulated"
+            f"{self.data_parallel} device{'s' if self.data_parallel > 1 else ''} x {self.accumulation} accumulated"
         )
 
 

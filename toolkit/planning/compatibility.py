@@ -65,7 +65,7 @@ class Facts:
     @property
     def samples_per_device(self) -> int:
         """Sequences of the global batch on one device."""
-        return 0 if self.batch is None else self.batch.global_batch_size // self.batch.world_size
+        return 0 if self.batch is None else self.batch.global_batch_size // self.batch.data_parallel
 
     @property
     def has_adapters(self) -> bool:

@@ -11,7 +11,6 @@ longer the copies of the weights that autocast makes. torch.compile may need les
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -215,7 +214,7 @@ def _copied_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> 
     saved = [p for p in base if not (p.requires_grad and setup.has_masters)]
     weights = FP32 * _count(adapters) if adapters else setup.weight_bytes * _count(saved)
     whole = weights + _optimizer_bytes(replace(setup, strategy=replace(setup.strategy, kind="single")), model)
-    return whole / math.prod(setup.strategy.mesh) if setup.fsdp.state_dict_type == "sharded" else whole
+    return whole / setup.strategy.layout.world_size if setup.fsdp.state_dict_type == "sharded" else whole
 
 
 def _optimizer_bytes(setup: MemoryInputs, model: GPT) -> float:

@@ -45,7 +45,7 @@ def check_options(args: RunArgs) -> None:
         Facts(
             args,
             precision="" if args.precision == AUTO else args.precision,
-            world_size=0 if batch is None else batch.world_size,
+            world_size=0 if batch is None else batch.data_parallel,
             batch=None if args.train.micro_batch_size == AUTO else batch,
         )
     )

@@ -55,7 +55,7 @@ def train_step(
     """
     model, parts = update.model, objective.parts(original_module(update.model))
     parts = tuple(sorted(parts, key=lambda part: part.weight == 0))  # the sums that N7 checks come first
-    scale, totals = scales(parts, counts, fabric.world_size), dict[str, torch.Tensor]()
+    scale, totals = scales(parts, counts, ranks.layout().loss_ranks), dict[str, torch.Tensor]()
     for i, batch in enumerate(micro_batches):
         with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
             with record_function(FORWARD):

@@ -340,8 +340,8 @@ class Trainer:
             self.data.val_sources or {"": self.data.val},
             None if max_iters is None else max_iters * batch.global_batch_size,
             micro_batch_size=batch.micro_batch_size,
-            rank=self.fabric.global_rank,
-            world_size=self.fabric.world_size,
+            rank=ranks.layout().data_rank(ranks.global_rank()),
+            world_size=ranks.layout().data_parallel,
             padding=self.run.padding,
             count=self.run.objective.count,
         )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from toolkit.config import ActivationCheckpointing
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.families import get_config
@@ -34,7 +35,7 @@ def saved_bytes(model: torch.nn.Module, ids: torch.Tensor, is_mixed: bool) -> in
 def test_activations_match_autograd(precision, mode: ActivationCheckpointing):
     config = get_config("free-transformer-tiny").with_vocab_size(256)
     options = {"name": "AdamW", "weight_decay": 0.1}
-    plan = StrategyPlan("single", None, (1, 1), "")
+    plan = StrategyPlan("single", None, Layout(), "")
     setup = MemoryInputs(config, precision, plan, 2, 1, 128, options, "cpu", activation_checkpointing=mode)
     model, memory = build_model(config).train(), plan_memory(setup)
     checkpoint_blocks(model, (Block,), mode)

@@ -15,6 +15,7 @@ from toolkit_thunder.versions import THUNDER, _placeholders, require_versions
 
 from toolkit.cli import main
 from toolkit.config import DDPArgs, FSDPArgs
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.extension import extensions, import_object
@@ -134,13 +135,17 @@ def plan(strategy, thunder=None, **changes):
 
 def test_plans():
     fsdp = plan("thunder_fsdp", ThunderArgs("ZERO2", "BLOCK"), num_nodes=3)
-    assert (fsdp.kind, fsdp.mesh, fsdp.extension) == ("fsdp", (6,), "thunder_fsdp")
+    assert (fsdp.kind, fsdp.layout, fsdp.extension) == ("fsdp", Layout(shard=6), "thunder_fsdp")
     assert str(fsdp) == "thunder_fsdp, 6 devices (ZERO2, buckets BLOCK)"
     options = (ThunderArgs(), ThunderArgs("ZERO2"), ThunderArgs(jit=False))
     shardings = [plan("thunder_fsdp", thunder).sharding for thunder in options]
     assert shardings == ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP"]
     ddp = plan("thunder_ddp", ThunderArgs(jit=False))
-    assert (ddp.kind, ddp.mesh, ddp.extension) == ("ddp", (2, 1), "thunder_ddp") and "not compiled" in str(ddp)
+    assert (ddp.kind, ddp.layout, ddp.extension) == (
+        "ddp",
+        Layout(replicate=2),
+        "thunder_ddp",
+    ) and "not compiled" in str(ddp)
     with pytest.raises(UserError, match="--strategy thunder_ddp: requires several devices; on one use --compiler"):
         plan("thunder_ddp", devices=1)
     with pytest.raises(UserError, match="--precision 16-mixed is not supported with --strategy thunder_fsdp"):

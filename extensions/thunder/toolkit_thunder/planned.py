@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config import Precision
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
 from toolkit_thunder.options import ThunderArgs
@@ -25,10 +26,12 @@ class PlannedFSDP:
         if precision == "16-mixed":
             raise UserError("--precision 16-mixed is not supported with --strategy thunder_fsdp; use bf16-mixed")
         if not options.jit:
-            return StrategyPlan("fsdp", "SHARD_GRAD_OP", (size,), "not compiled, keeps gathered weights as ZERO2 does")
+            return StrategyPlan(
+                "fsdp", "SHARD_GRAD_OP", Layout(shard=size), "not compiled, keeps gathered weights as ZERO2 does"
+            )
         sharding = {"ZERO2": "SHARD_GRAD_OP", "ZERO3": "FULL_SHARD"}[options.sharding_strategy]
         reason = f"{options.sharding_strategy}, buckets {options.bucketing_strategy}"
-        return StrategyPlan("fsdp", sharding, (size,), reason)
+        return StrategyPlan("fsdp", sharding, Layout(shard=size), reason)
 
     def build(
         self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]
@@ -55,7 +58,9 @@ class PlannedDDP:
             UserError: there is one device.
         """
         size = _ranks("thunder_ddp", devices, num_nodes, accelerator)
-        return StrategyPlan("ddp", None, (size, 1), "replicas" if _options(groups).jit else "replicas, not compiled")
+        return StrategyPlan(
+            "ddp", None, Layout(replicate=size), "replicas" if _options(groups).jit else "replicas, not compiled"
+        )
 
     def build(
         self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]

@@ -121,9 +121,9 @@ def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, 
     prefetched = 0.0 if setup.fsdp.backward_prefetch == "none" else again
     exposed += steps * (again - prefetched) + (steps - reductions) * max(0.0, prefetched - backward)
     exposed += reductions * (root_scatter + max(0.0, prefetched + scatters - backward))
-    if len(strategy.mesh) == 2:  # each shard over the replicas, overlapped when it follows a reduce-scatter
+    if strategy.layout.replicate > 1:  # each shard over the replicas, overlapped when it follows a reduce-scatter
         shards = sum(size(part, unit, "reduce_dtype", trained=True) for part in [rest, *units]) / strategy.shards
-        replicas = LATENCY + 2 * shards * (strategy.mesh[0] - 1) / strategy.mesh[0] / (
+        replicas = LATENCY + 2 * shards * (strategy.layout.replicate - 1) / strategy.layout.replicate / (
             topology.gpu.network * NCCL_SHARE
         )
         hidden = 0.0 if setup.fsdp.accumulate == "sharded" else backward

@@ -140,7 +140,7 @@ def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
     if config.precision == "32-true":
         return result
     flops = flops_per_token(model, plan.model, plan.seq_length)
-    return replace(result, mfu=flops * result.tokens_per_sec / (gpu.peak * batch.world_size))
+    return replace(result, mfu=flops * result.tokens_per_sec / (gpu.peak * setup.strategy.layout.world_size))
 
 
 def seconds(op: Op, gpu: GpuSpec) -> float:

@@ -98,7 +98,7 @@ def _precision(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
 def _micro_batch(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
     """Yield the largest two sizes that fit."""
     args, batch = plan.config.args, plan.config.batch
-    per_rank = batch.global_batch_size // batch.world_size
+    per_rank = batch.global_batch_size // batch.data_parallel
     fitting: list[tuple[str, RunArgs]] = []
     for size in sorted({2**i for i in range(11)} | {per_rank}):
         if batch.micro_batch_size < size <= per_rank and per_rank % size == 0:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.cross_entropy import pointwise_cross_entropy
@@ -54,7 +55,7 @@ def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool
         has_gradients: It adds to the gradients of earlier micro-batches.
         is_compiled: The kernel of the loss is the compiled one. The blocks' operators are the same, see ``fusion.py``.
     """
-    others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, (1, 1), "")
+    others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, Layout(), "")
     same = replace(setup, strategy=others, accumulation=1, optimizer={}, optimizer_class=None, async_save=False)
     key = f"{same} {has_gradients} {is_compiled}"
     if key not in _traces:
