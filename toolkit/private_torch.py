@@ -102,6 +102,23 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Allocate what is on the meta device; ``to_empty`` would also replace what is not."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+@torch.no_grad()
+def fill_shard(parameter: Tensor, value: Tensor) -> None:
+    """Copy this rank's part of an unsharded value into a DTensor; no collective."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    part = distribute_tensor(
+        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+    parameter.to_local().copy_(part.to_local())
+
+
 def rank_wrapper() -> Any:
     """Return the collectives of torch's distributed checkpoints, which raise an error of any rank on all ranks.
 

@@ -10,6 +10,7 @@ from toolkit.checkpoints.weights import load_weights
 
 SHARDINGS = ["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 ACCUMULATED = SHARDINGS[:3]  # with sharded gradients between the micro-batches
+ENGINES = {"fsdp": "", "fsdp2": "fsdp2-"}  # and their mark in the names of cases
 PRECISIONS = ["32-true", "bf16-mixed"]
 WRAPPED = {
     "wrap-class": ["--fsdp.auto_wrap", "class", "--fsdp.wrap_classes", "[Block, CausalSelfAttention]"],
@@ -28,36 +29,43 @@ def cases(size: int) -> list[Case]:
             found.append(Case(f"1-single-{precision}", same))
             for micro in (8, 4):  # other micro-batch splits: the tolerance of bf16
                 found.append(Case(f"split-{micro}-{precision}", [*same, "--train.micro_batch_size", str(micro)]))
-        for sharding in SHARDINGS:
-            flags = [*same, "--strategy", "fsdp", "--fsdp.sharding_strategy", sharding]
-            found.append(Case(f"{size}-{sharding}-{precision}", flags, look_at="collectives"))
-            is_hybrid = size == 4 and sharding == "HYBRID_SHARD"
-            if is_hybrid:
-                found.append(Case(f"2x2-{sharding}-{precision}", flags, nodes=2, look_at="collectives"))
-            if size > 1 and sharding in ACCUMULATED:
-                layout, nodes = ("2x2", 2) if is_hybrid else (size, 1)
-                sharded = [*flags, "--fsdp.accumulate", "sharded"]
-                name = f"{layout}-{sharding}-accumulate-{precision}"
-                found.append(Case(name, sharded, nodes=nodes, look_at="collectives"))
-        if size < 4:
-            offloaded = [*same, "--strategy", "fsdp", "--fsdp.cpu_offload", "true"]
-            found.append(Case(f"{size}-offload-{precision}", offloaded, fault="offload on a CPU"))
-        if size == 2:
-            fsdp = [*same, "--strategy", "fsdp"]
-            for name, options in WRAPPED.items():
-                found.append(Case(f"2-{name}-{precision}", [*fsdp, *options], look_at="collectives"))
+        for engine, mark in ENGINES.items():
+            fsdp = [*same, "--strategy", engine]
+            for sharding in SHARDINGS if size > 1 or not mark else ():
+                flags = [*fsdp, "--fsdp.sharding_strategy", sharding]
+                is_hybrid = size == 4 and sharding == "HYBRID_SHARD"
+                found.append(Case(f"{size}-{mark}{sharding}-{precision}", flags, look_at="collectives"))
+                if is_hybrid:
+                    found.append(Case(f"2x2-{mark}{sharding}-{precision}", flags, nodes=2, look_at="collectives"))
+                if size > 1 and sharding in ACCUMULATED:
+                    layout, nodes = ("2x2", 2) if is_hybrid else (size, 1)
+                    sharded = [*flags, "--fsdp.accumulate", "sharded"]
+                    name = f"{layout}-{mark}{sharding}-accumulate-{precision}"
+                    found.append(Case(name, sharded, nodes=nodes, look_at="collectives"))
+            if size < 4:
+                offloaded = [*fsdp, "--fsdp.cpu_offload", "true"]
+                found.append(Case(f"{size}-{mark}offload-{precision}", offloaded, fault="offload on a CPU"))
+            if size == 2:
+                for name, options in WRAPPED.items():
+                    found.append(Case(f"2-{mark}{name}-{precision}", [*fsdp, *options], look_at="collectives"))
+    for engine, mark in ENGINES.items() if size == 2 else ():
+        fsdp = ["--precision", "32-true", "--strategy", engine]
+        compiled = [*fsdp, "--compiler", "torch"]
+        full, selective = (["--train.activation_checkpointing", name] for name in ("full", "selective"))
+        for name, flags in {
+            "compiled": compiled,
+            "full-fsdp": [*fsdp, *full],
+            "selective-fsdp": [*fsdp, *selective],
+            "full-accumulate": [*fsdp, "--fsdp.accumulate", "sharded", *full],
+            "wrap-size-full": [*fsdp, *full, *WRAPPED["wrap-size"]],
+            "wrap-class-compiled": [*compiled, *WRAPPED["wrap-class"]],
+            "selective-compiled": [*compiled, *selective],
+        }.items():
+            found.append(Case(f"2-{mark}{name}-32-true", flags))
     if size == 2:
-        compiled = ["--precision", "32-true", "--strategy", "fsdp", "--compiler", "torch"]
-        found.append(Case("2-compiled-32-true", compiled))
-        for name, strategy in (("full", "fsdp"), ("selective", "ddp"), ("selective", "fsdp"), ("full", "ddp")):
-            recompute = ["--train.activation_checkpointing", name, "--strategy", strategy, "--precision", "32-true"]
-            found.append(Case(f"2-{name}-{strategy}-32-true", recompute))
-        accumulate = ["--strategy", "fsdp", "--fsdp.accumulate", "sharded", "--precision", "32-true"]
-        found.append(Case("2-full-accumulate-32-true", [*accumulate, "--train.activation_checkpointing", "full"]))
-        full = ["--precision", "32-true", "--strategy", "fsdp", "--train.activation_checkpointing", "full"]
-        found.append(Case("2-wrap-size-full-32-true", [*full, *WRAPPED["wrap-size"]]))
-        found.append(Case("2-wrap-class-compiled-32-true", [*compiled, *WRAPPED["wrap-class"]]))
-        found.append(Case("2-selective-compiled-32-true", [*compiled, "--train.activation_checkpointing", "selective"]))
+        for name in ("full", "selective"):
+            recompute = ["--train.activation_checkpointing", name, "--strategy", "ddp", "--precision", "32-true"]
+            found.append(Case(f"2-{name}-ddp-32-true", recompute))
     if size == 4:
         recompute = ["--train.activation_checkpointing", "full", "--precision", "32-true"]
         found.append(Case("2x2-full-hybrid-32-true", recompute, nodes=2))
@@ -90,7 +98,7 @@ def relative(a: list[float], b: list[float]) -> float:
 NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.name.startswith("split")]
 
 
-ALWAYS = ["1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true"]
+ALWAYS = ["1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "2-fsdp2-FULL_SHARD-32-true"]
 
 
 def named(names: list[str]):
@@ -116,6 +124,7 @@ SAME = {
     "2-full-fsdp-32-true": "2-FULL_SHARD-32-true",
     "2-selective-ddp-32-true": "2-ddp-32-true",
     "2-wrap-size-full-32-true": "2-wrap-size-32-true",
+    "2-fsdp2-full-fsdp-32-true": "2-fsdp2-FULL_SHARD-32-true",
 }
 
 
@@ -167,6 +176,12 @@ REDUCTIONS = {
     "2-FULL_SHARD-accumulate-32-true": 4 * UNITS + 2,
     "2-FULL_SHARD-accumulate-bf16-mixed": 4 * UNITS + 3,
     "2x2-HYBRID_SHARD-accumulate-32-true": 2 * UNITS + UNITS + 3,
+    "2-fsdp2-FULL_SHARD-32-true": UNITS + 2,
+    "2-fsdp2-FULL_SHARD-bf16-mixed": UNITS + 3,
+    "2-fsdp2-FULL_SHARD-accumulate-32-true": 4 * UNITS + 2,
+    "2x2-fsdp2-HYBRID_SHARD-32-true": 2 * UNITS + 3,
+    "2x2-fsdp2-HYBRID_SHARD-accumulate-32-true": 2 * UNITS + UNITS + 3,
+    "2-fsdp2-NO_SHARD-32-true": UNITS + 3,
     "2-wrap-class-32-true": UNITS + 2 + 2,  # an attention inside each block
     "2-wrap-size-32-true": UNITS + 2,
     "2-wrap-nothing-32-true": 1 + 2,

@@ -19,6 +19,15 @@ LORA = {"command": "finetune_lora"}
 ADAPTED = ["--lora_key", "true", "--lora_mlp", "true"]
 
 
+UNDER_FSDP2 = {
+    "lora-32-true": ("finetune_lora", ["--precision", "32-true", *ADAPTED]),
+    "dora": ("finetune_lora", ["--lora_dora", "true"]),
+    "qlora": ("finetune_lora", ["--quantize", "bnb.nf4"]),
+    "full": ("finetune_full", []),
+    "packed": ("finetune_full", ["--data.packing", "best_fit", "--train.max_seq_length", "48"]),
+}
+
+
 def cases(size: int) -> list[Case]:
     found = []
     for precision in ("32-true", "bf16-true", "bf16-mixed"):
@@ -31,6 +40,8 @@ def cases(size: int) -> list[Case]:
     packed = ["--data.packing", "best_fit", "--train.max_seq_length", "48"]
     found.append(Case(f"packed-{size}", [*packed, *(FSDP if size > 1 else [])], command="finetune_full"))
     if size == 2:
+        for name, (command, flags) in UNDER_FSDP2.items():
+            found.append(Case(f"{name}-fsdp2", [*flags, "--strategy", "fsdp2"], command=command))
         checkpointed = ["--train.activation_checkpointing", "full"]
         found.append(Case("lora-32-true-full", [*ADAPTED, *FSDP, *checkpointed], **LORA))
         found.append(Case("qlora-sharded", [*FSDP, "--quantize", "bnb.nf4", *checkpointed], **LORA))
@@ -120,6 +131,19 @@ def test_n3_two_ranks_finetune_as_one_does(runs, name):
     assert adapters.keys() == reference.keys()
     for key in reference:
         assert (adapters[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNDER_FSDP2)
+def test_n3_two_ranks_of_fsdp2_finetune_as_one_process_does(runs, name):
+    """Adapters and 4-bit weights are sharded with their block."""
+    folder, seen = runs
+    one, two = folder / f"{name}-1", folder / f"{name}-fsdp2"
+    assert relative(losses(two), losses(one)) < 1e-5
+    assert val_losses(two) == pytest.approx(val_losses(one), rel=1e-5)
+    for rank in seen[f"{name}-fsdp2"]:
+        for what in ("parameters", "gradients", "moments"):
+            assert rank[what] == pytest.approx(seen[f"{name}-1"][0][what] / 2, rel=0.02), what
 
 
 @pytest.mark.slow

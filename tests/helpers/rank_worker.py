@@ -22,7 +22,7 @@ import torch
 from torch import distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.faulty_callbacks import skew_gradient
@@ -36,6 +36,7 @@ from toolkit.diagnostics.gradients import GradientRecorder
 from toolkit.distributed import fsdp, strategy
 from toolkit.errors import GuardError
 from toolkit.models.mlp import LLaMAMLP
+from toolkit.private_torch import local_shard
 from toolkit.training import build, checkpointer, data_reader, trainer
 from toolkit.training.callbacks import metrics
 from toolkit.training.callbacks.replicas import ReplicaCheck
@@ -53,11 +54,20 @@ def local_bytes(module, optimizer, what) -> int:
         tensors += waiting_gradients(module)
     else:
         tensors = [t for state in optimizer.state.values() for k, t in state.items() if k != "step"]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.numel() * t.element_size() for t in map(local_shard, tensors))
 
 
 def waiting_gradients(module) -> list[torch.Tensor]:
     """Return unsharded gradients that FSDP holds between micro-batches, in addition to the parameters' gradients."""
+    if isinstance(module, FSDPModule):
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule)]
+        parts = [part for group in groups for part in group.fsdp_params]
+        held = [part.unsharded_accumulated_grad for part in parts]
+        held += [part.unsharded_param.grad for part in parts if hasattr(part, "_unsharded_param")]
+        held += [part.sharded_param.grad for part in parts]  # the root is gathered by now
+        held += [group._partial_reduce_output for group in groups]  # of HYBRID_SHARD
+        shown = {id(p.grad) for p in module.parameters()}
+        return [gradient for gradient in held if gradient is not None and id(gradient) not in shown]
     if not isinstance(module, FullyShardedDataParallel):
         return []
     units = FullyShardedDataParallel.fsdp_modules(module)

@@ -12,6 +12,7 @@ from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import ADAPTERS
 from toolkit.checkpoints.weights import load_state, load_weights, named_tensors
 from toolkit.distributed.names import canonical_name
+from toolkit.distributed.shards import shard_of
 from toolkit.errors import UserError, join_first
 from toolkit.private_torch import local_shard, tensor_norms
 
@@ -46,7 +47,7 @@ def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
         if parameter.requires_grad:
             name = canonical_name(name)
             weights[name] = local_shard(parameter)
-            state = optimizer.state.get(parameter, {})
+            state = optimizer.state.get(shard_of(parameter), {})
             moments |= {f"{name}|{k}": local_shard(v) for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
     return nonfinite_tensors(weights | moments, weights.keys())
 

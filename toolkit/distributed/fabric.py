@@ -18,6 +18,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.ddp_bf16 import BF16DDPStrategy
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
+from toolkit.distributed.fsdp2 import FullyShardedStrategy
 from toolkit.distributed.memory import disable_malloc_trim
 from toolkit.distributed.private_lightning import FabricModule, LauncherMixin
 from toolkit.distributed.strategy import StrategyPlan
@@ -41,6 +42,13 @@ class _BF16DDP(LauncherMixin, BF16DDPStrategy):
 
 class _Sharded(LauncherMixin, ShardedStrategy):
     """FSDP with toolkit's launcher."""
+
+
+class _FullySharded(LauncherMixin, FullyShardedStrategy):
+    """FSDP2 with toolkit's launcher."""
+
+
+_SHARDED = (ShardedStrategy, FullyShardedStrategy)
 
 
 class _True16Bits(HalfPrecision):
@@ -69,7 +77,7 @@ def _precision_options(precision: Precision) -> tuple[dict[str, Any], list[Any]]
 
 def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:
     """Materialize a module on the meta device: immediately, or unit by unit when it is sharded."""
-    if isinstance(fabric.strategy, ShardedStrategy):
+    if isinstance(fabric.strategy, _SHARDED):
         fabric.strategy.materialize = materialize
     else:
         for submodule in module.modules():
@@ -78,17 +86,17 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
 
 def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype in which FSDP all-gathers the blocks of a model in ``dtype``; None without FSDP."""
-    return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, ShardedStrategy) else None
+    return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, _SHARDED) else None
 
 
 def knows_gradient_norm(fabric: Fabric) -> bool:
     """Whether :func:`gradient_norm` supports the strategy. Strategies of extensions only clip."""
-    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, _BF16DDP, ShardedStrategy))
+    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, _BF16DDP, *_SHARDED))
 
 
 def gradient_norm(fabric: Fabric, model: FabricModule, optimizer: Any) -> torch.Tensor:
     """Complete the reduction of the gradients, once per step, and return their norm, an fp32 scalar on every rank."""
-    if isinstance(fabric.strategy, ShardedStrategy):
+    if isinstance(fabric.strategy, _SHARDED):
         return fabric.strategy.gradient_norm(model._forward_module)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not gradients:
@@ -128,7 +136,8 @@ def build_fabric(
         strategy = (_BF16DDP if precision == "bf16-master" else _DDP)(**asdict(ddp))
     else:
         assert plan.sharding is not None
-        strategy = _Sharded(block_classes, plan.layout, plan.sharding, fsdp, precision, accelerator, plan.offloads)
+        sharded = _FullySharded if plan.engine == "fsdp2" else _Sharded
+        strategy = sharded(block_classes, plan.layout, plan.sharding, fsdp, precision, accelerator, plan.offloads)
         options, plugins = {}, []  # the strategy sets the precision
     return Fabric(
         accelerator=accelerator,

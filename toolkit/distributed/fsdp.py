@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import FSDPPrecision
-from lightning.fabric.strategies import FSDPStrategy
+from lightning.fabric.strategies import FSDPStrategy, ParallelStrategy
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
@@ -51,7 +51,47 @@ from toolkit.private_torch import (
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
-class ShardedStrategy(FSDPStrategy):
+class ReplicatedVectors(ParallelStrategy):
+    """What both engines of FSDP share: vectors that mixed precision keeps unsharded in fp32, and dtypes of units."""
+
+    _options: FSDPArgs
+    _dtypes: Precision
+    _replicated: list[nn.Parameter]
+
+    def block_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of all-gathered block weights; parameters in this dtype are never cast."""
+        unit, _ = unit_precision(self._options, self._dtypes)
+        return dtype if unit is None or unit.param_dtype is None else unit.param_dtype
+
+    def _has_embedding(self, part: nn.Module) -> bool:
+        """Whether a unit other than a block has an embedding, which is gathered in fp32."""
+        return self._options.auto_wrap != "block" and any(isinstance(m, nn.Embedding) for m in part.modules())
+
+    def _sum_of_squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        if not gradients:
+            return torch.zeros((), device=self.root_device)
+        norms = tensor_norms(gradients, torch.float32)  # of offloaded gradients, on the CPU
+        return torch.stack([norm.to(self.root_device) for norm in norms]).square().sum()
+
+    def _reduce_replicated_gradients(self) -> None:
+        """All-reduce the gradients of the replicated parameters to their mean, in fp32, in one collective.
+
+        A rank where a parameter has no gradient contributes zeros.
+        """
+        parameters = [p for p in self._replicated if p.requires_grad]
+        if parameters:
+            gradients: list[torch.Tensor] = []
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+            flat = torch.cat([gradient.flatten().float() for gradient in gradients])
+            averaged = sum_over_ranks(flat).div_(world_size())
+            for gradient, mean in zip(gradients, averaged.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+
+class ShardedStrategy(ReplicatedVectors, FSDPStrategy):
     """FSDP per block, or by the units of ``options``.
 
     Args:
@@ -92,11 +132,6 @@ class ShardedStrategy(FSDPStrategy):
     @property
     def _accumulates_shards(self) -> bool:
         return self._options.accumulate == "sharded"
-
-    def block_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of all-gathered block weights; parameters in this dtype are never cast."""
-        unit, _ = unit_precision(self._options, self._dtypes)
-        return dtype if unit is None or unit.param_dtype is None else unit.param_dtype
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard ``module``."""
@@ -141,10 +176,6 @@ class ShardedStrategy(FSDPStrategy):
             self._replica_group = mesh.get_group("replicate")
         return wrapped
 
-    def _has_embedding(self, part: nn.Module) -> bool:
-        """Whether a unit other than a block has an embedding, which is gathered in fp32."""
-        return self._options.auto_wrap != "block" and any(isinstance(m, nn.Embedding) for m in part.modules())
-
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
     ) -> torch.Tensor:
@@ -183,34 +214,11 @@ class ShardedStrategy(FSDPStrategy):
         dist.all_reduce(sharded, group=module.process_group)
         return (sharded + unsharded).sqrt()
 
-    def _sum_of_squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        if not gradients:
-            return torch.zeros((), device=self.root_device)
-        norms = tensor_norms(gradients, torch.float32)  # of offloaded gradients, on the CPU
-        return torch.stack([norm.to(self.root_device) for norm in norms]).square().sum()
-
     def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
         result = super().optimizer_step(optimizer, **options)
         if self._offloads and self._wrapped is not None:
             zero_offloaded_gradients(self._wrapped)
         return result
-
-    def _reduce_replicated_gradients(self) -> None:
-        """All-reduce the gradients of the replicated parameters to their mean, in fp32, in one collective.
-
-        A rank where a parameter has no gradient contributes zeros.
-        """
-        parameters = [p for p in self._replicated if p.requires_grad]
-        if parameters:
-            gradients: list[torch.Tensor] = []
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-            flat = torch.cat([gradient.flatten().float() for gradient in gradients])
-            averaged = sum_over_ranks(flat).div_(world_size())
-            for gradient, mean in zip(gradients, averaged.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
 
 
 class ShardedPrecision(FSDPPrecision):

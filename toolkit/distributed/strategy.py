@@ -35,6 +35,7 @@ class StrategyPlan:
     units: str = "one unit per block"
     offloads: bool = False
     extension: str | None = None
+    engine: Literal["fsdp1", "fsdp2"] = "fsdp1"
 
     @property
     def shards(self) -> int:
@@ -50,7 +51,8 @@ class StrategyPlan:
             return f"ddp, {self.layout.replicate} replicas ({self.reason})"
         shards = f"{self.shards} shard{'s' if self.shards > 1 else ''}"
         replicas = f", {self.layout.replicate} replicas" if self.layout.replicate > 1 else ""
-        return f"fsdp {self.sharding}, {self.units}, {shards}{replicas} ({self.reason})"
+        name = "fsdp2" if self.engine == "fsdp2" else "fsdp"
+        return f"{name} {self.sharding}, {self.units}, {shards}{replicas} ({self.reason})"
 
 
 class StrategyExtension(Protocol):
@@ -97,9 +99,13 @@ def plan_strategy(
         )
         return replace(planned, extension=strategy)
     requested = strategy
+    engine: Literal["fsdp1", "fsdp2"] = "fsdp2" if strategy == "fsdp2" else "fsdp1"
+    strategy = "fsdp" if engine == "fsdp2" else strategy
     if strategy == AUTO and ranks > 1:
         strategy = implied_strategy(fsdp, ddp) or AUTO
     plan = _plan(strategy, sharding_of(fsdp), devices, num_nodes)
+    if engine == "fsdp2" and plan.kind == "ddp":
+        plan = replace(plan, kind="fsdp", sharding="NO_SHARD")
     if (requested, strategy) == (AUTO, "ddp"):
         plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
@@ -109,7 +115,7 @@ def plan_strategy(
         plan = replace(plan, offloads=True)
     if fsdp.auto_wrap != "block":
         plan = replace(plan, units=f"units by {fsdp.auto_wrap}")
-    return plan
+    return replace(plan, engine=engine)
 
 
 def implied_strategy(fsdp: FSDPArgs, ddp: DDPArgs) -> Literal["ddp", "fsdp"] | None:

@@ -78,6 +78,10 @@ class Materializer:
                     self._filled_parameters[id(parameter)] = self._fill(parameter)
                 setattr(module, key, self._filled_parameters[id(parameter)])  # tied parameters share one object
 
+    def value(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the value of a parameter of the model."""
+        return self._value_of(self._names[id(parameter)], parameter.shape)
+
     def _fill(self, tensor: torch.Tensor) -> torch.Tensor:
         value = self._value_of(self._names[id(tensor)], tensor.shape)
         if tensor.is_meta:

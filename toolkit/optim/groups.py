@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.distributed.names import canonical_name
+from toolkit.distributed.shards import shard_of
 from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora import is_adapter
@@ -71,7 +72,7 @@ def parameter_groups(
             is_main = hybrid_class is not None and hybrid_class.is_main(parameter, name in in_blocks, decays)
             rows = in_blocks[name] if is_main and split_qkv else ()
             ratio = b_lr_ratio if is_adapter(name) and name.endswith(".B") else 1.0
-            parts.setdefault((decays, is_main, rows, ratio), []).append(parameter)
+            parts.setdefault((decays, is_main, rows, ratio), []).append(shard_of(parameter))
     return [
         {"params": parts[key], "weight_decay": weight_decay if key[0] else 0.0}
         | ({} if hybrid_class is None else {"main": key[1]})

@@ -96,6 +96,17 @@ class Facts:
         return _first_changed("fsdp", self.args.fsdp, allowed)
 
     @property
+    def is_fsdp2(self) -> bool:
+        return self.strategy is not None and self.is_fsdp and self.strategy.engine == "fsdp2"
+
+    @property
+    def only_fsdp1(self) -> str:
+        """The first option that FSDP2 does not have, with its value; "" if there is none."""
+        only = ("buffer_dtype", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
+        supported = [field.name for field in fields(self.args.fsdp) if field.name not in only]
+        return _first_changed("fsdp", self.args.fsdp, supported) if self.is_fsdp2 else ""
+
+    @property
     def unused_ddp(self) -> str:
         return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
 
@@ -201,8 +212,13 @@ ROWS: tuple[Row, ...] = (
         lambda f: bool(f.args.optimizer.options.get("fused")) and f.precision == "16-mixed",
         "a fused optimizer unscales the gradients after they are clipped"),
     # FSDP
+    Row("{only_fsdp1:--fsdp.buffer_dtype, backward_prefetch, forward_prefetch, limit_all_gathers}", "--strategy fsdp2",
+        lambda f: bool(f.only_fsdp1), "FSDP2 has no such option", "use --strategy fsdp"),
+    Row("--strategy fsdp2", "--precision 16-mixed", lambda f: f.is_fsdp2 and f.precision == "16-mixed",
+        "the scaling of sharded gradients was not measured", "use --strategy fsdp"),
     _no_effect("--fsdp.accumulate {fsdp.accumulate:sharded, unsharded}", "finetune_lora",
-               lambda f: f.args.fsdp.accumulate != AUTO and f.has_adapters, "adapters are replicated"),
+               lambda f: f.args.fsdp.accumulate != AUTO and f.has_adapters and not f.is_fsdp2,
+               "adapters are replicated"),
     _no_effect("--fsdp.accumulate {fsdp.accumulate:sharded, unsharded}", "one micro-batch per step",
                lambda f: f.args.fsdp.accumulate != AUTO and f.batch is not None and f.accumulation == 1,
                "nothing is accumulated"),

@@ -24,6 +24,7 @@ from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed import ranks
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
+from toolkit.distributed.shards import shard_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
 from toolkit.private_torch import local_parts, local_shard
@@ -71,7 +72,7 @@ def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
     Collective.
     """
-    names = {id(p): canonical_name(name) for name, p in module.named_parameters()}
+    names = {id(shard_of(p)): canonical_name(name) for name, p in module.named_parameters()}
     local = [{k: _on_cpu(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     groups = [
         {"params": [names[id(p)] for p in group["params"]], **values}
@@ -197,9 +198,10 @@ def _local_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> li
         names.setdefault(id(parameter), []).append(canonical_name(name))
     sharded, parts = local_parts(module), []
     for parameter in module.parameters():
-        if id(parameter) in groups:
+        trained = shard_of(parameter)
+        if id(trained) in groups:
             shape, start = sharded.get(id(parameter), (parameter.shape, 0))
-            parts.append(_LocalParameter(names[id(parameter)], parameter, groups[id(parameter)], shape, start))
+            parts.append(_LocalParameter(names[id(parameter)], trained, groups[id(trained)], shape, start))
     return parts
 
 

@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from toolkit.checkpoints.run.optimizer_state import SEPARATOR, group_values
 from toolkit.checkpoints.run.sharded import load_sharded
+from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
+from toolkit.distributed.shards import is_sharded, shard_of, sharded_values
 from toolkit.models.lora import is_adapter
 from toolkit.optim.bf16 import MASTER
 
@@ -40,7 +42,7 @@ def full_state(
     weights = _without_warnings(get_model_state_dict, module, options=options)
     state: dict[str, Any] = {}
     if not _has_no_state(optimizer):
-        state = _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
+        state = _optimizer_state(module, optimizer, options)
     weights, state = _with_masters(weights, state, tied)
     weights |= {second: weights[first] for second, first in tied.items() if first in weights}
     return weights, {"state": state, **_group_state(module, optimizer, state)}
@@ -65,7 +67,7 @@ def sharded_state(
     weights = _untied(_without_warnings(get_model_state_dict, module, options=options), tied)
     if _has_no_state(optimizer):
         return weights, {}, {"values": None, **_group_state(module, optimizer, {})}
-    state = _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
+    state = _optimizer_state(module, optimizer, options)
     weights, state = _with_masters(weights, state, tied)
     tensors, values = _flatten(state)
     return weights, tensors, {"values": values, **_group_state(module, optimizer, state)}
@@ -87,12 +89,42 @@ def adapter_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the adapters and their optimizer state, by canonical name, in CPU memory.
 
-    Adapters are replicated, so nothing is gathered; torch's functions would also gather the base.
+    torch's functions would also gather the base.
     """
     adapters = {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
-    weights = {name: p.detach().cpu() for name, p in adapters.items()}
-    state = {name: _on_cpu(optimizer.state[p]) for name, p in adapters.items() if optimizer.state.get(p)}
+    whole = StateDictOptions(full_state_dict=True)
+    weights = {name: _placed(p.detach(), whole).cpu() for name, p in adapters.items()}
+    state = {
+        name: {k: v.cpu() if isinstance(v := _placed(value, whole), torch.Tensor) else v for k, value in values.items()}
+        for name, p in adapters.items()
+        if (values := sharded_values(optimizer.state.get(shard_of(p), {}), p))
+    }
     return weights, {"adapters": state, **_group_state(module, optimizer, state)}
+
+
+def _optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions
+) -> dict[str, dict[str, Any]]:
+    if not any(map(is_sharded, module.parameters())):
+        state: dict[str, dict[str, Any]] = _without_warnings(
+            get_optimizer_state_dict, module, optimizer, options=options
+        )["state"]
+        return state
+    gathered = {}
+    for name, parameter in module.named_parameters():
+        if values := optimizer.state.get(shard_of(parameter)):
+            values = sharded_values(values, parameter)
+            gathered[canonical_name(name)] = {key: _placed(value, options) for key, value in values.items()}
+    return gathered
+
+
+def _placed(value: Any, options: StateDictOptions) -> Any:
+    """Return a value of the optimizer as torch's functions do with these options; collective."""
+    if options.full_state_dict and hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+        if options.cpu_offload and ranks.global_rank() > 0:
+            return value.new_empty(0)  # only rank 0 writes
+    return value.cpu() if options.cpu_offload and isinstance(value, torch.Tensor) else value
 
 
 def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -110,10 +142,6 @@ def _with_masters(
     masters = {tied.get(name, name): values[MASTER] for name, values in state.items() if MASTER in values}
     rest = {name: {k: v for k, v in values.items() if k != MASTER} for name, values in state.items()}
     return weights | masters, rest
-
-
-def _on_cpu(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
 def _has_no_state(optimizer: torch.optim.Optimizer) -> bool:
