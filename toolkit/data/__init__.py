@@ -1,6 +1,6 @@
 """Training data: data modules, preparation, tokenizer, and sample order.
 
-The data modules import (and the command line lists them) without torch, litdata or tokenizers.
+Importing the data modules does not import torch, litdata or tokenizers.
 """
 
 from toolkit.data.base import DataModule, PreparedData, TokenDataset

@@ -1,4 +1,4 @@
-"""The data module interface and the data it returns. No torch at import: the command line lists the modules."""
+"""Define the data module interface and the dataset types. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
 
-DEFAULT_VAL_FRACTION = 0.05  # share of the tokens to hold out
+DEFAULT_VAL_FRACTION = 0.05  # fraction of tokens held out for validation
 
 Report = Callable[[str], None]
 """Receives progress lines: cache hit or miss, sizes, seconds."""
 
-# The tokenizer to train: the size of a byte-level BPE, or one token per character.
+# Vocabulary of the tokenizer to train: byte-level BPE size, or one token per character.
 Vocabulary = int | Literal["characters"]
 
 # Options of instruction data, see toolkit.data.InstructionData.
@@ -40,13 +40,13 @@ class TokenDataset(Protocol):
     A dataset of variable-length rows has ``lengths``, a numpy (n,) int64 array of input tokens per row, or sets
     ``is_ragged`` if the lengths are unknown.
 
-    In a dataset with a ``group_size``, ``dataset[i]`` is a list of so many rows that stay together in one micro-batch,
-    and ``lengths`` are the input tokens of a group. Batch sizes count groups.
+    If a dataset sets ``group_size``, ``dataset[i]`` is a list of ``group_size`` rows in the same micro-batch.
+    ``lengths`` are then input tokens per group, and batch sizes count groups.
 
-    A dataset may define its own sample order: ``order(seed, state) -> SampleOrder``, where ``state`` is what the order
-    returned when the run's checkpoint was saved, or {} at the start of a run. Its row indices may then be any
-    non-negative int64, and it may omit ``__len__`` if the number of rows is unknown. ``preview`` is then a dataset
-    of some of its rows, for inspect_data.
+    A dataset may define a custom sample order: ``order(seed, state) -> SampleOrder``. ``state`` is
+    ``SampleOrder.state()`` from the checkpoint, or {} at the start of a run. Row indices may then be any non-negative
+    int64. ``__len__`` may be missing if the number of rows is unknown; ``preview`` is then a dataset of sample rows
+    for inspect_data.
     """
 
     def __len__(self) -> int: ...
@@ -55,12 +55,12 @@ class TokenDataset(Protocol):
 
 
 def row_lengths(dataset: TokenDataset | None) -> np.ndarray | None:
-    """Return the input tokens of each row, (n,) int64; None if they are unknown, or the same in all rows."""
+    """Return the input tokens per row, (n,) int64; None if unknown or equal for all rows."""
     return getattr(dataset, "lengths", None)
 
 
 def mean_length(dataset: TokenDataset) -> float:
-    """Return the mean input tokens of a row. User-provided rows may be shorter than the context."""
+    """Return the mean input tokens per row."""
     if (mean := getattr(dataset, "mean_length", None)) is not None:
         return mean
     lengths = row_lengths(dataset)
@@ -68,19 +68,19 @@ def mean_length(dataset: TokenDataset) -> float:
 
 
 def rows_of(item: Any) -> list[dict[str, Any]]:
-    """Return the rows of a dataset item: the rows of a group, or a single row."""
+    """Return a dataset item as a list of rows: a group, or a single row."""
     return list(item) if isinstance(item, list | tuple) else [item]
 
 
 def row_count(dataset: TokenDataset | None) -> int | None:
-    """Return the number of rows, 0 without a dataset; None if it is unknown."""
+    """Return the number of rows: 0 without a dataset, None if unknown."""
     if dataset is None:
         return 0
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def sample_order(dataset: TokenDataset, seed: int, state: dict[str, Any]) -> SampleOrder:
-    """Return the dataset's own sample order, else :class:`~toolkit.data.order.ShuffledOrder`.
+    """Return the dataset's custom sample order, or :class:`~toolkit.data.order.ShuffledOrder`.
 
     Args:
         dataset: The training rows.
@@ -94,23 +94,23 @@ def sample_order(dataset: TokenDataset, seed: int, state: dict[str, Any]) -> Sam
 
 
 def is_ragged(dataset: TokenDataset | None) -> bool:
-    """Whether rows differ in length; batch shapes may then vary."""
+    """Whether row lengths, and so batch shapes, may vary."""
     return row_lengths(dataset) is not None or getattr(dataset, "is_ragged", False)
 
 
 @dataclass
 class PreparedData:
-    """Datasets that are ready to read.
+    """Prepared training and validation datasets.
 
     Args:
         train: The training rows.
         val: The validation rows, or None.
-        tokenizer: The tokenizer of the tokens; None for pre-tokenized data without one.
-        content_key: Hex SHA-256 of the row contents: equal keys mean equal rows.
-        summary: One line for the log.
-        vocab_size: Pre-tokenized data: one more than the largest possible token (SyntheticTokens) or the largest
-            token found (LitData, in samples of very large data). None if ``tokenizer`` made the tokens.
-        val_sources: Parts of ``val`` by name; the loss on each is also reported, as val_loss_<name>.
+        tokenizer: The tokenizer; None for pre-tokenized data without one.
+        content_key: Hex SHA-256 of the row contents.
+        summary: Log line.
+        vocab_size: For pre-tokenized data, the largest token id + 1: the largest possible id (SyntheticTokens) or the
+            largest id in the data (LitData; very large data is sampled). None if ``tokenizer`` produced the tokens.
+        val_sources: Subsets of ``val`` by name. Each is also reported as val_loss_<name>.
     """
 
     train: TokenDataset
@@ -125,9 +125,9 @@ class PreparedData:
 class DataModule(ABC):
     """A data source. A subclass is a dataclass whose fields are the command-line options.
 
-    ``num_workers`` is the number of data loading processes (0: the training process reads); a subclass makes it an
-    option by declaring it as a field.
-    An option has the same default in every subclass: on the command line, the default of one class carries over to
+    ``num_workers`` is the number of data loading processes; with 0, the training process loads data. A subclass makes
+    it an option by declaring it as a field.
+    Give an option the same default in every subclass: on the command line, the default of one class carries over to
     another when only ``--data`` changes.
     """
 
@@ -135,21 +135,21 @@ class DataModule(ABC):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a thread may read rows while a step computes: they are pure functions of their index."""
+        """Whether a thread may prefetch rows during a step. True if rows are pure functions of their index."""
         return True
 
     @property
     def seq_length(self) -> int | None:
-        """Tokens per sequence if ``--data.block_size`` sets them; None: --train.max_seq_length does."""
+        """Sequence length from ``--data.block_size``; None to use --train.max_seq_length."""
         return None
 
     @abstractmethod
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """Return rows of ``max_seq_length`` input tokens, from the cache if they are there.
+        """Prepare rows of ``max_seq_length`` input tokens, or load them from the cache.
 
         Args:
-            tokenizer: The tokenizer of ``--tokenizer_dir``; if None, text modules train one.
-            max_seq_length: T, the input tokens of a row (blocks on disk hold T + 1).
+            tokenizer: The tokenizer from ``--tokenizer_dir``; if None, text modules train one.
+            max_seq_length: Input tokens per row, T. Blocks on disk have T + 1 tokens.
             report: Receives progress lines: cache hit or miss, sizes, seconds.
 
         Raises:
@@ -158,7 +158,7 @@ class DataModule(ABC):
 
 
 def choose_seq_length(data: DataModule, option: int | None, flag: str) -> int | None:
-    """Return the tokens per sequence that the data or ``flag`` sets; None if neither does."""
+    """Return the sequence length from the data module or ``flag``; None if neither sets it."""
     length = data.seq_length
     if length is not None and option not in (None, length):
         raise UserError(f"--data.block_size {length}: --{flag} is {option}; set only one of them")
@@ -166,7 +166,7 @@ def choose_seq_length(data: DataModule, option: int | None, flag: str) -> int | 
 
 
 def require(ok: bool, name: str, value: Any, hint: str) -> None:
-    """Raise a UserError about the option ``--data.<name>`` unless ``ok``."""
+    """Raise UserError for ``--data.<name>`` unless ``ok``."""
     require_option(ok, f"data.{name}", value, hint)
 
 

@@ -1,6 +1,6 @@
-"""Cache folders of prepared data: published atomically (S5) and verified before they are read (S7).
+"""Cache prepared data in folders that are published atomically (S5) and verified before reading (S7).
 
-Leftovers of killed processes are removed.
+Temporary folders of killed processes are removed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"
-PIECES = "crc32.npy"  # checksums of the pieces of an array of tokens
-DAMAGE_ERRORS = (ValueError, TypeError, KeyError, OSError, EOFError, DataError)  # raised on reading a damaged folder
+PIECES = "crc32.npy"  # CRC-32 checksums of a token array's chunks
+DAMAGE_ERRORS = (ValueError, TypeError, KeyError, OSError, EOFError, DataError)  # raised when a damaged folder is read
 HEARTBEAT = 10.0  # seconds between progress lines
-ANNOUNCE_BYTES = 1 << 31  # reading this much takes seconds
-_LARGE = 1 << 32  # bytes; tokens of larger data are verified as they are read
+ANNOUNCE_BYTES = 1 << 31  # announce reads of at least this size: they take seconds
+_LARGE = 1 << 32  # bytes; tokens of larger folders are verified when read
 
 
 def default_cache_dir() -> Path:
@@ -42,16 +42,16 @@ def default_cache_dir() -> Path:
 
 
 def choose_cache_dir(value: str | None) -> Path:
-    """Return the folder of ``--data.cache_dir``, or the default."""
+    """Return the ``--data.cache_dir`` folder, or the default."""
     return Path(value).expanduser() if value else default_cache_dir()
 
 
 @contextmanager
 def staging_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``folder`` to fill and :func:`publish`; remove it on exit if unpublished."""
+    """Yield a temporary folder next to ``folder`` for :func:`publish`. Remove it on exit if unpublished."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f"{temporary_prefix()}{secrets.token_hex(4)}"
-    temporary.mkdir()  # not mkdtemp, whose folders are private: a cache may be shared
+    temporary.mkdir()  # mkdtemp creates private folders, but a cache may be shared
     try:
         yield temporary
     finally:
@@ -61,7 +61,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
 def publish(temporary: Path, folder: Path, is_intact: Callable[[], bool]) -> None:
     """Write checksums, then rename ``temporary`` to ``folder``, unless another process published first.
 
-    If ``folder`` exists and ``is_intact()``, it is kept; a damaged one is replaced.
+    An existing ``folder`` is kept if ``is_intact()`` and replaced if damaged.
     """
     files = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
     (temporary / CHECKSUMS).write_text(json.dumps({"files": checksum_files(temporary, files)}), encoding="utf-8")
@@ -85,13 +85,13 @@ def load_or_prepare(
     make: Callable[[Path], None],
     report: Report,
 ) -> tuple[T, bool]:
-    """Return ``read``'s result for a prepared folder, and whether it was in the cache.
+    """Read a prepared folder, or prepare it first. Return ``read()`` and whether it was a cache hit.
 
     Args:
-        folder: In the cache folder, named after the key of the data.
+        folder: The prepared folder in the cache, named after the data key.
         what: Name of the prepared data, for the log.
         read: Reads ``folder``; raises one of DAMAGE_ERRORS if it is damaged.
-        make: Fills a folder.
+        make: Writes the data into an empty folder.
     """
     try:
         prepared, reason = find_prepared(folder, read, report)
@@ -119,20 +119,20 @@ def find_prepared(folder: Path, read: Callable[[], T], report: Report) -> tuple[
 
 
 def hash_inputs(inputs: dict[str, Any]) -> str:
-    """Return the key of data made from these inputs, a hex SHA-256."""
+    """Return the cache key for ``inputs``, a hex SHA-256."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a folder; it has the key of the data."""
+    """Write a folder's manifest, including the data key."""
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path, key: str) -> dict[str, Any]:
-    """Return the manifest of a prepared folder.
+    """Return a prepared folder's manifest.
 
     Raises:
-        ValueError: It is damaged, or belongs to data with another key.
+        ValueError: The manifest is damaged or has a different key.
     """
     manifest = json.loads((folder / MANIFEST).read_bytes())
     if not isinstance(manifest, dict) or manifest.get("key") != key:
@@ -153,10 +153,10 @@ def require_intact(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 
 
 def verify(folder: Path, report: Report) -> None:
-    """Compare the files of ``folder`` with their checksums, once per user and machine.
+    """Verify the checksums of ``folder``, once per user and machine.
 
-    Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files. Tokens of more than
-    4 GiB are skipped, to start a run at once; ChunkedArray verifies them as it reads them.
+    Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files. In folders over
+    4 GiB, tokens are skipped for a fast start; ChunkedArray verifies them when they are read.
     """
     checksums = read_checksums(folder)
     files = checksums
@@ -164,7 +164,9 @@ def verify(folder: Path, report: Report) -> None:
         verified_later = tuple(name.removesuffix(PIECES) for name in files if name.endswith(f"/{PIECES}"))
         files = {n: e for n, e in files.items() if not (n.endswith(".bin") and n.startswith(verified_later))}
     with _open_stamp(folder) as stamp:
-        stats = {name: (folder / name).stat() for name in files}  # before reading: a later change is detected next time
+        stats = {
+            name: (folder / name).stat() for name in files
+        }  # stat before reading, to detect changes during verification next time
         versions = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}
         verified = {"folder": str(folder.resolve()), "checksums": {"files": checksums}, "versions": versions}
         if stamp is not None and _read_stamp(stamp) == verified:
@@ -180,7 +182,7 @@ def verify(folder: Path, report: Report) -> None:
 
 @contextmanager
 def _open_stamp(folder: Path) -> Iterator[IO[str] | None]:
-    """Yield a folder's locked stamp file, or None if it cannot be written. With the lock, only one rank verifies."""
+    """Lock and yield a folder's stamp file, or None if not writable. The lock lets only one rank verify."""
     stamps = user_cache() / "verified"
     name = hashlib.sha256(f"{socket.gethostname()} {folder.resolve()}".encode()).hexdigest()[:32]
     with contextlib.ExitStack() as stack:
@@ -200,9 +202,11 @@ def _read_stamp(stamp: IO[str]) -> Any:
 
 
 def clean_up(cache_dir: Path) -> None:
-    """Remove leftovers of killed preparations and stamps of deleted folders."""
+    """Remove temporary folders of killed processes and stamps of deleted folders."""
     sweep(cache_dir)
-    remove(path for path in cache_dir.glob(".unfinished-*") if time.time() - path.stat().st_mtime > 86_400)  # old name
+    remove(
+        path for path in cache_dir.glob(".unfinished-*") if time.time() - path.stat().st_mtime > 86_400
+    )  # prefix in older versions
     for path in (user_cache() / "verified").glob("*.json"):
         with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
             if not Path(json.loads(path.read_bytes())["folder"]).exists():

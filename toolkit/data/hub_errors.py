@@ -1,4 +1,4 @@
-"""Errors of the Hugging Face hub as one line: what is wrong, and what to do about it."""
+"""Describe Hugging Face hub errors in one line: what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from toolkit.errors import one_line
 
 
 def hub_error_types() -> tuple[type[BaseException], ...]:
-    """Return the exceptions of huggingface_hub and what it uses.
+    """Return the exception types that huggingface_hub and its dependencies raise.
 
-    The bases are the errors of the HTTP library, which differs between major versions. hf_xet raises RuntimeError; the
-    others are caused by malformed responses.
+    The bases of HfHubHTTPError are HTTP library errors; the library differs between major versions. hf_xet raises
+    RuntimeError. Malformed responses raise ValueError, KeyError or TypeError.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -22,12 +22,12 @@ def hub_error_types() -> tuple[type[BaseException], ...]:
 def describe_hub_error(
     error: BaseException, repo_id: str, revision: str, *, kind: str = "model", option: str = "", hint: str = ""
 ) -> str:
-    """Return one line about an error of :func:`hub_error_types`, without credentials.
+    """Return a one-line message for an error of :func:`hub_error_types`, without credentials.
 
     Args:
-        kind: Kind of repository, for the message.
-        option: Prefix of the options, such as ``--data.``.
-        hint: What to do about a revision that does not exist; by default a link to the files.
+        kind: Repository type, "model" or "dataset".
+        option: Option prefix, such as ``--data.``.
+        hint: What to do if the revision does not exist; by default, a link to the repository.
     """
     from huggingface_hub import errors
 

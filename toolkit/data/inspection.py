@@ -1,4 +1,4 @@
-"""Data inspection as plain values: tokens and labels of sample rows, and counts over the dataset."""
+"""Inspect prepared data: tokens and loss mask of sample rows, and dataset counts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from toolkit.data.base import PreparedData, TokenDataset, row_count, rows_of
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.models.labels import IGNORE_INDEX
 
-_SURVEY_ROWS = 1000  # counted if the dataset has no statistics
-_CONTEXT = 4  # preceding tokens decoded with each token: some tokenizers drop a leading space
+_SURVEY_ROWS = 1000  # sample size for counts if the dataset has no statistics
+_CONTEXT = 4  # tokens of decoding context; some tokenizers drop a leading space
 
 
 def inspect_rows(prepared: PreparedData, num_samples: int) -> dict[str, Any]:
-    """Return counts and the first ``num_samples`` documents of the training rows.
+    """Return dataset counts and the first ``num_samples`` training documents.
 
     Returns:
-        ``counts`` by name; ``longest``, a list of ``{"where", "tokens"}``; and ``samples``, a list of documents with
-        ``where``, ``text`` and ``tokens``: ``{"id", "text", "trained"}`` each; the first token is never a target. A
-        character that spans several tokens appears in the last of them.
+        A dict with ``counts`` by name; ``longest``, a list of ``{"where", "tokens"}``; and ``samples``, a list of
+        ``{"where", "text", "tokens"}``. Each token is ``{"id", "text", "trained"}``. The first token of a document is
+        never a target. A character that spans several tokens is shown at the last of them.
     """
     statistics = getattr(prepared.train, "statistics", None)
     rows = getattr(prepared.train, "preview", prepared.train)
@@ -73,7 +73,7 @@ def _describe_longest(rows: Any, longest: list[tuple[int, int, int]]) -> list[di
 
 
 def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, list[int], list[bool]]]:
-    """Yield the first ``count`` documents: their origin, token ids and loss mask."""
+    """Yield the origin, token ids and loss mask of the first ``count`` documents."""
     n_left = count
     for index in range(min(count, len(rows))):
         row = {name: values.tolist() for name, values in rows[index].items()}
@@ -87,7 +87,7 @@ def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, li
             indices = [i for i, number in enumerate(numbers) if number == document]
             ids, targets = [inputs[i] for i in indices], [labels[i] for i in indices]
             loss_mask = [target != IGNORE_INDEX for target in targets]
-            last = targets[-1:] if loss_mask[-1] else []  # a label, but not an input
+            last = targets[-1:] if loss_mask[-1] else []  # the last label is not an input
             yield origin, ids + last, [False, *loss_mask[: len(ids) - 1 + len(last)]]
 
 

@@ -1,8 +1,8 @@
-"""The rows of several datasets as one stream in fixed shares, see :class:`toolkit.data.Mixture`.
+"""Interleave several datasets in fixed proportions, see :class:`toolkit.data.Mixture`.
 
-The sources take turns in a pattern of ``PERIOD`` rows that repeats: source i has ``slots[i]`` of them, evenly spread.
-Each source keeps the row order that it has without the mixture. A position of the stream maps directly to a source and
-a position in it, and the shares hold at any point of a run, not only at its end.
+The stream repeats a pattern of ``PERIOD`` rows in which source i has ``slots[i]`` evenly spaced rows. Each source keeps
+the row order that it has without the mixture. A stream position maps directly to a source and a position in that
+source. The proportions hold at every point of a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, UserError
 
 PERIOD = 100_000  # rows
-ID_BITS = 55  # row ids of a source with arbitrary ids: 2**23 files of 2**32 rows
+ID_BITS = 55  # bits per row id for sources with arbitrary ids: 2**23 files with 2**32 rows each
 MAX_SOURCES = 1 << (63 - ID_BITS)
 
 
@@ -31,9 +31,9 @@ class SourceRows:
     Args:
         name: Name of the source.
         rows: The dataset.
-        weight: Its share of the tokens, 0 to 1.
-        max_epochs: How often a run may read it; None: as often as it takes.
-        mean_length: Mean input tokens of a row.
+        weight: Fraction of the mixture's tokens, 0 to 1.
+        max_epochs: Maximum epochs over the source in a run; None for no limit.
+        mean_length: Mean input tokens per row.
     """
 
     name: str
@@ -44,10 +44,10 @@ class SourceRows:
 
 
 def interleave(counts: Sequence[int]) -> np.ndarray:
-    """Return the source of each of ``sum(counts)`` slots, int64. Each source's slots are evenly spread.
+    """Return the source index of each slot, (sum(counts),) int64. Each source's slots are evenly spaced.
 
-    Slot j of source i is at (j + 0.5) / counts[i] of the length. In any prefix the share of a source is exact to
-    about a row per two sources.
+    Slot j of source i is sorted by (j + 0.5) / counts[i]. In any prefix, a source's row count is exact to within about
+    half a row per source in the mixture.
     """
     positions = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
     sources = np.repeat(np.arange(len(counts)), counts)
@@ -55,7 +55,7 @@ def interleave(counts: Sequence[int]) -> np.ndarray:
 
 
 def ranks_within(sources: np.ndarray, n_sources: int) -> np.ndarray:
-    """Return for each slot how many earlier slots have the same source."""
+    """Return the number of earlier slots with the same source, for each slot."""
     ranks = np.empty_like(sources)
     for source in range(n_sources):
         (slots,) = np.nonzero(sources == source)
@@ -64,9 +64,9 @@ def ranks_within(sources: np.ndarray, n_sources: int) -> np.ndarray:
 
 
 def slots_per_source(sources: Sequence[SourceRows]) -> np.ndarray:
-    """Return each source's rows per ``PERIOD``, (n_sources,) int64, by the method of the largest remainder.
+    """Return each source's rows per ``PERIOD``, (n_sources,) int64, with largest-remainder rounding.
 
-    Weights are shares of tokens, so a source of short rows gets more rows.
+    Weights are fractions of tokens, so a source with short rows gets more rows.
     """
     rows_per_token = np.array([source.weight / source.mean_length for source in sources])
     exact = PERIOD * rows_per_token / rows_per_token.sum()
@@ -83,13 +83,13 @@ def slots_per_source(sources: Sequence[SourceRows]) -> np.ndarray:
 
 
 class ConcatenatedRows:
-    """The rows of several datasets, one after the other; see :class:`toolkit.data.base.TokenDataset`.
+    """A concatenation of datasets; see :class:`toolkit.data.base.TokenDataset`.
 
     Args:
-        datasets: At most ``MAX_SOURCES``. Rows are numbered with gaps if a dataset has no length or defines an order.
+        datasets: At most ``MAX_SOURCES`` datasets. Row ids have gaps if a dataset has no length or defines an order.
 
     Attributes:
-        is_dense: Whether rows are numbered without gaps.
+        is_dense: Whether row ids have no gaps.
     """
 
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
@@ -107,7 +107,7 @@ class ConcatenatedRows:
 
     @cached_property
     def lengths(self) -> np.ndarray | None:
-        """Input tokens of each row, (n,) int64; None if all have the same, or rows are numbered with gaps."""
+        """Input tokens per row, (n,) int64; None if equal for all rows or if row ids have gaps."""
         if not (self.is_ragged and self.is_dense):
             return None
         fixed = (np.full(len(rows), round(mean_length(rows))) for rows in self.datasets)
@@ -116,23 +116,23 @@ class ConcatenatedRows:
 
 
 class CountedRows(ConcatenatedRows):
-    """Datasets of known length."""
+    """A concatenation of datasets with known lengths."""
 
     def __len__(self) -> int:
         return sum(map(len, self.datasets))
 
 
 class MixtureRows(ConcatenatedRows):
-    """The training rows of all sources.
+    """A mixture's training rows.
 
     Args:
-        change_weights: Whether a run may resume with other weights than before.
+        change_weights: Whether a run may resume with changed weights.
     """
 
     def __init__(self, sources: Sequence[SourceRows], change_weights: bool) -> None:
         super().__init__([source.rows for source in sources])
         self.sources, self.change_weights = list(sources), change_weights
-        # over the stream: weights are shares of tokens
+        # harmonic mean: weights are fractions of tokens, not of rows
         self.mean_length = 1 / sum(source.weight / source.mean_length for source in sources)
 
     @property
@@ -151,26 +151,26 @@ class MixtureRows(ConcatenatedRows):
 
 
 class CountedMixtureRows(MixtureRows, CountedRows):
-    """Sources of known length: an epoch has as many rows as all of them together."""
+    """A mixture of sources with known lengths. The epoch length is the sum of the source lengths."""
 
 
 def mixture_rows(sources: Sequence[SourceRows], change_weights: bool = False) -> Any:
-    """Return the training rows, a :class:`MixtureRows`; they have a length if all sources have one."""
+    """Return a :class:`MixtureRows` over the sources, with a length if all sources have one."""
     is_counted = all(row_count(source.rows) is not None for source in sources)
     return (CountedMixtureRows if is_counted else MixtureRows)(sources, change_weights)
 
 
 def describe_weights(weights: dict[str, float]) -> str:
-    """Return names and weights for a message: ``web 0.75, code 0.25``."""
+    """Format weights for a message, such as ``web 0.75, code 0.25``."""
     return ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
 
 
 class MixtureOrder:
-    """See :class:`toolkit.data.order.SampleOrder`.
+    """The sample order of a mixture; see :class:`toolkit.data.order.SampleOrder`.
 
     Args:
-        first_ids: The index of each source's first row, (n_sources,).
-        seed: Seed of the run; each source derives its seed from this and its name.
+        first_ids: Row id of each source's first row, (n_sources,) int64.
+        seed: Seed of the run. Each source's seed is derived from it and the source name.
         state: State from the checkpoint; {} at the start of a run.
     """
 
@@ -183,7 +183,7 @@ class MixtureOrder:
             sample_order(source.rows, _source_seed(seed, source.name), source_states[source.name]["order"])
             for source in sources
         ]
-        # Each source's position where the current weights took effect.
+        # Each source's position when the current weights took effect.
         began = {name: saved["position"] for name, saved in source_states.items()}
         if state and state["weights"] == self.weights:
             began = state["began"]
@@ -198,7 +198,7 @@ class MixtureOrder:
     def ids(self, positions: np.ndarray) -> np.ndarray:
         periods, slot = np.divmod(np.asarray(positions, dtype=np.int64) - self.began, PERIOD)
         source_of = self._pattern[slot]
-        positions = self._base[source_of] + periods * self.slots[source_of] + self._ranks[slot]  # in each source
+        positions = self._base[source_of] + periods * self.slots[source_of] + self._ranks[slot]  # within each source
         row_ids = np.empty_like(positions)
         for i in np.unique(source_of):
             in_source = source_of == i
@@ -224,13 +224,13 @@ class MixtureOrder:
         return {"weights": self.weights, "began": began, "sources": source_states}
 
     def counts(self, position: int) -> np.ndarray:
-        """Return the rows of each source before ``position``, since the start of the run, (n_sources,) int64."""
+        """Return the number of rows read from each source before ``position``, (n_sources,) int64."""
         periods, slot = divmod(position - self.began, PERIOD)
         in_period = np.bincount(self._pattern[:slot], minlength=len(self.sources))
         return self._base + periods * self.slots + in_period
 
     def shares(self, position: int) -> dict[str, float]:
-        """Return each source's share of the tokens since the weights took effect, by name; {} before the first row."""
+        """Return each source's fraction of tokens since the weights took effect; {} before the first row."""
         tokens = self._tokens(self.counts(position)) - self._tokens_before
         return dict(zip(self.weights, (tokens / tokens.sum()).tolist(), strict=True)) if tokens.any() else {}
 
@@ -239,14 +239,14 @@ class MixtureOrder:
         return np.array([counter.tokens_until(count) for counter, count in pairs], dtype=np.float64)
 
     def epochs(self, position: int) -> dict[str, float | None]:
-        """Return how often each source has been read before ``position``; None where its length is unknown."""
+        """Return each source's fractional epoch at ``position``; None if the source length is unknown."""
         sizes = [row_count(source.rows) for source in self.sources]
         counts = self.counts(position).tolist()
         pairs = zip(self.weights, counts, sizes, strict=True)
         return {name: None if size is None else count / size for name, count, size in pairs}
 
     def describe(self, end: int | None) -> list[str]:
-        """Return a log line per source: its weight, and its epochs in a run up to position ``end`` (None: unknown)."""
+        """Return a log line per source with weight and epochs. The run ends at position ``end``; None if unknown."""
         lines = []
         ends = {} if end is None else self.epochs(end)
         for source in self.sources:
@@ -268,15 +268,15 @@ class MixtureOrder:
 
 
 class _TokenCounter:
-    """Counts the input tokens of a source's rows in their order, a little further with each call."""
+    """Counts a source's input tokens in sample order, incrementally between calls."""
 
     def __init__(self, source: SourceRows, order: SampleOrder) -> None:
         self._source, self._order = source, order
         self._lengths = row_lengths(source.rows)
-        self._last = (0, 0)  # a number of rows, and their tokens
+        self._last = (0, 0)  # (n_rows, n_tokens) of the previous call
 
     def tokens_until(self, n_rows: int) -> float:
-        """Return the tokens of the first ``n_rows`` rows of the run."""
+        """Return the number of tokens in the run's first ``n_rows`` rows from this source."""
         if self._lengths is None:
             return n_rows * self._source.mean_length
         epoch = n_rows // len(self._lengths)

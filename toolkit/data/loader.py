@@ -1,5 +1,5 @@
-"""Rows to batches. The rows of a rank in a step are a pure function of (seed, step, rank): a run resumes at any step,
-on any number of ranks, without replaying earlier steps."""
+"""Batch rows. A rank's rows in a step are a pure function of (seed, step, rank), so a run can resume at any step and on
+any number of ranks without replaying earlier steps."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from toolkit.errors import DataError
 from toolkit.models.attention_kernels import DocumentBounds, document_bounds
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 
-FILLER = -1  # row index of a filler row, which only completes a batch
+FILLER = -1  # row index of a filler row, which completes a short batch
 PAD_MULTIPLE = 64  # tokens
 Count = Callable[["Batch"], dict[str, int]]
 
 
 class Padding(NamedTuple):
-    """How to pad a micro-batch to the length of its longest row.
+    """Padding of a micro-batch to its longest row.
 
     Args:
-        multiple: Round the length up to a multiple of this.
-        limit: The maximum of the rounded length, the model's context length.
-        token: The input token of padding and filler rows.
+        multiple: Round lengths up to a multiple of this, in tokens.
+        limit: Maximum rounded length in tokens, the model's context length.
+        token: Input token id of padding and filler rows.
     """
 
     multiple: int = 1
@@ -54,9 +54,10 @@ NO_ROUNDING = Padding()
 
 
 def choose_padding(device_type: str, is_ragged: bool, limit: int | None) -> Padding:
-    """Round lengths up on CUDA, where every new length selects kernels and fragments memory.
+    """Round lengths up on CUDA, where each new length triggers kernel selection and fragments memory.
 
-    On a CPU, padding tokens cost as much as real ones. ``limit`` None: the context length is unknown.
+    On CPU, lengths are not rounded: padding costs as much as real tokens. ``limit`` is the context length, or None if
+    unknown.
     """
     should_round = device_type == "cuda" and is_ragged and limit is not None
     return Padding(PAD_MULTIPLE, limit) if should_round else NO_ROUNDING
@@ -69,9 +70,9 @@ class Batch:
     Args:
         input_ids: (B, T) int64.
         labels: (B, T) int64, aligned with the logits: the next token, or -100 where the loss is masked.
-        ids: Row indices, -1 for a filler row.
+        ids: Row indices; -1 for a filler row.
         n_tokens: Number of supervised tokens.
-        n_inputs: Number of input tokens, without filler rows and padding.
+        n_inputs: Number of input tokens, excluding filler rows and padding.
     """
 
     input_ids: Tensor
@@ -82,12 +83,12 @@ class Batch:
     packed: dict[str, Tensor] = field(default_factory=dict)
     """For packed rows: "positions" and "documents", (B, T) int64 each."""
     sample_keys: list[int] = field(default_factory=list)
-    """A number per row that is the same in every layout, -1 for a filler row: in training the position in the stream
-    of samples (unique over epochs, the same after a resume), in validation the row index."""
+    """A key per row that does not depend on the layout; -1 for a filler row. In training, the position in the sample
+    stream (unique across epochs, unchanged after a resume); in validation, the row index."""
     bounds: DocumentBounds | None = None
-    """Bounds of packed documents, for attention kernels without masks."""
+    """Boundaries of packed documents, for attention kernels without a mask."""
     counts: dict[str, int] = field(default_factory=dict)
-    """The normalizers of the objective: supervised tokens, and the objective's own counts."""
+    """Loss normalizers: supervised tokens and the objective's other counts."""
 
     def __post_init__(self) -> None:
         self.counts = {TOKENS: self.n_tokens} | self.counts
@@ -95,9 +96,9 @@ class Batch:
     def inputs(
         self, device: torch.device, with_keys: bool = False, with_bounds: bool = False
     ) -> dict[str, Tensor | DocumentBounds]:
-        """Return the arguments of the model's forward, on ``device``.
+        """Return the model's forward arguments on ``device``.
 
-        ``with_keys``: and sample_keys, (B,) int64. ``with_bounds``: for packed rows also document_bounds.
+        ``with_keys`` adds sample_keys, (B,) int64. ``with_bounds`` adds document_bounds for packed rows.
         """
         tensors = {"input_ids": self.input_ids, "labels": self.labels, **self.packed}
         if with_keys:
@@ -109,11 +110,11 @@ class Batch:
         return inputs
 
     def pin_memory(self) -> Batch:
-        """Return a copy in page-locked memory, from which CUDA copies asynchronously."""
+        """Return a copy in pinned memory, for asynchronous copies to CUDA."""
         return self._map(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Batch:
-        """Return a copy on ``device``; the host does not wait for it."""
+        """Copy to ``device`` asynchronously."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -126,7 +127,7 @@ class Batch:
 def _collate(
     rows: list[dict[str, Tensor] | None], ids: list[int], keys: list[int], longest: int, padding: Padding
 ) -> Batch:
-    """Stack rows to (B, T), padded to the longest row, or ``longest`` if all are None. None becomes a filler row.
+    """Stack rows into (B, T), padded to the longest row, or to ``longest`` if all are None. None is a filler row.
 
     Padding is neither supervised nor counted (N2).
     """
@@ -142,7 +143,7 @@ def _collate(
             length = len(row["input_ids"])
             input_ids[i, :length] = row["input_ids"]
             labels[i, :length] = row["labels"]
-            if is_packed:  # a row of a source without packing is one document
+            if is_packed:  # an unpacked row is one document
                 packed["positions"][i, :length] = row.get("positions", torch.arange(length))
                 packed["documents"][i, :length] = row.get("documents", torch.tensor(0))
             n_inputs += length
@@ -152,7 +153,7 @@ def _collate(
 
 
 class _MicroBatches(Dataset):
-    """Maps row indices and sample keys to a Batch: a worker returns complete micro-batches."""
+    """Maps row indices and sample keys to a Batch, so that workers return complete micro-batches."""
 
     def __init__(self, rows: TokenDataset, padding: Padding, count: Count | None) -> None:
         self.rows, self.padding, self.count = rows, padding, count
@@ -166,7 +167,7 @@ class _MicroBatches(Dataset):
             rows = [row for i in ids for row in self._read(i)]
             longest = len(self._read(0)[0]["input_ids"]) if all(row is None for row in rows) else 0
         except DataError as error:
-            return error  # if a worker raised it, the message would contain the traceback
+            return error  # an exception raised in a worker would have its traceback in the message
         ids, keys = ([number for number in numbers for _ in range(self.group_size)] for numbers in (ids, keys))
         batch = _collate(rows, ids, keys, longest, self.padding)
         if self.count is not None:
@@ -174,27 +175,27 @@ class _MicroBatches(Dataset):
         return batch
 
     def _read(self, index: int) -> list[Any]:
-        """Return the rows of an index; the rows of a group are neighbors in one micro-batch."""
+        """Return the rows at ``index``: all rows of a group, or a single row."""
         if index == FILLER:
             return [None] * self.group_size
         return rows_of(self.rows[index])
 
 
 def _start_worker(_worker: int) -> None:
-    # Launchers signal every process of a run. The training process handles the signal and needs its workers to finish
-    # the step (S3). Workers end when it closes them or exits; see also _close_all.
+    # Launchers signal every process of a run. Workers ignore the signal, because the training process needs them to
+    # finish the step (S3). They exit when the training process closes them or exits; see also _close_all.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    # The threads of the tokenizers library do not survive a fork.
+    # Threads of the tokenizers library do not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def exit_with_parent() -> None:
-    """Exit this process when its parent has ended or was killed; for a thread.
+    """Exit this process when its parent exits or is killed. Run in a thread.
 
-    Torch's watchdog for data loading processes takes seconds, and does not run while a row is read.
+    Torch's watchdog for data loading processes takes seconds and does not run while a row is being read.
     """
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
@@ -214,7 +215,7 @@ def _load(
         batch_size=None,
         num_workers=num_workers,
         worker_init_fn=_start_worker,
-        # DataLoader draws a seed for its workers; the global generator's state must not change.
+        # DataLoader draws a worker seed, which must not advance the global generator.
         generator=torch.Generator(),
     )
     workers: list[BaseProcess] = []
@@ -233,8 +234,8 @@ def _as_generator(loader: DataLoader, workers: list[BaseProcess]) -> Generator[B
                 break
             yield batch
     finally:
-        del iterator  # ends the workers; a traceback would keep it alive
-        _kill(workers)  # those that hang in a read: they ignore SIGTERM
+        del iterator  # shuts down the workers; a traceback would keep it alive
+        _kill(workers)  # workers that hang in a read; they ignore SIGTERM
     if error is not None:
         raise error
 
@@ -246,12 +247,12 @@ _open_loaders: weakref.WeakKeyDictionary[Generator[Batch, None, None], list[Base
 def _close_all() -> None:
     """Close loaders that are still referenced at exit, for example by a traceback.
 
-    multiprocessing would send their workers SIGTERM, which they ignore, and wait forever. Its hook runs after this one.
+    The exit hook of multiprocessing sends SIGTERM, which workers ignore, and waits forever. It runs after this one.
     """
     for batches, workers in list(_open_loaders.items()):
         try:
             batches.close()
-        except ValueError:  # a thread still reads in it, see toolkit.data.prefetch
+        except ValueError:  # the prefetch thread is still reading, see toolkit.data.prefetch
             _kill(workers)
 
 
@@ -267,11 +268,10 @@ def _step_ids(
     batch_shape: tuple[int, int, int, int],
     lengths: np.ndarray | None,
 ) -> np.ndarray:
-    """Return row indices and positions of one rank in the step from ``start``, (accumulation, 2, micro_batch_size).
+    """Return one rank's row indices and positions for the step at ``start``, (accumulation, 2, micro_batch_size).
 
-    Positions beyond the end of the run give -1. Rows of unequal ``lengths`` stay in their global batch but are sorted
-    longest first across its micro-batches: neighbors need little padding, on all ranks at the same time, and an
-    out-of-memory error appears early.
+    Positions past the end of the run are -1. With ``lengths``, a global batch is sorted longest first across its
+    micro-batches. This reduces padding, balances the ranks, and makes out-of-memory errors appear early.
     """
     global_size, micro_size, rank, world_size = batch_shape
     positions = start + np.arange(global_size)
@@ -303,18 +303,17 @@ def train_batches(
     padding: Padding = NO_ROUNDING,
     count: Count | None = None,
 ) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of this rank for each optimizer step, starting at ``start_position``.
+    """Yield this rank's micro-batches for each optimizer step, starting at ``start_position``.
 
-    A global batch is the next G positions of the stream of samples, up to ``total_positions`` (None: infinite). Filler
-    rows complete a short last batch: shapes and counts are equal on all ranks. Rows are read lazily; workers
-    prefetch a few micro-batches.
+    A global batch is the next G positions of the sample stream. Filler rows complete a short last batch, so that all
+    ranks have equal shapes and micro-batch counts. Rows are read lazily; workers prefetch a few micro-batches.
 
     Args:
-        start_position: Rows consumed before; seeking is free.
-        total_positions: Rows in the run, over all epochs.
+        start_position: Rows consumed before this call. Seeking is free.
+        total_positions: Rows in the run over all epochs; None for no limit.
         global_batch_size: Rows per step, G; a multiple of ``world_size * micro_batch_size``.
-        num_workers: Data loading processes; 0 reads in this process. The result is the same.
-        count: Counts the objective's normalizers in a micro-batch.
+        num_workers: Data loading processes; 0 loads data in this process. Batches do not depend on it.
+        count: Computes the objective's loss normalizers for a micro-batch.
     """
     if global_batch_size % (world_size * micro_batch_size):
         raise ValueError(
@@ -334,7 +333,7 @@ def train_batches(
             for start in starts:
                 yield from _step_ids(start, order, total_positions, batch_shape, lengths).tolist()
         except DataError as error:
-            yield error  # in sequence; raising here would be too early, because the loader prefetches
+            yield error  # raised when its step is reached; the loader prefetches, so raising here is too early
 
     batches = _load(rows, micro_batches(), num_workers, padding, count)
     accumulation = global_batch_size // (world_size * micro_batch_size)
@@ -351,10 +350,10 @@ def val_batches(
     padding: Padding = NO_ROUNDING,
     count: Count | None = None,
 ) -> Iterator[Batch]:
-    """Yield the validation batches of this rank: rows in order, or longest first, each exactly once over all ranks.
+    """Yield this rank's validation batches. Each row appears exactly once across all ranks.
 
-    Every rank gets the same number of batches, completed with filler rows. ``max_rows`` limits the rows over all ranks;
-    they are the same for any micro-batch size and number of ranks.
+    Rows are in order, or longest first if they differ in length. Filler rows give every rank the same number of
+    batches. ``max_rows`` limits the total over all ranks to the first rows of the dataset.
     """
     n, per_round = min(len(rows), max_rows or len(rows)), world_size * micro_batch_size
     rounds = -(-n // per_round)

@@ -1,4 +1,4 @@
-"""Several data modules as one, with weights."""
+"""Mix several data modules by weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEYS = ("weight", "data", "max_epochs")
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """One entry of ``sources``: see :class:`Mixture`."""
+    """An entry of ``sources``, see :class:`Mixture`."""
 
     data: DataModule
     weight: float
@@ -31,19 +31,19 @@ class MixtureSource:
 
 
 def _data_option(data: DataModule) -> None:
-    """The options of a source's data, in the form of a command."""
+    """Declare a source's data options as a command, to parse them with :class:`CommandOptions`."""
 
 
 @dataclass
 class Mixture(DataModule):
-    """Several sources at once, each with a share of the tokens. Sources may be of any of these classes but Mixture.
+    """Several sources mixed by token weight. A source may be any data class except Mixture.
 
     Args:
         sources: The sources by name, in YAML: {web: {weight: 0.75, data: {class_path: TextFiles, init_args: {...}}},
-            ...}. The weights sum to 1; a source of weight 0 is only validated. max_epochs: how often the run may read
-            the source; it is refused where it would read it more often.
-        change_weights: Resume a run with other weights than it had: they count from there on, and each source continues
-            where it was. false refuses them.
+            ...}. The weights must sum to 1. A source with weight 0 is only used for validation. max_epochs: maximum
+            epochs over the source; a run that needs more raises an error.
+        change_weights: Allow resuming with changed weights. The new weights apply from the resumed step on, and each
+            source continues where it stopped. If false, changed weights raise an error.
         num_workers: Data loading processes; 0 reads in the training process.
     """
 
@@ -69,24 +69,25 @@ class Mixture(DataModule):
 
     @property
     def packing(self) -> str:
-        """Whether rows of a source are packed, for ``toolkit plan``."""
+        """Packing of the first source with packed rows, else "none". Used by ``toolkit plan``."""
         packings = (getattr(module, "packing", "none") for module in self.modules.values())
         return next((packing for packing in packings if packing != "none"), "none")
 
     @property
     def vocab_size(self) -> Any:
-        """Vocabulary size of the first source, which may train the tokenizer."""
+        """Vocabulary size option of the first source, if it has one."""
         return getattr(next(iter(self.modules.values())), "vocab_size", None)
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`.
 
-        Without a tokenizer, the first source that trains one trains it for all; no source may then be pre-tokenized.
+        If ``tokenizer`` is None, the first source that trains a tokenizer trains it for all sources; pre-tokenized
+        sources then raise an error.
         """
         from toolkit.data.interleave import SourceRows, mixture_rows
 
         parts: dict[str, PreparedData] = {}
-        trained = ""  # the source that has trained the tokenizer
+        trained = ""  # name of the source that trained the tokenizer
         for name, source in self._modules.items():
             parts[name] = _prepare_source(name, source, tokenizer, max_seq_length, report)
             source_tokenizer = parts[name].tokenizer
@@ -147,7 +148,7 @@ def _read_source(name: Any, entry: Any) -> MixtureSource:
 
 
 def _read_number(value: Any) -> float:
-    """Return a number, also from text such as 1e-3, which YAML takes for a string; nan if it is none."""
+    """Parse a number or a string such as 1e-3 (a string in YAML); return nan if invalid."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -155,7 +156,7 @@ def _read_number(value: Any) -> float:
 
 
 def _make_module(flag: str, value: Any) -> DataModule:
-    """Return the data module of a source, from the name of its class or a mapping with its options."""
+    """Build a source's data module from a class name, or a mapping with class_path and init_args."""
     command = CommandOptions(_data_option)
     if not isinstance(value, str | Mapping):
         raise UserError(f"{flag}.data {value}: must be a class with its options: {{class_path: ..., init_args: ...}}")
@@ -170,12 +171,12 @@ def _make_module(flag: str, value: Any) -> DataModule:
 
 
 def _with_flag(error: UserError, flag: str) -> UserError:
-    """Return the error with a source's ``--data`` renamed to its option of the mixture."""
+    """Return the error with ``--data`` replaced by ``<flag>.data``, the source's option in the mixture."""
     return UserError(re.sub(r"--data(?=[. :])", f"{flag}.data", str(error)))
 
 
 def _to_dict(source: MixtureSource) -> dict[str, Any]:
-    """Return the entry of ``sources`` that makes the source again."""
+    """Return the ``sources`` entry that recreates ``source``."""
     module: Any = source.data
     data = {"class_path": class_path(type(module), DataModule), "init_args": json.loads(json.dumps(asdict(module)))}
     return {"weight": source.weight, "max_epochs": source.max_epochs, "data": data}
@@ -209,11 +210,11 @@ def _prepare_source(
 
 
 def _join(parts: dict[str, PreparedData], train: Any, tokenizer: Tokenizer | None, report: Report) -> PreparedData:
-    """Return the data of all sources as one; ``train`` is their :class:`~toolkit.data.interleave.MixtureRows`."""
+    """Join the prepared sources. ``train`` is a :class:`~toolkit.data.interleave.MixtureRows` over them."""
     from toolkit.data.interleave import CountedRows, describe_weights
 
     val = {name: rows for name, part in parts.items() if (rows := part.val) is not None and len(rows)}
-    # without the weights, which may change
+    # exclude the weights: they may change on resume
     key = json.dumps([[name, part.content_key] for name, part in parts.items()])
     sizes = [part.vocab_size for part in parts.values() if part.vocab_size is not None]
     weights = describe_weights({source.name: source.weight for source in train.sources})

@@ -1,9 +1,9 @@
-"""Sample order: which row stands at each position of the endless stream of samples that a run reads.
+"""Sample order: map positions in the infinite sample stream to rows.
 
-A dataset of known length has one permutation per epoch. It is computed and never stored; seeking is free.
+A dataset of known length is reshuffled each epoch. The permutation is computed on the fly, so seeking is free.
 
-A permutation of n rows is a Feistel network over the smallest even-bit domain of at least n values, with cycle walking
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: under four steps on average).
+A permutation of n rows is a Feistel network over the smallest even-bit domain with at least n values. Cycle walking
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002) takes under four steps on average.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import numpy as np
 
 
 class SampleOrder(Protocol):
-    """The row at each position of the stream, the same on all ranks (N3)."""
+    """Interface of a sample order, a map from stream positions to rows. Equal on all ranks (N3)."""
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
-        """Return the row indices at ``positions``, int64 of their shape; positions increase from call to call.
+        """Return the row indices at ``positions``, int64 of the same shape. Positions increase between calls.
 
-        It may wait for data that is being prepared. A prefetching thread of the training process calls it, never a
-        worker, and not while the run reads held-out rows.
+        May block until data is prepared. The prefetch thread of the training process calls it. Workers never call it,
+        and it is not called during validation.
 
         Raises:
             DataError: The data cannot be read.
         """
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state from which a run can resume at ``position`` without reading earlier rows (JSON).
+        """Return the JSON state to resume at ``position`` without reading earlier rows.
 
-        A prefetching thread may be in :meth:`ids` at the same time.
+        The prefetch thread may run :meth:`ids` concurrently.
         """
 
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """Endless epochs of ``n`` rows, each with its own permutation; see :func:`shuffled_index`."""
+    """Infinite epochs of ``n`` rows, reshuffled each epoch; see :func:`shuffled_index`."""
 
     n: int
     seed: int
@@ -53,14 +53,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Scramble uint64 values (the finalizer of splitmix64: Steele, Lea and Flood, 2014)."""
+    """Hash uint64 values with the splitmix64 finalizer (Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _feistel(x: np.ndarray, key: np.ndarray, half_bits: int) -> np.ndarray:
-    """Apply the network to values of ``2 * half_bits`` bits; a bijection for every key."""
+    """Apply the Feistel network to ``2 * half_bits``-bit values. Bijective for every key."""
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = x >> bits, x & mask
     for _ in range(_ROUNDS):
@@ -78,17 +78,17 @@ def shuffled_index(position: np.ndarray, n: int, seed: int) -> np.ndarray: ...
 
 
 def shuffled_index(position: np.ndarray | int, n: int, seed: int) -> np.ndarray | int:
-    """Return the row at ``position`` of the endless stream of shuffled epochs.
+    """Return the row at ``position`` in the infinite stream of shuffled epochs.
 
-    A pure function of its arguments: position ``e * n + i`` is element i of the permutation of epoch e.
+    A pure function: position ``e * n + i`` is element i of epoch e's permutation.
 
     Args:
-        position: Non-negative position(s) in the stream; an int returns an int, an array an int64 array of its shape.
-        n: Rows in an epoch.
+        position: Non-negative stream position(s). Returns an int for an int, or int64 of the same shape for an array.
+        n: Rows per epoch.
         seed: Any integer.
 
     Raises:
-        ValueError: There are no rows.
+        ValueError: ``n`` is less than 1.
     """
     if n < 1:
         raise ValueError(f"cannot shuffle {n} rows")

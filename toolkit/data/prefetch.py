@@ -1,4 +1,4 @@
-"""Reading ahead: a thread prepares the next step's micro-batches while the current step computes."""
+"""Prefetch the next step's micro-batches in a thread while the current step computes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 
 from toolkit.data.loader import Batch
 
-_CLOSE_SECONDS = 5.0  # limit for a read that hangs at the end of the process
+_CLOSE_SECONDS = 5.0  # timeout for joining a thread that hangs in a read
 
 
 class ReadAhead:
-    """Iterates over ``steps``, read one step ahead by a thread, which also pins them for asynchronous copies to CUDA.
+    """Iterator over ``steps`` that prefetches one step in a thread. On CUDA, the thread also pins the batches.
 
-    An exception of ``steps`` is raised when its step is taken. The thread reads nothing until the next step is taken,
-    nor after :meth:`pause`.
+    If ``steps`` raises an exception, it is raised again when the caller takes that step. The thread prefetches exactly
+    one step and stays idle until the caller takes it.
 
     Args:
-        steps: The micro-batches of each step. The thread reads them: a generator starts its workers there.
-        device: Where the steps are computed.
+        steps: Yields the micro-batches of each step. Iterated in the thread, where a generator starts its workers.
+        device: Device of the model.
     """
 
     def __init__(self, steps: Iterator[list[Batch]], device: torch.device) -> None:
         self._steps, self._device = steps, device
         self._requests: SimpleQueue[Future[list[Batch]] | None] = SimpleQueue()
         self._next: Future[list[Batch]] | None = None
-        # A daemon: the interpreter waits for all others, even for one that never returns from a read.
+        # A daemon thread: at exit, the interpreter would wait for a non-daemon thread that hangs in a read.
         self._thread = threading.Thread(target=self._serve, name="read-ahead", daemon=True)
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -44,7 +44,7 @@ class ReadAhead:
         return step
 
     def copy_ahead(self) -> None:
-        """Start to copy the next step to the device, if it has been read; what the device computes now comes first."""
+        """Start the asynchronous copy of the next step to the device, if that step has been read."""
         step = self._next
         if self._device.type == "cpu" or step is None or not step.done() or step.exception() is not None:
             return
@@ -52,12 +52,12 @@ class ReadAhead:
         self._next.set_result([batch.to(self._device) for batch in step.result()])
 
     def pause(self) -> None:
-        """Wait until the next step has been read; the caller then uses the data alone until it takes that step."""
+        """Wait for the pending prefetch. The prefetch thread then stays idle until the caller takes that step."""
         if self._next is not None:
             wait([self._next])
 
     def close(self) -> None:
-        """End the thread; the iterator is not used afterwards."""
+        """Stop the thread. The iterator must not be used afterwards."""
         self._requests.put(None)
         if self._next is not None:
             self._thread.join(_CLOSE_SECONDS)
@@ -78,5 +78,5 @@ class ReadAhead:
         step = next(self._steps)
         if self._device.type != "cuda":
             return step
-        torch.cuda.set_device(self._device)  # a thread starts with device 0, and would create a context there
+        torch.cuda.set_device(self._device)  # a new thread defaults to device 0 and would create a CUDA context there
         return [batch.pin_memory() for batch in step]

@@ -1,4 +1,4 @@
-"""Text to token ids and back with the ``tokenizers`` library; the ids are the same as with transformers."""
+"""Encode and decode text with the ``tokenizers`` library. Token ids match transformers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
-UNKNOWN = "<|unknown|>"  # characters that the text of a character-level tokenizer does not have
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoder output for incomplete UTF-8
-BYTES = 256  # tokens of a byte-level vocabulary
-# Names of the eos token if tokenizer.json has no config next to it.
+UNKNOWN = "<|unknown|>"  # character outside a character-level tokenizer's vocabulary
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from incomplete UTF-8
+BYTES = 256  # byte tokens in a byte-level vocabulary
+# Candidates for the eos token if tokenizer.json comes without configuration files.
 _COMMON_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-# The tokenizer files in a model folder; every checkpoint contains all of them.
+# Tokenizer files in a model folder. All of them are copied to every checkpoint.
 FILE_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "generation_config.json",
 )  # fmt: skip
 
 
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # organization/name, or a name alone
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # organization/name, or just name
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
-_PARALLEL = "TOKENIZERS_PARALLELISM"  # read by the library at each call
+_PARALLEL = "TOKENIZERS_PARALLELISM"  # the library reads it on each call
 
 
 def is_parallel() -> bool:
@@ -46,7 +46,7 @@ def is_parallel() -> bool:
 
 @contextmanager
 def one_thread_per_call() -> Iterator[None]:
-    """Let each call of the tokenizers library use one core; for callers that start threads."""
+    """Limit each call of the tokenizers library to one core, for callers with a thread pool."""
     before = os.environ.get(_PARALLEL, "true")
     os.environ[_PARALLEL] = "false"
     try:
@@ -59,8 +59,8 @@ class Tokenizer:
     """A ``tokenizer.json`` and its configuration files. Create it with :meth:`load` or :func:`train_bpe`."""
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
-        """``files`` are the contents of all tokenizer files by name, ``name`` is for messages."""
-        # Set before any fork: otherwise the library prints a warning in every worker.
+        """``files`` maps file names to contents. Error messages show ``name``."""
+        # Set before any fork; otherwise the library warns in every worker.
         os.environ.setdefault(_PARALLEL, "true")
         import tokenizers
 
@@ -75,7 +75,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         require_bounded(self._tokenizer)
-        # Documents are tokenized without truncation and padding.
+        # Disable the file's truncation and padding settings.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
@@ -85,12 +85,12 @@ class Tokenizer:
         self.bos_id: int | None = self._find_special_id("bos")
         self.eos_id: int | None = self._find_special_id("eos")
         self.adds_bos: bool = self._detect_adds_bos()
-        # This class adds special tokens; the original post-processor would only trim spaces off the offsets.
+        # This class adds special tokens itself. The file's post-processor might trim spaces from the offsets.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
 
     @classmethod
     def load(cls, path: str | Path, flag: str = "--tokenizer_dir") -> Tokenizer:
-        """Load a folder with a ``tokenizer.json`` (also looked up below checkpoints/), or the file itself."""
+        """Load a tokenizer.json file or a folder that contains one; also searches checkpoints/."""
         path = Path(path).expanduser()
         if not path.exists() and (Path("checkpoints") / path).is_dir():
             path = Path("checkpoints") / path
@@ -112,31 +112,31 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the tokenizer.json and the special token ids."""
+        """Hex SHA-256 of tokenizer.json and the bos and eos ids."""
         ids = f"{self.bos_id} {self.eos_id}".encode()
         return hashlib.sha256(self._files["tokenizer.json"] + ids).hexdigest()
 
     @property
     def files(self) -> dict[str, bytes]:
-        """All files of the tokenizer by name, as :meth:`save` writes them."""
+        """Contents of all tokenizer files by name, as written by :meth:`save`."""
         return dict(self._files)
 
     def settings(self, file: str) -> dict[str, Any]:
-        """Return the content of tokenizer_config.json, special_tokens_map.json or generation_config.json, or {}."""
+        """Return tokenizer_config.json, special_tokens_map.json or generation_config.json, parsed; {} if missing."""
         return dict(self._settings.get(file, {}))
 
     def with_files(self, changed: Mapping[str, bytes]) -> Tokenizer:
-        """Return a copy with some files replaced or added."""
+        """Return a copy with the ``changed`` files replaced or added."""
         return Tokenizer({**self._files, **changed}, self.name)
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Text and id of every added token, including special tokens."""
+        """Map the text of every added token, including special tokens, to the token id."""
         return {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Text of the named special tokens: ``bos_token``, ``eos_token`` and others in the configuration."""
+        """Map special token names, such as ``bos_token`` and ``eos_token``, to token text."""
         tokens = {}
         for id_, name in ((self.bos_id, "bos_token"), (self.eos_id, "eos_token")):
             if id_ is not None and (text := self._tokenizer.id_to_token(id_)) is not None:
@@ -149,20 +149,20 @@ class Tokenizer:
         return tokens
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokenize ``text`` without bos; return ids and the character span [start, end) of each token.
+        """Tokenize ``text`` without bos. Return token ids and each token's character span [start, end).
 
-        Byte tokens of the same character share its span.
+        Byte tokens of one character have the same span.
         """
         with _translate_panic(self.name):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
-        """Return the token ids of ``text``; ``bos=None`` adds bos if the tokenizer does by default."""
+        """Return the token ids of ``text``. ``bos=None`` uses the tokenizer's default."""
         return self.encode_batch([text], bos, eos)[0]
 
     def encode_batch(self, texts: list[str], bos: bool | None = None, eos: bool = False) -> list[list[int]]:
-        """Tokenize many texts in parallel threads. See :meth:`encode`."""
+        """Tokenize texts in parallel. See :meth:`encode`."""
         if (bos and self.bos_id is None) or (eos and self.eos_id is None):
             missing = "bos" if bos and self.bos_id is None else "eos"
             raise UserError(f"{self.name}: the tokenizer has no {missing} token; set it in tokenizer_config.json")
@@ -177,10 +177,10 @@ class Tokenizer:
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self) -> np.ndarray:
-        """Return the number of UTF-8 bytes of each token, (vocab_size,) int64; 0 for special tokens and unused ids.
+        """Return the UTF-8 bytes per token, (vocab_size,) int64; 0 for special tokens and unused ids.
 
-        The sum over the tokens of a text is its length in bytes, plus the leading space that SentencePiece-like
-        tokenizers add.
+        The sum over a text's tokens is the text length in bytes, plus the leading space if a SentencePiece-like
+        tokenizer adds one.
         """
         import numpy as np
 
@@ -199,20 +199,20 @@ class Tokenizer:
         return sizes
 
     def save(self, folder: str | Path) -> None:
-        """Write all files of the tokenizer, chat templates and generation_config.json included, into ``folder``."""
+        """Write all tokenizer files, including chat templates and generation_config.json, to ``folder``."""
         for name, content in self._files.items():
             file = Path(folder) / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
 
     def splits_at_newlines(self) -> bool:
-        """Whether cutting text after a line (and before a letter) keeps the ids; false if the tokenizer adds a leading
-        space to every text."""
+        """Whether splitting text after a newline and before a letter keeps the token ids. False if the tokenizer adds a
+        leading space."""
         left, right = self.encode_batch(["some text;\n", "and more"], bos=False)
         return self.encode("some text;\nand more", bos=False) == left + right
 
     def is_character_level(self) -> bool:
-        """Whether no token is longer than a character, except added and special tokens."""
+        """Whether all tokens except added and special tokens are single characters."""
         return all(len(token) == 1 for token in self._tokenizer.get_vocab().keys() - self.added_tokens.keys())
 
     def _find_special_id(self, which: str) -> int | None:
@@ -247,9 +247,9 @@ def _missing_hint(path: str) -> str:
 
 @contextmanager
 def _translate_panic(name: str) -> Iterator[None]:
-    """Convert a panic of the library's Rust code, which is not an Exception, to a UserError.
+    """Convert a panic in the library's Rust code to UserError. PanicException is not an Exception.
 
-    One cause is a backtracking regular expression, which is stopped after ten million steps.
+    One cause is a regular expression that exceeds the limit of ten million backtracking steps.
     """
     try:
         yield
@@ -280,11 +280,11 @@ def _parse_object(name: str, content: bytes) -> dict[str, Any]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE with ``<|endoftext|>`` (id 0) as its only special token. Deterministic.
+    """Train a byte-level BPE tokenizer whose only special token is ``<|endoftext|>`` (id 0). Deterministic.
 
     Args:
-        texts: The corpus, or a sample of it: a few MB suffice for a small vocabulary.
-        vocab_size: Target size, including the special token and 256 bytes; short texts yield fewer.
+        texts: The corpus or a sample. A few MB suffice for a small vocabulary.
+        vocab_size: Target size, including the special token and 256 bytes. Short texts yield fewer tokens.
     """
     if vocab_size < BYTES + 1:
         raise UserError(f"--data.vocab_size {vocab_size}: must be at least {BYTES + 1}: the bytes and {END_OF_TEXT}")
@@ -308,8 +308,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def collect_characters(texts: Iterable[str]) -> Tokenizer:
-    """Make a character-level tokenizer: a token for each different character, sorted, after the two special tokens
-    ``<|endoftext|>`` (id 0) and ``<|unknown|>``.
+    """Build a character-level tokenizer: ``<|endoftext|>`` (id 0), ``<|unknown|>``, then each distinct character in
+    sorted order.
     """
     os.environ.setdefault(_PARALLEL, "true")
     from tokenizers import AddedToken, decoders, models
@@ -319,14 +319,14 @@ def collect_characters(texts: Iterable[str]) -> Tokenizer:
     for text in texts:
         characters.update(text)
     vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, UNKNOWN, *sorted(characters)])}
-    core = Core(models.BPE(vocabulary, [], unk_token=UNKNOWN))  # without merges: text stays single characters
+    core = Core(models.BPE(vocabulary, [], unk_token=UNKNOWN))  # no merges: each character is a token
     core.decoder = decoders.Fuse()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (END_OF_TEXT, UNKNOWN)])
     return _with_settings(core, unk_token=UNKNOWN)
 
 
 def _with_settings(core: Any, **special_tokens: str) -> Tokenizer:
-    """Return the tokenizer with its configuration files: ``<|endoftext|>`` begins and ends texts."""
+    """Add configuration files with ``<|endoftext|>`` as bos and eos token."""
     special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, **special_tokens}
     eos_id = core.token_to_id(END_OF_TEXT)
     settings = {

@@ -1,4 +1,4 @@
-"""Bounds on text growth in a tokenizer.json: 40 replacements that each double a text make 1 TB of one character."""
+"""Limit text growth in a tokenizer.json. For example, 40 doubling replacements expand one character to 1 TB."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-MAX_GROWTH = 256  # factor; real tokenizers stay below 40
-# Maximum output characters per input character, if more than one. Other steps add at most a constant.
+MAX_GROWTH = 256  # output to input length; real tokenizers stay below 40
+# Maximum output characters per input character, if above 1. Other steps add at most a constant.
 _FACTORS = {"ByteLevel": 4, "BertNormalizer": 3, "Metaspace": 2, "NFD": 4, "NFKC": 4, "NFKD": 4}
 _MAY_MATCH_NOTHING = re.compile(r"[?*|^$(]|\\[bBAzZGKyY]|\{[0,]|^$")
 _IS_LITERAL = re.compile(r"[^\\.^$*+?{}\[\]|()]+")
 
 
 def require_bounded(tokenizer: Any) -> None:
-    """Check the growth bound of a ``tokenizers.Tokenizer`` before it processes any text.
+    """Check a ``tokenizers.Tokenizer`` before it processes any text.
 
     Raises:
-        ValueError: The tokenizer can make a text more than MAX_GROWTH times as long.
+        ValueError: The tokenizer can expand a text by more than a factor of MAX_GROWTH.
     """
     before = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
     for what, steps, factors in (("normalizer", before, _FACTORS), ("decoder", [*_steps(tokenizer.decoder)], {})):
@@ -30,7 +30,7 @@ def require_bounded(tokenizer: Any) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer, pre-tokenizer or decoder, in the format of tokenizer.json."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, in tokenizer.json format."""
     stack = [] if part is None else [json.loads(part.__getstate__())]
     while stack:
         step = stack.pop()
@@ -42,11 +42,11 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _max_growth(steps: list[dict[str, Any]], factors: dict[str, int]) -> float:
-    """Return an upper bound of the output characters per input character.
+    """Return an upper bound on output characters per input character.
 
-    Going from the last step to the first, every character has a weight: a bound of its output length after the
-    remaining steps. A replacement distributes the weight of its content over the characters of its pattern. So the
-    total weight of a text never grows from one step to the next.
+    Iterate from the last step to the first. A character's weight is an upper bound on its output length after the
+    remaining steps. A replacement distributes the weight of the content over the characters of the pattern, so no step
+    increases a text's total weight.
     """
     weights: dict[str, float] = {}  # characters whose weight differs from ``other``
     other = 1.0
@@ -58,7 +58,7 @@ def _max_growth(steps: list[dict[str, Any]], factors: dict[str, int]) -> float:
                 for c in set(pattern):
                     weights[c] = max(weights.get(c, other), content / len(pattern))
                 continue
-            # The pattern may match any character, and possibly also the empty string between them.
+            # The pattern may match any character, and possibly the empty string between characters.
             between = content if _MAY_MATCH_NOTHING.search(pattern) else 0.0
             other, weights = max(other, content, *weights.values()) + between, {}
         else:
@@ -68,7 +68,7 @@ def _max_growth(steps: list[dict[str, Any]], factors: dict[str, int]) -> float:
 
 
 def _longest_replacement(step: dict[str, Any]) -> int:
-    """Parse SentencePiece's charsmap: trie size, trie, and zero-terminated replacements."""
+    """Return the longest replacement in SentencePiece's charsmap: trie size, trie, zero-terminated replacements."""
     blob = base64.b64decode(step["precompiled_charsmap"] or "")
     replacements = blob[4 + int.from_bytes(blob[:4], "little") :].split(b"\0")
     return max(len(text.decode(errors="ignore")) for text in replacements)

@@ -1,1 +1,1 @@
-"""Chat templates and prompt styles: conversations to token ids with a loss mask."""
+"""Tokenize conversations with chat templates and prompt styles, and compute loss masks."""

@@ -1,7 +1,7 @@
-"""Render the jinja templates of checkpoints. They are untrusted code: rendered in jinja's sandbox, in a subprocess with
-limits (:mod:`toolkit.data.chat.sandbox_process`).
+"""Render a checkpoint's jinja templates. Templates are untrusted code, so they run in jinja's sandbox in a subprocess
+with limits (:mod:`toolkit.data.chat.sandbox_process`).
 
-Templates get the same names, filters and tags as in transformers (``apply_chat_template``).
+Templates have the same globals, filters and tags as in transformers (``apply_chat_template``).
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _IDLE = 60  # seconds without a request before the process exits
-_MAX_CHARS = 1 << 24  # output limit, on top of four times the request length
+_MAX_CHARS = 1 << 24  # output limit, plus four times the request length
 _MAX_ERROR_CHARS = 500
 
 
 class MessagesRejectedError(TemplateError):
-    """A template called ``raise_exception`` to reject the messages."""
+    """Raised when a template calls ``raise_exception`` to reject the messages."""
 
 
 def serve() -> None:
-    """Serve JSON-line requests from stdin on stdout until it closes.
+    """Read JSON Lines requests from stdin and write responses to stdout, until stdin closes or is idle.
 
-    A request has the template's ``source``, its ``values`` (None only compiles it), the time ``now``, and the limits
-    ``cpu_seconds`` and ``memory`` (bytes). A response is ``{"text": ...}`` or ``{"error": ...}``.
+    A request has the template ``source``, the ``values`` to render (None to only compile), the time ``now``, and the
+    limits ``cpu_seconds`` and ``memory`` (bytes). A response is ``{"text": ...}`` or ``{"error": ...}``.
     """
     while select.select([sys.stdin], [], [], _IDLE)[0] and (line := sys.stdin.buffer.readline()):
         try:
             request = json.loads(line)
             _limit(request["cpu_seconds"], request["memory"])
             response = {"text": _render(request, _MAX_CHARS + 4 * len(line))}
-        except Exception as error:  # a template is a program: it can fail in any way
+        except Exception as error:  # a template can raise any exception
             response = {"error": _describe(error)}
         sys.stdout.write(json.dumps(response) + "\n")
         sys.stdout.flush()
@@ -91,7 +91,7 @@ def compile_template(source: str) -> Template:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks assistant text; rendered as its body."""
+    """Tag ``{% generation %}``, which marks assistant text. Only its body is rendered."""
 
     tags = {"generation"}
 
@@ -111,18 +111,18 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; jinja's own filter escapes it for HTML."""
+    """Serialize to JSON without the HTML escaping of jinja's built-in filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _Dict:
-    """``dict`` for templates, without the attributes of the class."""
+    """``dict`` for templates, without access to class attributes."""
 
     __call__: Callable[..., dict] = staticmethod(dict)
 
 
 class _Namespace(Namespace):
-    """``namespace`` for templates, without underscored names, which would escape the sandbox."""
+    """``namespace`` for templates. Underscored names are rejected; they would escape the sandbox."""
 
     def __init__(self, /, *args: Any, **attributes: Any) -> None:
         attributes = dict(*args, **attributes)

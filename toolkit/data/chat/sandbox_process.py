@@ -1,6 +1,6 @@
-"""Render templates in a subprocess, with the time and memory limits that jinja's sandbox lacks.
+"""Render templates in a subprocess with CPU time and memory limits, which jinja's sandbox lacks.
 
-One subprocess serves all templates. It starts with the first request, exits when idle or when this process exits, and
+One subprocess serves all templates. It starts on the first request, exits when idle or when this process exits, and
 restarts on demand.
 """
 
@@ -19,16 +19,16 @@ from toolkit.errors import UserError
 
 CPU_SECONDS = 10  # per request
 MEMORY = 1 << 30  # bytes
-# Passes the module search path, which may have changed since this process started.
+# Pass sys.path, which may have changed since this process started.
 _CODE = "import json, sys; sys.path = json.loads(sys.argv[1]); from toolkit.data.chat.sandbox import serve; serve()"
 _lock = threading.Lock()
-_running: tuple[int, subprocess.Popen[bytes]] | None = None  # with the id of its parent process
+_running: tuple[int, subprocess.Popen[bytes]] | None = None  # (parent pid, subprocess)
 
 
 def send_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the response of :func:`toolkit.data.chat.sandbox.serve`: ``{"text": ...}`` or ``{"error": ...}``.
+    """Send a request to :func:`toolkit.data.chat.sandbox.serve`; return ``{"text": ...}`` or ``{"error": ...}``.
 
-    Values of non-JSON types are replaced by their type name in angle brackets, as in transformers.
+    Values that are not JSON serializable become the type name in angle brackets, as in transformers.
 
     Raises:
         RecursionError: The request is nested too deeply.
@@ -45,7 +45,7 @@ def send_request(request: dict[str, Any]) -> dict[str, Any]:
                 response = stdout.readline()
             except BrokenPipeError:
                 response = b""
-            except BaseException:  # for example Ctrl-C: the next request must not read this response
+            except BaseException:  # such as Ctrl-C; the next request must not read this response
                 process.kill()
                 process.wait()
                 raise
@@ -53,7 +53,7 @@ def send_request(request: dict[str, Any]) -> dict[str, Any]:
                 return json.loads(response)
             with contextlib.suppress(OSError):
                 process.communicate()  # closes the pipes
-            if process.returncode:  # 0: it exited because it was idle
+            if process.returncode:  # 0: exited when idle
                 break
     return {"error": _describe_exit(process.returncode)}
 

@@ -1,4 +1,4 @@
-"""Sources of chat templates: the tokenizer's files, user-provided files, and the built-in prompt styles."""
+"""Load chat templates from the tokenizer, a user-provided file, or a built-in prompt style."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
-# The first lines of the built-in prompt styles; they are adapted to the tokenizer.
+# First lines of the built-in prompt styles, adapted to the tokenizer.
 _BEGIN = "{%- set begin = bos_token %}"
 _NO_BEGIN = "{%- set begin = '' %}"
 _END = re.compile(r"\{%- set end_of_turn = '(.*)' %\}")
@@ -35,7 +35,7 @@ def require_style(style: str) -> None:
 
 
 def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
-    """Return source, name and notes of a prompt style, adapted to the tokenizer. The vocabulary is unchanged."""
+    """Return a prompt style's source, name and notes, adapted to the tokenizer's vocabulary."""
     require_style(style)
     source = (files("toolkit.data.chat") / "prompt_styles" / f"{style}.jinja").read_text(encoding="utf-8")
     name, notes = f"--data.prompt_style {style}", []
@@ -55,7 +55,7 @@ def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
 
 
 def read_template(tokenizer: Tokenizer, path: str) -> tuple[str, str, list[str]]:
-    """Return source, name and notes of ``--data.chat_template``."""
+    """Return the source, name and notes of the ``--data.chat_template`` file."""
     name, file = f"--data.chat_template {path}", Path(path).expanduser()
     if not file.is_file():
         raise UserError(
@@ -81,7 +81,7 @@ def has_tool_template(tokenizer: Tokenizer) -> bool:
 
 
 def tokenizer_template(tokenizer: Tokenizer, strict: bool = True) -> tuple[str, str] | None:
-    """Return file and source of the tokenizer's chat template, or None; ``strict`` rejects an invalid one."""
+    """Return the tokenizer's chat template as (file name, source), or None. ``strict`` rejects invalid templates."""
     if (content := tokenizer.files.get(TEMPLATE_FILE)) is not None:
         try:
             return TEMPLATE_FILE, content.decode("utf-8")

@@ -1,4 +1,4 @@
-"""Chat templates and prompt styles: conversations to token ids with a loss mask over the assistant turns."""
+"""Tokenize conversations with a chat template or prompt style, with a loss mask for assistant turns."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
 
 GENERATION_FILE = "generation_config.json"
-# The date that templates see during training: a repeated or resumed run must produce the same tokens.
+# Fixed date for templates in training, so that repeated and resumed runs produce the same tokens.
 TRAINING_DATE = datetime(2024, 7, 26)
-# Prepended to a template without an end-of-turn token: appends eos to every assistant message.
+# Prefix for templates without an end-of-turn token. It appends eos to every assistant message.
 _ANSWERS_WITH_EOS = """\
 {%- set answers = namespace(messages=[]) %}
 {%- for message in messages %}
@@ -49,14 +49,14 @@ _ANSWERS_WITH_EOS = """\
 
 @dataclass(frozen=True)
 class Encoding:
-    """Token ids and the loss mask (True: the token is a prediction target), of equal length."""
+    """Token ids and loss mask of equal length. True marks a prediction target."""
 
     ids: list[int]
     loss_mask: list[bool]
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Tokenize plain text with loss on every token: bos if the tokenizer adds one, eos at the end."""
+    """Tokenize plain text with loss on every token. Adds eos, and bos if the tokenizer adds it by default."""
     ids = tokenizer.encode(text, eos=True)
     if tokenizer.adds_bos and ids[:2] == [tokenizer.bos_id] * 2:  # the text already starts with bos
         ids = ids[1:]
@@ -70,17 +70,17 @@ class ChatTemplate:
         name: Origin of the template, for messages.
         source: The jinja source.
         end_of_turn: Text of the end-of-turn token.
-        notes: Log lines about surprising behavior of this template with this tokenizer.
+        notes: Log lines about unexpected behavior of the template with this tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str, name: str, notes: Sequence[str] = ()) -> None:
         self.name = name
         self.notes = list(notes)
         self._tokenizer = tokenizer
-        self._has_tool_template = False  # a separate template for conversations with tools
+        self._has_tool_template = False  # whether tools use a separate template
         self._named_tokens = tokenizer.special_tokens
         self._set_source(source)
-        self._appends_eos = False  # after the last answer, if the template emits eos only between turns
+        self._appends_eos = False  # whether to add eos after the last answer: the template emits it only between turns
         self._end_id = self._find_end()
         self._should_split_prompts = self._detect_split_prompts()
         texts = {i: text for text, i in tokenizer.added_tokens.items()}
@@ -92,7 +92,7 @@ class ChatTemplate:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, prompt_style: str | None, file: str | None = None) -> ChatTemplate:
-        """Load a prompt style by name, or a template from ``file``, or by default the tokenizer's template."""
+        """Load a prompt style by name, a template ``file``, or by default the tokenizer's template."""
         if prompt_style is not None:
             return cls(tokenizer, *read_style(tokenizer, prompt_style))
         if file is not None:
@@ -109,25 +109,25 @@ class ChatTemplate:
         return template
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools = None) -> str:
-        """Render a conversation as in training."""
+        """Render a conversation with the training date."""
         return self._render(messages, add_generation_prompt, TRAINING_DATE, tools)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation with the generation prompt."""
+        """Return the token ids of a conversation and the generation prompt, with the current date."""
         now = datetime.now()
         return self._tokenize(messages, self._render(messages, True, now), now)[0]
 
     def encode(self, messages: Sequence[Message], train_on: TrainOn, tools: Tools = None) -> Encoding:
-        """Tokenize a complete conversation and compute its loss mask.
+        """Tokenize a complete conversation and compute the loss mask.
 
-        An answer spans from the end of its generation prompt to its end-of-turn token, tool calls included. Tokens
-        that straddle its border belong to it. Without an answer the loss mask is all False, unless ``train_on`` is
-        "all". An answer with ``weight`` 0 is always masked.
+        An answer spans from the end of the generation prompt through the end-of-turn token, including tool calls. A
+        token that overlaps an answer belongs to the answer. Without answers, the loss mask is all False unless
+        ``train_on`` is "all". An answer with ``weight`` 0 is always masked.
 
         Args:
-            messages: Objects with ``role`` and ``content``.
-            train_on: All assistant messages, the last of them, or every token.
-            tools: JSON schemas of the tools available to the assistant, for the template.
+            messages: Messages with ``role`` and ``content``.
+            train_on: "answers", "last_answer" or "all" tokens.
+            tools: JSON schemas of the available tools, passed to the template.
 
         Raises:
             EmptyAnswerError: An answer is empty.
@@ -141,20 +141,20 @@ class ChatTemplate:
                 raise self._error(f"answer {number} does not end with the end-of-turn token {self.end_of_turn}")
         answers = list(zip(spans, weights, strict=True))
         selected = answers[-1:] if train_on == "last_answer" else answers
-        marked = bytearray(len(text) + 1)  # characters with loss; for "all", the masked ones
+        marked = bytearray(len(text) + 1)  # 1 for characters with loss; for "all", 1 for masked characters
         for (start, end), weight in selected:
             if weight == (train_on != "all"):
                 marked[start:end] = b"\1" * (end - start)
         return Encoding(ids, [(1 in marked[start:end]) == (train_on != "all") for start, end in offsets])
 
     def export_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer with this template and a generation_config.json that stops at the end of turn."""
+        """Return the tokenizer with this template, and with the end-of-turn token as eos in generation_config.json."""
         changed = {}
         saved = tokenizer_template(self._tokenizer, strict=False)
         if saved is None or saved[1] != self.source:
             changed[TEMPLATE_FILE] = self.source.encode()
             config = self._tokenizer.settings(CONFIG_FILE)
-            if "chat_template" in config:  # older versions of transformers read only this
+            if "chat_template" in config:  # older transformers versions read only this file
                 changed[CONFIG_FILE] = _to_json(config | {"chat_template": self.source})
         generation = self._tokenizer.settings(GENERATION_FILE)
         eos = generation.get("eos_token_id")
@@ -176,7 +176,7 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime, tools: Tools = None
     ) -> str:
-        # Templates handle a missing key, but render None as text. The weight is not part of the text.
+        # Drop None values, which templates would render as text, and the loss weight, which is not rendered.
         cleaned = [
             {key: value for key, value in message.items() if value is not None and key != "weight"}
             for message in messages
@@ -190,7 +190,7 @@ class ChatTemplate:
         return self._call_jinja(self._named_tokens | values, now)
 
     def _call_jinja(self, values: dict[str, Any] | None, now: datetime) -> str:
-        """Render the template; without values only compile it and return ""."""
+        """Render the template. If ``values`` is None, only compile it and return ""."""
         try:
             answer = send_request({"source": self.source, "values": values, "now": now.isoformat()})
         except RecursionError as error:
@@ -202,7 +202,7 @@ class ChatTemplate:
     def _tokenize(
         self, messages: Sequence[Message], text: str, now: datetime, tools: Tools = None
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return ids and offsets of a text; if prompts tokenize separately, split it before each answer."""
+        """Return token ids and offsets of ``text``. If prompts are tokenized separately, split before each answer."""
         borders = {0, len(text)}
         if self._should_split_prompts:
             answers = (i for i, message in enumerate(messages) if message.get("role") == "assistant")
@@ -217,15 +217,15 @@ class ChatTemplate:
     def _prompt_end(
         self, earlier: Sequence[Message], text: str, tools: Tools = None, now: datetime = TRAINING_DATE
     ) -> int | None:
-        """Return the end of the generation prompt after ``earlier``; None if ``text`` does not start with it."""
+        """Return the length of the rendered prompt for ``earlier``; None if ``text`` does not start with it."""
         try:
             prompt = self._render(earlier, True, now, tools)
-        except UserError:  # for example, no message precedes the answer
+        except UserError:  # such as when no message precedes the answer
             return None
         return len(prompt) if text.startswith(prompt) else None
 
     def _locate_answers(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """Return the complete text, and [start, end) of every answer with its end-of-turn token."""
+        """Return the rendered text and the span [start, end) of each answer, including the end-of-turn token."""
         answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         for i in answers:
             content = messages[i].get("content")
@@ -243,7 +243,7 @@ class ChatTemplate:
         return text, [self._locate(messages, i, text, eos, tools) for i in answers]
 
     def _locate(self, messages: Sequence[Message], i: int, text: str, eos: str, tools: Tools) -> tuple[int, int]:
-        """Return [start, end) of answer ``i`` in ``text``, found by rendering a placeholder in its place."""
+        """Return the span [start, end) of message ``i``, located by rendering a placeholder instead of the answer."""
         before, after = self._surrounding_text(messages, i, text, tools)
         after += eos
         if not text.endswith(after):
@@ -275,7 +275,7 @@ class ChatTemplate:
     def _surrounding_text(
         self, messages: Sequence[Message], i: int, text: str = "", tools: Tools = None
     ) -> tuple[str, str]:
-        """Return the text before and after the content and tool calls of message ``i``."""
+        """Return the rendered text before and after the content and tool calls of message ``i``."""
         number = 0
         while (placeholder := f"answer{number}placeholder") in text:
             number += 1
@@ -286,11 +286,11 @@ class ChatTemplate:
         return before, after
 
     def _start(self, earlier: Sequence[Message], text: str, before: str, tools: Tools) -> int:
-        """Return the start of an answer: the end of its generation prompt, if the text contains it."""
+        """Return the start of an answer: the end of the generation prompt, or of the text ``before``."""
         end = self._prompt_end(earlier, text, tools)
         if end is not None:
             return end
-        # Some templates change earlier turns: they drop thinking, or move the system message.
+        # Some templates change earlier turns, such as dropping thinking or moving the system message.
         if text.startswith(before):
             return len(before)
         raise self._error(
@@ -308,7 +308,7 @@ class ChatTemplate:
         )
 
     def _find_end(self) -> int:
-        """Return the id of the end-of-turn token; make a template without one append eos to answers."""
+        """Return the end-of-turn token id. If the template has none, make it append eos to answers."""
         eos = self._tokenizer.eos_id
         last, between = self._probe()
         if last is not None:
@@ -331,7 +331,7 @@ class ChatTemplate:
         return eos
 
     def _probe(self) -> tuple[int | None, int | None]:
-        """Return the token after an answer, for the last answer and for one followed by a question."""
+        """Return the added token after a last answer, and after an answer followed by a question."""
         question = {"role": "user", "content": "question"}
         turn = [question, {"role": "assistant", "content": "answer"}]
         return self._first_token(self._surrounding_text(turn, 1)[1]), self._first_token(
@@ -339,9 +339,9 @@ class ChatTemplate:
         )
 
     def _detect_split_prompts(self) -> bool:
-        """Whether a prompt tokenizes differently alone than before its answer, and splitting there fixes it.
+        """Whether a prompt tokenizes differently with and without its answer, and splitting between them fixes it.
 
-        This happens if newlines at the end of a prompt merge into one token, but not in front of an answer.
+        For example, newlines at the end of a prompt may merge into one token, but not before an answer.
         """
         turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         text = self.render(turn)
@@ -361,7 +361,7 @@ class ChatTemplate:
         return True
 
     def _first_token(self, text: str) -> int | None:
-        """Return the added token at the start of ``text``, after whitespace; None if there is none."""
+        """Return the id of the added token at the start of ``text``, ignoring whitespace; None if there is none."""
         added = set(self._tokenizer.added_tokens.values())
         for id_, (start, end) in zip(*self._tokenizer.encode_with_offsets(text), strict=True):
             if id_ in added or text[start:end].strip():

@@ -1,1 +1,1 @@
-"""Instruction data: rows of files and of published datasets to tokenized, packed samples."""
+"""Instruction data: read files and published datasets, tokenize and pack them."""

@@ -1,4 +1,4 @@
-"""Instruction data: user-provided files, Hugging Face datasets, and well-known datasets by name."""
+"""Data modules for instruction data: local files, Hugging Face datasets, and published datasets by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.errors import UserError, one_line
 
 @dataclass
 class _Files(InstructionData):
-    """Rows of a file, or of a folder with one file per split."""
+    """Rows from a file, or from a folder with a file per split."""
 
     path_option: ClassVar[str]
     kinds: ClassVar[dict[str, str]]
@@ -72,14 +72,14 @@ class Parquet(_Files):
 
 @dataclass(frozen=True)
 class HubRows:
-    """One split of a dataset from the ``datasets`` library."""
+    """A dataset split loaded with the ``datasets`` library."""
 
     dataset: Any
     name: str
     unit: str = "row"
 
     def fingerprint(self) -> str:
-        """Hash the row contents; the library's own fingerprint includes paths and dates."""
+        """Hash the row contents. The library's fingerprint includes paths and dates."""
         digest = hashlib.sha256()
         for row in self.dataset:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
@@ -106,7 +106,9 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
     except hub_error_types() as error:
         unreachable = error
     try:
-        config.HF_HUB_OFFLINE = was_offline or unreachable is not None  # the cache; the library tries for a minute
+        config.HF_HUB_OFFLINE = (
+            was_offline or unreachable is not None
+        )  # if unreachable, use the cache: the library would retry for a minute
         dataset = datasets.load_dataset(repo_id, subset, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         if unreachable is not None:
@@ -150,7 +152,7 @@ class HuggingFace(InstructionData):
 
 @dataclass
 class _NamedDataset(_Files):
-    """A hub dataset under its own name.
+    """A published hub dataset.
 
     Args:
         local_path: Local file or folder with this dataset, instead of the hub.
@@ -189,7 +191,7 @@ _NAMED = {
     ),
     "LIMA": ("GAIR/lima", "1,030 curated conversations (GAIR/lima; accept its license on the hub first)."),
 }
-"""Published datasets by name: the hub's name, and a description."""
+"""Published datasets by class name: hub repo id and description."""
 
 
 def _named_dataset(name: str) -> type[_NamedDataset]:

@@ -1,4 +1,4 @@
-"""Instruction data: conversations and plain text for finetuning, one sample per row or packed."""
+"""Base class of instruction data modules: conversations and plain text for finetuning, optionally packed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class InstructionData(DataModule):
     cache_dir: str | None = None
     num_workers: int = 0
 
-    # Skip and count rows with an empty answer instead of raising an error: users cannot fix published datasets.
+    # Whether to skip rows with an empty answer instead of raising an error. Users cannot fix published datasets.
     skips_empty_answers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class InstructionData(DataModule):
 
     @abstractmethod
     def find_rows(self) -> tuple[str, Splits]:
-        """Return the option that names the rows, such as ``--data.json_path faq.jsonl``, and their sources."""
+        """Return the data option, such as ``--data.json_path faq.jsonl``, and the row sources."""
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`; rows have up to ``max_seq_length`` input tokens."""

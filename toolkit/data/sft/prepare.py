@@ -1,11 +1,11 @@
-"""Prepare instruction data once, cached by content: rows -> records -> tokens and loss mask -> packed rows.
+"""Prepare instruction data, cached by content: rows -> records -> tokens and loss mask -> packed rows.
 
-    <cache_dir>/<module>-<first 16 of the key>/tokens/, loss_mask/   the samples, see tokens.store
-                                              rows.npz        offsets and origin of samples and rows
-                                              manifest.json   contents and statistics
-                                              checksums.json  of all of these files
+    <cache_dir>/<module>-<first 16 of the key>/tokens/, loss_mask/   token arrays, see tokens.store
+                                              rows.npz        offsets and origins of samples and rows
+                                              manifest.json   keys and statistics
+                                              checksums.json  checksums of all files
 
-Packing is decided here, so the order of rows stays a pure function of their index (S2).
+Rows are packed before training, so that each row is a pure function of its index (S2).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from toolkit.data.sft.tokenize import SFTConfig
 
 CODE_VERSION = 7  # increment if the same rows and options produce different tokens or counts
-_VAL_SEED = 0  # of the permutation that selects held-out samples
+_VAL_SEED = 0  # seed of the permutation that selects held-out samples
 _ROWS = "rows.npz"
 _CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts")
 
 
 def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
-    """Load the rows of ``config`` from the cache, or prepare them."""
+    """Load prepared rows from the cache, or prepare them."""
     start = time.perf_counter()
     key = hash_inputs(_key_inputs(config))
     folder = choose_cache_dir(config.cache_dir) / f"{config.module}-{key[:16]}"
@@ -66,7 +66,7 @@ def _key_inputs(config: SFTConfig) -> dict[str, Any]:
             "val": None if config.splits.val is None else [source.fingerprint() for source in config.splits.val],
         },
         "tokenizer": config.tokenizer.fingerprint,
-        "probe": config.tokenizer.encode("a"),  # detects whether bos is added
+        "probe": config.tokenizer.encode("a"),  # shows whether the tokenizer adds bos
         "template": config.template and config.template.source,
         "options": config.cache_options(),
     }
@@ -89,21 +89,20 @@ def _collect_notes(config: SFTConfig, statistics: dict[str, Any]) -> list[str]:
 
 
 class PackedDataset:
-    """The rows of one split; see :class:`toolkit.data.base.TokenDataset`.
+    """A split's rows; see :class:`toolkit.data.base.TokenDataset`.
 
-    A packed row also has ``positions``, which restart at 0 in every document, and ``documents``, the document indices,
-    both (T,) int64. No token is predicted from a previous document.
+    Packed rows also have ``positions`` and ``documents``, (T,) int64. No token is predicted from a previous document.
 
     Args:
-        arrays: int64: "offsets" (samples + 1,), where samples start; "sources" (samples,), indices in
-            ``source_names``; "numbers" (samples,), row numbers there; of each split "<split>_members", the samples of
-            all rows, concatenated, and "<split>_starts" (rows + 1,), where rows start in them.
+        arrays: int64 arrays. "offsets" (n_samples + 1,): token offset of each sample. "sources" (n_samples,): index in
+            ``source_names``. "numbers" (n_samples,): row number in the source. "<split>_members": sample indices of
+            all rows, concatenated. "<split>_starts" (n_rows + 1,): offset of each row in the members.
         source_names: File and unit, such as ``data/faq.jsonl line``.
-        statistics: Preparation counts over both splits (see :class:`toolkit.data.sft.tokenize.Counts`).
+        statistics: Preparation statistics over both splits (see :class:`toolkit.data.sft.tokenize.Counts`).
 
     Attributes:
-        lengths: (n,) int64, the input tokens of each row.
-        packed: Whether a row may hold several samples.
+        lengths: Input tokens per row, (n,) int64.
+        packed: Whether rows may contain several samples.
     """
 
     def __init__(
@@ -139,11 +138,11 @@ class PackedDataset:
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
     def where(self, index: int) -> list[str]:
-        """Return the files and rows of the samples in row ``index``."""
+        """Return the file and row number of each sample in row ``index``."""
         return [self.describe_row(self._sources[member], self._numbers[member]) for member in self._row(index)]
 
     def describe_row(self, source: int, number: int) -> str:
-        """Return the position of a row, such as ``data/faq.jsonl line 17``."""
+        """Return a row's location, such as ``data/faq.jsonl line 17``."""
         return f"{self._source_names[source]} {number:,}"
 
     def _sample(self, member: int) -> tuple[np.ndarray, np.ndarray]:
@@ -158,7 +157,7 @@ class PackedDataset:
 
 
 def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, dict[str, Any]]:
-    """Read a prepared folder; return the data and its statistics. Raises one of DAMAGE_ERRORS if it is damaged."""
+    """Return the data and statistics in a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
     manifest = read_manifest(folder, key)
     statistics, store = manifest["facts"], TokenStore(folder)
     with np.load(folder / _ROWS) as file:
@@ -196,7 +195,7 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Report) -> None:
         arrays |= {f"{split}_members": members.astype(np.int64), f"{split}_starts": starts.astype(np.int64)}
     np.savez(folder / _ROWS, **arrays)  # type: ignore[arg-type]
     statistics = counts.to_dict() | {"notes": []}
-    if (template := config.template) is not None:  # some notes are added during rendering
+    if (template := config.template) is not None:  # rendering adds notes
         statistics["notes"] = [note.removeprefix(f"{template.name}: ") for note in template.notes]
     statistics |= {f"{split}_rows": len(starts) - 1 for split, (_, starts) in rows.items()}
     lengths = np.diff(samples["offsets"]) - 1
@@ -213,7 +212,7 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Report) -> None:
 def _assign_rows(
     config: SFTConfig, samples: dict[str, np.ndarray], counts: Counts
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return for each split the samples of all rows, concatenated (members), and the row offsets in them (starts)."""
+    """Return (members, starts) per split: the concatenated sample indices of all rows, and the row offsets."""
     n_train = len(config.splits.train)
     is_val = samples["sources"] >= n_train
     train, val = np.flatnonzero(~is_val), np.flatnonzero(is_val)
@@ -231,7 +230,7 @@ def _assign_rows(
 
 
 def _count_repeats(store: TokenStore, offsets: np.ndarray, rows: dict[str, Any]) -> int:
-    """Count held-out samples with the same tokens as a training sample."""
+    """Count held-out samples whose tokens equal those in a training sample."""
 
     def hash_samples(split: str) -> Iterator[int]:
         return (hash(store.tokens(*offsets[i : i + 2].tolist()).tobytes()) for i in rows[split][0].tolist())
@@ -242,7 +241,7 @@ def _count_repeats(store: TokenStore, offsets: np.ndarray, rows: dict[str, Any])
 
 
 def _hold_out(kept: np.ndarray, samples: dict[str, np.ndarray], fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Split samples at random with a fixed seed; pieces of a sample stay together."""
+    """Split samples into train and val at random with a fixed seed. All pieces of a sample go to one split."""
     origin = np.stack([samples["sources"][kept], samples["numbers"][kept]])
     sample = np.cumsum(np.any(np.diff(origin, axis=1, prepend=origin[:, :1]), axis=0))
     n = int(sample[-1]) + 1 if len(sample) else 0
@@ -261,23 +260,23 @@ def _group_rows(config: SFTConfig, samples: np.ndarray, lengths: np.ndarray) -> 
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Pack samples by best-fit decreasing: longest first, each into the fullest row with enough room.
+    """Pack samples with best-fit decreasing: longest first, each into the fullest row with enough space.
 
     Uses at most 11/9 of the optimal number of rows, plus a constant (Johnson, "Near-optimal bin packing algorithms",
-    1973). A pure function of its arguments; ties keep their order.
+    1973). Deterministic; ties keep the input order.
 
     Args:
-        lengths: (n,) input tokens of each sample, 1 to ``capacity``.
+        lengths: Input tokens per sample, (n,), 1 to ``capacity``.
         capacity: Input tokens per row.
 
     Returns:
-        Rows of sample indices in increasing order; the rows are ordered by their first sample.
+        Sample indices per row, in increasing order. Rows are sorted by first sample.
     """
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= capacity:
         raise ValueError(f"samples of {lengths.min()} to {lengths.max()} tokens do not fit into {capacity}")
     rows: list[list[int]] = []
     rows_by_free: dict[int, list[int]] = {}  # free tokens -> rows
-    free_sizes: list[int] = []  # the sorted keys of rows_by_free
+    free_sizes: list[int] = []  # sorted keys of rows_by_free
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[sample])
         i = bisect.bisect_left(free_sizes, length)

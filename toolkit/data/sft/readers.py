@@ -1,5 +1,5 @@
-"""Row sources: JSON, JSON Lines, CSV and Parquet files, and Hugging Face datasets. Rows are streamed (a JSON array is
-loaded at once); errors name the line or row."""
+"""Read rows from JSON, JSON Lines, CSV and Parquet files. Rows are streamed, except from JSON files. Errors name the
+line or row."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 CSV_KINDS = {".csv": "csv"}
 PARQUET_KINDS = {".parquet": "parquet"}
 _MAX_JSON = 2**30
-_PARQUET_BATCH = 64  # rows: each may repeat the largest value of the file
+_PARQUET_BATCH = 64  # rows per batch; each may repeat the largest value in the file
 KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
 
 
 class RowSource(Protocol):
-    """Rows numbered from 1; ``name`` and ``unit`` ("line" or "row") describe a row number in messages."""
+    """A source of rows numbered from 1. Messages show ``name`` and ``unit`` ("line" or "row")."""
 
     @property
     def name(self) -> str: ...
@@ -42,7 +42,7 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """Training rows, and validation rows or None; ``notes`` are log lines."""
+    """Sources of training and validation rows. ``notes`` are log lines."""
 
     train: Sequence[RowSource]
     val: Sequence[RowSource] | None = None
@@ -50,18 +50,18 @@ class Splits:
 
 
 def describe_row(source: RowSource, number: int) -> str:
-    """Return the position of a row, such as ``data/faq.jsonl line 17``."""
+    """Return a row's location, such as ``data/faq.jsonl line 17``."""
     return f"{source.name} {source.unit} {number:,}"
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """The rows of a file.
+    """A file of rows.
 
     Args:
-        kind: One of the values of KINDS.
-        option: The option that named it, such as ``--data.json_path faq.jsonl``.
-        split: The key to read in a JSON file that contains an object of splits.
+        kind: File format, one of the values of KINDS.
+        option: The option that set the path, such as ``--data.json_path faq.jsonl``.
+        split: The split to read from a JSON file with several splits.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class RowFile:
         is_empty = True
         try:
             for number, row in read(self.path):
-                if self.kind != "jsonl" and _count_characters(row) > MAX_ROW:  # a line of JSON is bounded
+                if self.kind != "jsonl" and _count_characters(row) > MAX_ROW:  # JSON lines are limited by bounded_lines
                     where = describe_row(self, number)
                     raise UserError(f"{where}: has more than {MAX_ROW:,} characters, the most of a row")
                 yield number, row
@@ -114,8 +114,9 @@ def find_splits(value: str, name: str, kinds: dict[str, str]) -> Splits:
     """Resolve ``--data.<name> <value>``: a file, or a folder with train and val files.
 
     Args:
-        value: A path. A folder contains ``train`` and ``val`` (or validation, or test) files with one of the suffixes,
-            possibly in several parts, as in ``train-00000-of-00002.parquet``.
+        value: The path. A folder has ``train`` and ``val`` (or validation, or test) files, possibly sharded, such as
+            ``train-00000-of-00002.parquet``.
+        kinds: File format by suffix.
     """
     if not value:
         raise UserError(f"--data.{name}: must be given")
@@ -151,7 +152,7 @@ def _files_of(folder: Path, split: str, kinds: dict[str, str]) -> list[Path]:
 
 
 def _require_same_kind(files: list[Path], split: str, option: str) -> list[Path]:
-    """Return the files of a split. Several must be parts of the same kind: others may duplicate rows."""
+    """Return ``files``. Reject a mix of formats, or of shards and an unsharded file: rows may be duplicates."""
     unsharded = [path for path in files if path.stem == split]
     if len(files) > 1 and (unsharded or len({path.suffix for path in files}) > 1):
         first = unsharded[0] if unsharded else files[0]
@@ -172,7 +173,7 @@ def _describe_unread(folder: Path, read: set[str], held_out: str | None) -> tupl
 
 
 def _require_unsplit(file: RowFile) -> RowFile:
-    """Reject a ``.json`` file that contains splits inside a folder of splits."""
+    """Reject a ``.json`` file with several splits in a folder of split files."""
     if file.kind != "json":
         return file
     (content,) = _splits_of_json(file.path, file.option).train
@@ -184,7 +185,7 @@ def _require_unsplit(file: RowFile) -> RowFile:
 
 
 def _splits_of_json(path: Path, option: str) -> Splits:
-    """Return the splits of a ``.json`` file: a list, an object of lists, or JSON Lines."""
+    """Return the splits in a ``.json`` file, which contains a list, an object of lists, or JSON Lines."""
     first = _first_line(path, option)
     if not first:
         raise UserError(f"{option}: {path} is empty")
@@ -240,14 +241,14 @@ def _read_json(path: Path) -> Any:
 
 
 def _parse_json(text: str, path: Path, line: int | None = None, hint: str = "") -> Any:
-    """Parse a file, or one line of it; ``hint`` ends the message about invalid JSON."""
+    """Parse a file, or one line. The error message for invalid JSON ends with ``hint``."""
     first = line or 1
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         where = f"{path} line {first + error.lineno - 1:,}"
         raise UserError(f"{where}: invalid JSON: {error.msg} at column {error.colno}{hint}") from error
-    except (RecursionError, ValueError) as error:  # ValueError: a number of too many digits
+    except (RecursionError, ValueError) as error:  # ValueError: a number has too many digits
         where = f"{path}" if line is None else f"{path} line {line:,}"
         reason = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise UserError(f"{where}: invalid JSON: {reason}") from error
@@ -277,7 +278,7 @@ def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield rows as dicts keyed by the header. An empty cell is an empty string; line endings in cells are ``\\n``."""
+    """Yield rows as dicts keyed by column. Empty cells are empty strings. Line endings in cells become ``\\n``."""
     number, before = 1, csv.field_size_limit(MAX_ROW)
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -285,7 +286,7 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
             if duplicates := {name for name, n in Counter(reader.fieldnames or []).items() if n > 1}:
                 raise UserError(f"{path} line 1: duplicate column {min(duplicates)}")
             while True:
-                number = reader.line_num + 1  # the first line of the row: quoted cells may span lines
+                number = reader.line_num + 1  # first line of the row; quoted cells may span lines
                 row = next(reader, None)
                 if row is None:
                     return
@@ -315,14 +316,14 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return the value without null fields: Arrow gives every row the fields of all rows, such as other tools'."""
+    """Remove null fields recursively. Arrow fills fields that a row does not have with nulls."""
     if isinstance(value, dict):
         return {name: drop_nulls(field) for name, field in value.items() if field is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def require_plausible(size: int, metadata: Any, name: str) -> None:
-    """Raise UserError for a decompression bomb: repeats of one value, or compressed zeros."""
+    """Raise UserError for a likely decompression bomb, such as repeated values or compressed zeros."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
     values = sum(chunk.num_values for chunk in chunks)

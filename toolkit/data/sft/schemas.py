@@ -1,4 +1,4 @@
-"""Row schemas of instruction data: rows to records (conversations or plain text), detected by their columns."""
+"""Parse rows of instruction data into records (conversations or plain text). Columns determine the schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import UserError, did_you_mean
 
-# Columns by meaning. The first schema whose columns are present determines how a row is read.
+# Column names by meaning. The first schema whose columns are present is used.
 CONVERSATION = ("messages", "conversations")
 QUESTION = ("instruction", "prompt")
 INPUT = ("input", "context")
@@ -19,20 +19,20 @@ SYSTEM = ("system",)
 TOOLS = ("tools",)
 GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, TEXT, SYSTEM, TOOLS)
 KNOWN = tuple(name for group in GROUPS for name in group)
-_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT role names
 _SCHEMAS = "messages, conversations, instruction with output, prompt with completion, or text"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A sample before tokenization; exactly one of ``messages`` and ``text`` is set.
+    """A sample before tokenization. Exactly one of ``messages`` and ``text`` is set.
 
     Args:
-        messages: Messages with role and content. A message made from an instruction also has "instruction" and
+        messages: Messages with role and content. A user message built from an instruction also has "instruction" and
             "input", for templates that distinguish them.
         text: Plain text.
-        where: The file and the line or row, for messages.
-        tools: The tools available to the assistant, for the template; None without such a column.
+        where: File and line or row, for error messages.
+        tools: Tools available to the assistant, for the template; None without a tools column.
     """
 
     messages: tuple[dict[str, Any], ...] | None
@@ -42,11 +42,11 @@ class Record:
 
 
 class EmptyAnswerError(UserError):
-    """The answer of a row is empty."""
+    """Raised when a row has an empty answer."""
 
 
 def require_columns(columns: dict[str, str] | None) -> None:
-    """Raise UserError unless every key of ``--data.columns`` is a known column."""
+    """Raise UserError unless every key in ``--data.columns`` is a known column."""
     for name in columns or {}:
         if name not in KNOWN:
             near = did_you_mean(name, KNOWN) or f"; known columns: {', '.join(KNOWN)}"
@@ -54,11 +54,12 @@ def require_columns(columns: dict[str, str] | None) -> None:
 
 
 def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Record:
-    """Read one row.
+    """Parse a row into a record.
 
     Args:
-        row: An object with the columns of one schema; null means that the column is missing.
-        columns: Column name mapping: known name -> name in the row.
+        row: A dict with the columns of one schema. None values count as missing columns.
+        where: File and line or row, for error messages.
+        columns: Maps known column names to names in the row.
     """
     if not isinstance(row, dict):
         raise UserError(f"{where}: is {_describe_type(row)}, not an object; every row needs {_SCHEMAS}")
@@ -90,7 +91,7 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
 
 
 def _parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Parse a list of objects, or JSON text of one (for CSV files, and tables with heterogeneous tools)."""
+    """Parse a list of tools, or a list as JSON text (in CSV files and tables with heterogeneous tools)."""
     if value is None or value == "":
         return None
     if isinstance(value, str):
@@ -104,7 +105,7 @@ def _parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def answer_weights(messages: Sequence[dict[str, Any]], train_on: str) -> list[int]:
-    """Return the weight of each answer: 0 masks its loss, 1 (the default) trains on it."""
+    """Return the loss weight of each answer: 0 masks the answer, 1 (the default) trains on it."""
     for number, message in enumerate(messages, 1):
         weight, role = message.get("weight"), message.get("role")
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
@@ -126,7 +127,7 @@ def _add_system_message(messages: tuple[dict[str, Any], ...], system: str, where
 
 
 def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> dict[str, Any]:
-    """Return a row's columns by standard name; a mapped column replaces its synonyms."""
+    """Return the row's values by known column name. A mapped column replaces its synonyms."""
     values = {name: row[name] for name in KNOWN if name in row}
     for name, column in columns.items():
         if column not in row:
@@ -146,7 +147,7 @@ def _find_column(values: dict[str, Any], group: tuple[str, ...], where: str) -> 
 
 
 def _build_turn(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
-    """Build a user and an assistant message; ``prompt`` and ``completion`` may also be lists of messages."""
+    """Build a user and an assistant message. The question and the answer may also be lists of messages."""
     answer = _find_column(values, ANSWER, where)
     if answer is None:
         if null := [name for name in ANSWER if name in values]:
@@ -185,7 +186,7 @@ def _build_user_message(values: dict[str, Any], question: str, where: str) -> tu
 
 
 def _parse_conversation(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Parse a list of messages, a list of strings with alternating roles (LIMA), or JSON text of either (CSV files)."""
+    """Parse a list of messages, a list of strings with alternating roles (LIMA), or either as JSON text (CSV)."""
     if isinstance(value, str):
         value = _parse_json_cell(value, where, "a list of messages")
     if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
@@ -200,7 +201,7 @@ def _parse_messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
 
 
 def _parse_message(message: Any, where: str) -> dict[str, Any]:
-    """Parse a message with role and content; keep other fields (tool calls, a name) for the template."""
+    """Parse a message with role and content. Other fields, such as tool calls, are kept for the template."""
     if not isinstance(message, dict):
         raise UserError(f"{where}: is {_describe_type(message)}, not an object with role and content")
     fields = {name: value for name, value in message.items() if value is not None}
@@ -229,7 +230,7 @@ def _parse_json_cell(text: str, where: str, what: str) -> Any:
 
 
 def _join_parts(parts: list[Any], where: str) -> str:
-    """Join content parts, ``[{"type": "text", "text": ...}]``."""
+    """Join content parts in the format ``[{"type": "text", "text": ...}]``."""
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     strings = [text for text in texts if isinstance(text, str)]
     if len(strings) < len(parts):
@@ -238,7 +239,7 @@ def _join_parts(parts: list[Any], where: str) -> str:
 
 
 def _require_unicode(value: Any, where: str) -> None:
-    """Raise UserError for an unpaired surrogate: valid in JSON (as ``\\ud800``), invalid in UTF-8."""
+    """Raise UserError for an unpaired surrogate, which is valid in JSON (``\\ud800``) but not in UTF-8."""
     try:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Tokenize instruction data: render samples with the chat template, fit them to rows, write and count them."""
+"""Tokenize instruction data: render samples with the chat template, truncate or split them, and write tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
     from toolkit.data.tokens.store import TokenWriter
 
-LONGEST = 5  # longest samples to report
+LONGEST = 5  # number of longest samples to report
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class SFTConfig:
 
     Args:
         module: Prefix of the cache folder name.
-        option: The option that named the rows, such as ``--data.json_path faq.jsonl``.
-        no_template: Without a template, the error to raise for the first conversation.
+        option: The data option, such as ``--data.json_path faq.jsonl``.
+        no_template: If ``template`` is None, the error to raise for the first conversation.
         skip_empty: Skip rows with an empty answer instead of raising an error.
         max_seq_length: Input tokens per row.
-        val_fraction: Share of the training samples to hold out.
+        val_fraction: Fraction of training samples to hold out.
     """
 
     module: str
@@ -59,25 +59,25 @@ class SFTConfig:
         return [*self.splits.train, *(self.splits.val or [])]
 
     def cache_options(self) -> dict[str, Any]:
-        """Return the options that affect the rows, for the cache key."""
+        """Return the options that affect prepared rows, for the cache key."""
         names = ("columns", "skip_empty", "train_on", "on_long", "packing", "max_seq_length", "val_fraction")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass
 class Counts:
-    """Preparation statistics; numbers count samples unless stated otherwise.
+    """Preparation statistics.
 
     Args:
         samples: Rows read.
-        unanswered: Conversations that end with a user's message.
-        truncated: Truncated to the row length.
-        split: Split into several pieces.
-        too_long: Dropped because of their length.
-        untrained: Dropped because no token within the row length has loss.
-        empty: Dropped because of an empty answer.
+        unanswered: Conversations that end with a user message.
+        truncated: Samples truncated to the row length.
+        split: Samples split into several pieces.
+        too_long: Samples dropped because they are too long.
+        untrained: Samples dropped because no token within the row length has loss.
+        empty: Samples dropped because of an empty answer.
         pieces_left_out: Pieces of split samples dropped because no token has loss.
-        trained_tokens: Tokens with loss in the kept samples.
+        trained_tokens: Tokens with loss in all samples that were not dropped.
         longest: Heap of (tokens, -source index, -row number).
     """
 
@@ -98,23 +98,23 @@ class Counts:
         return self.too_long + self.untrained + self.empty
 
     def measure(self, tokens: int, source: int, number: int) -> None:
-        """Track the longest samples; the first wins ties."""
+        """Track the longest samples. On ties, keep the first."""
         heapq.heappush(self.longest, (tokens, -source, -number))
         if len(self.longest) > LONGEST:
             heapq.heappop(self.longest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all counts; ``longest`` as (tokens, source index, row number), longest first."""
+        """Return all counts. ``longest`` is a list of (tokens, source index, row number), longest first."""
         longest = [(tokens, -source, -number) for tokens, source, number in sorted(self.longest, reverse=True)]
         return asdict(self) | {"dropped": self.dropped, "longest": longest}
 
 
 def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> tuple[Counts, dict[str, np.ndarray]]:
-    """Tokenize all rows, with their loss mask, and finish the writer.
+    """Tokenize all rows, write tokens and loss masks, and finish the writer.
 
     Returns:
-        The counts, and int64 arrays: ``offsets`` (n + 1,) of the samples, and for each sample its index in
-        ``config.sources`` (``sources``, (n,)) and its row number (``numbers``, (n,)). Pieces of a sample are adjacent.
+        The counts, and int64 arrays: ``offsets`` (n + 1,), the token offset of each sample; ``sources`` (n,), the
+        index in ``config.sources``; and ``numbers`` (n,), the row number. Pieces of a sample are adjacent.
     """
     counts, last_line = Counts(), time.perf_counter()
     offsets, sources, numbers = array("q", [0]), array("q"), array("q")
@@ -137,7 +137,7 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
 def _tokenize_row(
     config: SFTConfig, row: Any, source: int, number: int, counts: Counts
 ) -> list[tuple[list[int], list[bool]]]:
-    """Return the kept pieces of a row: usually one, none if the row is dropped."""
+    """Tokenize a row into pieces that fit: usually one, or none if the row is dropped."""
     where = describe_row(config.sources[source], number)
     try:
         record = to_record(row, where, config.columns)
@@ -184,9 +184,10 @@ def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
 
 
 def _cut(encoding: Encoding, limit: int, split: bool) -> Iterator[tuple[list[int], list[bool]]]:
-    """Truncate or split a sample to pieces of ``limit`` tokens, one more than the inputs of a row.
+    """Truncate a sample to ``limit`` tokens (max_seq_length + 1), or split it into pieces of that size.
 
-    Consecutive pieces share one token: a label in the first, an input in the second. So every token is predicted once.
+    Consecutive pieces share one token, a label in the first and an input in the second, so that every token is
+    predicted once.
     """
     ids, loss_mask = encoding.ids, encoding.loss_mask
     last = len(ids) - 1 if split else 1

@@ -1,1 +1,1 @@
-"""Text data modules: documents to token chunks."""
+"""Text data modules: tokenize documents into blocks."""

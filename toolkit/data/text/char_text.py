@@ -1,4 +1,4 @@
-"""One text file, a token per character: the data of minGPT."""
+"""Character-level text data, as in minGPT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CharText(DataModule):
     """The characters of a text file as tokens. The vocabulary is saved with every checkpoint.
 
     Args:
-        path: A UTF-8 text file, or the URL of one, which is downloaded into the cache once.
+        path: A UTF-8 text file, or its URL. A URL is downloaded into the cache once.
         block_size: Characters per sequence. Default: --train.max_seq_length.
         train_split: Share of the text to train on; the end of the text is held out.
         truncate: Share of the text to use, from its start.
@@ -81,7 +81,7 @@ class CharText(DataModule):
 
 
 def _fetch(url: str, option: str, cache_dir: str | None, report: Report) -> Path:
-    """Return the local copy of a file at any URL that fsspec reads. A copy in the cache is not downloaded again."""
+    """Download a file from any fsspec URL into the cache, unless cached. Return the local path."""
     from toolkit.data.streamed.files import require_no_secret
 
     require_no_secret(url, option)

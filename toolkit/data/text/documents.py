@@ -1,4 +1,4 @@
-"""Documents: UTF-8 text files, in an order that depends only on their contents, and their tokens."""
+"""Read and tokenize documents (UTF-8 text files) in an order that depends only on the file contents."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from toolkit.errors import UserError
 
 _READ_SIZE = 1 << 20
 _BPE_SAMPLE = 8_000_000  # characters for tokenizer training
-CHUNK_CHARS = 1 << 18  # characters of a document tokenized at once
-BATCH = 1 << 18  # characters tokenized by a thread at once
+CHUNK_CHARS = 1 << 18  # approximate characters per chunk
+BATCH = 1 << 18  # approximate characters per batch, which one thread tokenizes
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Document:
     r"""A text file.
 
     Args:
-        sha256: Hex digest of the file contents.
-        size: Bytes of text, as :func:`chunks` reads it.
-        crlf: Number of \r\n line endings, read as \n.
-        has_bom: Whether the file starts with a byte order mark, which is dropped from the text.
+        sha256: Hex SHA-256 of the file contents.
+        size: Text size in bytes, after normalization by :func:`text_chunks`.
+        option: The option that set the path.
+        crlf: Number of \r\n line endings, which are normalized to \n.
+        has_bom: Whether the file starts with a byte order mark, which is dropped.
     """
 
     sha256: str
@@ -45,7 +46,7 @@ class Document:
 
 
 class TextChunk(NamedTuple):
-    """A part of a document, or all of it."""
+    """A chunk of a document, or the complete document."""
 
     text: str
     ends_document: bool
@@ -55,7 +56,7 @@ Tokenized = tuple[list[TextChunk], np.ndarray]
 
 
 def fingerprint(paths: list[Path], option: str) -> list[Document]:
-    """Hash files and sort them by hash: a shuffled order that is a pure function of the contents.
+    """Hash files and sort them by hash, which shuffles them as a pure function of the contents.
 
     Empty files are skipped.
     """
@@ -92,12 +93,9 @@ def describe_changes(documents: list[Document]) -> str | None:
 
 
 def text_chunks(document: Document, size: int | None = CHUNK_CHARS) -> Iterator[TextChunk]:
-    r"""Read a document in chunks of about ``size`` characters; None reads it in one chunk.
+    r"""Read a document in chunks of about ``size`` characters, or in one chunk if None; see :func:`cut_text`.
 
-    \r\n line endings become \n, and a leading byte order mark is dropped.
-
-    Cuts fall only between a line that ends in a visible character and one that starts with a letter: tokenizers with
-    :meth:`Tokenizer.splits_at_newlines` split there as well, so the token ids do not change.
+    A leading byte order mark is dropped.
     """
     try:
         with open(document.path, encoding="utf-8-sig", newline="") as file:
@@ -112,11 +110,10 @@ def text_chunks(document: Document, size: int | None = CHUNK_CHARS) -> Iterator[
 
 
 def cut_text(file: IO[str], size: int | None) -> Iterator[TextChunk]:
-    r"""Read one document in chunks of about ``size`` characters; None reads it in one chunk.
+    r"""Read a document in chunks of about ``size`` characters, or in one chunk if None.
 
-    \r\n line endings become \n.
-    Cuts fall only between a line that ends in a visible character and one that starts with a letter: tokenizers with
-    :meth:`Tokenizer.splits_at_newlines` split there as well, so the token ids do not change.
+    \r\n line endings become \n. Text is cut only after a newline that follows a visible character and precedes a
+    letter. If :meth:`Tokenizer.splits_at_newlines` is true, such cuts do not change the token ids.
     """
     rest = carry = ""
     while block := file.read(size or -1):
@@ -139,11 +136,11 @@ def _last_line_end(text: str, start: int) -> int:
 
 
 def batches(documents: list[Document], cut: bool, limit: int | None = None) -> Iterator[list[TextChunk]]:
-    """Yield chunks of all documents in lists of about BATCH characters.
+    """Yield batches of chunks with about BATCH characters each.
 
     Args:
         cut: Whether to cut documents into chunks; otherwise each is one chunk.
-        limit: Bytes of text to read; None reads all.
+        limit: Maximum bytes of text to read; None for all.
     """
     batch, size = [], 0
     for document in documents:
@@ -166,7 +163,7 @@ def batches(documents: list[Document], cut: bool, limit: int | None = None) -> I
 
 
 def train_tokenizer(chunks: Iterable[TextChunk], n_characters: int, vocab_size: int, report: Report) -> Tokenizer:
-    """Train a byte-level BPE on the first ``n_characters`` of the text, at most 8 million."""
+    """Train a byte-level BPE tokenizer on the first ``n_characters`` characters, at most 8 million."""
     start = time.perf_counter()
     tokenizer = train_bpe(_first_characters(chunks, min(n_characters, _BPE_SAMPLE)), vocab_size)
     note = "" if tokenizer.vocab_size == vocab_size else f" (too little text for {vocab_size:,})"
@@ -184,10 +181,10 @@ def _first_characters(chunks: Iterable[TextChunk], limit: int) -> Iterator[str]:
 
 
 def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer) -> Iterator[Tokenized]:
-    """Yield each batch with its token ids, (n,) int64, an eos token after each complete document.
+    """Yield each batch and its token ids, (n,) int64. An eos token follows each complete document.
 
-    Batches are tokenized in threads of our own, if the tokenizers library may use all cores: batches are read,
-    converted and written meanwhile. Tokenizing alone is about as fast in the threads of the library.
+    If the tokenizers library may use all cores, a thread pool tokenizes batches, to overlap with reading, conversion
+    and writing. Without this overlap, the library's threads are about as fast.
     """
     assert tokenizer.eos_id is not None  # checked by the callers
     end = [tokenizer.eos_id]
@@ -202,7 +199,7 @@ def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer) -> Iterat
     if not is_parallel():
         yield from map(encode, batches)
         return
-    # as many as the library would start: a job may have some of the cores only
+    # as many as the library would start; a job may have only some of the cores
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     running = deque[Future[Tokenized]]()
     with one_thread_per_call(), ThreadPoolExecutor(threads) as pool:

@@ -1,13 +1,13 @@
-"""Prepare text files once, cached by content: documents -> tokenizer -> token store -> manifest.
+"""Prepare text files, cached by content: documents -> tokenizer -> token store -> manifest.
 
     <cache_dir>/<module>-<first 16 of the key>/tokens/         all tokens, see toolkit.data.tokens.store
                                               tokenizer/
-                                              manifest.json   contents and provenance
-                                              checksums.json  of all of these files
-                                              content_keys/   of the row lengths seen so far
+                                              manifest.json   key, tokenizer fingerprint and splits
+                                              checksums.json  checksums of all files above
+                                              content_keys/   a content key per block size, added on use
 
 Folders are published atomically with a rename (S5). The key excludes paths and dates: moved or copied text is a cache
-hit, changed text a miss. Rows are blocks of any length from the same tokens.
+hit, and changed text a miss. All block sizes share the same tokens.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class TextSources:
     """Text files and preparation options.
 
     Args:
-        module: The data module, for folder names and messages.
-        train: Training text; validation rows are held out from it if ``val`` is None.
-        val: Separate validation text.
-        train_option: The option that named the training text, such as ``--data.train_data_path corpus``.
-        val_option: The same for ``val``, or the option that sets the held-out share.
-        val_fraction: Share of the ``train`` tokens to hold out; 0 with ``val``.
-        vocab_size: Size of the BPE tokenizer to train if none is specified; or characters.
-        text_fraction: Share of the ``train`` text to use, from its start.
+        module: Prefix of the cache folder name.
+        train: Training text files. If ``val`` is None, the end of the text is held out.
+        val: Validation text files, or None.
+        train_option: The option that set ``train``, such as ``--data.train_data_path corpus``.
+        val_option: The option that set ``val`` or the held-out fraction.
+        val_fraction: Fraction of ``train`` tokens to hold out; 0 with ``val``.
+        vocab_size: Vocabulary size of the BPE tokenizer to train if there is no tokenizer; or "characters".
+        text_fraction: Fraction of the ``train`` text to use, from the start.
     """
 
     module: str
@@ -67,7 +67,7 @@ class TextSources:
 def prepare_text(
     sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
 ) -> PreparedData:
-    """Load the rows of ``sources`` from the cache, or prepare them."""
+    """Load prepared rows from the cache, or prepare them."""
     start = time.perf_counter()
     if tokenizer is not None and tokenizer.eos_id is None:
         raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
@@ -122,7 +122,7 @@ def _require_block(rows: Any, option: str, what: str) -> None:
 
 
 def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, report: Report) -> PreparedData:
-    """Read a prepared folder. Raises one of DAMAGE_ERRORS if it is damaged."""
+    """Read a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
     manifest = read_manifest(folder, key)
     if tokenizer is None:
         tokenizer = Tokenizer.load(folder / "tokenizer", flag="the cached tokenizer")
@@ -133,7 +133,7 @@ def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, 
 
 
 def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) -> str:
-    """Return the SHA-256 of lengths and tokens; reads all tokens once for each row length."""
+    """Return the hex SHA-256 of split sizes and tokens. Reads all tokens once per block size."""
     store, key_file = train.store, train.store.folder / "content_keys" / str(train.block_size)
     with suppress(OSError):
         if len(key := key_file.read_text(encoding="utf-8")) == 2 * hashlib.sha256().digest_size:
@@ -145,7 +145,7 @@ def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) 
     for rows in (train, val):
         for block in () if rows is None else store.array.blocks(rows.start, rows.start + rows.n_tokens):
             digest.update(block.data)
-    with suppress(OSError):  # another user's cache
+    with suppress(OSError):  # not writable: the cache belongs to another user
         key_file.parent.mkdir(exist_ok=True)
         key_file.write_text(digest.hexdigest(), encoding="utf-8")
     return digest.hexdigest()
@@ -178,7 +178,7 @@ def _make(
     active.save(folder / "tokenizer")
     writer = TokenWriter(folder, token_dtype(active.vocab_size))
     share = round(sources.text_fraction * sum(document.size for document in texts[0]))
-    limit = None if sources.text_fraction == 1 else max(4, share)  # a character has up to 4 bytes
+    limit = None if sources.text_fraction == 1 else max(4, share)  # bytes; a UTF-8 character has up to 4
     _write_tokens(writer, texts[0], limit, active, report)
     n_train = writer.n_tokens
     _write_tokens(writer, texts[1] or [], None, active, report)
@@ -198,11 +198,11 @@ def _train_tokenizer(
 
     train, val = texts
     if sources.vocab_size == "characters":
-        # Of the held-out text, too: the model could not read others.
+        # Include the held-out text; otherwise its new characters would be unknown.
         tokenizer = collect_characters(chunk.text for chunk in chunks_of(train + (val or [])))
         report(f"Data: the text has {tokenizer.vocab_size - 2:,} different characters, each one token")
         return tokenizer
-    # Only the front of the text: the end is held out.
+    # Exclude the end of the text, which is held out.
     share = sources.text_fraction * (1 - sources.val_fraction) * sum(d.size for d in train)
     return documents.train_tokenizer(chunks_of(train), int(share), sources.vocab_size, report)
 
@@ -210,7 +210,7 @@ def _train_tokenizer(
 def _write_tokens(
     writer: TokenWriter, texts: list[documents.Document], limit: int | None, tokenizer: Tokenizer, report: Report
 ) -> None:
-    """Write the tokens of documents, or of their first ``limit`` bytes, an eos token after each complete one."""
+    """Tokenize and write documents, or their first ``limit`` bytes. An eos token follows each complete document."""
     total, done, last_line = limit or sum(d.size for d in texts), 0, time.perf_counter()
     for chunks, ids in documents.tokenize(documents.batches(texts, tokenizer.splits_at_newlines(), limit), tokenizer):
         writer.add(ids)

@@ -1,4 +1,4 @@
-"""Real text available on every machine: the source code of Python's standard library."""
+"""Use the source code of Python's standard library as text data, available on every machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.errors import UserError
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
-# Installed packages, tests, and bulk: encoding tables, documentation as string literals, build settings.
+# Installed packages, tests, and bulk data such as encoding tables, documentation strings and build settings.
 _EXCLUDED = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip",
     "encodings", "pydoc_data", "__phello__", "__pycache__",
@@ -64,7 +64,7 @@ def find_sources() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if _is_included(name)]  # skips excluded folders entirely
+        subfolders[:] = [name for name in subfolders if _is_included(name)]  # prune excluded folders
         files += [Path(folder, name) for name in names if name.endswith(".py") and _is_included(name)]
     files = sorted(path for path in files if _is_utf8(path))
     if not files:

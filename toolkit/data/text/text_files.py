@@ -1,4 +1,4 @@
-"""User-provided text: files, a folder or a glob."""
+"""Read user-provided text from files, a folder or a glob."""
 
 from __future__ import annotations
 
