@@ -121,7 +121,7 @@ def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsy
         (["--prompts_path", tmp_path], f"--prompts_path {tmp_path}: is a folder"),
         (
             ["--prompts_path", tmp_path / "long.txt"],
-            f"--prompts_path {tmp_path / 'long.txt'}:3: has 64 tokens; the model's context of 64",
+            f"--prompts_path {tmp_path / 'long.txt'}:3: has 64 tokens, but the model's context length is 64; shorten",
         ),
         (["--prompts_path", tmp_path / "lines.txt", "--prompt", "x"], "--prompt x: has no effect with --prompts_path"),
         (["--prompts_path", tmp_path / "list.json"], "list.json: must be text with one prompt per line, or JSON Lines"),

@@ -1,4 +1,4 @@
-"""The subcommands of ``toolkit``, one file each, and their table. Imports nothing heavy."""
+"""The subcommands of ``toolkit``, one module each, and their table. Fast to import."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 TRAINING: tuple[str, ...] = get_args(TrainingCommand)
 DISTRIBUTED = (*TRAINING, "doctor", "verify_parallel")
-"""Commands of several processes."""
+"""Commands that can run on several processes."""
 WRAPPING = ("plan", "verify_parallel")
 """Commands that take a training command and its options."""
 
@@ -40,4 +40,4 @@ EXAMPLES = {
     "finetune_lora": "toolkit finetune_lora Qwen/Qwen2.5-7B --data JSON --data.json_path chats.json --lora_r 16",
     "doctor": "toolkit doctor --comm --check_grads --devices 2",
 }
-"""Commands to copy, for the help."""
+"""Example commands for the help."""

@@ -128,7 +128,7 @@ def read_stdin(one_line: bool = False) -> str:
 
 
 def require_text(text: str) -> str:
-    """Return the question if it is valid."""
+    """Return a question; raise UserError if it is empty or not valid UTF-8."""
     try:
         text.encode()
     except UnicodeError as error:

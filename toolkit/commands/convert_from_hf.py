@@ -21,8 +21,8 @@ def setup(
             file or in several with an index.
         out_dir: The new folder; an existing one must be empty. Commands find folders below checkpoints/ by name.
         dtype: Dtype of the weights. Default: unchanged.
-        verify_checkpoint: Verify checksums first: those in SHA256SUMS, which exports have, and of the hub, which its
-            downloads keep. Damaged weights are an error, other files a warning; false accepts all.
+        verify_checkpoint: Verify checksums first, from SHA256SUMS (in exports) and from the hub (in downloads). Damaged
+            weights are an error, other damaged files a warning; false accepts all.
     """
     import sys
 

@@ -30,8 +30,8 @@ def setup(
         merge: Merge LoRA adapters during the export if the checkpoint holds no merged weights.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
-        family_options: Options of an extension's family to change, such as --family_options.NAME false, if the model
-            has the weights for it; weights that it then lacks are not exported.
+        family_options: Options of an extension's family to change, such as --family_options.NAME false. The checkpoint
+            must have the weights that they need; weights that the changed model lacks are not exported.
     """
     import sys
     from pathlib import Path
@@ -49,8 +49,8 @@ def setup(
     if verify:
         require_transformers(None if has_adapters_only(folder) else read_model_config(folder))
 
-    def compare(written: Path) -> None:
-        difference = verify_hf(folder, written, base_checkpoint_dir)
+    def compare(exported_dir: Path) -> None:
+        difference = verify_hf(folder, exported_dir, base_checkpoint_dir)
         if not difference <= MAX_DIFFERENCE:  # nan included
             raise GuardError(
                 f"transformers computes different logits: relative difference {difference:.1e} exceeds "

@@ -1,4 +1,4 @@
-"""`toolkit doctor`: is it the machine, the cluster or the code?"""
+"""`toolkit doctor`: print the environment, and check communication and gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def setup(
         accelerator: Device type.
         strategy: Distributed strategy of check_grads. auto: fsdp on several devices.
         timeout: Minutes to wait for a process that does not start or answer. auto: 5.
-        out_dir: The folder of your runs, for its free disk space.
+        out_dir: The folder of your runs, to show its free disk space.
     """
     try:
         from toolkit.diagnostics.doctor import DoctorOptions, examine

@@ -57,7 +57,7 @@ class TaskOptions:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All options but ``tasks``; None for auto."""
+        """All options except ``tasks``; None for auto."""
         return {name: none_if_auto(value) for name, value in vars(self).items() if name != "tasks"}
 
 
@@ -144,7 +144,7 @@ def setup(
 
 
 def require_effect(tasks: str | None, text_options: dict[str, Any], task_options: dict[str, Any]) -> None:
-    """Reject options for text with --tasks, and options for tasks without."""
+    """Raise UserError for text options with --tasks, or task options without --tasks."""
     options = task_options if tasks is None else text_options
     why = "requires --tasks" if tasks is None else "has no effect with --tasks"
     for name, value in options.items():
@@ -157,7 +157,7 @@ def format_text_result(result: dict[str, Any]) -> str:
 
 
 def format_tasks(result: dict[str, Any]) -> str:
-    """Return a table of task results, and the settings."""
+    """Format task results as a table, followed by the settings."""
     lines = [("task", "metric", "value", "stderr", "shots", "samples")]
     for task, values in result["tasks"].items():
         for name in values:

@@ -1,4 +1,4 @@
-"""Options that generate and chat share."""
+"""Options shared by generate and chat."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class InferenceOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters, checked."""
+        """Sampling parameters. Raises UserError if one is out of range."""
         from toolkit.inference.sampling import check_sampling
 
         check_sampling(self.temperature, self.top_k, self.top_p)

@@ -24,7 +24,7 @@ def setup(
         data: The data, with the same options as in the run if they affect the stored tokens.
         max_seq_length: Tokens per sequence, as in the run. auto: 256, or what the data sets.
         tokenizer_dir: A folder with a tokenizer.json; without it TextFiles and PythonStdlib train their own.
-        workers: Processes that tokenize, for HuggingFaceText: one per core. Others use all cores.
+        workers: Processes that tokenize HuggingFaceText; use one per core. Other data uses all cores.
         part: What to tokenize on this machine, for HuggingFaceText with a shared cache_dir: 2/4 is the second of four
             parts.
     """

@@ -11,7 +11,7 @@ from toolkit.planning.run_args import RunArgs
 
 
 def trains(read_options: Callable[..., RunArgs]) -> Callable[..., None]:
-    """Return a command with the parameters and the help of ``read_options``, which trains with its result."""
+    """Return a command that trains with the result of ``read_options`` and has its parameters and help."""
 
     @wraps(read_options)
     def setup(**options: Any) -> None:

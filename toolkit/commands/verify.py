@@ -41,7 +41,7 @@ def setup(checkpoint_dir: str) -> None:
 
 
 Checkpoint = tuple[Callable[[], Any], Callable[[Any], dict[str, str]]]
-"""Reads the manifest of a checkpoint; and compares the files with it and returns the damaged ones."""
+"""Two functions: read a checkpoint's manifest, and return the damaged files with reasons, given the manifest."""
 
 
 def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
@@ -64,7 +64,7 @@ def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
 
 
 def find_remote(url: str) -> dict[str, Checkpoint]:
-    """Return the checkpoints at the URL of a run or a checkpoint, by URL; their files are not stored."""
+    """Return the checkpoints at the URL of a run or a checkpoint, by URL. Their files are not stored locally."""
     from toolkit.checkpoints.manifest import COMPLETE
     from toolkit.checkpoints.remote.checkpoints import newest_first
     from toolkit.checkpoints.remote.download import fetch_files, remote_manifest

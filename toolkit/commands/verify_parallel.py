@@ -29,7 +29,7 @@ def setup(command: TrainingCommand, run: Mapping[str, Any] = NO_GROUPS, steps: P
 
     Args:
         command: The command to verify: pretrain, finetune_full or finetune_lora.
-        run: Its options.
+        run: Options of the command.
         steps: Optimizer steps to compare.
     """
     from toolkit.planning.options import check_start

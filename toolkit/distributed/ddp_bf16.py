@@ -1,4 +1,4 @@
-"""DDP with bf16 weights: their gradients are summed over micro-batches and ranks in fp32."""
+"""DDP for bf16 weights. Gradients are accumulated and all-reduced in fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.private_torch import prebuild_ddp_buckets
 
 
 class BF16DDPStrategy(DDPStrategy):
-    """Fabric's DDP, whose buckets are reduced in fp32. (Not tried on CUDA.)"""
+    """Fabric's DDP with an fp32 all-reduce of bf16 gradients. Not tested on CUDA."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -32,9 +32,9 @@ class BF16DDPStrategy(DDPStrategy):
 class SumInFP32(BackwardSyncControl):
     """Accumulates gradients of bf16 weights in fp32.
 
-    Without accumulation a gradient is the fp32 mean over the ranks, rounded to bf16. With it, each micro-batch's
-    gradient is added to an fp32 sum and freed at once; the last backward pass reduces the sums bucket by bucket, and
-    they become the gradients.
+    Without gradient accumulation, the gradient is the fp32 mean over ranks, rounded to bf16. With accumulation, each
+    micro-batch's gradient is added to an fp32 sum and freed. The last backward pass all-reduces the sums bucket by
+    bucket and makes them the gradients.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class SumInFP32(BackwardSyncControl):
         self._accumulates = False
 
     def attach(self, wrapped: Any) -> None:
-        """Prepare a DDP module."""
+        """Register the communication hook and the gradient hooks on a DDP module."""
         wrapped.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._add)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        return self._accumulate(module) if enabled else self._finish(module)
+        return self._accumulate(module) if enabled else self._finalize_gradients(module)
 
     @contextmanager
     def _accumulate(self, module: Any) -> Iterator[None]:
@@ -62,7 +62,7 @@ class SumInFP32(BackwardSyncControl):
             self._accumulates = False
 
     @contextmanager
-    def _finish(self, module: nn.Module) -> Iterator[None]:
+    def _finalize_gradients(self, module: nn.Module) -> Iterator[None]:
         _restore_gradient_dtypes(module)
         yield
         for parameter in module.parameters():
@@ -88,7 +88,7 @@ class SumInFP32(BackwardSyncControl):
             for parameter, part in zip(parameters, parts, strict=True):
                 if parameter in self._sums:
                     part += self._sums[parameter].flatten()
-                else:  # other ranks may have a gradient: gradients are the same on all
+                else:  # another rank may have a gradient; all ranks get the same mean
                     self._sums[parameter] = torch.empty_like(parameter, dtype=torch.float32)
         total /= dist.get_world_size()
         reduced = dist.all_reduce(total, async_op=True).get_future()
@@ -103,7 +103,7 @@ class SumInFP32(BackwardSyncControl):
 
 
 def _restore_gradient_dtypes(module: nn.Module) -> None:
-    """Let the backward pass produce bf16 gradients again, which DDP's buckets need: norms would get fp32 ones."""
+    """Let the backward pass produce bf16 gradients again, as DDP's buckets require. Norms would get fp32 gradients."""
     for parameter in module.parameters():
         if parameter.grad is None:
             parameter.grad_dtype = parameter.dtype

@@ -35,7 +35,7 @@ def pick_accelerator(accelerator: Accelerator) -> str:
 
 
 def device_memory(accelerator: str) -> float:
-    """Return the memory of a CUDA device, or of this machine including swap, in bytes; infinity if unknown."""
+    """Return the accelerator's memory in bytes (for the CPU: RAM plus swap); infinity if unknown."""
     if accelerator == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     with suppress(OSError):
@@ -46,7 +46,7 @@ def device_memory(accelerator: str) -> float:
 
 
 def precision_hint(accelerator: str, precision: str) -> str | None:
-    """Return a note if another precision would be much faster on this CPU."""
+    """Return a note that suggests bf16-mixed if it would be much faster on this CPU; otherwise None."""
     if (accelerator, precision) != ("cpu", "32-true") or not private_torch.has_fast_bf16():
         return None
     return "note: this CPU multiplies bf16 matrices several times as fast (AMX): --precision bf16-mixed"
@@ -55,9 +55,10 @@ def precision_hint(accelerator: str, precision: str) -> str | None:
 def pick_precision(
     precision: Precision | Auto, accelerator: str, on_cuda: Precision = "bf16-mixed", has_bf16: bool | None = None
 ) -> Precision:
-    """Return the requested precision; auto: ``on_cuda`` on CUDA, or 16-mixed without bfloat16; 32-true elsewhere.
+    """Resolve ``precision`` and raise UserError if the accelerator does not support it.
 
-    ``has_bf16`` is whether the GPU has bfloat16; None asks this machine's GPU.
+    auto is ``on_cuda`` on CUDA GPUs with bfloat16, 16-mixed on other CUDA GPUs, and 32-true elsewhere. ``has_bf16``
+    says whether the GPU supports bfloat16; None queries this machine's GPU.
     """
     if has_bf16 is None:
         has_bf16 = accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -73,15 +74,15 @@ def pick_precision(
 def choose_attention_kernels(*, fixed_shapes: bool, has_masks: bool) -> None:
     """Enable or disable cuDNN attention on CUDA in this process.
 
-    torch 2.11 and later prefer cuDNN's kernels on Hopper, where they are the fastest. They are compiled for each new
-    shape, up to a second each, and with masks their gradients may be NaN (pytorch 196678).
+    torch 2.11 and later prefer cuDNN's kernels on Hopper, where they are the fastest. Each new shape compiles a kernel,
+    which takes up to a second. With masks, gradients may be NaN (pytorch 196678).
     """
     torch.backends.cuda.enable_cudnn_sdp(fixed_shapes and not has_masks)
 
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Disable cuDNN attention, for calls whose shapes vary: see :func:`choose_attention_kernels`."""
+    """Disable cuDNN attention in the block, for shapes that vary. See :func:`choose_attention_kernels`."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -92,8 +93,10 @@ def without_cudnn_attention() -> Iterator[None]:
 
 @contextmanager
 def fp32_reductions() -> Iterator[None]:
-    """Sum 16-bit matrix products in fp32 on CUDA: by default cuBLAS may round the sums of parts of the inner dimension,
-    and splits it by the size of the micro-batch (N2)."""
+    """Accumulate 16-bit matrix products in fp32 on CUDA (N2).
+
+    By default cuBLAS may round partial sums to 16 bits, and it splits the inner dimension by the micro-batch size.
+    """
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
@@ -105,7 +108,7 @@ def fp32_reductions() -> Iterator[None]:
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Restrict torch to deterministic algorithms; enter it before the first matrix product."""
+    """Use only deterministic algorithms in the block, if ``enabled``. Enter it before the first matrix product."""
     if not enabled:
         yield
         return

@@ -1,4 +1,4 @@
-"""Construction of Lightning's Fabric, in one place."""
+"""Build Lightning's Fabric."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _DDP(LauncherMixin, DDPStrategy):
 
 
 class _BF16DDP(LauncherMixin, BF16DDPStrategy):
-    """DDP of bf16 weights with fp32 masters, with toolkit's launcher."""
+    """DDP for bf16 weights with fp32 master weights, with toolkit's launcher."""
 
 
 class _Sharded(LauncherMixin, ShardedStrategy):
@@ -52,16 +52,16 @@ _SHARDED = (ShardedStrategy, FullyShardedStrategy)
 
 
 class _True16Bits(HalfPrecision):
-    """Fabric's half precision, except that adapters of a 16-bit base model stay in fp32."""
+    """Fabric's half precision without casting modules. LoRA adapters of a 16-bit base model stay in fp32."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
 
 
 def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) -> Fabric:
-    """Build a launched Fabric on one device, for evaluation. A model keeps its dtypes.
+    """Build Fabric on one device for evaluation. Does not change the model's dtypes.
 
-    The default on CUDA is bf16-true: mixed precision casts all weights in every forward pass.
+    auto is bf16-true on CUDA GPUs with bfloat16, because mixed precision casts all weights in every forward pass.
     """
     device = pick_accelerator(accelerator)
     disable_malloc_trim(device)
@@ -70,13 +70,13 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) 
 
 
 def _precision_options(precision: Precision) -> tuple[dict[str, Any], list[Any]]:
-    """Return arguments and plugins of Fabric."""
+    """Return Fabric's keyword arguments and plugins for a precision."""
     is_bf16 = precision in ("bf16-true", "bf16-master")
     return ({}, [_True16Bits("bf16-true")]) if is_bf16 else ({"precision": precision}, [])
 
 
 def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:
-    """Materialize a module on the meta device: immediately, or unit by unit when it is sharded."""
+    """Materialize a meta-device module immediately. With FSDP, do so when the strategy shards it."""
     if isinstance(fabric.strategy, _SHARDED):
         fabric.strategy.materialize = materialize
     else:
@@ -85,17 +85,17 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
 
 
 def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which FSDP all-gathers the blocks of a model in ``dtype``; None without FSDP."""
+    """Return the dtype in which FSDP all-gathers block weights of dtype ``dtype``; None without FSDP."""
     return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, _SHARDED) else None
 
 
 def knows_gradient_norm(fabric: Fabric) -> bool:
-    """Whether :func:`gradient_norm` supports the strategy. Strategies of extensions only clip."""
+    """Whether :func:`gradient_norm` supports the strategy. Extension strategies support only clipping."""
     return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, _BF16DDP, *_SHARDED))
 
 
 def gradient_norm(fabric: Fabric, model: FabricModule, optimizer: Any) -> torch.Tensor:
-    """Complete the reduction of the gradients, once per step, and return their norm, an fp32 scalar on every rank."""
+    """Complete the gradient reduction and return the norm, an fp32 scalar on every rank. Call once per step."""
     if isinstance(fabric.strategy, _SHARDED):
         return fabric.strategy.gradient_norm(model._forward_module)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -115,12 +115,12 @@ def build_fabric(
     block_classes: set[type[nn.Module]],
     groups: Mapping[str, Any] | None = None,
 ) -> Fabric:
-    """Build Fabric for a plan; :func:`toolkit.distributed.launch.launch_processes` starts its processes.
+    """Build Fabric for a strategy plan. :func:`toolkit.distributed.launch.launch_processes` launches it.
 
     Args:
         accelerator: "cpu", "cuda" or "mps".
-        block_classes: The modules that each become one FSDP unit.
-        groups: Options of extensions by group.
+        block_classes: Module classes. Each instance becomes one FSDP unit.
+        groups: Extension options by group name.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it logs a banner on every rank
     ranks.set_layout(plan.layout)

@@ -9,10 +9,10 @@ products in 16 bits (autocast). FSDP matches that as follows:
 - gradients accumulate over micro-batches in fp32, unsharded or as each rank's shard (``FSDPArgs.accumulate``). With
   HYBRID_SHARD the shards are all-reduced over the replicas once per step in both cases.
 
-Measured over 20 steps on 2 ranks, the largest relative difference of the loss from one device is 3.7e-5. Other
-micro-batch sizes on one device differ by 6.5e-5; Fabric's default, all parameters in bf16, by 3.7e-4.
+Over 20 steps on 2 ranks, the loss differs from one device by at most 3.7e-5 (relative). For comparison, another
+micro-batch size on one device differs by 6.5e-5, and Fabric's default, all parameters in bf16, by 3.7e-4.
 
-Low-rank adapters are replicated in the same way under every precision: inside a block's unit they would cost a gradient
+LoRA adapters are replicated in the same way under every precision. Inside a block's unit they would require a gradient
 as large as the frozen block.
 """
 
@@ -52,31 +52,31 @@ _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACK
 
 
 class ReplicatedVectors(ParallelStrategy):
-    """What both engines of FSDP share: vectors that mixed precision keeps unsharded in fp32, and dtypes of units."""
+    """Base class of both FSDP engines. Replicates vectors in fp32 under mixed precision and chooses unit dtypes."""
 
     _options: FSDPArgs
     _dtypes: Precision
     _replicated: list[nn.Parameter]
 
     def block_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of all-gathered block weights; parameters in this dtype are never cast."""
+        """Return the dtype in which block weights of dtype ``dtype`` are all-gathered."""
         unit, _ = unit_precision(self._options, self._dtypes)
         return dtype if unit is None or unit.param_dtype is None else unit.param_dtype
 
     def _has_embedding(self, part: nn.Module) -> bool:
-        """Whether a unit other than a block has an embedding, which is gathered in fp32."""
+        """Whether ``part`` contains an embedding and is not a block. Embeddings are all-gathered in fp32."""
         return self._options.auto_wrap != "block" and any(isinstance(m, nn.Embedding) for m in part.modules())
 
     def _sum_of_squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients:
             return torch.zeros((), device=self.root_device)
-        norms = tensor_norms(gradients, torch.float32)  # of offloaded gradients, on the CPU
+        norms = tensor_norms(gradients, torch.float32)  # on the CPU if gradients are offloaded
         return torch.stack([norm.to(self.root_device) for norm in norms]).square().sum()
 
     def _reduce_replicated_gradients(self) -> None:
-        """All-reduce the gradients of the replicated parameters to their mean, in fp32, in one collective.
+        """Average the gradients of replicated parameters over all ranks in fp32, with one all-reduce.
 
-        A rank where a parameter has no gradient contributes zeros.
+        A missing gradient counts as zero.
         """
         parameters = [p for p in self._replicated if p.requires_grad]
         if parameters:
@@ -92,16 +92,16 @@ class ReplicatedVectors(ParallelStrategy):
 
 
 class ShardedStrategy(ReplicatedVectors, FSDPStrategy):
-    """FSDP per block, or by the units of ``options``.
+    """FSDP with one unit per block, or with the units that ``options`` define.
 
     Args:
         block_classes: The classes of the blocks. Each block is a unit; the remaining modules form the root unit.
-        layout: How the ranks are arranged.
+        layout: Sizes of the mesh dimensions.
         sharding: FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD.
-        options: Further options from the user.
+        options: FSDP options (``--fsdp``).
         precision: The compute precision.
         device_type: "cpu" or "cuda".
-        offloads: Keep the shards in CPU memory.
+        offloads: Whether to keep the shards in CPU memory.
 
     ``materialize(module, wanted)`` initializes the meta-device parameters directly in ``module`` that satisfy
     ``wanted``.
@@ -119,14 +119,14 @@ class ShardedStrategy(ReplicatedVectors, FSDPStrategy):
         device_type: str,
         offloads: bool = False,
     ) -> None:
-        # setup_module creates the mesh: Fabric would create one of CUDA devices
+        # setup_module creates the mesh, because Fabric would create it on CUDA only
         super().__init__(sharding_strategy="FULL_SHARD", precision=ShardedPrecision(precision, device_type))
         self.sharding_strategy = ShardingStrategy[sharding]
         self._blocks, self._layout, self._options, self._dtypes = tuple(block_classes), layout, options, precision
         self._offloads = offloads
         self._wrapped: nn.Module | None = None
         self._replicated: list[nn.Parameter] = []
-        self._replica_group: dist.ProcessGroup | None = None  # where the replicas' shards are reduced once per step
+        self._replica_group: dist.ProcessGroup | None = None  # all-reduces the shards over replicas once per step
         self._backward_sync_control = ReduceEachMicroBatch() if self._accumulates_shards else AccumulateInFP32()
 
     @property
@@ -134,7 +134,7 @@ class ShardedStrategy(ReplicatedVectors, FSDPStrategy):
         return self._options.accumulate == "sharded"
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard ``module``."""
+        """Wrap ``module`` in FSDP and return the wrapped module."""
         if self._options.buffer_dtype != "auto" and not any(b.is_floating_point() for b in module.buffers()):
             raise UserError(
                 f"--fsdp.buffer_dtype {self._options.buffer_dtype}: has no effect, the model has no buffers"
@@ -179,7 +179,7 @@ class ShardedStrategy(ReplicatedVectors, FSDPStrategy):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
     ) -> torch.Tensor:
-        """Complete the reduction of the gradients, then clip. Called once per optimizer step."""
+        """Complete the gradient reduction, then clip. Called once per optimizer step."""
         self._complete_gradients(module)
         self.precision.unscale_gradients(optimizer)
         norm = self._norm(module)
@@ -187,7 +187,7 @@ class ShardedStrategy(ReplicatedVectors, FSDPStrategy):
         return norm
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
-        """Complete the reduction of the gradients, and return their norm. Called once per optimizer step."""
+        """Complete the gradient reduction and return the norm. Called once per optimizer step."""
         self._complete_gradients(module)
         return self._norm(module)
 
@@ -197,7 +197,7 @@ class ShardedStrategy(ReplicatedVectors, FSDPStrategy):
             sum_over_replicas(module, self._replica_group)
 
     def _norm(self, module: nn.Module) -> torch.Tensor:
-        """Return the norm of the complete gradient, an fp32 scalar on this rank's device, the same on all ranks."""
+        """Return the total gradient norm, an fp32 scalar on this rank's device, equal on all ranks."""
         norm = self._norm_of_replica(module)
         if self._layout.replicate > 1:
             # The norms of the replicas may differ in the last bit; clipping by them would let the replicas diverge.
@@ -222,13 +222,13 @@ class ShardedStrategy(ReplicatedVectors, FSDPStrategy):
 
 
 class ShardedPrecision(FSDPPrecision):
-    """Autocast as on one device; :func:`unit_precision` sets the dtypes of the units.
+    """Uses the same autocast as one device. :func:`unit_precision` sets the unit dtypes.
 
-    Fabric's class reduces gradients and stores buffers in 16 bits, and enters CUDA autocast even on a CPU.
+    Fabric's class would reduce gradients and store buffers in 16 bits, and enter CUDA autocast even on a CPU.
     """
 
     def __init__(self, precision: Precision, device_type: str) -> None:
-        assert precision != "bf16-master"  # refused with shards
+        assert precision != "bf16-master"  # rejected earlier: not supported with sharding
         super().__init__(precision)
         self._device_type = device_type
 

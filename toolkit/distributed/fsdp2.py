@@ -1,6 +1,6 @@
 """FSDP2 (torch's ``fully_shard``) with explicit meshes and the same numerics as one device, on CUDA and CPU.
 
-Every parameter is a DTensor, sharded by rows over the ranks of a shard group; shard groups are replicas of each other.
+Parameters are DTensors, sharded by rows within a shard group. Shard groups are replicas of each other.
 
 Under mixed precision, a single device keeps weights, residual stream, norms and gradients in fp32 and computes matrix
 products in 16 bits (autocast). FSDP2 matches that as follows:
@@ -38,18 +38,18 @@ from toolkit.private_torch import allocate, fill_shard, local_shard
 
 
 class FullyShardedStrategy(ReplicatedVectors):
-    """FSDP2 per block, or by the units of ``options``.
+    """FSDP2 with one unit per block, or with the units that ``options`` define.
 
     Args:
         block_classes: The classes of the blocks. Each block is a unit; the remaining modules form the root unit.
-        layout: How the ranks are arranged.
+        layout: Sizes of the mesh dimensions.
         sharding: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD.
-        options: Further options from the user.
+        options: FSDP options (``--fsdp``).
         precision: The compute precision.
         device_type: "cpu" or "cuda".
-        offloads: Keep the shards in CPU memory.
+        offloads: Whether to keep the shards in CPU memory.
 
-    ``materialize`` has the values of a model on the meta device.
+    ``materialize`` computes the values of meta-device parameters.
     """
 
     materialize: Materializer | None = None
@@ -71,7 +71,7 @@ class FullyShardedStrategy(ReplicatedVectors):
         self._module: nn.Module | None = None
         self._backward_sync_control = GradientSync(options.accumulate == "sharded")
 
-    # ---- what Fabric asks of a strategy
+    # ---- Fabric's strategy interface
 
     @property
     def root_device(self) -> torch.device:
@@ -92,7 +92,7 @@ class FullyShardedStrategy(ReplicatedVectors):
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """``setup_module`` moves the shards."""
+        """Do nothing; ``setup_module`` moves the shards."""
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         dist.all_reduce(tensor, group=group)
@@ -109,7 +109,7 @@ class FullyShardedStrategy(ReplicatedVectors):
     # ---- sharding
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard ``module`` in place, and give its parameters their values."""
+        """Shard ``module`` in place and initialize its meta-device parameters."""
         unit, root = unit_precision(self._options, self._dtypes)
         # Norms and biases are too small to shard, and would be gathered in 16 bits.
         names = [name for name, p in module.named_parameters() if unit and p.ndim < 2]
@@ -128,7 +128,7 @@ class FullyShardedStrategy(ReplicatedVectors):
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
         keeps_weights = self._sharding in ("SHARD_GRAD_OP", "NO_SHARD")
-        for part in reversed(plan_units(module, self._options, self._blocks)[1:]):  # inner ones first
+        for part in reversed(plan_units(module, self._options, self._blocks)[1:]):  # inner units first
             policy = root if self._has_embedding(part.module) else unit
             fully_shard(part.module, mp_policy=_policy(policy), reshard_after_forward=not keeps_weights, **options)
         # the root stays gathered until the end of the backward pass
@@ -146,7 +146,7 @@ class FullyShardedStrategy(ReplicatedVectors):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
     ) -> torch.Tensor:
-        """Complete the reduction of the gradients, then clip. Called once per optimizer step."""
+        """Complete the gradient reduction, then clip. Called once per optimizer step."""
         self._complete_gradients(module)
         self.precision.unscale_gradients(optimizer)
         norm = self._norm(module)
@@ -154,7 +154,7 @@ class FullyShardedStrategy(ReplicatedVectors):
         return norm
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
-        """Complete the reduction of the gradients, and return their norm. Called once per optimizer step."""
+        """Complete the gradient reduction and return the norm. Called once per optimizer step."""
         self._complete_gradients(module)
         return self._norm(module)
 
@@ -162,7 +162,7 @@ class FullyShardedStrategy(ReplicatedVectors):
         result = super().optimizer_step(optimizer, **options)
         assert self._module is not None
         for parameter in self._module.parameters():
-            parameter.grad = None  # the optimizer's are those of the shards
+            parameter.grad = None  # the optimizer uses the shards' gradients
         return result
 
     def _complete_gradients(self, module: nn.Module) -> None:
@@ -170,7 +170,7 @@ class FullyShardedStrategy(ReplicatedVectors):
         give_gradients(module)
 
     def _norm(self, module: nn.Module) -> torch.Tensor:
-        """Return the norm of the complete gradient, an fp32 scalar on this rank's device, the same on all ranks."""
+        """Return the total gradient norm, an fp32 scalar on this rank's device, equal on all ranks."""
         replicated = set(self._replicated)
         gradients: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for parameter in module.parameters():
@@ -186,10 +186,10 @@ class FullyShardedStrategy(ReplicatedVectors):
 
 
 class GradientSync(BackwardSyncControl):
-    """Reduces gradients in the last backward pass of a step.
+    """Reduces gradients in every micro-batch, or only in the last one of a step.
 
     Args:
-        accumulates_shards: Reduce-scatter each micro-batch; the last one also all-reduces over the replicas.
+        accumulates_shards: Whether to reduce-scatter each micro-batch. The last one also all-reduces over replicas.
     """
 
     def __init__(self, accumulates_shards: bool) -> None:
@@ -213,7 +213,7 @@ class GradientSync(BackwardSyncControl):
 
 
 def _reshard(module: nn.Module, *_: Any) -> None:
-    """Free the gathered weights after a forward pass that no backward pass follows, which would."""
+    """Free all-gathered weights after a forward pass without gradients; otherwise the backward pass frees them."""
     if not torch.is_grad_enabled():
         for part in module.modules():
             if isinstance(part, FSDPModule):

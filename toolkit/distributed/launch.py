@@ -1,4 +1,4 @@
-"""Launch and rendezvous of a run's processes; :mod:`toolkit.distributed.shutdown` handles their end.
+"""Launch a run's processes and connect them. :mod:`toolkit.distributed.shutdown` shuts them down.
 
 Processes first rendezvous at a store on rank 0 (torch's TCPStore) and wait there while the data is prepared (S5).
 They then create the process group for collectives.
@@ -54,7 +54,7 @@ class Timeouts(NamedTuple):
 
 @contextmanager
 def launch_processes(fabric: Fabric, world: WorldInfo, timeouts: Timeouts) -> Iterator[RunGroup]:
-    """Launch the processes of a run. They end together, with one message and the exit code of the root cause."""
+    """Launch a run's processes. If one fails, all exit with one message and the exit code of the root cause."""
     fabric.launch()
     group = RunGroup(fabric, world, timeouts)
     if world.world_size == 1:
@@ -175,7 +175,7 @@ class RunGroup:
         store.set(name, "")
 
     def _wait_for(self, key: str, what: str, deadline: float = math.inf) -> None:
-        """Wait for another rank to set a key, with periodic messages. A failed rank ends the wait."""
+        """Wait until another rank sets ``key``, with periodic messages. Raise PeerLostError if a rank fails."""
         started = last_message = time.monotonic()
         while not self._query_store(lambda: self._is_set(key)):
             if (now := time.monotonic()) > deadline:
@@ -205,7 +205,7 @@ class RunGroup:
 def choose_backends(device: torch.device) -> dict[str, Any]:
     """Return the backend arguments of ``init_process_group`` for a rank on ``device``.
 
-    NCCL would guess the device from the rank, which is wrong where a rank does not see all devices of its node.
+    NCCL would guess the device from the rank, which is wrong if a rank does not see all devices of its node.
     """
     if device.type != "cuda":
         return {"backend": "gloo"}

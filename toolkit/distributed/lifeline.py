@@ -1,7 +1,7 @@
-"""Detection of process exits between rank 0 and the other ranks, before the process group exists.
+"""Detect process exits before the process group exists.
 
 Each rank keeps a TCP connection to rank 0. The operating system closes it when the process exits for any reason, and
-keepalive probes close it some seconds after a node loses power.
+keepalive probes close it about 30 seconds after a node loses power.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # secon
 
 
 class Lifeline:
-    """One rank's side of these connections, open until :meth:`close`.
+    """A rank's connection to rank 0 (on rank 0, the connections of all ranks), open until :meth:`close`.
 
-    Where connections fail, for example behind a firewall, no rank is reported as lost and only timeouts remain.
+    If connections fail, for example behind a firewall, only timeouts detect a lost rank.
 
     Args:
-        store: Where rank 0 publishes its address.
-        host, port: Address of the store. Other nodes reach rank 0 there, or at the address rank 0 connects from.
+        store: Store at which rank 0 publishes its address.
+        host, port: Address of the store. Rank 0 listens on the interface that reaches it; on all if it is loopback.
         rank: Rank of this process.
     """
 
@@ -81,7 +81,7 @@ def _listen(store: Store, host: str, port: int) -> socket.socket | None:
     try:
         with socket.create_connection((host, port), timeout=10) as probe:
             family, local_address = probe.family, probe.getsockname()[0]
-        if ipaddress.ip_address(local_address).is_loopback:  # a local store: other nodes reach this server by its host
+        if ipaddress.ip_address(local_address).is_loopback:  # a local store: other nodes connect to the store's host
             local_address = ""
         server = socket.create_server((local_address, 0), family=family)
     except OSError:
@@ -92,7 +92,7 @@ def _listen(store: Store, host: str, port: int) -> socket.socket | None:
 
 
 def _connect(store: Store, host: str, rank: int) -> socket.socket | None:
-    """Connect to rank 0 at the address in the store; None where that fails, for example behind a firewall."""
+    """Connect to rank 0 at its published address. Return None on failure, for example behind a firewall."""
     address, _, port = store.get(ADDRESS).decode().rpartition(" ")
     if not port:
         return None
@@ -106,7 +106,7 @@ def _connect(store: Store, host: str, rank: int) -> socket.socket | None:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """Return a message, or nothing if the process at the other end has exited."""
+    """Return a message; empty if the peer has exited."""
     try:
         return connection.recv(4)
     except OSError:

@@ -1,4 +1,4 @@
-"""Tuning of glibc's allocator for CPU training. A no-op with other C libraries."""
+"""Tune glibc's allocator for CPU training. A no-op with other C libraries."""
 
 from __future__ import annotations
 

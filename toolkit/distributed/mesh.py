@@ -1,7 +1,7 @@
-"""How the ranks of a run are arranged: the only place that knows the dimensions. Imports no torch.
+"""Layout of a run's ranks along the mesh dimensions. Imports torch only to build a mesh.
 
-Three sizes hide in "world size": who reads different rows (data), whose losses and gradients are summed (loss), and all
-ranks, which agree on votes and errors.
+"World size" can mean three numbers: ranks that read different rows (data), ranks whose losses and gradients are summed
+(loss), and all ranks, which synchronize flags and errors.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """The size of each dimension, from the outermost to the innermost; neighboring ranks differ in the last one first.
+    """Size of each mesh dimension, outermost first. Consecutive ranks differ in the innermost dimension.
 
     Args:
-        pipeline: Stages that hold different layers.
-        replicate: Replicas of what is sharded.
-        shard: Ranks that share the weights of a replica.
-        context: Ranks that share the tokens of a row.
-        tensor: Ranks that share each matrix of a layer.
+        pipeline: Pipeline stages. Each holds different layers.
+        replicate: Model replicas. Each is sharded over ``shard`` ranks.
+        shard: Ranks over which a replica's weights are sharded.
+        context: Ranks over which the tokens of a row are split.
+        tensor: Ranks over which each matrix of a layer is split.
     """
 
     pipeline: int = 1
@@ -30,28 +30,28 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Total number of ranks."""
         return self.pipeline * self.loss_ranks * self.tensor
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that read different rows."""
+        """Number of ranks that read different rows."""
         return self.replicate * self.shard
 
     @property
     def loss_ranks(self) -> int:
-        """Ranks whose losses, tokens and gradients are summed."""
+        """Number of ranks whose losses, tokens and gradients are summed."""
         return self.data_parallel * self.context
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of a rank in each dimension."""
+        """Return a rank's coordinate in each dimension."""
         places = {}
         for field in reversed(fields(self)):
             rank, places[field.name] = divmod(rank, getattr(self, field.name))
         return places
 
     def data_rank(self, rank: int) -> int:
-        """Return the place of a rank among those that read different rows."""
+        """Return a rank's index among the data-parallel ranks."""
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
@@ -60,7 +60,7 @@ class Layout:
 
 
 def data_mesh(layout: Layout, device_type: str) -> Any:
-    """Return the device mesh of the data-parallel ranks: (shard,), or (replicate, shard) where there are replicas."""
+    """Return the device mesh of the data-parallel ranks: (shard,), or (replicate, shard) with several replicas."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if layout.replicate == 1:

@@ -1,4 +1,4 @@
-"""Private APIs of Lightning, all in this file. Tried with Lightning 2.6.6; each has no public equivalent."""
+"""All uses of Lightning's private APIs. Tested with Lightning 2.6.6; none has a public equivalent."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ __all__ = ["AccumulateInFP32", "BackwardSyncControl", "FabricModule", "LauncherM
 
 
 class LauncherMixin(ParallelStrategy):
-    """For Fabric's multi-process strategies: launches processes without creating the process group.
+    """Mixin for Fabric's multi-process strategies that launches processes without creating the process group.
 
-    Fabric creates the group at launch, before the data is prepared, and a strategy has no public way to set its
-    launcher.
+    Fabric creates the group at launch, before the data is prepared. A strategy has no public launcher option.
     """
 
     def _configure_launcher(self) -> None:
@@ -45,7 +44,7 @@ class LauncherMixin(ParallelStrategy):
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """Fabric's subprocess launcher, which starts the same command once per device, without its process monitor.
+    """Fabric's subprocess launcher without its process monitor. It starts the same command once per device.
 
     Fabric's monitor kills the run as soon as a process exits with an error, even after saving a checkpoint.
     """
@@ -62,7 +61,7 @@ class _Launcher(_SubprocessScriptLauncher):
 
 
 class ReduceEachMicroBatch(BackwardSyncControl):
-    """FSDP reduces the gradients of every micro-batch; each rank adds its shards, in the dtype of the parameters."""
+    """Lets FSDP reduce every micro-batch's gradients. Each rank accumulates its shards in the parameter dtype."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
         return nullcontext()

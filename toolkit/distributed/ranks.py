@@ -1,4 +1,4 @@
-"""Rank information and collectives. In a run of one process every collective returns its input.
+"""Rank information and collectives. In a single process, every collective returns its input.
 
 Small values (counts, flags, names) use CPU collectives on every device: gloo reports a lost rank at once, as an
 exception.
@@ -40,13 +40,13 @@ def world_size() -> int:
 
 
 def set_layout(layout: Layout) -> None:
-    """Set how the ranks of this run are arranged."""
+    """Set the layout of this run's ranks."""
     global _layout
     _layout = layout
 
 
 def layout() -> Layout:
-    """Return how the ranks are arranged; without :func:`set_layout` each reads rows of its own."""
+    """Return the layout of this run's ranks. Default: data parallelism without sharding."""
     return Layout(replicate=world_size()) if _layout is None else _layout
 
 
@@ -63,7 +63,7 @@ def all_reduce_sum(**values: int) -> dict[str, int]:
 def all_reduce_and_gather(numbers: Sequence[int], **values: int) -> tuple[dict[str, int], list[list[int]]]:
     """Sum each value over all ranks, and gather the ``numbers`` of every rank, in one collective.
 
-    Each rank adds its numbers at its place among zeros: 16 kB for two numbers on 1,024 ranks.
+    The ranks all-reduce a matrix that is zero except for each rank's row: 16 kB for two numbers on 1,024 ranks.
     """
     if not is_distributed():
         return values, [list(numbers)]
@@ -91,7 +91,7 @@ def broadcast_from_rank0(value: T | None) -> T:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Return the values of all ranks, by rank."""
+    """Return the values of all ranks in rank order."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -137,7 +137,7 @@ def timeout() -> float:
 
 @contextmanager
 def extended_timeout(seconds: float, otherwise: float) -> Iterator[None]:
-    """Set the timeout to ``seconds`` in the block, where a rank may write to a slow disk; ``otherwise`` afterwards."""
+    """Set the timeout of collectives to ``seconds`` in the block (for slow disk writes), then to ``otherwise``."""
     set_timeout(seconds)
     try:
         yield
@@ -146,12 +146,12 @@ def extended_timeout(seconds: float, otherwise: float) -> Iterator[None]:
 
 
 def wait_for_all(is_done: Callable[[float], bool], on_heartbeat: Callable[[list[int]], None]) -> None:
-    """Wait without limit until the work of every rank is done; every rank calls this.
+    """Wait without a time limit until every rank's work is done. Every rank calls this.
 
-    The ranks exchange heartbeats meanwhile: the timeout ends only the wait for a rank that does not respond.
+    The ranks exchange heartbeats, so the timeout applies only to an unresponsive rank.
 
     Args:
-        is_done: Returns whether this rank's work is done, after waiting for at most the given seconds.
+        is_done: Waits at most the given number of seconds and returns whether this rank's work is done.
         on_heartbeat: Called after each heartbeat with the ranks whose work is not done.
     """
     while True:
@@ -162,10 +162,10 @@ def wait_for_all(is_done: Callable[[float], bool], on_heartbeat: Callable[[list[
 
 
 def run_with_heartbeat(function: Callable[[], T], on_heartbeat: Callable[[list[int]], None]) -> T:
-    """Run ``function`` until all ranks' functions have ended, and return its result. Every rank calls this.
+    """Run ``function``, wait until all ranks have finished theirs, and return the result. Every rank calls this.
 
-    With several ranks it runs in a thread while this one exchanges heartbeats, so it must not call a collective. If
-    another rank is lost, this raises at once and the thread continues.
+    With several ranks, ``function`` runs in a thread while the caller exchanges heartbeats, so it must not call a
+    collective. If another rank is lost, this raises at once and the thread continues.
     """
     if world_size() == 1:
         return function()
@@ -175,10 +175,10 @@ def run_with_heartbeat(function: Callable[[], T], on_heartbeat: Callable[[list[i
 
 
 class WaitReporter:
-    """Reports a wait for other ranks: when it has lasted half the timeout, at most 30 s, and each time it doubles.
+    """Reports a wait for other ranks: first after half the timeout (at most 30 s), then each time the wait doubles.
 
     Args:
-        what: The work of the ranks, for messages.
+        what: What the other ranks are doing, for messages.
         report: Prints a line.
     """
 

@@ -138,11 +138,11 @@ def report_failure(error: BaseException | None, text: str, code: int, report: Ca
 
 
 user_timeout = ""
-"""``--timeout`` of the command line or a YAML file, set when they are read."""
+"""Value of ``--timeout`` on the command line or in a YAML file; empty until they are read."""
 
 
 def _timeout() -> float:
-    """Return the seconds to try to reach other processes: at most ``--timeout``, which may not be parsed yet."""
+    """Return the seconds to try to reach other processes: at most ``--timeout``, read from argv if not parsed yet."""
     match = re.match(r"([\d.]+)$", user_timeout) or re.search(r"--timeout[= ]([\d.]+)", " ".join(sys.argv))
     with suppress(ValueError):
         return min(STARTUP_TIMEOUT_S, 60 * float(match[1])) if match else STARTUP_TIMEOUT_S
@@ -176,7 +176,7 @@ def _publish(store: Store, peer: _Peer, text: str, code: int) -> None:
 
 
 def _find_peer(environ: Environ = os.environ) -> _Peer | None:
-    """Return this process's place in a multi-process run; None for one process or an unknown address."""
+    """Return this process's rank and store address in a multi-process run; None for one process or if unknown."""
     is_manual = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()  # at least two nodes
     has_launcher = bool({"LOCAL_RANK", "SLURM_NTASKS"} & environ.keys())
     try:

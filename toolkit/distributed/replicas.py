@@ -41,7 +41,7 @@ def require_equal_replicas(parameters: Mapping[str, torch.Tensor], sizes: dict[s
     for i, name in enumerate(parameters):
         by_rank = [rank_checksums[i] for rank_checksums in checksums]
         numels = [numel for _, _, numel in by_rank]
-        is_replicated = all(numel == sizes[name] for numel in numels)  # on every rank, whatever the strategy
+        is_replicated = all(numel == sizes[name] for numel in numels)  # unsharded on every rank, with any strategy
         group = 1 if is_replicated else shards
         references = by_rank[:group] * (len(by_rank) // group)
         for rank, (fingerprint, reference) in enumerate(zip(by_rank, references, strict=True)):

@@ -35,13 +35,13 @@ _OPERATIONS = {
 
 
 def setup_distributed(timeout_minutes: float = 30) -> None:
-    """Connect the processes that torchrun or srun has started; ``toolkit.train`` then uses these connections.
+    """Create the process group of processes that torchrun or srun started. ``toolkit.train`` then uses it.
 
-    Collectives work on tensors in CPU memory (gloo) and on CUDA (NCCL; not tried). Does nothing where they are
-    connected, in one process, and where toolkit starts the processes.
+    Collectives support CPU tensors (gloo) and CUDA tensors (NCCL, not tested). Does nothing if the processes are
+    already connected, with a single process, or if toolkit launched the processes.
 
     Args:
-        timeout_minutes: Wait that long for other processes, here and in collectives.
+        timeout_minutes: Timeout in minutes for connecting and for each collective.
     """
     world = _world()
     if ranks.is_distributed() or world.world_size == 1 or PARENT in os.environ:
@@ -66,12 +66,12 @@ def setup_distributed(timeout_minutes: float = 30) -> None:
 
 
 def cleanup_distributed() -> None:
-    """Disconnect the processes, where they are connected; every rank calls this."""
+    """Destroy the process group, if there is one. Every rank calls this."""
     leave()
 
 
 def get_rank() -> int:
-    """Return the rank of this process among all, from 0."""
+    """Return the global rank of this process, from 0."""
     return ranks.global_rank() if ranks.is_distributed() else _world().global_rank
 
 
@@ -110,7 +110,7 @@ def all_reduce(tensor: torch.Tensor, op: str | dist.ReduceOp = "sum") -> torch.T
 
 
 def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of all ranks, by rank; they have the same shape and dtype. Every rank calls this."""
+    """Return the tensors of all ranks in rank order. Shape and dtype must be equal. Every rank calls this."""
     if not ranks.is_distributed():
         return [tensor]
     local = tensor.contiguous()
@@ -120,14 +120,14 @@ def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-    """Overwrite the tensor of every rank with the one of rank ``src``, and return it; every rank calls this."""
+    """Broadcast rank ``src``'s tensor to all ranks, in place, and return it. Every rank calls this."""
     if ranks.is_distributed():
         dist.broadcast(tensor, src)
     return tensor
 
 
 def main_process_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Make a function do nothing, and return None, on ranks other than 0."""
+    """Decorate a function to run only on rank 0. On other ranks it returns None."""
 
     @functools.wraps(function)
     def on_rank0(*args: P.args, **options: P.kwargs) -> T | None:

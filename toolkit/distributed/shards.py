@@ -1,7 +1,7 @@
-"""What optimizers update: plain tensors, in the memory of this rank's shards of DTensors.
+"""Local shards of DTensors as plain parameters for the optimizer, without a copy.
 
-Optimizers then need no knowledge of DTensors, which some of their operators do not support and which cost host time.
-Sharded and replicated weights can be in one group.
+Some optimizer operators do not support DTensors, and DTensor dispatch costs host time. Sharded and replicated weights
+can be in one parameter group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SHARD = "_toolkit_shard"
 
 
 def add_shards(module: nn.Module) -> None:
-    """Give each DTensor of a module its shard as a plain parameter."""
+    """Attach to each DTensor parameter its local shard as a plain parameter."""
     for parameter in module.parameters():
         if hasattr(parameter, "to_local"):
             local = parameter.to_local().detach()
@@ -23,17 +23,17 @@ def add_shards(module: nn.Module) -> None:
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return what an optimizer updates for a parameter of a module: its shard, or the parameter itself."""
+    """Return the tensor that the optimizer updates: the parameter's local shard, or the parameter if unsharded."""
     return getattr(parameter, _SHARD, parameter)
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether an optimizer updates a shard of the parameter, see :func:`add_shards`."""
+    """Whether :func:`add_shards` attached a local shard to the parameter."""
     return hasattr(parameter, _SHARD)
 
 
 def give_gradients(module: nn.Module) -> None:
-    """Give the shards the gradients of their DTensors, in the same memory."""
+    """Set each shard's gradient to the local gradient of its DTensor, without a copy."""
     for parameter in module.parameters():
         if is_sharded(parameter) and parameter.grad is not None:
             gradient: Any = parameter.grad
@@ -41,7 +41,7 @@ def give_gradients(module: nn.Module) -> None:
 
 
 def as_dtensor(value: Tensor, parameter: Any) -> Tensor:
-    """Return a tensor of the shape of the parameter's shard as a DTensor like the parameter."""
+    """Wrap a tensor shaped like the parameter's shard in a DTensor with the parameter's mesh and placements."""
     from torch.distributed.tensor import DTensor
 
     layout = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
@@ -49,7 +49,7 @@ def as_dtensor(value: Tensor, parameter: Any) -> Tensor:
 
 
 def sharded_values(values: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the optimizer's values for a parameter with DTensors for what is sharded like it."""
+    """Return a parameter's optimizer state. Tensors shaped like the parameter's shard become DTensors."""
     if not is_sharded(parameter):
         return values
     shape = shard_of(parameter).shape

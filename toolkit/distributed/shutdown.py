@@ -29,11 +29,11 @@ KILL_AFTER_S = 30.0  # then a hanging process of a failed run is killed
 _ABORTING = "; aborting"
 
 children: list[subprocess.Popen] = []
-"""Local ranks 1, 2, ... of this node, in the process that launched them."""
+"""Processes of local ranks 1, 2, ..., in the process that launched them."""
 
 
 class ShutdownCoordinator:
-    """One process's side of the coordinated shutdown.
+    """Coordinates this process's shutdown with the other processes.
 
     Attributes:
         lifeline: Connections to rank 0, from the rendezvous until the process group exists.
@@ -111,7 +111,7 @@ class ShutdownCoordinator:
         return PeerLostError(f"lost contact with rank 0{_ABORTING}") if self.is_reporter else PeerShutdownError(1)
 
     def _root_cause(self, error: BaseException | None) -> PeerLostError:
-        """Return why another rank ended: its report, which may take a moment, or what this rank observes."""
+        """Return the root cause: the error that a rank published, or after a short wait what this rank observes."""
         deadline, ended = time.monotonic() + EXIT_TIMEOUT_S / 2, list[int]()
         while time.monotonic() < deadline:
             lost_peer = self._describe_lost_peer()
@@ -149,12 +149,12 @@ class ShutdownCoordinator:
     # ---- watchdog
 
     def watch(self) -> None:
-        """Start the watchdog, which ends this process if another one exited and this one hangs in a wait for it."""
+        """Start the watchdog. It exits this process if another process has exited and this one hangs."""
         for task in (self._watch, self._listen):
             threading.Thread(target=task, daemon=True).start()
 
     def _listen(self) -> None:
-        """Detect that another node has ended. In a separate thread: an unresponsive store blocks the caller."""
+        """Detect that another node has exited. Runs in a separate thread, because an unresponsive store blocks."""
         while not self._done.wait(0.5) and not self._peer_ended.is_set():
             with suppress(Exception):  # there is no store yet; a lost one is reported where it is needed
                 if self.store.check(["ended"]):
@@ -221,7 +221,7 @@ def name_ranks(missing: list[int] | range) -> str:
 
 
 def disconnect() -> None:
-    """Leave the process group, which wakes the other ranks. Limited in time, because NCCL may wait for a lost rank."""
+    """Leave the process group to wake the other ranks. Has a time limit, because NCCL may wait for a lost rank."""
     if ranks.is_distributed():
         leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
         leaving.start()
@@ -229,7 +229,7 @@ def disconnect() -> None:
 
 
 def wait_for_children(seconds: float = EXIT_TIMEOUT_S) -> None:
-    """Wait for the processes that this one launched."""
+    """Wait up to ``seconds`` for the processes that this one launched."""
     deadline = time.monotonic() + seconds
     for child in children:
         with suppress(subprocess.TimeoutExpired):
@@ -246,7 +246,7 @@ def _is_peer_loss(error: BaseException) -> bool:
     """Whether torch reports that another process exited or does not respond."""
     if isinstance(error, PeerLostError | dist.DistError):
         return True
-    return type(error) is RuntimeError and "/gloo/" in str(error)  # gloo's errors only name its source
+    return type(error) is RuntimeError and "/gloo/" in str(error)  # gloo's errors only name a source path
 
 
 def _text(error: BaseException) -> str:

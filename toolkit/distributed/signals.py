@@ -17,9 +17,9 @@ DEBOUNCE_SECONDS = 1.0  # a second Ctrl-C within this time is a duplicate of the
 class SignalWatch:
     """Records the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (closed terminal) in ``received`` while active.
 
-    Launchers and schedulers may send several signals in a row; later ones are ignored. Only a second Ctrl-C some time
-    after the first has its default effect. Python allows handlers in the main thread only; in another thread, such as a
-    notebook's worker, no signal is handled.
+    Launchers and schedulers may send several signals in a row; later ones are ignored. Only a second Ctrl-C, more than
+    ``DEBOUNCE_SECONDS`` after the first, has its default effect. Python allows handlers in the main thread only; in
+    another thread, such as a notebook's worker, no signal is handled.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class SignalWatch:
             self.received, self._since = number, time.monotonic()
 
     def ignore(self) -> None:
-        """Ignore further signals until the process ends: its state is saved and must be reported.
+        """Ignore further signals until the process exits, because its state is saved and must be reported.
 
         In a process that continues, :func:`restore_handlers_on_exit` restores the handlers.
         """
@@ -65,7 +65,7 @@ def restore_handlers_on_exit() -> Iterator[None]:
 
 
 def _restore(handlers: dict[int, Any]) -> None:
-    """Set the handlers and empty the dictionary: a second call does nothing."""
+    """Install the handlers and clear the dictionary, so a second call does nothing."""
     while handlers:
         number, handler = handlers.popitem()
         signal.signal(number, handler if handler is not None else signal.SIG_DFL)

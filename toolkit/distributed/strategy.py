@@ -1,4 +1,4 @@
-"""Choice of the distributed strategy: a pure function of the options and the world size."""
+"""Choose the distributed strategy from the options and the world size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.distributed.mesh import Layout
 from toolkit.extension import load_registered
 
 OFFLOADING = ("cuda",)
-"""Devices with separate memory."""
+"""Accelerators that can offload to CPU memory."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,12 @@ class StrategyPlan:
     """The strategy of a run.
 
     Args:
-        kind: Kind of strategy.
         sharding: Name of torch's sharding strategy if ``kind`` is "fsdp".
-        layout: How the ranks are arranged.
+        layout: Sizes of the mesh dimensions.
         reason: Why this strategy was chosen, for display.
         units: FSDP's units, for display.
-        offloads: FSDP keeps its shards in CPU memory, apart from the memory of the devices.
-        extension: Name of the strategy if it is an extension's; ``kind`` is then the one that it is like in memory.
+        offloads: Whether FSDP keeps its shards in CPU memory instead of device memory.
+        extension: Name of an extension's strategy. ``kind`` is then the built-in strategy with similar memory use.
     """
 
     kind: Literal["single", "ddp", "fsdp"]
@@ -56,12 +55,15 @@ class StrategyPlan:
 
 
 class StrategyExtension(Protocol):
-    """A strategy of an extension; ``groups`` are the options of extensions by group."""
+    """Interface of a distributed strategy that an extension provides.
+
+    ``groups`` maps each option group to its options.
+    """
 
     def plan(
         self, groups: Mapping[str, Any], *, devices: int, num_nodes: int, accelerator: str, precision: Precision
     ) -> StrategyPlan:
-        """Return the plan: ``kind`` "fsdp" if weights are sharded, otherwise "ddp", with the layout.
+        """Return the plan with its layout. ``kind`` is "fsdp" if weights are sharded, otherwise "ddp".
 
         Raises:
             UserError: These devices do not support the strategy.
@@ -70,7 +72,7 @@ class StrategyExtension(Protocol):
     def build(
         self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]
     ) -> tuple[type, dict[str, Any]]:
-        """Return a class of Fabric's strategies of several processes, and its keyword arguments."""
+        """Return a subclass of Fabric's ``ParallelStrategy`` and its keyword arguments."""
 
 
 def plan_strategy(
@@ -84,10 +86,10 @@ def plan_strategy(
     precision: Precision,
     groups: Mapping[str, Any] | None = None,
 ) -> StrategyPlan:
-    """Choose the strategy, with an explicit mesh. ``groups``: see :class:`StrategyExtension`.
+    """Choose the strategy and its layout. ``groups``: see :class:`StrategyExtension`.
 
-    A shard group of one rank becomes ddp, because torch would not synchronize the replicas (N4); one device alone has
-    nothing to synchronize, and uses FSDP to offload.
+    fsdp with shard groups of one rank becomes ddp, because torch would not synchronize the replicas (N4). A single
+    device uses FSDP only to offload.
 
     Raises:
         UserError: these devices do not support the strategy, or one of its options has no effect.
@@ -126,7 +128,7 @@ def implied_strategy(fsdp: FSDPArgs, ddp: DDPArgs) -> Literal["ddp", "fsdp"] | N
 
 
 def sharding_of(fsdp: FSDPArgs) -> str:
-    """Return the sharding strategy of FSDP."""
+    """Return FSDP's sharding strategy; auto is HYBRID_SHARD."""
     return "HYBRID_SHARD" if fsdp.sharding_strategy == AUTO else fsdp.sharding_strategy
 
 

@@ -1,7 +1,7 @@
-"""Units of FSDP: modules whose weights are gathered together, and their dtypes. Does not import Lightning.
+"""FSDP units (modules whose weights are all-gathered together) and their dtypes. Does not import Lightning.
 
-The units are a function of the options and the model, which may be on the meta device: ``toolkit plan``, the run's
-message and FSDP have the same ones.
+Units depend only on the options and the model, which may be on the meta device. ``toolkit plan``, the run's message and
+FSDP use the same units.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from toolkit.models.mlp import GptNeoxMLP, LLaMAMLP
 from toolkit.models.moe import Experts, LLaMAMoE
 
 MIN_NUM_PARAMS = 100_000_000
-"""``FSDPArgs.min_num_params`` auto, as in torch."""
+"""Value of ``FSDPArgs.min_num_params`` for auto, as in torch."""
 
 GPT_UNITS = (Block, CausalSelfAttention, LatentAttention, LLaMAMLP, GptNeoxMLP, LLaMAMoE, Experts)
-"""The parts of GPT that may be units. The loss uses the head's weights outside the head's forward, and the embedding is
-gathered in fp32."""
+"""Modules of GPT that may be units. Excludes the head, because the loss uses its weights outside its forward, and the
+embedding, which is all-gathered in fp32."""
 
 LOSS_WRAPPER_PREFIX = "module"
 """Name of a user-provided model in :class:`toolkit.models.loss_wrapper.LossWrapper`."""
 
 
 class Unit(NamedTuple):
-    """A unit; the root unit has the name "". The forward of ``module`` gathers it.
+    """An FSDP unit, all-gathered in the forward of ``module``. The root unit has the name "".
 
-    ``parameters`` are the module's, without the parameters of units inside it.
+    ``parameters`` excludes the parameters of units inside this one.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Unit(NamedTuple):
 
 
 def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[nn.Module], ...]) -> list[Unit]:
-    """Return the units in the order of the modules, the root first."""
+    """Return the units in module order, the root first."""
     if options.auto_wrap == "block":
         names = {name for name, part in module.named_modules() if isinstance(part, block_classes)}
     elif options.auto_wrap == "class":
@@ -71,7 +71,7 @@ def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[n
 
 
 def _candidates(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that may be units, by name: not the model, containers, or what shares weights with others."""
+    """Return the modules that may be units, by name: not the model, containers, or modules that share weights."""
     parts = {
         name: part
         for name, part in module.named_modules()

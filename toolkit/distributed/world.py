@@ -25,7 +25,7 @@ _LOCALHOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class WorldInfo:
-    """The processes of a run, one per device, and the ranks of this one.
+    """Number of processes of a run, one per device, and the ranks of this process.
 
     ``launcher`` is what set the ranks. "manual" is anything else that sets LOCAL_RANK: the user, an unknown launcher,
     and toolkit for the processes that it launches.
@@ -46,7 +46,7 @@ class WorldInfo:
 
     @property
     def global_rank(self) -> int:
-        """Rank in the run. Ranks of a node are consecutive; a RANK or SLURM_PROCID that differs is an error."""
+        """Global rank. Ranks of a node are consecutive; a RANK or SLURM_PROCID that differs is an error."""
         return self.node_rank * self.devices + self.local_rank
 
 
@@ -58,9 +58,9 @@ def detect_world(
     Args:
         devices: Processes per node; "auto" is the launcher's number, otherwise all devices of the node.
         num_nodes: "auto" is the launcher's number, otherwise 1.
-        available: Devices visible to this process; ``None`` on a CPU, which takes any number of processes and where
-            "auto" is one.
-        environ: The variables to read.
+        available: Number of devices visible to this process; None on a CPU, where any number of processes can run and
+            "auto" is 1.
+        environ: Environment variables.
     """
     if devices != AUTO and (not isinstance(devices, int) or devices < 1):
         raise UserError(f"--devices {devices}: must be auto or at least 1")
@@ -174,7 +174,7 @@ def _read_slurm(devices: int | Auto, num_nodes: int | Auto, available: int | Non
 
 
 def _slurm_task(devices: int, nodes: int, environ: Environ) -> WorldInfo:
-    """One task per device. A cyclic distribution is an error: every shard group would span all nodes."""
+    """Read the ranks with one task per device. Reject cyclic distributions: shard groups would span all nodes."""
     rank, local_rank = _number("SLURM_PROCID", environ, 0), _number("SLURM_LOCALID", environ, 0)
     world = WorldInfo(devices, nodes, _number("SLURM_NODEID", environ, 0, below=nodes), local_rank, "slurm", False)
     if local_rank >= devices or rank != world.global_rank:
@@ -186,7 +186,7 @@ def _slurm_task(devices: int, nodes: int, environ: Environ) -> WorldInfo:
 
 
 def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -> WorldInfo:
-    """LOCAL_RANK is set: all processes exist. Missing values are errors, because a wrong guess would hang."""
+    """Read LOCAL_RANK and related variables. Missing values are errors, because a wrong guess would hang."""
     world_size = _number("WORLD_SIZE", environ, 1, default=0)
     per_node = _number("LOCAL_WORLD_SIZE", environ, 1, default=1 if world_size == 1 else 0)
     started = f"LOCAL_RANK={environ['LOCAL_RANK']} means that a launcher started this process"
@@ -206,14 +206,14 @@ def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -
     local_rank = _number("LOCAL_RANK", environ, 0, below=devices)
     by_rank = None if "RANK" not in environ else _number("RANK", environ, 0, below=devices * nodes) // devices
     node_rank = _node_rank(nodes, environ, default=by_rank)
-    # On one node, too: otherwise every process would choose another free port.
+    # Required on one node, too; otherwise each process would choose a different free port.
     if devices * nodes > 1:
         _require(["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"], nodes, environ)
     return _check_rank(WorldInfo(devices, nodes, node_rank, local_rank, "manual", False), environ)
 
 
 def _read_no_launcher(devices: int | Auto, num_nodes: int | Auto, available: int | None, environ: Environ) -> WorldInfo:
-    """No launcher: this process is the first of its node."""
+    """Return the ranks without a launcher: this process is the first of its node."""
     devices = (available or 1) if devices == AUTO else devices
     nodes = 1 if num_nodes == AUTO else num_nodes
     if "RANK" in environ and (world_size := _number("WORLD_SIZE", environ, 1, default=1)) > 1:
@@ -304,5 +304,5 @@ def _slurm_environment(world: WorldInfo) -> ClusterEnvironment:
 
 
 def _set_node(world: WorldInfo) -> None:
-    """Set the variables of launched processes; LOCAL_WORLD_SIZE is this node's resolved "--devices auto"."""
+    """Set the variables that launched processes inherit. LOCAL_WORLD_SIZE is the resolved value of --devices."""
     os.environ["NODE_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(world.node_rank), str(world.devices)

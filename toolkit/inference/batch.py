@@ -1,4 +1,4 @@
-"""Continue many texts, several in each forward pass."""
+"""Generate continuations of many prompts in batches."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def continue_texts(
     names = names or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     for name, ids in zip(names, encoded, strict=True):
         if len(ids) >= limit:
-            hint = f"the model's context of {limit} leaves no room for new ones"
-            raise UserError(f"{name}: has {len(ids)} tokens; {hint}")
+            hint = "shorten the prompt to leave room for generated tokens"
+            raise UserError(f"{name}: has {len(ids)} tokens, but the model's context length is {limit}; {hint}")
     rows = [(i, seed) for i in range(len(prompts)) for seed in seeds]
     size = batch_size if model.is_row_independent else 1
     for batch in (rows[i : i + size] for i in range(0, len(rows), size)):
@@ -74,9 +74,9 @@ def continue_texts(
 
 
 def read_prompts(path: str) -> dict[str, dict[str, Any]]:
-    """Read JSON Lines with a field ``prompt`` (.jsonl) or text with one prompt per line ("-": stdin).
+    """Read prompts from JSON Lines with a ``prompt`` field (.jsonl) or from text with one per line ("-": stdin).
 
-    Returns the fields of each row by ``--prompts_path FILE:LINE``. Empty lines are skipped.
+    Returns a dict from ``--prompts_path FILE:LINE`` to the row's fields. Skips empty lines.
     """
     flag = f"--prompts_path {path}"
     # not splitlines, which also splits at characters that JSON and text may contain, such as U+2028

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def find_template(tokenizer: Tokenizer, prompt_style: str | None = None, file: str | None = None) -> ChatTemplate:
-    """Return the prompt style of this name, the template in ``file``, or the tokenizer's chat template."""
+    """Return the chat template: a named prompt style, the template in ``file``, or the tokenizer's."""
     try:
         template = ChatTemplate.from_tokenizer(tokenizer, prompt_style, file)
     except UserError as error:
@@ -32,13 +32,13 @@ def find_template(tokenizer: Tokenizer, prompt_style: str | None = None, file: s
 
 
 def _for_chat(message: str) -> str:
-    """Replace the training flags of a message by the flags of ``toolkit chat``, which saves nothing."""
+    """Adapt a training message to ``toolkit chat``: replace flag names and drop the note about saving."""
     message = message.replace(", and is saved with the model", "")
     return message.replace("--data.prompt_style", "--prompt_style").replace("--data.chat_template", "--chat_template")
 
 
 class Conversation:
-    """A multi-turn chat. For each question only the new tokens of the prompt are computed.
+    """A multi-turn chat. The KV cache is reused, so only new prompt tokens are computed.
 
     Args:
         model: The model, in evaluation mode.
@@ -76,7 +76,7 @@ class Conversation:
     def ask(self, question: str) -> Iterator[str]:
         """Yield the answer as a stream of text.
 
-        If the generator is closed or interrupted, the partial answer is kept; without any text the question is dropped.
+        If the generator is closed or interrupted, the partial answer is kept. If it is empty, the question is dropped.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         ids, limit = self._template.encode_prompt(messages), self._model.config.block_size

@@ -1,4 +1,4 @@
-"""Launch a step of many small kernels as one CUDA graph. Not tried on CUDA."""
+"""Launch a step of many small kernels as one CUDA graph. Not tested on CUDA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
+_TOLERANCE = {torch.float32: 1e-4}  # relative to the largest logit
 _TOLERANCE_16_BITS = 2e-2
 
 
@@ -17,9 +17,9 @@ def capture(
     """Return a function that replays ``step`` as a CUDA graph; None, with a notice, if the graph cannot be used.
 
     Args:
-        step: Works on tensors at fixed addresses, with fixed shapes; returns a tensor.
-        undo: Undoes a step or a part of one. On return, all steps are undone.
-        expected: The step's result without a graph; the graph must agree with it.
+        step: Runs one step on tensors with fixed addresses and shapes, and returns a tensor.
+        undo: Undoes a complete or partial step. ``capture`` undoes all steps before it returns.
+        expected: The step's result without a graph, to compare with the graph's.
         notice: Called with one line if the graph is not used.
     """
     try:

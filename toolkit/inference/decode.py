@@ -1,4 +1,4 @@
-"""The decoding loop: one forward pass for the prompts, then one per token for all rows."""
+"""Decoding loop: prefill the prompts, then run one forward pass per token for all rows."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from toolkit.models.gpt import GPT
 
 PREFILL = 512  # prompt tokens per forward pass, to bound the memory of the activations
-READ_EVERY = 8  # tokens per wait for a CUDA device
+READ_EVERY = 8  # tokens per synchronization with a CUDA device
 _MIN_REPLAYS = 16  # fewer steps are not worth a CUDA graph
 _without_graph: WeakSet[GPT] = WeakSet()  # models whose graph has failed: it is not tried again
 
 
 class Decoder:
-    """Prompts and new tokens of a batch, on the device. A step reads and writes nothing on the host.
+    """Prompts and new tokens of a batch, on the device. A step does not synchronize with the host.
 
     Args:
         model: See :func:`toolkit.inference.generate.generate`.
         cache: An empty KV cache, or one that holds a prefix of the single prompt.
-        prompts: (T,) int64 each, T >= 1.
+        prompts: Token ids of each prompt, (T,) int64, T >= 1.
         count: Maximum number of new tokens.
         settings: Arguments of :func:`toolkit.inference.sampling.sample`.
         seeds: Sampling seed of each row.
@@ -86,14 +86,14 @@ class Decoder:
         self._append(logits)
 
     def step(self) -> Tensor:
-        """Sample the token after the last one; return the logits, (B, padded_vocab_size)."""
+        """Sample the next token of each row and return the logits, (B, padded_vocab_size)."""
         # a nonfinite row is reported when its token is read
         logits = self._logits(self.ids.index_select(1, self.position).clamp(min=0))
         self._append(logits)
         return logits
 
     def rewind(self, done: int) -> None:
-        """Return to ``done`` new tokens, and drop the cached positions after them."""
+        """Reset the position to ``done`` new tokens and clear the KV cache from there on."""
         end = self.width + done - 1
         self.position.fill_(end)
         self.cache.truncate(min(self.cache.length, end))
@@ -101,7 +101,7 @@ class Decoder:
             layer.keys[:, :, end:], layer.values[:, :, end:] = 0, 0
 
     def steps_with_fixed_factors(self, done: int) -> int:
-        """Number of steps until a row grows beyond longrope's original context; 0: prefill is needed."""
+        """Return the number of steps until a row exceeds longrope's original context; 0 means prefill is needed."""
         original_max = self.model.config.original_max_position
         if original_max is None:
             return self.ids.size(1)
@@ -109,7 +109,7 @@ class Decoder:
         return min((n for n in until if n >= 0), default=self.ids.size(1))
 
     def read(self, done: int, count: int) -> list[list[int]]:
-        """Wait for new tokens; return them by column. All ranks get rank 0's tokens; logits must be finite."""
+        """Wait for new tokens and return them by column, from rank 0. Raise GuardError for nonfinite logits."""
         columns = self.ids[:, self.width + done : self.width + done + count]
         tokens = columns.t().tolist()
         if ranks.world_size() > 1:
@@ -131,18 +131,18 @@ class Decoder:
 
 def has_fixed_shapes(model: GPT, device: torch.device) -> bool:
     """Whether to decode with a KV cache of fixed shape, for a CUDA graph. A growing cache is faster on a CPU."""
-    # the products of experts in other dtypes wait for the host (torch 2.13), which cannot be captured
+    # expert matrix products in other dtypes synchronize with the host (torch 2.13), which cannot be captured
     is_captured = not model.config.n_moe_layer or model.get_parameter("transformer.wte.weight").dtype == torch.bfloat16
     return device.type == "cuda" and is_captured and model.is_row_independent and ranks.world_size() == 1
 
 
 def tokens_per_read(device: torch.device) -> int:
-    """Tokens to generate before the host waits for them; those after a stop token are dropped."""
+    """Return the number of tokens per synchronization with the host. Tokens after a stop token are dropped."""
     return READ_EVERY if device.type == "cuda" and ranks.world_size() == 1 else 1
 
 
 def fix_shapes(decoder: Decoder, done: int, notice: Callable[[str], None]) -> Callable[[], object]:
-    """Return a step with a KV cache of fixed shape as a CUDA graph, if it agrees with the step with a growing cache."""
+    """Return the step as a CUDA graph with a fixed-shape KV cache, or the uncaptured step if that fails."""
     expected = decoder.step()
     decoder.rewind(done)
     decoder.cache.position = decoder.position

@@ -1,4 +1,4 @@
-"""Continue one prompt or several."""
+"""Generate tokens for one prompt or a batch of prompts."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def generate(
     With several ranks, all ranks must call this and consume all tokens (S6); all get the tokens of rank 0.
 
     Args:
-        model: In evaluation mode, on the compute device and in the compute dtype; may be wrapped by Fabric.
-        prompt_ids: (T,) int64, T >= 1.
+        model: Model in evaluation mode, on the compute device, in the compute dtype. Fabric may wrap it.
+        prompt_ids: Token ids of the prompt, (T,) int64, T >= 1.
         max_new_tokens: Maximum number of new tokens.
         temperature, top_k, top_p: See :func:`toolkit.inference.sampling.sample`.
         eos_ids: End-of-sequence tokens.
         seed: Sampling seed; None for torch's default generator.
         cache: KV cache of a proper prefix of the prompt. The remaining prompt tokens and the new tokens, except the
             last, are added to it.
-        cuda_graph: Whether to decode with a CUDA graph, which needs additional memory, where that is possible.
+        cuda_graph: Whether to decode with a CUDA graph, if possible. It needs additional memory.
         notice: Called with one line for the user.
     """
     rows = generate_batch(
@@ -79,11 +79,11 @@ def generate_batch(
 ) -> Generator[list[int | None], None, None]:
     """Continue several prompts together; yield the next token of each row, None for rows that have ended.
 
-    Each row is what :func:`generate` yields for its prompt and seed alone, up to rounding in the matrix products.
+    Each row equals the output of :func:`generate` for its prompt and seed, up to rounding in matrix products.
     Shorter prompts are padded on the left; the padding is masked and has no position. Ends when all rows have ended.
 
     Args:
-        prompts: (T,) int64 each, T >= 1, of any lengths. One prompt if the model's rows are not independent
+        prompts: Token ids of each prompt, (T,) int64, T >= 1. One prompt only, if the model's rows are not independent
             (:class:`~toolkit.models.gpt.GPT`).
         seeds: Sampling seed of each row; None for torch's default generator.
         cache: See :func:`generate`; only with one prompt.
@@ -129,7 +129,7 @@ def _ended_rows(
     names: Sequence[str],
     notice: Callable[[str], None],
 ) -> Generator[list[int | None], None, None]:
-    """Yield the tokens of rows that have not ended, see :func:`generate_batch`."""
+    """Yield the next token of each row, None for rows that have ended. See :func:`generate_batch`."""
     with closing(steps):
         has_ended = [False] * len(counts)
         for step, tokens in enumerate(steps, 1):

@@ -1,7 +1,7 @@
-"""Adapter of a model to lm-eval, an optional dependency: batched log-likelihoods and continuations.
+"""Adapter from a model to lm-eval (an optional dependency): batched log-likelihoods and continuations.
 
-Results match ``lm_eval.models.huggingface.HFLM``. That class needs an export: it cannot evaluate 4-bit weights,
-unmerged adapters or extensions' families, and it computes the logits of complete batches at once.
+Results match ``lm_eval.models.huggingface.HFLM``. HFLM needs an exported model. It cannot evaluate 4-bit
+weights, unmerged adapters or extension families, and it computes the logits of complete batches at once.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HarnessLM(TemplateLM):
         return self._model.config.block_size
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text; no second bos is added to a text that starts with bos, such as a rendered chat template."""
+        """Encode a text. Does not add a second bos if it starts with bos, as a rendered chat template may."""
         ids = self._tokens.encode(string, bos=False)
         require_embedded(ids, self._model.config, self._tokens.name)
         adds_bos = self._tokens.adds_bos if add_special_tokens is None else add_special_tokens
@@ -122,7 +122,7 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """(_, context tokens, continuation tokens) -> log-likelihood, whether greedy decoding would give it.
+        """Return (log-likelihood, is greedy) of each (_, context tokens, continuation tokens).
 
         Requests with the same input, such as multiple-choice letters, share a forward pass.
         """
@@ -146,7 +146,7 @@ class HarnessLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, inputs: Sequence[Sequence[int]], targets: list[tuple[int, list[int]]]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, is greedy) of each (row, continuation), which the row's last tokens predict.
+        """Return (log-likelihood, is greedy) of each (row, continuation). The row's last tokens predict it.
 
         Runs in chunks of tokens to bound the memory of the logits.
         """
@@ -167,7 +167,7 @@ class HarnessLM(TemplateLM):
         return list(zip(totals, greedy, strict=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of complete texts, in windows of the model's context."""
+        """Return the log-likelihoods of complete texts, computed in windows of the model's context length."""
         windows = []
         for i, request in enumerate(requests):
             pieces = get_rolling_token_windows(
@@ -202,7 +202,7 @@ class HarnessLM(TemplateLM):
         return results
 
     def _continue(self, prompts: list[list[int]], stops: list[str], limit: int, sampling: dict[str, Any]) -> list[str]:
-        """Generate from prompts of any lengths."""
+        """Return one answer per prompt, truncated at the first stop string."""
         rows = [torch.tensor(prompt or [self.prefix_token_id]) for prompt in prompts]
         answers: list[list[int]] = [[] for _ in rows]
         is_done = [False] * len(rows)

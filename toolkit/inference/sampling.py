@@ -1,4 +1,4 @@
-"""Sampling of the next token, on the device of the logits and without waiting for it."""
+"""Sample the next token on the device of the logits, without synchronizing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from toolkit.errors import GuardError, require_option
 
 MIN_TEMPERATURE = 1e-6  # below it sampling is greedy, and fp32 would overflow
 NONFINITE = -1
-"""Instead of a token: the logits of the row contain NaN or Inf."""
+"""Returned instead of a token id if the row's logits contain NaN or Inf."""
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
-    """Raise UserError for settings out of range."""
+    """Raise UserError for sampling settings out of range."""
     in_range = 0 <= temperature < float("inf")
     require_option(in_range, "temperature", temperature, "must not be negative; 0 is greedy")
     require_option(top_k is None or top_k >= 0, "top_k", top_k, "must not be negative; 0 disables it")
@@ -23,14 +23,14 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
 
 
 def check_seeds(seeds: Sequence[int | None]) -> None:
-    """Raise UserError for a seed that torch's generator does not take."""
+    """Raise UserError for a seed outside the range of torch's generator."""
     for seed in seeds:
         in_range = seed is None or -(2**63) <= seed < 2**64
         require_option(in_range, "seed", seed, f"must be from 0 to {2**64 - 1}")
 
 
 def draw_uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
-    """Return uniform numbers in [0, 1), (B, count) fp64 on the CPU: row b depends only on seed b, on every device.
+    """Return (B, count) fp64 uniform numbers in [0, 1) on the CPU. Row b depends only on seed b.
 
     ``count`` is the number of tokens; a seed of None is drawn from torch's default generator.
     """
@@ -53,13 +53,13 @@ def sample(
     """Sample one token per row.
 
     Args:
-        logits: (B, V), of any floating dtype.
+        logits: (B, V), any floating-point dtype.
         temperature: Divides the logits; 0 is greedy.
         top_k: Sample from the k most likely tokens; 0 or None: all.
         top_p: Sample from the smallest set of most likely tokens whose probabilities, after temperature and top_k, sum
             to at least this (nucleus sampling, arXiv:1904.09751); 1: all.
-        vocab_size: Larger ids are vocabulary padding and never sampled.
-        uniform: (B,), uniform in [0, 1): selects the token in the cumulative distribution. Required unless greedy.
+        vocab_size: Size of the unpadded vocabulary. Padding ids are never sampled.
+        uniform: (B,), random numbers in [0, 1) that select tokens by cumulative probability. Required unless greedy.
 
     Returns:
         Ids, (B,) int64; :data:`NONFINITE` where the logits of a row contain NaN or Inf.
@@ -75,7 +75,7 @@ def sample(
 
 
 def _sample(logits: Tensor, top_k: int | None, top_p: float, uniform: Tensor) -> Tensor:
-    """The token where the cumulative probability exceeds ``uniform`` times the total; (B, V), (B,) -> (B,)."""
+    """Return the token where the cumulative probability exceeds ``uniform`` times the total; (B, V), (B,) -> (B,)."""
     ids: Tensor | None = None  # ids[b, j] is the token of column j, most likely first; None: column j is token j
     if top_k:
         logits, ids = logits.topk(min(top_k, logits.size(-1)))
@@ -95,6 +95,6 @@ def _sample(logits: Tensor, top_k: int | None, top_p: float, uniform: Tensor) ->
 
 
 def require_finite(tokens: Sequence[int]) -> None:
-    """Raise GuardError for :data:`NONFINITE` among sampled tokens."""
+    """Raise GuardError if the sampled tokens contain :data:`NONFINITE`."""
     if NONFINITE in tokens:
         raise GuardError("the model's logits are not finite: its weights are damaged, or the precision is too low")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def require_lm_eval(tasks: str) -> None:
-    """Check that lm-eval is installed."""
+    """Raise UserError if lm-eval is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
@@ -33,13 +33,13 @@ def run_tasks(
     apply_chat_template: bool,
     notice: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Return metrics with standard errors, num_fewshot and number of samples by task and group of tasks.
+    """Return metrics with standard errors, num_fewshot and the number of samples, by task or task group.
 
     Args:
         lm: The model.
         names: Names of tasks, groups or tags.
-        num_fewshot: Number of few-shot examples; None for the task's default, and ignored where that is 0.
-        limit: Maximum number of questions per task, or below 1 a fraction of them.
+        num_fewshot: Number of few-shot examples; None for the task's default. Ignored by tasks whose default is 0.
+        limit: Maximum number of questions per task, or a fraction if below 1; None for all.
         include_path: A folder with user-provided task files.
         apply_chat_template: Whether to use the model's chat template, with the examples as previous turns.
         notice: Called with one line for the user.
@@ -77,7 +77,7 @@ def run_tasks(
 
 
 def _manager_for(names: list[str], include_path: str | None) -> Any:
-    """Return a task manager; it indexes lm-eval's built-in tasks, which takes seconds, only if a name needs them."""
+    """Return a task manager. Index lm-eval's built-in tasks, which takes seconds, only if a name needs them."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
@@ -95,7 +95,7 @@ def _manager_for(names: list[str], include_path: str | None) -> Any:
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """``{"acc": 0.5, "acc_stderr": 0.1}``; the name of a non-default filter is kept after a comma."""
+    """Return ``{"acc": 0.5, "acc_stderr": 0.1}``. The name of a non-default filter is kept after a comma."""
     named = {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
     return {key: value for key, value in named.items() if isinstance(value, int | float)}
 

@@ -1,4 +1,4 @@
-"""Token ids to text: stop tokens and streaming."""
+"""Encode prompts, find stop tokens and stream token ids as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TextStream:
 
     Args:
         tokenizer: Anything with ``decode(ids) -> str``.
-        context: Ids before the stream, not part of the output: some tokenizers drop a leading space.
+        context: Token ids before the stream, for decoding only, because some tokenizers drop a leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
@@ -57,14 +57,14 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, config: ModelConfig) -> list[int]:
-    """Return the tokens of a prompt; for an empty one the token that begins a document."""
+    """Return the token ids of a prompt; bos, or else eos, if the prompt is empty."""
     ids = tokenizer.encode(text) or [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
     require_embedded(ids, config, tokenizer.name)
     return ids
 
 
 def require_embedded(ids: Iterable[int], config: ModelConfig, source: str) -> None:
-    """Check that the model has an embedding for each token id: the tokenizer's vocabulary may be larger.
+    """Raise UserError for a token id without an embedding; the tokenizer's vocabulary may be larger.
 
     ``source`` is the origin of the ids, for the message.
     """
