@@ -1,4 +1,4 @@
-"""Source files, local or in any storage of fsspec: listed once, read with retries."""
+"""Source files, local or on any fsspec file system. They are listed once and read with retries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, Any
 from toolkit.errors import UserError, join_first
 from toolkit.io.storage import StorageError, describe, retry
 
-# Formats by suffix; each may be followed by one of COMPRESSIONS, Parquet not.
+# Format of each suffix. One of COMPRESSIONS may follow, except after .parquet.
 FORMATS = {
     ".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".text": "text",
     ".md": "text",
@@ -22,8 +22,8 @@ FORMATS = {
 COMPRESSIONS = (".gz", ".zst")
 SUPPORTED = ".parquet, .jsonl or .txt, the last two also with .gz or .zst"
 
-_SAMPLED_FILES, _SAMPLE = 32, 1 << 16  # local files of a source that are sampled for its identity; bytes per sample
-_USER = re.compile(r"://[^/?#]*@")  # anywhere: fsspec's URLs may be chained, as in simplecache::https://...
+_SAMPLED_FILES, _SAMPLE = 32, 1 << 16  # local files sampled for the listing hash; bytes per sample
+_USER = re.compile(r"://[^/?#]*@")  # anywhere, as fsspec URLs may be chained: simplecache::https://...
 _SECRET_QUERY = re.compile(r"(?i)[?&#][^=&]*(signature|token|sig|key|credential|secret|passw|pwd|auth)[^=&]*=")
 
 
@@ -33,9 +33,9 @@ class SourceFile:
 
     Args:
         url: URL for fsspec, or the path of a local file.
-        name: Path relative to its source, for the cache key and messages.
+        name: Path relative to the listed folder, for the cache key and messages.
         size: Size in bytes.
-        version: The storage's checksum or version, if its listing has one.
+        version: Checksum or version from the storage listing, or an empty string.
     """
 
     url: str
@@ -55,7 +55,7 @@ class SourceFile:
 
 
 def _suffixes(name: str) -> tuple[str, str]:
-    """Return the suffixes of format and compression, in lower case; both empty if the format is not supported."""
+    """Return the format and compression suffixes in lower case. Both are empty for unsupported formats."""
     name = name.lower()
     compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
     suffix = Path(name.removesuffix(compression)).suffix
@@ -73,7 +73,7 @@ def is_url(value: str) -> bool:
 
 
 def require_no_secret(value: str, option: str) -> None:
-    """Refuse a URL with credentials, which would be saved with the run's options."""
+    """Raise UserError for a URL with credentials; they would be saved with the run's options."""
     if _USER.search(value) or (is_url(value) and _SECRET_QUERY.search(value)):
         scheme = value.partition("://")[0]
         raise UserError(
@@ -83,7 +83,7 @@ def require_no_secret(value: str, option: str) -> None:
 
 
 def list_path(value: str, option: str) -> list[SourceFile]:
-    """Return the files of a path, a folder or a glob, local or remote, sorted by name."""
+    """List the files of a path, folder or glob, local or remote, sorted by name."""
     where = f"--data.{option} {value}"
     with storage_errors(where, value):
         import fsspec
@@ -106,7 +106,7 @@ def list_path(value: str, option: str) -> list[SourceFile]:
 
 
 def require_text(files: list[SourceFile], where: str) -> list[SourceFile]:
-    """Return the files that are not empty; all must have a supported format."""
+    """Return the non-empty files. Raise UserError for an unsupported format or if all files are empty."""
     for file in files:
         if not is_supported(file.name):
             raise UserError(f"{where}: {file.name.rpartition('/')[2]}: must end in {SUPPORTED}")
@@ -130,8 +130,8 @@ def _describe(fs: Any, path: str, info: dict[str, Any], root: str) -> SourceFile
 def listing_hash(files: list[SourceFile]) -> str:
     """Return a hex SHA-256 of the listing: names, sizes and versions.
 
-    Local files have no version: the first and last 64 KiB of up to 32 evenly spaced files stand for it. Neither paths
-    nor dates count. A change elsewhere that keeps the size is not detected.
+    Local files have no version. Instead, the first and last 64 KiB of up to 32 evenly spaced files are hashed. Folder
+    paths and modification times are ignored. A change elsewhere that keeps the size is not detected.
     """
     digest = hashlib.sha256()
     for file in files:
@@ -149,20 +149,20 @@ def listing_hash(files: list[SourceFile]) -> str:
 
 @contextmanager
 def storage_errors(where: str, url: str) -> Iterator[None]:
-    """Translate the errors of a storage into a one-line UserError that starts with ``where``."""
+    """Translate storage errors into a one-line UserError that starts with ``where``."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # each storage has its own exceptions
+    except Exception as error:  # each file system has its own exceptions
         raise UserError(f"{where}: {describe(error, url)[0]}") from error
 
 
 class RetryingFile(io.RawIOBase):
-    """A file to read and seek in; a failed read is repeated on a new connection.
+    """A read-only, seekable file. Failed reads are retried on a new connection.
 
     Raises:
-        StorageError: the storage refuses, every attempt failed, or the file is shorter than when it was listed.
+        StorageError: The storage denies access, all attempts failed, or the file is shorter than listed.
     """
 
     def __init__(self, file: SourceFile) -> None:
@@ -231,5 +231,5 @@ def _open(file: SourceFile) -> IO[bytes]:
     import fsspec
 
     fs, path = fsspec.core.url_to_fs(file.url)
-    # The size is known. Readers ask for what they need: reading further ahead would only repeat requests.
+    # The size is known. Disable fsspec's cache: the readers have their own buffers.
     return fs.open(path, "rb", size=file.size, cache_type="none")

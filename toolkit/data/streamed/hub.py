@@ -1,7 +1,7 @@
-"""Files of a dataset on the Hugging Face hub, at one commit, by subset and split.
+"""List the files of a Hugging Face dataset at one commit, by subset and split.
 
 The README's ``configs`` name the subsets. Without them, splits are recognized by file names, as in the datasets
-library (https://huggingface.co/docs/hub/datasets-file-names-and-splits). No code of the repository is run.
+library (https://huggingface.co/docs/hub/datasets-file-names-and-splits). No repository code is run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _URL = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?
 
 
 class Repository(NamedTuple):
-    """A dataset repository at one commit; ``option`` is the prefix of its options in messages."""
+    """A dataset repository, pinned to one commit."""
 
     repo_id: str
     revision: str
@@ -37,7 +37,7 @@ class Repository(NamedTuple):
 
 
 def open_repository(repo_id: str, revision: str) -> Repository:
-    """Resolve a branch, tag or commit."""
+    """Resolve a branch, tag or commit to a commit hash."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -70,12 +70,12 @@ def list_split(repository: Repository, subset: str | None, split: str) -> list[S
 
 
 def list_url(value: str, option: str) -> list[SourceFile]:
-    """Return the files of a path or URL of any kind of storage, see :func:`~toolkit.data.streamed.files.list_path`."""
+    """List the files of a path or URL on any storage, see :func:`~toolkit.data.streamed.files.list_path`."""
     return _list_hub_url(value, option) if value.startswith("hf://") else list_path(value, option)
 
 
 def _list_hub_url(url: str, option: str) -> list[SourceFile]:
-    """Return the files of ``hf://datasets/ORGANIZATION/NAME[@REVISION]/GLOB``."""
+    """List the files of ``hf://datasets/ORGANIZATION/NAME[@REVISION]/GLOB``."""
     where = f"--data.{option} {url}"
     if (match := _URL.fullmatch(url)) is None:
         raise UserError(f"{where}: must be hf://datasets/ORGANIZATION/NAME[@REVISION]/FILES")
@@ -86,7 +86,7 @@ def _list_hub_url(url: str, option: str) -> list[SourceFile]:
 
 
 def _patterns(repository: Repository, subset: str | None) -> dict[str, list[str]] | None:
-    """Return the globs of each split of a subset, from the README; None if it names no files."""
+    """Return {split: globs} of a subset from the README, or None if the README names no files."""
     configs = {
         str(c.get("config_name", "default")): c for c in _configs(repository) if "data_files" in c or "data_dir" in c
     }
@@ -108,7 +108,7 @@ def _patterns(repository: Repository, subset: str | None) -> dict[str, list[str]
 
 
 def _by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
-    """Normalize ``data_files``: one or more globs, or a list of splits with their paths."""
+    """Normalize ``data_files`` (a glob, a list of globs, or splits with globs) to {split: globs}."""
 
     def as_globs(value: Any) -> list[str]:
         return [value] if isinstance(value, str) else [glob for glob in value if isinstance(glob, str)]
@@ -149,7 +149,7 @@ def _configs(repository: Repository) -> list[dict[str, Any]]:
 
 
 def _split_by_name(files: list[SourceFile]) -> dict[str, list[SourceFile]]:
-    """Sort files into splits by the words of their names; all are for training if no name has such a word."""
+    """Group files by split, from words in file names. Without such words, all files are training files."""
     supported = [file for file in files if is_supported(file.name)]
     files_of_split: dict[str, list[SourceFile]] = {}
     for split, words in _SPLITS.items():
@@ -160,7 +160,7 @@ def _split_by_name(files: list[SourceFile]) -> dict[str, list[SourceFile]]:
 
 
 def _match(repository: Repository, globs: Sequence[str]) -> Iterator[SourceFile]:
-    """Yield the files that match any glob, each once, sorted by name."""
+    """Yield the files that match any glob, once each and sorted by name."""
     files_of_split: dict[str, SourceFile] = {}
     for glob in globs:
         glob = glob.removeprefix("./")
@@ -170,10 +170,10 @@ def _match(repository: Repository, globs: Sequence[str]) -> Iterator[SourceFile]
 
 
 def _compile(glob: str) -> re.Pattern[str]:
-    """Translate a glob: ``*`` matches within a folder, ``**`` across folders."""
+    """Translate a glob to a regex: ``*`` matches within a folder, ``**`` across folders."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", glob)
     special = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    # fnmatch gives (?s:[^a])\Z of [!a], and an expression that is valid of any brackets
+    # fnmatch.translate turns [!a] into (?s:[^a])\Z, and any brackets into a valid regex
     return re.compile("".join(special.get(p) or fnmatch.translate(p)[4:].rpartition(")")[0] for p in parts))
 
 
@@ -209,7 +209,7 @@ def _hub_errors(repo_id: str, revision: str) -> Iterator[None]:
 
 
 def _known_revisions(repo_id: str) -> str:
-    """Return a hint with the branches and tags, or an empty string if they cannot be listed."""
+    """Return a hint that lists the branches and tags, or an empty string if listing fails."""
     from huggingface_hub import HfApi
 
     try:

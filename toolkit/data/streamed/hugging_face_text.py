@@ -1,4 +1,4 @@
-"""Text of any size from the Hugging Face hub, from object storage or from files, tokenized while a run trains."""
+"""Text of any size from the Hugging Face hub, object storage or files, tokenized during training."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ class HuggingFaceText(DataModule):
         return open_text(TextSource(self, *self._list_files(report)), tokenizer, max_seq_length, report)
 
     def _list_files(self, report: Report) -> tuple[str, list[SourceFile], list[SourceFile] | None]:
-        """Return the option that names the files, and the files to train and to validate on.
+        """Return the option and value for error messages, the training files and the validation files.
 
-        The revision becomes the commit that is read, which is recorded with the run's options.
+        Sets ``revision`` to the commit; it is recorded with the run's options.
         """
         from toolkit.data.streamed.hub import list_split, list_url, open_repository
 

@@ -1,4 +1,4 @@
-"""Open a stream of text: prepare the tokenizer, the first segment and the validation rows."""
+"""Open streamed text: prepare the tokenizer, the first segment and the validation rows."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from toolkit.io.storage import StorageError
 if TYPE_CHECKING:
     from toolkit.data.streamed.hugging_face_text import HuggingFaceText
 
-_MIN_SEGMENTS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
+_MIN_SEGMENTS = 5  # in the cache budget: held-out, previous, current, next, and the one being written
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """The listed files and options of a data module.
+    """Listed files and options of a data module.
 
     Args:
         options: The data module.
-        where: The option that named the files, for messages.
-        files: Training text.
-        val_files: Text to validate on; None: held out from the first segment.
+        where: Option and value that error messages name.
+        files: Training files.
+        val_files: Validation files. If None, validation rows are held out from the first segment.
     """
 
     options: HuggingFaceText
@@ -47,13 +47,13 @@ class TextSource:
 
     @property
     def val_where(self) -> str:
-        """The option that named ``val_files``."""
+        """Option and value of ``val_files``, for error messages."""
         name = "val_path" if self.options.val_split is None else "val_split"
         return f"--data.{name} {getattr(self.options, name)}"
 
 
 def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Report) -> PreparedData:
-    """Return the rows of the files, with the first segment prepared."""
+    """Prepare the first segment, and return the training and validation rows."""
     start = time.perf_counter()
     if tokenizer is not None and tokenizer.eos_id is None:
         raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
@@ -79,7 +79,7 @@ def _source(files: list[SourceFile], column: str, skips_broken: bool) -> Source:
         segments.import_pyarrow()
     source = Source(files, column, segments.SEGMENT_BYTES, listing_hash(files))
     local = (i for i, file in enumerate(files) if file.kind == "parquet" and not is_url(file.url))
-    footers = (segments.Part(i, 0, sys.maxsize) for i in local)  # parts without rows
+    footers = (segments.Part(i, 0, sys.maxsize) for i in local)  # empty parts: read only the footer
     for part in (source.segments[0][0], *footers):
         try:
             next(segments.read_part(files[part.file], part, column), None)
@@ -94,7 +94,7 @@ def _source(files: list[SourceFile], column: str, skips_broken: bool) -> Source:
 def _open_stream(
     cache_dir: Path, source: Source, tokenizer: Tokenizer | None, vocab_size: int, report: Report
 ) -> Stream:
-    """Return the stream; without a tokenizer, with one trained on its first segment."""
+    """Open or create the stream. Without a tokenizer, train one on the first segment."""
     key = source.key(["trained", vocab_size] if tokenizer is None else tokenizer.fingerprint)
     folder = cache_dir / f"streamed-{key[:16]}"
     (folder / "locks").mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
 def _prepare_first(
     stream: Stream, block_size: int, skips: bool, where: str, report: Report
 ) -> tuple[int, SegmentCounts]:
-    """Tokenize segments up to the first one with a row, with all cores; return its number and counts."""
+    """Tokenize segments on all cores until one has a full row. Return that segment's number and counts."""
     total = 0
     for number in range(len(stream.source.segments)):
         if stream.ready(number) is None:
@@ -181,7 +181,7 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
 
 
 def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_size: int, report: Report) -> RowSpans:
-    """Tokenize as many segments of the validation files as ``val_rows`` needs."""
+    """Tokenize validation segments until there are ``val_rows`` rows."""
     source = _source(files, text.options.text_column, text.options.skips_broken)
     stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
     spans, n_left = list[tuple[int, int, int]](), text.options.val_rows
@@ -201,7 +201,7 @@ def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_si
 
 
 def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report: Report) -> None:
-    """Tokenize all segments, or part ``part[0]`` of ``part[1]``, with several processes."""
+    """Tokenize the segments of a part in ``workers`` processes. ``part`` is (number from 1, total)."""
     assert isinstance(rows, StreamedRows)
     stream = rows.segments.reader.stream
     unprepared = [n for n in range(part[0] - 1, len(stream.source.segments), part[1]) if stream.ready(n) is None]

@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 ROW_BITS = 32  # a row id is segment << ROW_BITS | row
 _OPEN_SEGMENTS = 4
-_ATTEMPTS = 3  # to read a segment that others evict
-_AHEAD = 2  # segments to prepare before they are needed, and one more for each tokenize worker
+_ATTEMPTS = 3  # to read a segment that other processes may evict
+_AHEAD = 2  # segments to prepare ahead of need, plus one per tokenize worker
 
 
 class SegmentRows:
-    """Rows of prepared segments: blocks of T + 1 tokens, read wherever they are."""
+    """Random access to the rows of segments. A row is a block of T + 1 tokens."""
 
     def __init__(self, reader: StreamReader, block_size: int) -> None:
         self.reader, self.block_size = reader, block_size
         self._open: dict[int, tuple[TokenStore, Copy | None]] = {}
 
     def read(self, segment: int, row: int) -> dict[str, Tensor]:
-        """Return a row, see :class:`toolkit.data.base.TokenDataset`; its segment is prepared again if it is not there.
+        """Return a row, see :class:`toolkit.data.base.TokenDataset`. Prepare the segment again if it was evicted.
 
         Raises:
-            DataError: it cannot be prepared, or it is damaged and cannot be removed.
+            DataError: The segment cannot be prepared, or a damaged copy cannot be removed.
         """
         import torch
 
@@ -61,7 +61,7 @@ class SegmentRows:
     def _store(self, segment: int) -> tuple[TokenStore, Copy | None]:
         if segment not in self._open:
             stream = self.reader.stream
-            copy = stream.copy_of(segment)  # before it is opened: a newer one is not taken for the one that failed
+            copy = stream.copy_of(segment)  # before opening: a newer copy must not count as the damaged one
             while (store := stream.open(segment)) is None:  # evicted: prepared again
                 self.reader.wait(segment, [*self._open, segment], [])
                 copy = stream.copy_of(segment)
@@ -75,10 +75,10 @@ class SegmentRows:
 
 
 class RowSpans:
-    """Rows of known number, such as those to validate on.
+    """A fixed set of rows, such as the validation rows.
 
     Args:
-        spans: Segment, first row and end row of each part.
+        spans: (segment, first row, end row) of each span.
     """
 
     def __init__(self, segments: SegmentRows, spans: list[tuple[int, int, int]]) -> None:
@@ -97,16 +97,16 @@ class RowSpans:
 
 
 class StreamedRows:
-    """The training rows of a stream. Their number is unknown.
+    """The training rows of a stream. The number of rows is unknown.
 
     Args:
-        first: A segment with rows; ``rows[0]`` is its first one.
-        n_first: Training rows of segment ``first``.
-        held_out: Further rows at its end, which are not for training.
-        skips_broken: Whether files that cannot be read are skipped; else they are errors.
+        first: Number of the first segment with rows. ``rows[0]`` is row 0 of this segment.
+        n_first: Number of training rows in segment ``first``.
+        held_out: Number of validation rows at the end of segment ``first``.
+        skips_broken: Whether to skip the rest of unreadable files instead of raising DataError.
 
     Attributes:
-        preview: The rows of segment ``first``.
+        preview: The training rows of segment ``first``.
     """
 
     def __init__(self, segments: SegmentRows, first: int, n_first: int, held_out: int, skips_broken: bool) -> None:
@@ -118,7 +118,7 @@ class StreamedRows:
         return self.segments.read(segment, row)
 
     def order(self, seed: int, state: dict[str, Any]) -> StreamOrder:
-        """Return the order of a run, see :func:`toolkit.data.base.sample_order`."""
+        """Return the sample order, see :func:`toolkit.data.base.sample_order`."""
         return StreamOrder(self, seed, state)
 
     def count(self, segment: int, counts: SegmentCounts) -> int:
@@ -134,22 +134,25 @@ def describe_broken(broken: dict[str, str]) -> str:
 
 
 class StreamOrder:
-    """See :class:`toolkit.data.order.SampleOrder`. The row counts of segments are known once they are prepared.
+    """Sample order over segments, see :class:`toolkit.data.order.SampleOrder`. Preparing a segment gives its row count.
 
     Args:
-        state: Epoch, index in its permutation, position where that segment starts, and its number of rows if some were
-            read; {} at the start of a run.
+        state: Resume point: ``epoch``, ``index`` in the epoch's permutation, start ``position`` of the segment, and its
+            number of ``rows`` if reading has begun. {} at the start of a run.
     """
 
     def __init__(self, rows: StreamedRows, seed: int, state: dict[str, Any]) -> None:
         self.rows, self.seed = rows, seed
-        # Epoch and index of the next segment, and the position where it starts; the lists below have all before it.
+        # (epoch, index) and start position of the next segment. The lists below have the segments reached so far.
         self._next: tuple[tuple[int, int], int] = (
             (state.get("epoch", 0), state.get("index", 0)),
             state.get("position", 0),
         )
-        self._begun = self._next[0], state.get("rows")  # None: it is not begun, or its rows were not saved
-        # Segments reached so far: position of the first row, (epoch, index), number, and rows (never 0).
+        self._begun = (
+            self._next[0],
+            state.get("rows"),
+        )  # rows is None if reading has not begun or the count was not saved
+        # Per segment reached so far: position of the first row, (epoch, index), segment number, row count (never 0).
         self._starts: list[int] = []
         self._epochs: list[tuple[int, int]] = []
         self._segments: list[int] = []
@@ -183,12 +186,12 @@ class StreamOrder:
     def _segment_at(self, epoch: int, index: int) -> int:
         n = len(self.rows.segments.reader.stream.source.segments)
         segment = shuffled_index(epoch * n + index, n, self.seed)
-        if epoch == 0 and (index == 0 or segment == 0):  # segment 0 changes places with the first one
+        if epoch == 0 and (index == 0 or segment == 0):  # swap segment 0 with the first one
             segment = 0 if index == 0 else shuffled_index(0, n, self.seed)
         return segment
 
     def _extend(self) -> None:
-        """Wait for the next segment that has rows."""
+        """Wait for the next segment with rows, and append it to the order."""
         reader, n_segments = self.rows.segments.reader, len(self.rows.segments.reader.stream.source.segments)
         for _ in range(n_segments + 1):
             epoch_index, start = self._next
@@ -214,7 +217,7 @@ class StreamOrder:
         raise DataError(f"{option}; use other files, or a smaller --train.max_seq_length")
 
     def _require_same_rows(self, epoch_index: tuple[int, int], segment: int, n_rows: int) -> None:
-        """Refuse to resume within a segment whose number of rows, and so their order, has changed."""
+        """Raise DataError if the resumed segment's row count has changed; the order would differ."""
         begun, saved = self._begun
         if epoch_index == begun and saved not in (None, n_rows):
             source = self.rows.segments.reader.stream.source
@@ -225,7 +228,7 @@ class StreamOrder:
             )
 
     def _required_segments(self, segment: int) -> list[int]:
-        """Return the segments that must not be evicted: current, prefetched and held-out rows."""
+        """Return the segments that must not be evicted: requested, previous and held-out."""
         held_out = [self.rows.first] if self.rows.held_out else []
         return list(dict.fromkeys([segment, *self._segments[-1:], *held_out]))
 

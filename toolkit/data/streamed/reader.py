@@ -1,4 +1,4 @@
-"""Readers of a stream: a process publishes which segments it needs, starts tokenize workers, and waits for them."""
+"""Readers of a stream. A process requests segments, starts tokenize workers and waits for the segments."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from toolkit.io.atomic import write_json
 from toolkit.io.locks import file_lock, lock
 from toolkit.io.tempfiles import machine_name
 
-_POLL = 0.05  # seconds between looks for a segment
-_MAX_STARTS = 4  # of each tokenize worker, until a segment is ready
+_POLL = 0.05  # seconds between checks for a segment
+_MAX_STARTS = 4  # starts per tokenize worker before any segment is ready
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Wanted:
     """The segments that a process needs.
 
     Args:
-        keep: Segments in use, which must not be evicted.
-        ahead: Segments to read next, the most urgent first.
+        keep: Segments in use; they must not be evicted.
+        ahead: Next segments to read, most urgent first.
         is_waiting: Whether the process waits for the first of ``ahead``.
     """
 
@@ -41,11 +41,11 @@ class Wanted:
 
 
 class StreamReader:
-    """Requests segments and waits for them, in one process; a forked copy registers under its own name.
+    """Requests segments and waits for them. A forked copy registers as a separate reader.
 
     Args:
-        workers: Processes that prepare segments.
-        max_bytes: Disk space for segments; None: no limit.
+        workers: Number of tokenize workers.
+        max_bytes: Disk budget for segments in bytes; None for no limit.
     """
 
     def __init__(self, stream: Stream, workers: int, max_bytes: int | None, report: Report) -> None:
@@ -57,7 +57,7 @@ class StreamReader:
         self._starts = 0
 
     def ask(self, wanted: Wanted) -> None:
-        """Publish the segments that this process needs, and start tokenize workers if one is missing."""
+        """Publish the segments that this process needs. Start tokenize workers if one of ``ahead`` is not ready."""
         try:
             if wanted != self.wanted or self._pid != os.getpid():
                 self._register()
@@ -70,7 +70,7 @@ class StreamReader:
             self.require_workers()
 
     def require_workers(self) -> None:
-        """Start the tokenize workers that do not run."""
+        """Start tokenize workers that are not running. Raise DataError after too many starts."""
         try:
             self._starts += start_workers(self.stream.folder, self.workers, self.max_bytes)
         except OSError as error:
@@ -82,21 +82,21 @@ class StreamReader:
         return DataError(f"{self.stream.folder}: {one_line(error)}; was it deleted? resume to prepare the data again")
 
     def reset_starts(self) -> None:
-        """Reset the count of failed starts: a segment is ready."""
+        """Reset the start count after a segment becomes ready."""
         self._starts = 0
 
     def wait(self, number: int, keep: list[int], ahead: list[int]) -> SegmentCounts:
-        """Return the counts of a segment once it can be read; ``keep`` and ``ahead`` as in :class:`Wanted`.
+        """Wait until a segment can be read. Return the counts. See :class:`Wanted` for ``keep`` and ``ahead``.
 
         Raises:
-            DataError: it cannot be prepared.
+            DataError: The segment cannot be prepared.
         """
         if (counts := self.stream.ready(number)) is not None:
             self.ask(Wanted(keep, ahead))
             return counts
         started = last_line = time.monotonic()
         error = error_file(self.stream.folder, number)
-        error.unlink(missing_ok=True)  # of an earlier attempt
+        error.unlink(missing_ok=True)  # from an earlier attempt
         self.ask(Wanted(keep, [number, *ahead], is_waiting=True))
         while (counts := self.stream.ready(number)) is None:
             time.sleep(_POLL)
@@ -121,7 +121,7 @@ class StreamReader:
         read_wanted(self.stream.folder)  # removes the files of processes that were killed
 
     def _register(self) -> None:
-        """Create this process's file and hold its lock, by which others see that the process lives."""
+        """Create this process's request file. Hold a lock that shows other processes it is alive."""
         if self._pid == os.getpid() and self._file is not None:
             return
         name = f"{machine_name()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -134,7 +134,7 @@ class StreamReader:
 
 
 def read_wanted(folder: Path) -> list[Wanted]:
-    """Return the requests of running readers, and delete the files of ended ones."""
+    """Return the requests of running readers. Delete the files of readers that have ended."""
     requests = []
     for file in sorted((folder / "readers").glob("*.json")):
         if file.name.startswith("."):
@@ -151,29 +151,29 @@ def read_wanted(folder: Path) -> list[Wanted]:
 
 
 def error_file(folder: Path, number: int) -> Path:
-    """Return the file in which a tokenize worker reports an error with a segment."""
+    """Return the path where a tokenize worker reports an error for a segment."""
     return folder / "readers" / f"unit-{number:06d}.error"
 
 
 def _describe_death(folder: Path) -> str:
-    """Return one line with the last log line of a tokenize worker."""
+    """Return a one-line message with the last log line of a tokenize worker."""
     lines = [text for file in sorted(folder.glob("readers/preparer-*.log")) if (text := file.read_text().strip())]
     last = one_line(lines[-1].splitlines()[-1])[:300] if lines else "it was killed; is there enough memory?"
     return f"{folder}: the process that tokenizes the data ended {_MAX_STARTS} times in a row: {last}"
 
 
 _processes: dict[tuple[Path, int], subprocess.Popen[bytes]] = {}
-"""Tokenize workers of this process; each ends when its stdin closes, at the latest when this process ends."""
+"""Tokenize workers started by this process. A worker ends when its stdin closes, at the latest with this process."""
 
 
 def start_workers(folder: Path, workers: int, max_bytes: int | None) -> int:
-    """Start the tokenize workers of a stream that do not run, in any process of this machine; return their number."""
+    """Start tokenize workers that no process on this machine runs. Return the number started."""
     started = 0
     for slot in range(workers):
         mine = _processes.get((folder, slot))
         if mine is not None and mine.poll() is None:
             continue
-        # On another machine with the same folder, another tokenize worker may run.
+        # Locks are per machine: each machine that shares the folder has its own tokenize workers.
         with file_lock(folder / "locks" / f"preparer-{machine_name()}-{slot}", wait=False) as lock:
             if lock is not None:
                 _processes[folder, slot] = _start(folder, slot, max_bytes, lock)
@@ -190,20 +190,20 @@ def _start(folder: Path, slot: int, max_bytes: int | None, lock: IO[str]) -> sub
             stdout=subprocess.DEVNULL,
             stderr=log,
             pass_fds=[lock.fileno()] if os.name == "posix" else [],
-            start_new_session=True,  # a launcher signals the group of processes of a run
+            start_new_session=True,  # a launcher signals the process group of a run
         )
 
 
 def stop_workers(folder: Path) -> None:
-    """End the tokenize workers that this process started, and wait for them."""
+    """Kill the tokenize workers started by this process, and wait until they exit."""
     for key in [key for key in _processes if key[0] == folder]:
         process = _processes.pop(key)
-        process.kill()  # what it writes is whole or absent
+        process.kill()  # safe: segments are published atomically
         process.wait()
 
 
 def used_bytes(folder: Path) -> int:
-    """Return the disk space of all segments, those being written included."""
+    """Return the disk usage of all segments in bytes, including unfinished ones."""
     total = 0
     for parent, _, names in os.walk(folder / "units"):
         for name in names:

@@ -1,6 +1,6 @@
-"""Segments: parts of the input files, about SEGMENT_BYTES each, that are tokenized and shuffled one by one.
+"""Split input files into segments of about SEGMENT_BYTES. Segments are tokenized and shuffled one by one.
 
-Segments depend on file names and sizes only; planning them reads no file.
+Planning uses file names and sizes only; no file is read.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class BrokenFileError(Exception):
 
 
 class ColumnError(BrokenFileError):
-    """A file has no such text column."""
+    """The text column is missing or does not contain text."""
 
 
 def plan_segments(files: Sequence[SourceFile], segment_bytes: int) -> list[tuple[Part, ...]]:
-    """Return the parts of each segment, in the order of the files.
+    """Return the parts of each segment, in file order.
 
     A Parquet or uncompressed JSONL file of s bytes is cut into ceil(s / segment_bytes) segments. Other files cannot be
     read from the middle. Consecutive files smaller than a segment are grouped.
@@ -64,12 +64,12 @@ def plan_segments(files: Sequence[SourceFile], segment_bytes: int) -> list[tuple
 
 
 def read_part(file: SourceFile, part: Part, column: str) -> Iterator[TextChunk]:
-    """Yield the documents of a part of a file, except those without text.
+    """Yield the non-empty documents of a file part.
 
     Raises:
-        BrokenFileError: the content is damaged.
-        ColumnError: there is no text in ``column``.
-        StorageError: the storage fails.
+        BrokenFileError: The content is damaged.
+        ColumnError: ``column`` is missing or does not contain text.
+        StorageError: The storage fails.
     """
     with RetryingFile(file) as raw:
         try:
@@ -85,7 +85,7 @@ def read_part(file: SourceFile, part: Part, column: str) -> Iterator[TextChunk]:
             raise BrokenFileError(f"is not UTF-8 text ({error.reason})") from error
         except UserError as error:
             raise BrokenFileError(str(error)) from error
-        except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's are OSError or ValueError
+        except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow raises OSError or ValueError
             if (cause := _storage_error(error)) is not None:
                 raise cause from error
             raise BrokenFileError(one_line(error)[:200]) from error
@@ -151,7 +151,7 @@ def _text_of(line: bytes, column: str, start: int) -> str | None:
     if text is not None and not isinstance(text, str):
         raise ColumnError(f"byte {start:,}: column {column!r} is of type {type(text).__name__}, not text")
     if text and not text.isascii():
-        text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
+        text.encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return text
 
 

@@ -1,11 +1,11 @@
 """Cache of tokenized segments. The first process that needs a segment writes it atomically.
 
-<cache_dir>/streamed-<first 16 of the key>/
+<cache_dir>/streamed-<first 16 hex digits of the key>/
     source.json             the listed files, for other processes
     tokenizer/
-    counts/000000.json      tokens and broken files of a segment; kept when the segment is evicted
-    units/000000/           its tokens, with a manifest and checksums
-    locks/  readers/        of the processes that prepare and read segments
+    counts/000000.json      token count and broken files of segment 0; kept on eviction
+    units/000000/           tokens of segment 0, with a manifest and checksums
+    locks/  readers/        file locks, and the requests of reader processes
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from toolkit.io.atomic import write_json
 from toolkit.io.locks import file_lock
 from toolkit.io.tempfiles import sweep, temporary_path
 
-Copy = tuple[int, int]  # inode and time of a segment's folder, which tell its copies apart
+Copy = tuple[int, int]  # inode and mtime (ns) of a segment folder; identifies one copy
 
 CODE_VERSION = 1  # increment if the same files and options give different tokens
 SOURCE = "source.json"
-_EXPANSION = {".gz": 3, ".zst": 4, "parquet": 2}  # bytes of text per byte of a file, about
+_EXPANSION = {".gz": 3, ".zst": 4, "parquet": 2}  # approximate text bytes per file byte
 
 
 @dataclass(frozen=True)
 class SegmentCounts:
-    """Counts of a segment.
+    """Token, document and byte counts of a segment.
 
     Args:
-        broken: Reason by name of each broken file; the documents before the damage are in the segment.
+        broken: Maps each broken file's name to the reason. Documents before the damage are in the segment.
     """
 
     tokens: int
@@ -65,12 +65,12 @@ class SegmentCounts:
 
 @dataclass(frozen=True)
 class Source:
-    """The files to tokenize, and how.
+    """Files to tokenize, with the options that determine their documents.
 
     Args:
-        files: Files in the order of the segments.
-        segment_bytes: See :func:`~toolkit.data.streamed.segments.plan_segments`.
-        identity: Hex SHA-256 of the files.
+        files: Files in segment order.
+        segment_bytes: Target segment size in bytes.
+        identity: Result of :func:`~toolkit.data.streamed.files.listing_hash`.
     """
 
     files: list[SourceFile]
@@ -83,18 +83,18 @@ class Source:
         return plan_segments(self.files, self.segment_bytes)
 
     def key(self, tokenizer: list[Any] | str) -> str:
-        """Return the hex SHA-256 of all that the tokens of the segments depend on."""
+        """Return the cache key: the hex SHA-256 of everything that determines the tokens."""
         inputs = [CODE_VERSION, self.identity, self.column, self.segment_bytes, tokenizer]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
     def text_bytes(self, number: int) -> int:
-        """Return an estimate of the bytes of text of a segment, from the listing alone."""
+        """Estimate the text size of a segment in bytes, from file sizes only."""
         parts = ((self.files[part.file], part.total) for part in self.segments[number])
         return sum(_EXPANSION.get(file.compression or file.kind, 1) * file.size // total for file, total in parts)
 
 
 class Stream:
-    """A source, its tokenizer and the cache folder of its segments."""
+    """A source with a tokenizer and a cache folder of tokenized segments."""
 
     def __init__(self, folder: Path, source: Source, tokenizer: Tokenizer) -> None:
         self.folder, self.source, self.tokenizer = folder, source, tokenizer
@@ -104,7 +104,7 @@ class Stream:
             sweep(part)
 
     def save(self) -> None:
-        """Write what :meth:`load` reads, once."""
+        """Write the source and tokenizer for :meth:`load`, unless they exist."""
         with file_lock(self.folder / "locks" / "source"):
             if not (self.folder / SOURCE).exists():
                 (self.folder / "tokenizer").mkdir(exist_ok=True)
@@ -114,7 +114,7 @@ class Stream:
 
     @classmethod
     def load(cls, folder: Path) -> Stream:
-        """Open the stream of a folder that :meth:`save` has written."""
+        """Open a stream from a folder written by :meth:`save`."""
         values = json.loads((folder / SOURCE).read_bytes())
         values["files"] = [SourceFile(**file) for file in values["files"]]
         values["segment_bytes"] = values.pop("unit_bytes")
@@ -124,13 +124,13 @@ class Stream:
         return self.folder / "units" / f"{number:06d}"
 
     def counts(self, number: int) -> SegmentCounts | None:
-        """Return the counts of a segment that was prepared at some time, else None."""
+        """Return the saved counts of a segment, or None. Counts survive eviction."""
         with contextlib.suppress(*DAMAGE_ERRORS):
             return SegmentCounts(**json.loads(self._counts_file(number).read_bytes()))
         return None
 
     def ready(self, number: int) -> SegmentCounts | None:
-        """Return the counts of a segment that can be read now, else None."""
+        """Return the counts of a segment if it can be read now, else None."""
         counts = self.counts(number)
         return counts if counts is not None and (not counts.tokens or self.segment_folder(number).is_dir()) else None
 
@@ -138,14 +138,14 @@ class Stream:
         """Tokenize a segment unless it is in the cache.
 
         Args:
-            wait: Whether to wait for another process that is tokenizing it.
+            wait: Whether to wait if another process is tokenizing the segment.
 
         Returns:
-            Its counts; None if another process is tokenizing it.
+            The counts, or None if another process is tokenizing the segment and ``wait`` is false.
 
         Raises:
-            StorageError: a file cannot be read.
-            OSError: the cache folder cannot be written.
+            StorageError: A file cannot be read.
+            OSError: The cache folder cannot be written.
         """
         with file_lock(self._lock_file(number), wait) as lock:
             if lock is None:
@@ -162,7 +162,7 @@ class Stream:
             return counts
 
     def open(self, number: int) -> TokenStore | None:
-        """Return the tokens of a segment; None if it is not there. A damaged one is removed."""
+        """Open the tokens of a segment. Return None if they are missing or damaged; remove damaged ones."""
         copy = self.copy_of(number)
         try:
             return TokenStore(self.segment_folder(number))
@@ -171,30 +171,30 @@ class Stream:
         return None
 
     def copy_of(self, number: int) -> Copy | None:
-        """Return which copy of a segment's tokens is there, None if none is."""
+        """Identify the cached copy of a segment. Return None if the segment is not cached."""
         with contextlib.suppress(OSError):
             status = self.segment_folder(number).stat()
             return status.st_ino, status.st_mtime_ns
         return None
 
     def remove_damaged(self, number: int, copy: Copy | None) -> None:
-        """Evict a damaged copy of a segment, but no later one, which another process has prepared."""
-        with contextlib.suppress(OSError), file_lock(self._lock_file(number)):  # one process after the other
+        """Evict a segment if the cached copy is still the damaged one; another process may have replaced it."""
+        with contextlib.suppress(OSError), file_lock(self._lock_file(number)):  # one process at a time
             if self.copy_of(number) == copy:
                 self.evict(number)
         if copy is not None and self.copy_of(number) == copy:
             raise DataError(f"{self.segment_folder(number)}: is damaged and cannot be removed; delete this folder")
 
     def evict(self, number: int) -> None:
-        """Delete the tokens of a segment; its counts stay."""
+        """Delete the tokens of a segment, but keep the counts."""
         folder = self.segment_folder(number)
         with contextlib.suppress(OSError):
             gone = temporary_path(folder)
-            os.rename(folder, gone)  # whole or not at all, also for readers
+            os.rename(folder, gone)  # atomic, also for readers
             shutil.rmtree(gone, ignore_errors=True)
 
     def forget_broken(self) -> int:
-        """Remove segments with broken files, to read these files again; return their number."""
+        """Remove segments with broken files, to read them again. Return the number of segments."""
         broken = [n for n in self.prepared() if (counts := self.counts(n)) is not None and counts.broken]
         for number in broken:
             self._counts_file(number).unlink(missing_ok=True)
@@ -227,10 +227,10 @@ class Stream:
 
 
 def segment_texts(source: Source, number: int, broken: dict[str, str]) -> Iterator[TextChunk]:
-    """Yield the documents of a segment; add files that are damaged to ``broken`` with the reason.
+    """Yield the documents of a segment. Add damaged files to ``broken`` as {name: reason}.
 
     Raises:
-        StorageError: a file cannot be read for another reason than its content.
+        StorageError: The storage fails.
     """
     for part in source.segments[number]:
         file, is_open = source.files[part.file], False
@@ -252,7 +252,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _batches(texts: Iterator[TextChunk], can_cut: bool) -> Iterator[list[TextChunk]]:
-    """Yield chunks in lists of about BATCH characters; with ``can_cut`` false, chunks of a document are joined."""
+    """Group chunks into batches of about BATCH characters. Unless ``can_cut``, join the chunks of each document."""
     batch, size, held = list[TextChunk](), 0, list[str]()
     for chunk in texts:
         size += len(chunk.text)

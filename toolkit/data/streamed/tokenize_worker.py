@@ -1,6 +1,6 @@
-"""A process that tokenizes segments ahead of their readers: ``python -m toolkit.data.streamed.tokenize_worker``.
+"""Worker process that tokenizes segments ahead of the readers: ``python -m toolkit.data.streamed.tokenize_worker``.
 
-It runs at low priority and ends with its parent process, whose pipe is its standard input.
+It runs at low priority. It exits when its standard input, a pipe from the parent process, closes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from toolkit.data.streamed.stream import Stream
 from toolkit.io.storage import StorageError
 
 _POLL = 0.1  # seconds between checks of the requests
-_MARGIN = 1.2  # of the estimated size of a segment
+_MARGIN = 1.2  # safety factor on the estimated segment size
 _RETRY = 30.0  # seconds before another attempt at a segment whose storage failed
 
 
 def main(folder: Path, max_bytes: int) -> None:
-    """Prepare the segments that the readers of ``folder`` request, until standard input ends."""
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # of launchers, for the processes of a run
+    """Tokenize the segments that readers of ``folder`` request, until standard input closes."""
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # launchers send these to all processes of a run
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # other cores train, or prepare other segments
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # other cores are for training and other workers
     if hasattr(os, "nice"):
         os.nice(10)
     _serve(Stream.load(folder), max_bytes)
@@ -42,7 +42,7 @@ def _exit_with_parent() -> None:
 
 
 def _serve(stream: Stream, max_bytes: int) -> None:
-    failed: dict[int, float] = {}  # segments whose storage failed: when
+    failed: dict[int, float] = {}  # segment: time of the last storage failure
     while True:
         wanted = read_wanted(stream.folder)
         for number in _missing(stream, wanted):
@@ -62,7 +62,7 @@ def _serve(stream: Stream, max_bytes: int) -> None:
 
 
 def _missing(stream: Stream, wanted: list[Wanted]) -> Iterator[int]:
-    """Yield the segments to prepare: what processes wait for first, then what they need next, in turns."""
+    """Yield the missing segments, round-robin over the processes. Waiting processes come first."""
     queues = [w.ahead for w in sorted(wanted, key=lambda w: not w.is_waiting)]
     seen = set()
     for number in (n for turn in zip_longest(*queues) for n in turn if n is not None):
@@ -76,12 +76,12 @@ def _is_awaited(number: int, wanted: list[Wanted]) -> bool:
 
 
 def make_room(stream: Stream, wanted: list[Wanted], number: int, max_bytes: int) -> bool:
-    """Evict segments until another fits into the budget, and return whether it does.
+    """Evict segments until ``number`` fits into the budget. Return whether it may be prepared.
 
-    Unused segments go first, oldest first. If a process waits for the new segment, segments needed later go, too.
-    Segments that may be in use stay.
+    Evict unused segments first, oldest first. If a process waits for the new segment, also evict segments needed later.
+    Never evict segments in use.
     """
-    sizes = {}  # time of publication, and bytes
+    sizes = {}  # segment: (publication time, bytes)
     for path in (stream.folder / "units").iterdir():
         with suppress(FileNotFoundError):  # another tokenize worker evicts it
             if path.name.isdigit():

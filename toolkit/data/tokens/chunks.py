@@ -1,4 +1,4 @@
-"""Arrays of tokens in LitData's flat chunk format, read by position.
+"""Random access to token arrays in LitData's flat chunk format.
 
 ``StreamingDataset`` reads the same files, but checks for updates over the network, divides its length by the number of
 ranks, and is at least twice as slow for random access.
@@ -24,13 +24,13 @@ from toolkit.errors import DataError
 from toolkit.io.safe_parse import read_json
 
 INDEX = "index.json"
-PIECE = 1 << 16  # values per checksum: with uint16 as many bytes as Linux reads ahead
-_OPEN_CHUNKS = 256  # of all arrays of a process: each holds a file descriptor, and the usual limit is 1,024
-_STAT_CHUNKS = 1024  # of more chunks, sizes are checked on reading, and survey() samples so many
+PIECE = 1 << 16  # values per checksum; 128 KiB of uint16, the default read-ahead of Linux
+_OPEN_CHUNKS = 256  # open files of all arrays in a process; the usual limit is 1,024 descriptors
+_STAT_CHUNKS = 1024  # with more chunks, sizes are checked on reading; survey() samples this many
 _READ_ALL_BYTES = 1 << 30  # above this, survey() samples
 _SAMPLES, _SAMPLE = 16, 1 << 14  # samples per chunk, tokens per sample
 _BLOCK = 1 << 22  # values read at once
-# LitData's numbers of the integer types; its module litdata.constants would import torch.
+# LitData's codes for integer types, copied because litdata.constants imports torch.
 _TENSOR_TYPES = {
     11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64", 18: "int64", 20: "uint16",
 }  # fmt: skip
@@ -39,18 +39,18 @@ _TYPES = {"no_header_tensor": _TENSOR_TYPES, "no_header_numpy": _NUMPY_TYPES}
 
 
 class ChunkedArray:
-    """A 1-D array of integers in the chunks of a folder. Opening it does not read, and rarely stats, the chunks.
+    """A 1-D integer array in chunk files. Opening reads no chunk, and stats the chunks only if there are at most 1,024.
 
-    Chunks are read with ``pread``: with a memory map, a chunk truncated in a running run would be a bus error, and the
-    pages of all chunks would count as memory of the process. Safe in several threads, and picklable.
+    Chunks are read with ``pread``. With mmap, a chunk truncated during a run would cause SIGBUS, and mapped pages would
+    count as process memory. Thread-safe and picklable.
 
     Args:
-        folder: Contains ``index.json`` and the chunks it lists; ``crc32.npy`` if :class:`TokenWriter` wrote it. Then
-            each piece of 65,536 values of a chunk is verified before it is used for the first time (S7).
+        folder: Contains ``index.json`` and the listed chunks, and ``crc32.npy`` if :class:`TokenWriter` wrote it. With
+            checksums, each piece of 65,536 values is verified on first use (S7).
 
     Raises:
-        ValueError: The index is invalid or names a file outside its folder, or a chunk is missing. Up to 1,024 chunks,
-            also if one is truncated.
+        ValueError: The index is invalid or names a file outside the folder, or a chunk is missing. With at most 1,024
+            chunks, also if a chunk is truncated.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -71,7 +71,7 @@ class ChunkedArray:
         return self._starts[-1]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the values from ``start`` to ``stop``, (stop - start,); they may span chunks.
+        """Return the values in [start, stop), shape (stop - start,). The range may span chunks.
 
         Raises:
             DataError: A chunk is missing, damaged or cannot be read.
@@ -89,16 +89,16 @@ class ChunkedArray:
         return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Yield all values from ``start`` to ``stop`` in large blocks."""
+        """Yield the values in [start, stop) in large blocks."""
         stop = len(self) if stop is None else stop
         for first in range(start, stop, _BLOCK):
             yield self.read(first, min(first + _BLOCK, stop))
 
     def survey(self, start: int = 0, stop: int | None = None) -> tuple[bytes, int]:
-        """Scan the values from ``start`` to ``stop`` once.
+        """Scan the values in [start, stop) once.
 
-        Up to 1 GiB, every value is read. Of larger data, 16 blocks of 16 Ki values per chunk, evenly spaced from its
-        first value to its last, in at most 1,024 evenly spaced chunks; changes in between are not detected.
+        Up to 1 GiB, every value is read. Larger data is sampled: 16 evenly spaced blocks of 16 Ki values per chunk, in
+        at most 1,024 evenly spaced chunks. Changes in between are not detected.
 
         Returns:
             SHA-256 of the index and the values, and the largest value.
@@ -131,13 +131,13 @@ class ChunkedArray:
         self._reset_files()
 
     def _reset_files(self) -> None:
-        """Start without open files and verified pieces, here or in another process."""
+        """Reset the open files and verified pieces, on creation and after unpickling."""
         self._open: dict[int, IO[bytes]] = {}
         self._verified = bytearray(0 if self._checksums is None else len(self._checksums))
         _arrays.add(self)
 
     def _verify(self, chunk: int, start: int, stop: int, checksums: np.ndarray) -> None:
-        """Compare the pieces of a chunk with their checksums, if that was not done before."""
+        """Verify the pieces of a chunk that cover [start, stop), unless already verified."""
         for first in range(start // PIECE * PIECE, stop, PIECE):
             piece = self._pieces[chunk] + first // PIECE
             if not self._verified[piece]:
@@ -161,7 +161,7 @@ class ChunkedArray:
         with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread was faster
             if sum(len(array._open) for array in _arrays) >= _OPEN_CHUNKS:
                 fullest = max(_arrays, key=lambda array: len(array._open))._open
-                del fullest[next(iter(fullest))]  # closed when the last thread has read from it
+                del fullest[next(iter(fullest))]  # closed after the last thread has read from it
         file = self._open[chunk] = open(self.folder / self._files[chunk], "rb", buffering=0)  # noqa: SIM115
         return file
 
@@ -192,7 +192,7 @@ class ChunkedArray:
 
 
 _arrays: weakref.WeakSet[ChunkedArray] = weakref.WeakSet()
-"""The open arrays of this process, which share the limit of open files; a mixture has at least one per source."""
+"""Open arrays of this process. They share the limit of open files. A mixture opens at least one per source."""
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _is_token_chunk(chunk: Any) -> bool:
 
 
 def _parse_chunk_name(chunk: dict[str, Any]) -> str:
-    """Return the file name of a chunk; reject paths, with which an untrusted index could leave its folder (S4)."""
+    """Return the file name of a chunk. Reject paths: an untrusted index could point outside its folder (S4)."""
     name = chunk.get("filename")
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\:\0"):
         raise ValueError(f"{INDEX} lists the chunk {name!r}: only plain file names inside the folder are allowed")
@@ -236,5 +236,5 @@ def _parse_dtype(config: dict[str, Any]) -> np.dtype:
 
 
 def format_dtype(dtype: np.dtype) -> str:
-    """Return LitData's data format of tensors of an integer type."""
+    """Return LitData's data format name for an integer dtype."""
     return f"no_header_tensor:{max(n for n, name in _TENSOR_TYPES.items() if name == dtype.name)}"

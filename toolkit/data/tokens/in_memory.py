@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class InMemoryData(PythonData):
-    """A map-style dataset with items as in :func:`toolkit.data.tokens.rows.read_row`.
+    """Data module for a map-style dataset. For items, see :func:`toolkit.data.tokens.rows.read_row`.
 
     Args:
         dataset: The training rows. A 1-tuple of a tensor, as from ``TensorDataset``, is unwrapped.
@@ -45,7 +45,7 @@ class InMemoryData(PythonData):
 
 
 class InMemoryDataset:
-    """Adapts a user-provided dataset to :class:`~toolkit.data.base.TokenDataset`; ``name`` is for messages."""
+    """Adapts a user-provided dataset to :class:`~toolkit.data.base.TokenDataset`. Error messages show ``name``."""
 
     def __init__(self, name: str, dataset: Any, max_length: int | None) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, str | Mapping):
@@ -64,7 +64,7 @@ class InMemoryDataset:
         return read_row(self._dataset[index], f"{self._name}[{index}]", self._max_length)
 
     def survey(self) -> tuple[list[int], str]:
-        """Return the lengths of some evenly spaced rows, and a SHA-256 of these rows and the dataset length."""
+        """Check evenly spaced rows. Return their lengths, and a SHA-256 of the rows and the dataset length."""
         last = len(self) - 1
         indices = sorted({round(last * i / (SURVEYED - 1)) for i in range(SURVEYED)})
         rows = [self[index] for index in indices]

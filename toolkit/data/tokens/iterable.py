@@ -1,7 +1,7 @@
 """User-provided iterables and DataLoaders as a data module. Python API only: no command-line option creates one.
 
-Every rank reads the same items of an iterable and takes the rows of its positions. A DataLoader yields the batches of
-one rank, which takes all of their rows.
+Every rank iterates over all items of an iterable and keeps the rows at its positions. A DataLoader yields the batches
+of one rank, and the rank keeps all rows.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
 _INTERVAL, _KEPT = 100, 1000
-"""Rows between resume points, and the number of resume points kept: together more rows than a run prefetches."""
+"""Rows between resume points, and number of saved resume points. They cover more rows than a run prefetches."""
 
 
 class IterableData(PythonData):
-    """The rows of an iterable, or of a DataLoader on each rank.
+    """Data module for an iterable, or for a DataLoader on each rank.
 
     Args:
-        dataset: Yields the rows, or a DataLoader.
-        val_dataset: The validation rows, map-style, or None.
+        dataset: An iterable of rows, or a DataLoader.
+        val_dataset: Map-style dataset of validation rows, or None.
         max_length: Truncate rows to this many input tokens; None keeps their length.
-        allow_duplicates: Let the DataLoaders of two ranks yield the same samples.
+        allow_duplicates: Allow the DataLoaders of several ranks to yield the same samples.
     """
 
     def __init__(self, dataset: Any, val_dataset: Any, max_length: int | None, allow_duplicates: bool = False) -> None:
@@ -53,24 +53,24 @@ class IterableData(PythonData):
         summary = f"{self.train.kind} of rows of {self.describe_lengths(max_seq_length)}{held_out}"
         report(f"Data: {summary}")
         key = hashlib.sha256(f"{self.train.key} {self.val_key}".encode()).hexdigest()
-        rows: Any = self.train  # the protocol asks for a length
+        rows: Any = self.train  # the protocol requires __len__
         return PreparedData(rows, self.val, tokenizer, key, summary)
 
 
 class IterableRows:
-    """The items of an iterable by position, one epoch after the other; also their :class:`SampleOrder`.
+    """Access to the rows of an iterable by increasing position, across epochs. Also the :class:`SampleOrder`.
 
-    ``rows[p]`` reads on to item p: positions only increase. It must yield the same rows whenever an epoch begins anew;
-    the first rows, and the row from which a resumed run goes on, are compared with what they were.
+    ``rows[p]`` advances to item p; positions must increase. The iterable must yield the same rows whenever an epoch
+    restarts. The first rows and the row at the resume point are checked against saved hashes.
 
-    ``first``: The first rows; what ``rows[p]`` returns before :meth:`order` was called.
-    ``key``: Their hash, the same whenever the run is resumed.
-    ``note``: How a resumed run reached its position, for the log, or "".
+    ``first``: The first rows. ``rows[p]`` reads from them until :meth:`order` is called.
+    ``key``: Hash of the first rows; unchanged on resume.
+    ``note``: Log message on how a resumed run reached its position, or "".
     """
 
     kind = "iterable"
     epoch_rows: int | None = None
-    """Rows of an epoch on all ranks, if known."""
+    """Rows per epoch over all ranks, if known."""
 
     def __init__(self, source: Any, max_length: int | None) -> None:
         self._source, self._max_length = source, max_length
@@ -92,7 +92,7 @@ class IterableRows:
     # ---- position to row
 
     def order(self, seed: int, state: dict[str, Any]) -> IterableRows:
-        """Seek to the beginning, or to the resume point in ``state``; the order is the iterable's own."""
+        """Seek to the resume point in ``state``, or to the beginning. ``seed`` is not used."""
         self._is_open, self.note = True, ""
         self._items: Iterator[Any] | None = None
         self._epoch, self._epoch_start = state.get("epoch", 0), state.get("epoch_start", 0)
@@ -107,15 +107,15 @@ class IterableRows:
             self.note = self.note or f"{name} has no state_dict() to resume from"
             self.note += f": reads {count:,} rows again that were trained on"
         if self._initial is not None:
-            self._source.load_state_dict(self._initial)  # the first rows were read from it
+            self._source.load_state_dict(self._initial)  # undo reading the first rows
         return self
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
-        """Return the positions: the order is the iterable's own."""
+        """Return the positions; the iterable defines the order."""
         return positions.astype(np.int64)
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the last resume point at or before ``position``; {} for the beginning."""
+        """Return the last resume point at or before ``position``, or {} if there is none."""
         points = (point for point in self._resume_points[::-1] if point["place"] <= position)
         point = next(points, {})
         return point | {"position": position} if point else {}
@@ -173,7 +173,7 @@ class IterableRows:
         return iter(self._source)
 
     def _source_state(self) -> dict[str, Any] | None:
-        """Return a JSON copy of the iterable's state, None without one."""
+        """Return a JSON-serializable copy of the iterable's ``state_dict()``, or None."""
         if not (hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")):
             return None
         try:
@@ -182,7 +182,7 @@ class IterableRows:
             return None
 
     def _load(self, state: dict[str, Any]) -> bool:
-        """Restore the iterable from ``state``; return whether its next row is the saved one."""
+        """Restore the iterable from ``state``. Return whether the next row matches the saved hash."""
         name = type(self._source).__name__
         if "state" not in state or self._initial is None:
             return False
@@ -206,11 +206,11 @@ class IterableRows:
     # ---- the other ranks
 
     def share(self) -> Any:
-        """Return this rank's part for :meth:`check_shares`."""
+        """Return the value of this rank for :meth:`check_shares`."""
         return self.key
 
     def check_shares(self, shares: list[Any]) -> None:
-        """Compare the ranks, from :meth:`share` of each."""
+        """Raise UserError if :meth:`share` differs between ranks."""
         for rank, key in enumerate(shares):
             if key != shares[0]:
                 raise UserError(
@@ -220,12 +220,12 @@ class IterableRows:
 
 
 class LoaderRows(IterableRows):
-    """The rows of a torch DataLoader of this rank: ``rows[p]`` is its next row.
+    """The rows of this rank's torch DataLoader. ``rows[p]`` returns the next row.
 
     Args:
         source: A batch is ``(input_ids, labels)`` or a mapping with both, (B, T) each, a tensor (B, T + 1), or a list
-            of rows. Where it has no generator, it is given one.
-        allow_duplicates: Let two ranks have the same samples.
+            of rows. If its generator is None, a new one is set.
+        allow_duplicates: Allow several ranks to have the same samples.
     """
 
     kind = "DataLoader"
@@ -235,7 +235,7 @@ class LoaderRows(IterableRows):
 
         drawing = [part for part in (source, _sampler_of(source)) if hasattr(part, "generator")]
         for part in drawing:
-            if part.generator is None:  # it would draw from the training's generator, in the prefetching thread
+            if part.generator is None:  # otherwise it draws from the global RNG of training
                 part.generator = torch.Generator()
         self._generators = [(part.generator, part.generator.get_state()) for part in drawing]
         super().__init__(source, max_length)
@@ -243,7 +243,7 @@ class LoaderRows(IterableRows):
         self.key = "DataLoader"  # its rows depend on the rank; order() compares them
 
     def order(self, seed: int, state: dict[str, Any]) -> LoaderRows:
-        """See :meth:`IterableRows.order`; reads all rows of this rank again."""
+        """Seek as in :meth:`IterableRows.order`, but by reading all rows of this rank again."""
         super().order(seed, {})
         for generator, state_before in self._generators:
             generator.set_state(state_before)
@@ -263,7 +263,7 @@ class LoaderRows(IterableRows):
         return self
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the position, and the number and a hash of the ranks' shares."""
+        """Return the position, the number of ranks, and a hash of the first rows of all ranks."""
         first = hashlib.sha256("".join(key for key, *_ in self._shares).encode()).hexdigest()
         return {"position": position, "ranks": len(self._shares), "hash": first}
 
@@ -274,7 +274,7 @@ class LoaderRows(IterableRows):
         return super().__getitem__(self._row - 1)
 
     def _source_state(self) -> None:
-        return None  # would belong to one rank
+        return None  # a state would be valid for one rank only
 
     def _open(self, epoch: int) -> Iterator[Any]:
         loader: DataLoader = self._source
@@ -288,7 +288,7 @@ class LoaderRows(IterableRows):
         return None if counts or count is None else count * len(self._shares)
 
     def share(self) -> tuple[str, tuple[int, int] | None, int | None]:
-        """Return the hash of the first rows; (rank, number of ranks) and length of the sampler, if known."""
+        """Return the hash of the first rows, the sampler's (rank, world size) or None, and rows per epoch or None."""
         import torch.utils.data as torch_data
 
         loader: DataLoader = self._source
@@ -330,7 +330,7 @@ IN_ORDER = (
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Whether a dataset is read in its own order: it has no ``[index]``, or is one of torch's that has none."""
+    """Whether a dataset is iterable-style: an ``IterableDataset``, or an iterable without len() or ``[index]``."""
     from torch.utils.data import IterableDataset
 
     has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -344,7 +344,7 @@ def is_loader(dataset: Any) -> bool:
 
 
 def _sampler_of(loader: DataLoader) -> Any:
-    """Return the sampler of a loader; for a user-provided batch sampler its inner sampler."""
+    """Return the sampler of a DataLoader, or the inner sampler of a custom batch sampler."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
@@ -355,12 +355,12 @@ def _set_epoch(epoch: int, *parts: Any) -> None:
 
 
 def _rows_of(batch: Any) -> Iterable[Any]:
-    """Return the rows of a batch, see :class:`LoaderRows`."""
+    """Split a batch into rows, see :class:`LoaderRows`."""
     if isinstance(batch, tuple | list) and len(batch) == 2 and all(getattr(part, "ndim", 1) == 2 for part in batch):
         return zip(*batch, strict=True)
     if isinstance(batch, Mapping):
         columns = {name: batch[name] for name in ("input_ids", "labels") if name in batch}
         if len(columns) < 2:
-            return [batch]  # an error
+            return [batch]  # read_row raises the error
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return batch

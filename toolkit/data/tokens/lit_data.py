@@ -52,7 +52,7 @@ class LitData(DataModule):
     def _open(
         self, folder: Path, block_size: int, report: Report
     ) -> tuple[BlockDataset, BlockDataset | None, bytes, int]:
-        """Return the training rows, the held-out rows, what the content key depends on, and the largest token."""
+        """Return the training rows, validation rows or None, bytes for the content key, and the largest token id."""
         from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, MANIFEST, verify
         from toolkit.data.tokens.store import SPLITS, TOKENS, ChunkBlockDataset, TokenStore, open_splits
 

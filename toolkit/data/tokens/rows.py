@@ -17,16 +17,16 @@ SURVEYED = 32  # rows checked before a run
 
 
 class PythonData(DataModule):
-    """Data passed as a Python object, without options and tokenizer.
+    """Base class of data modules for Python objects. They have no options and no tokenizer.
 
-    ``lengths``: input tokens of the checked rows.
+    ``lengths``: Number of input tokens in each checked row.
     """
 
     lengths: list[int]
 
     @property
     def reads_ahead(self) -> bool:
-        """See :attr:`DataModule.reads_ahead`. The user's object may draw random numbers, or belong to one thread."""
+        """See :attr:`DataModule.reads_ahead`. The user's object may use a global RNG or not be thread-safe."""
         return self.num_workers > 0
 
     @property
@@ -34,7 +34,7 @@ class PythonData(DataModule):
         return min(self.lengths) != max(self.lengths)
 
     def describe_lengths(self, max_seq_length: int) -> str:
-        """Return the lengths of the checked rows in words."""
+        """Describe the row lengths for the log. Raise UserError if a row exceeds ``max_seq_length``."""
         longest = max(self.lengths)
         if max_seq_length and longest > max_seq_length:
             raise UserError(
@@ -45,7 +45,7 @@ class PythonData(DataModule):
 
 
 def read_row(item: Any, name: str, max_length: int | None) -> dict[str, Tensor]:
-    """Return an item as ``{"input_ids": (T,), "labels": (T,)}``, int64.
+    """Convert an item to ``{"input_ids": (T,), "labels": (T,)}``, int64.
 
     Args:
         item: A 1-D tensor of T + 1 tokens, alone or in a 1-tuple, ``(input_ids, labels)``, or a mapping with both.
@@ -73,7 +73,7 @@ def read_row(item: Any, name: str, max_length: int | None) -> dict[str, Tensor]:
 
 
 def check_rows(flag: str, data: PreparedData, seq_length: int | None) -> None:
-    """Check the first rows of a data module from outside toolkit."""
+    """Check the first training and validation rows of a user-defined data module."""
     if not isinstance(data, PreparedData):
         raise UserError(f"{flag}: prepare() returns {type(data).__name__}; it must return PreparedData")
     for split, rows in (("train", data.train), ("val", data.val)):
@@ -97,7 +97,7 @@ def hash_rows(rows: Iterable[dict[str, Tensor]]) -> str:
 
 
 def require_shifted(rows: Iterable[dict[str, Tensor]], name: str) -> None:
-    """Check that the labels are the next tokens."""
+    """Raise UserError if the labels equal the inputs, instead of the next tokens, in every row."""
     if all(map(_is_not_shifted, rows)):
         raise UserError(
             f"{name}: the labels equal the input_ids; labels[t] must be the token that follows "
@@ -119,7 +119,7 @@ def _to_token_tensor(value: Any, name: str) -> Tensor:
 
 
 def _is_not_shifted(row: dict[str, Tensor]) -> bool:
-    """Whether the labels equal the inputs instead of the next tokens: the model would learn to copy."""
+    """Whether the labels equal the inputs instead of the next tokens. The model would learn to copy."""
     input_ids, labels = row["input_ids"], row["labels"]
     token_mask = labels != IGNORE_INDEX
     is_copied = (labels == input_ids)[token_mask].all()

@@ -1,10 +1,10 @@
-"""Prepared tokens: one format for text and instruction data.
+"""Storage format of prepared tokens, for text and instruction data.
 
-    <folder>/tokens/      all tokens one after the other, in LitData's flat chunk format (TokensLoader): uint16 or int32
-             loss_mask/   the same, uint8: 1 where a token has loss; only of instruction data
+    <folder>/tokens/      all tokens, concatenated, in LitData's flat chunk format (TokensLoader): uint16 or int32
+             loss_mask/   same format, uint8: 1 where a token has loss; instruction data only
 
-``litdata.StreamingDataset(f"{folder}/tokens", item_loader=TokensLoader(block_size))`` reads the tokens, too; it drops
-those at the end of a chunk that do not fill a block.
+``litdata.StreamingDataset(f"{folder}/tokens", item_loader=TokensLoader(block_size))`` also reads the tokens, but
+drops those at the end of a chunk that do not fill a block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INDEX_CONFIG = {
     "data_spec": '[1, {"type": null, "context": null, "children_spec": []}]', "encryption": None,
     "ipc_compression": None, "item_loader": "TokensLoader", "types": "tensor",
 }  # fmt: skip
-"""Fields that LitData's writer stores in the index of chunks of one tensor."""
+"""Index fields that LitData writes for chunks of a single tensor."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -41,15 +41,15 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class TokenWriter:
-    """Streams tokens to a folder that :class:`TokenStore` reads. Memory: a few chunks.
+    """Streams tokens to a folder for :class:`TokenStore`. Uses the memory of a few chunks.
 
-    Nothing is published: write to a staging folder (:mod:`toolkit.data.cache`) and rename it when it is complete.
+    Writes are not atomic. Write to a staging folder (:mod:`toolkit.data.cache`) and rename it when complete.
 
     Args:
-        folder: Created if it does not exist.
+        folder: Output folder, created if missing.
         dtype: uint16 or int32, see :func:`token_dtype`.
-        with_loss_mask: Each sample comes with a loss mask.
-        tokens_per_chunk: Tokens of all chunks but the last.
+        with_loss_mask: Whether tokens have a loss mask.
+        tokens_per_chunk: Chunk size in tokens; the last chunk may be smaller.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class TokenWriter:
 
     @property
     def largest_token(self) -> int:
-        """The largest token so far; -1 without one."""
+        """The largest token id so far, or -1."""
         return self._tokens.largest
 
     def add(self, ids: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray | None = None) -> None:
-        """Append the tokens of a sample, or of any part of the data; ``loss_mask`` has as many values."""
+        """Append tokens. ``loss_mask`` has one value per token."""
         if (loss_mask is None) != (self._loss_mask is None) or (loss_mask is not None and len(loss_mask) != len(ids)):
             raise ValueError(f"{len(ids)} tokens need as many values of the loss mask, if there is one")
         self._tokens.add(np.asarray(ids))
@@ -82,7 +82,7 @@ class TokenWriter:
             self._loss_mask.add(np.asarray(loss_mask))
 
     def finish(self) -> int:
-        """Write what is left and the index; return the number of tokens. A folder without tokens cannot be opened."""
+        """Write the last chunk and the index. Return the number of tokens. A folder without tokens cannot be opened."""
         self._tokens.finish()
         if self._loss_mask is not None:
             self._loss_mask.finish()
@@ -90,10 +90,10 @@ class TokenWriter:
 
 
 class _ArrayWriter:
-    """Streams one array to chunks, and the CRC-32 of each piece of them to ``crc32.npy``.
+    """Streams one array to chunks, and the CRC-32 of each piece to ``crc32.npy``.
 
-    The files are the same as from LitData's writer, whose import of torch and cloud clients takes as long as tokenizing
-    10 MB.
+    The files equal those of LitData's writer. Importing that writer loads torch and cloud clients, which takes
+    as long as tokenizing 10 MB.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, per_chunk: int) -> None:
@@ -127,7 +127,7 @@ class _ArrayWriter:
 
     def _write_chunk(self, values: np.ndarray) -> None:
         self._checksums.extend(zlib.crc32(values[start : start + PIECE].data) for start in range(0, len(values), PIECE))
-        # One item, which starts after this header: the number of items, and where each of them starts and ends.
+        # Header of a chunk with one item: number of items, start offset and end offset of the item in bytes.
         header = np.array([1, 12, 12 + values.nbytes], np.uint32)
         name = f"chunk-0-{len(self._chunks)}.bin"
         with open(self.folder / name, "wb") as file:
@@ -138,10 +138,10 @@ class _ArrayWriter:
 
 
 class TokenStore:
-    """Tokens that :class:`TokenWriter` or LitData wrote. Opening takes as long for 1 TB as for 1 GB; picklable.
+    """Tokens written by :class:`TokenWriter` or LitData. Opening 1 TB takes as long as 1 GB. Picklable.
 
     Args:
-        folder: A folder of :class:`TokenWriter`, or of LitData chunks themselves.
+        folder: A folder written by :class:`TokenWriter`, or a folder of LitData chunks.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -162,22 +162,22 @@ class TokenStore:
         return len(self.array)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return the tokens from ``start`` to ``stop``, (stop - start,) of the dtype of the store."""
+        """Return the tokens in [start, stop), shape (stop - start,), in the store's dtype."""
         return self.array.read(start, stop)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Return which tokens from ``start`` to ``stop`` have loss, (stop - start,) bool; see :meth:`tokens`."""
+        """Return the loss mask of the tokens in [start, stop), shape (stop - start,), bool."""
         assert self.mask is not None, "these tokens were written without a loss mask"
         return self.mask.read(start, stop).astype(np.bool_)
 
 
 class BlockDataset:
-    """Rows of consecutive tokens; see :class:`toolkit.data.base.TokenDataset`. A row is a block of T + 1 tokens.
+    """Rows of T + 1 consecutive tokens; see :class:`toolkit.data.base.TokenDataset`.
 
     Args:
         block_size: T + 1.
         start: The first token.
-        stop: The end of the tokens; None for all. Fewer than ``block_size`` at the end are left over.
+        stop: End of the tokens; None for all. A tail of fewer than ``block_size`` tokens is not used.
     """
 
     def __init__(self, store: TokenStore, block_size: int, start: int = 0, stop: int | None = None) -> None:
@@ -191,7 +191,7 @@ class BlockDataset:
 
     @property
     def tail_tokens(self) -> int:
-        """Tokens that do not fill a block."""
+        """Number of tokens that do not fill a block."""
         return self.n_tokens - len(self) * self.block_size
 
     def __len__(self) -> int:
@@ -211,7 +211,7 @@ class BlockDataset:
 
 
 class ChunkBlockDataset(BlockDataset):
-    """Rows of blocks that do not span chunks, as of LitData's TokensLoader; each chunk may have a tail."""
+    """Rows that do not span chunks, as in LitData's TokensLoader. Each chunk may have an unused tail."""
 
     def __init__(self, store: TokenStore, block_size: int) -> None:
         super().__init__(store, block_size)
@@ -228,7 +228,7 @@ class ChunkBlockDataset(BlockDataset):
 
 
 def open_splits(folder: Path, manifest: dict[str, Any], block_size: int) -> tuple[BlockDataset, BlockDataset | None]:
-    """Return the training and held-out rows of a folder: the ranges of its tokens that the manifest lists."""
+    """Open the training and validation rows of a folder, by the token ranges in the manifest."""
     store, splits = TokenStore(folder), manifest.get("splits")
     if splits is None:
         raise ValueError(f"{folder} holds samples with a loss mask; only the data module that prepared them reads them")
