@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
 
-DEFAULT_VAL_FRACTION = 0.05  # fraction of tokens held out for validation
+DEFAULT_VAL_FRACTION = 0.05  # fraction held out for validation
 
 Report = Callable[[str], None]
 """Receives progress lines: cache hit or miss, sizes, seconds."""

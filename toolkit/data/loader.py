@@ -312,7 +312,7 @@ def train_batches(
         start_position: Rows consumed before this call. Seeking is free.
         total_positions: Rows in the run over all epochs; None for no limit.
         global_batch_size: Rows per step, G; a multiple of ``world_size * micro_batch_size``.
-        num_workers: Data loading processes; 0 loads data in this process. Batches do not depend on it.
+        num_workers: Data loading processes; 0 loads data in this process. Batches are the same for any number.
         count: Computes the objective's loss normalizers for a micro-batch.
     """
     if global_batch_size % (world_size * micro_batch_size):

@@ -286,7 +286,7 @@ class ChatTemplate:
         return before, after
 
     def _start(self, earlier: Sequence[Message], text: str, before: str, tools: Tools) -> int:
-        """Return the start of an answer: the end of the generation prompt, or of the text ``before``."""
+        """Return the start of an answer: the end of the generation prompt, else the end of ``before``."""
         end = self._prompt_end(earlier, text, tools)
         if end is not None:
             return end

@@ -132,7 +132,7 @@ class HuggingFace(InstructionData):
         repo_id: Dataset name, such as tatsu-lab/alpaca, or a local dataset folder.
         subset: Dataset configuration (subset) name.
         split: Training split, such as train or train[:1000].
-        val_split: Validation split; by default a share of the training rows is held out.
+        val_split: Validation split; by default, a fraction of training rows is held out.
     """
 
     repo_id: str

@@ -21,11 +21,11 @@ class InstructionData(DataModule):
     """Rows with instruction/input/output, prompt/completion, messages, conversations or text, detected per row.
 
     Args:
-        val_split_fraction: Share of the samples to hold out; 0 for none. Default 0.05, unless there is a validation
-            file.
-        prompt_style: Chat template: alpaca, chatml, llama2, llama3, ...; the checkpoint's own by default.
-        chat_template: Jinja file with the chat template to use instead; it is saved with the model.
-        mask_prompt: Mask the loss on prompts; false trains on them, too.
+        val_split_fraction: Fraction of samples held out for validation; 0 for none. Default 0.05, unless there is a
+            validation file.
+        prompt_style: Chat template: alpaca, chatml, llama2, llama3, ...; by default, the checkpoint's.
+        chat_template: Jinja file with a custom chat template, which is saved with the model.
+        mask_prompt: Mask the loss on prompts; false also trains on prompts.
         train_on: Tokens with loss: all answers, the last answer, or all tokens. Default "answers".
         on_long: What to do with samples longer than a row: truncate the end, drop the sample, split it into rows, or
             raise an error.

@@ -28,8 +28,8 @@ class CharText(DataModule):
     Args:
         path: A UTF-8 text file, or its URL. A URL is downloaded into the cache once.
         block_size: Characters per sequence. Default: --train.max_seq_length.
-        train_split: Share of the text to train on; the end of the text is held out.
-        truncate: Share of the text to use, from its start.
+        train_split: Fraction of the text to train on; the rest is held out for validation.
+        truncate: Fraction of the text to use, from the start.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """

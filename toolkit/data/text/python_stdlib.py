@@ -28,9 +28,9 @@ class PythonStdlib(DataModule):
     """The source code of Python's standard library, about 9 MB; each module is one document.
 
     Args:
-        vocab_size: Size of the byte-level BPE tokenizer trained on the text without --tokenizer_dir; or characters: a
-            token for each different character.
-        val_fraction: Share of the tokens to hold out; 0 for none. Default 0.05.
+        vocab_size: Size of the byte-level BPE tokenizer to train without --tokenizer_dir; or characters, for a
+            character-level tokenizer.
+        val_fraction: Fraction of tokens held out for validation; 0 for none. Default 0.05.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class TextFiles(DataModule):
-    r"""UTF-8 text files; each file is one document. \r\n is normalized to \n, a byte order mark is dropped.
+    r"""UTF-8 text files; each file is one document. \r\n becomes \n, and a byte order mark is dropped.
 
     Args:
         train_data_path: A file, a folder (recursive, without hidden files) or a glob such as 'books/*.txt'.
         val_data_path: Validation text, in the same form.
-        val_fraction: Without val_data_path, share of the tokens to hold out; 0 for none. Default 0.05.
-        vocab_size: Size of the byte-level BPE tokenizer trained on the text without --tokenizer_dir; or characters: a
-            token for each different character.
-        text_fraction: Share of the training text to use, from its start: 0.05 for a quick trial.
+        val_fraction: Fraction of tokens held out for validation if val_data_path is not set; 0 for none. Default 0.05.
+        vocab_size: Size of the byte-level BPE tokenizer to train without --tokenizer_dir; or characters, for a
+            character-level tokenizer.
+        text_fraction: Fraction of the training text to use, from the start, such as 0.05 for a quick trial.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
