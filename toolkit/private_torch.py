@@ -1,4 +1,4 @@
-"""Private APIs of torch, all in this file. Tried with torch 2.13; each has no public equivalent."""
+"""All uses of private torch APIs. Tested with torch 2.13. None has a public equivalent."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 def has_no_data(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape but no data: on the meta device, or while torch traces."""
+    """Whether a tensor has a shape but no data: a meta tensor or a FakeTensor."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def register_meta_kernels() -> None:
-    """Register the shapes of CUDA's kernels on the meta device."""
+    """Register meta implementations of CUDA kernels."""
     torch._meta_registrations  # noqa: B018  # imported by its first use
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Let one compiled graph serve every size of this dimension."""
+    """Mark a dimension as dynamic, so that one compiled graph serves all sizes."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def specialized_floats() -> AbstractContextManager:
-    """Compile Python floats as constants in the block; FlexAttention takes no variables."""
+    """Return a context that compiles Python floats as constants, as FlexAttention requires."""
     return torch._dynamo.config.patch(specialize_float=True)
 
 
 def configure_compiler(any_length: bool) -> None:
-    """Compile Python floats as constants, which FlexAttention needs for attention's scale and cap.
+    """Compile Python floats as constants, because FlexAttention requires a constant scale and soft cap.
 
-    With ``any_length``, a length that equals another size, such as head_size, is not taken for that size, which would
-    cost one more graph.
+    With ``any_length``, dimensions of equal size are not assumed equal (duck shaping). Otherwise a length that equals
+    head_size would cost another graph.
     """
     torch._dynamo.config.specialize_float = True
     if any_length:
@@ -53,18 +53,18 @@ def configure_compiler(any_length: bool) -> None:
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """Set the timeout of collectives in all process groups: torch has no public list of them."""
+    """Set the collective timeout of all process groups. torch has no public list of groups."""
     for group in list(dist.distributed_c10d._world.pg_map):
         group.set_timeout(timedelta(seconds=seconds))
 
 
 def tensor_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-    """Return the norm of each tensor: the fastest pass that propagates NaN and Inf, which clipping uses too."""
+    """Return the norm of each tensor. NaN and Inf propagate. Gradient clipping uses the same kernel."""
     return torch._foreach_norm(list(tensors), dtype=dtype)
 
 
 def divide_(tensors: Sequence[Tensor], divisor: Tensor) -> None:
-    """Divide tensors in place by a scalar tensor on their device."""
+    """Divide tensors in place by a scalar tensor on the same device."""
     torch._foreach_div_(list(tensors), divisor)
 
 
@@ -74,11 +74,10 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
-    """Return the unsharded shape and the local start index of each parameter that may be sharded, by ``id``.
+    """Map the ``id`` of each FSDP or DTensor parameter to its unsharded shape and local start index.
 
-    They are FSDP's, and DTensors. The index counts elements of the flattened parameter; :func:`local_shard` has the
-    local length.
-    torch's functions for state dicts know these shards, but hold two copies of the optimizer state on loading.
+    The index is in elements of the flattened parameter. :func:`local_shard` has the local length. torch's state-dict
+    functions also support shards, but hold two copies of the optimizer state when loading.
     """
     flat_params: list[Any] = [handle.flat_param for handle in _handles(module)]
     parts = {
@@ -98,18 +97,18 @@ def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, in the same memory; another tensor as it is."""
+    """Return a DTensor's local shard, which shares memory. Other tensors are returned unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Allocate what is on the meta device; ``to_empty`` would also replace what is not."""
+    """Allocate all meta tensors; ``to_empty`` would also replace the others."""
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 @torch.no_grad()
 def fill_shard(parameter: Tensor, value: Tensor) -> None:
-    """Copy this rank's part of an unsharded value into a DTensor; no collective."""
+    """Copy this rank's shard of an unsharded value into a DTensor, without a collective."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(parameter, DTensor)
@@ -120,9 +119,9 @@ def fill_shard(parameter: Tensor, value: Tensor) -> None:
 
 
 def rank_wrapper() -> Any:
-    """Return the collectives of torch's distributed checkpoints, which raise an error of any rank on all ranks.
+    """Return torch's distributed-checkpoint collectives. An error on any rank is raised on all ranks.
 
-    ``dcp.save`` consists of them, but cannot plan and write in separate calls.
+    ``dcp.save`` uses them, but cannot plan and write in separate calls.
     """
     from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -130,9 +129,9 @@ def rank_wrapper() -> Any:
 
 
 def restore_gradient_dtypes(module: nn.Module) -> None:
-    """Cast the gradients that FSDP accumulated without synchronization to the dtype of their parameters.
+    """Cast the gradients that FSDP accumulated in ``no_sync`` to the parameter dtype.
 
-    ``no_sync`` accumulates in the unit's compute dtype; a 16-bit sum loses small gradients.
+    ``no_sync`` accumulates in the FSDP unit's compute dtype, and a 16-bit sum loses small gradients.
     """
     for handle in _handles(module):
         gradient = handle.flat_param.grad
@@ -147,13 +146,13 @@ def has_fast_bf16() -> bool:
 
 
 def complete_cpu_backend() -> None:
-    """Add ``torch.cpu.memory_summary``, which FSDP calls on saving with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    """Add ``torch.cpu.memory_summary``, which FSDP calls when saving with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     if not hasattr(torch.cpu, "memory_summary"):
         torch.cpu.memory_summary = lambda: "no summary on a CPU"  # type: ignore[attr-defined]
 
 
 def record_memory_history(enabled: bool = True) -> None:
-    """Record the last 100,000 CUDA allocations with their Python stacks, or stop. Not tried on CUDA."""
+    """Record the last 100,000 CUDA allocations with Python stacks, or stop recording. Not tested on CUDA."""
     if enabled:
         torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
     else:
@@ -161,15 +160,15 @@ def record_memory_history(enabled: bool = True) -> None:
 
 
 def dump_memory_history(path: Path) -> None:
-    """Write the recorded allocations as a file for pytorch.org/memory_viz. Not tried on CUDA."""
+    """Write the recorded allocations in the format of pytorch.org/memory_viz. Not tested on CUDA."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
 def shard_over_one_rank(module: nn.Module) -> None:
-    """Gather and free the units of a group of one rank as in larger groups.
+    """Use FULL_SHARD in a group of one rank.
 
-    torch makes it NO_SHARD, which keeps the weights that the backward pass needs on the device although they are
-    offloaded, and fails in mixed precision with tied weights.
+    torch falls back to NO_SHARD. That keeps offloaded weights on the device until the backward pass, and fails in mixed
+    precision with tied weights.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp._flat_param import HandleShardingStrategy
@@ -181,10 +180,10 @@ def shard_over_one_rank(module: nn.Module) -> None:
 
 
 def prebuild_ddp_buckets(module: Any) -> None:
-    """Order DDP's buckets as after its first backward pass, by a pass whose gradients are zeros.
+    """Rebuild DDP's buckets with a backward pass of zero gradients, as after the first step.
 
-    The order in which a gradient is summed over more than two ranks depends on its place in a bucket. The first step
-    after a resume would round differently if its buckets differed from the uninterrupted run's (S2).
+    With more than two ranks, a gradient's summation order depends on its position in a bucket. If the buckets after a
+    resume differed from the uninterrupted run's, the first step would round differently (S2).
     """
     if module.find_unused_parameters or module.static_graph:  # never refilled; or it must be a pass of the model
         return
@@ -199,16 +198,16 @@ def prebuild_ddp_buckets(module: Any) -> None:
 
 
 def zero_offloaded_gradients(module: nn.Module) -> None:
-    """Set the gradients in CPU memory to zero; FSDP would add the next step's gradients to them."""
+    """Zero the gradients that are offloaded to the CPU; FSDP would add the next step's gradients to them."""
     for handle in _handles(module):
         if getattr(handle.flat_param, "_cpu_grad", None) is not None:
             handle.flat_param._cpu_grad.zero_()
 
 
 def reduce_over_shards_only(module: nn.Module) -> None:
-    """Skip HYBRID_SHARD's all-reduce over the replicas in the backward pass; :func:`sum_over_replicas` does it.
+    """Skip HYBRID_SHARD's all-reduce over replicas in the backward pass; call :func:`sum_over_replicas` instead.
 
-    The gradient of a unit is divided by the number of all ranks in both cases.
+    Either way, gradients are divided by the world size.
     """
     from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 
@@ -217,14 +216,14 @@ def reduce_over_shards_only(module: nn.Module) -> None:
 
 
 def sum_over_replicas(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """All-reduce the shards of the gradients, one collective per unit."""
+    """All-reduce the gradient shards over ``group``, one collective per FSDP unit."""
     for handle in _handles(module):
         if handle.flat_param.grad is not None:
             dist.all_reduce(handle.flat_param.grad, group=group)
 
 
 def _handles(module: nn.Module) -> list[Any]:
-    """Return the objects that hold the flattened parameters of FSDP's units."""
+    """Return the FlatParamHandle of each FSDP unit."""
     from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import
 
     units = FullyShardedDataParallel.fsdp_modules(module)
@@ -232,13 +231,14 @@ def _handles(module: nn.Module) -> list[Any]:
 
 
 class StackedMuon(torch.optim.Muon):
-    """torch's Muon; of a group with ``rows`` it updates each of the matrices stacked in a weight as a matrix.
+    """torch's Muon for stacked matrices. ``rows`` in a group gives the rows per matrix; each is updated separately.
 
-    On a CPU it iterates in fp32: bf16 products take 40 times as long on one that has none, and round differently.
+    On a CPU, Newton-Schulz runs in fp32: bf16 matmuls are 40 times slower without hardware support, and round
+    differently.
     """
 
     def step(self, closure: Any = None) -> Any:
-        """Update the weights."""
+        """Perform one optimizer step."""
         torch_function = _muon._zeropower_via_newtonschulz
         _muon._zeropower_via_newtonschulz = _orthogonalize
         try:
@@ -247,7 +247,7 @@ class StackedMuon(torch.optim.Muon):
             _muon._zeropower_via_newtonschulz = torch_function
 
     def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
-        """Fill the lists of weights, gradients and momentum, with views."""
+        """Fill the lists of weights, gradients and momentum. With ``rows``, split them into views."""
         has_complex = super()._init_group(group, *lists)
         if rows := group.get("rows"):
             for tensors in lists:
@@ -259,7 +259,7 @@ _zeropower_via_newtonschulz = _muon._zeropower_via_newtonschulz
 
 
 def _orthogonalize(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
-    """Return the quintic Newton-Schulz iteration of a matrix (Jordan et al. 2024), in fp32 on a CPU."""
+    """Orthogonalize a matrix by quintic Newton-Schulz iteration (Jordan et al. 2024), in fp32 on a CPU."""
     if grad.device.type != "cpu":
         return _zeropower_via_newtonschulz(grad, ns_coefficients, ns_steps, eps)
     a, b, c = ns_coefficients

@@ -1,4 +1,4 @@
-"""Activation checkpointing: save few activations of a block and recompute the others in the backward pass."""
+"""Activation checkpointing: save few activations per block and recompute the others in the backward pass."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,30 +11,30 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from toolkit.config import ActivationCheckpointing
 
 _ATTENTION = ("aten::_scaled_dot_product_", "toolkit::flash_attention", "flex_attention", "torch_attn::_varlen_attn")
-"""Beginnings of the names of attention kernels: of ``scaled_dot_product_attention`` on all devices, of
-models/attention_kernels.py, and others that the blocks of a user-provided module may use."""
+"""Name prefixes of attention kernels: ``scaled_dot_product_attention`` on all devices, models/attention_kernels.py, and
+kernels that a user-provided module may use.
+"""
 _WEIGHT_ARGUMENT = {
     "aten::mm": 1, "aten::addmm": 2, "aten::linear": 1, "toolkit::grouped_product": 1, "bitsandbytes::gemm_4bit": 2,
 }  # fmt: skip
-"""Matrix products of linear layers, and the position of the weight, or of its shape, among their arguments."""
+"""Maps each matmul op of a linear layer to the argument index of the weight or its shape."""
 _THIN = 16
 
 
 def checkpoint_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], mode: ActivationCheckpointing) -> None:
-    """Checkpoint the blocks in place: their class and the names of their parameters stay as they are.
+    """Checkpoint the blocks in place. Classes and parameter names do not change.
 
-    "full" keeps the inputs of each block (Chen et al. 2016, arXiv 1604.06174). "selective" also keeps the outputs of
-    attention and of every second matrix product, which take most of the time to recompute. Gradients are bit-equal to
-    those without, because the same operations run again, with the same random numbers. Nothing changes where no
-    gradients are recorded.
+    "full" saves the inputs of each block (Chen et al. 2016, arXiv 1604.06174). "selective" also saves the outputs of
+    attention and every second matmul, which are the slowest to recompute. Gradients are bit-identical to training
+    without checkpointing: recomputation runs the same operations with the same RNG state. Without grad mode, nothing
+    changes.
 
-    Checkpoint before compiling and before sharding: then a graph holds a complete block, and FSDP's hooks are outside
-    of what is recomputed.
+    Call this before compiling and sharding. Then a graph holds a complete block, and FSDP's hooks are not recomputed.
 
     Args:
-        module: Its submodules of the classes ``blocks`` are checkpointed.
-        blocks: Classes of modules whose forward computes the same when called again.
-        mode: "none" also undoes the mode of an earlier call.
+        module: Model that contains the blocks.
+        blocks: Module classes to checkpoint. Their forward must be repeatable.
+        mode: "none" also removes checkpointing that an earlier call added.
     """
     options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     for part in module.modules():
@@ -55,8 +55,8 @@ def _forward(plain: Callable[..., Any], checkpointed: Callable[..., Any], *args:
 def _selective_contexts() -> Any:
     """Return the contexts of one forward pass and its recomputation.
 
-    Every second matrix product is kept, as in torchtitan, but beginning with the second one: of a block with a gated
-    MLP the last product is then not kept, whose output the backward pass does not need.
+    Every second matmul is saved, as in torchtitan, but starting with the second. This skips the last matmul of a gated
+    MLP, whose output the backward pass does not need.
     """
     counts = {False: 0, True: 0}  # in the forward pass; in the recomputation, where torch (before 2.12) asks again
 
@@ -74,8 +74,8 @@ def _selective_contexts() -> Any:
 
 
 def is_counted(rows: int, columns: int) -> bool:
-    """Whether a product with a weight of this shape counts in "selective".
+    """Whether "selective" counts a matmul with a weight of this shape.
 
-    The products of adapters and routers, with thin weights, take little time.
+    Adapters and routers have thin weights; recomputing their matmuls is cheap.
     """
     return _THIN * min(rows, columns) > max(rows, columns)

@@ -13,7 +13,7 @@ from toolkit.models.rope import RotaryEmbedding
 
 
 class CausalSelfAttention(nn.Module):
-    """proj(attention(q, k, v)). ``qkv`` projects to all queries, then all keys, then all values."""
+    """Compute proj(attention(q, k, v)). The rows of ``qkv`` are all queries, then all keys, then all values."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class CausalSelfAttention(nn.Module):
 
     @property
     def stacked_rows(self) -> tuple[str, tuple[int, ...]]:
-        """The name of the fused layer, and the rows of its matrices: queries, keys and values."""
+        """The fused layer's name, and its number of query, key and value rows."""
         n_keys = self.n_groups * self.head_size
         return "qkv", (self.n_head * self.head_size, n_keys, n_keys)
 
@@ -76,7 +76,7 @@ class CausalSelfAttention(nn.Module):
         return torch.cat((queries, self.qkv(kv_source)[..., n_queries:]), dim=-1)
 
     def _apply_qk_norm(self, qk: torch.Tensor, norms: tuple[Norm, Norm]) -> torch.Tensor:
-        """QK-norm of (B, T, heads + groups, head_size), per head or over all heads of a token."""
+        """Apply QK-norm to (B, T, heads + groups, head_size), per head or over all heads of a token."""
         width = norms[0].normalized_shape[0]
         parts = qk.split((self.n_head, self.n_groups), dim=2)
         if width == self.head_size:
@@ -93,10 +93,10 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention with the mask's kernel, or with explicit masks if it has none, as in the kernels' reference.
+    """Compute attention with the mask's kernel, or with an explicit mask if it has none.
 
-    q: (B, n_head, T, width), multiplied by ``scale``; k and v: (B, n_query_groups, keys, width). Returns
-    (B, n_head, T, width), in the dtype of q, or of autocast.
+    q: (B, n_head, T, width), multiplied by ``scale``; k and v: (B, n_query_groups, keys, width). Returns (B, n_head, T,
+    width), in the dtype of q or the autocast dtype.
     """
     if attn_mask.kernel_mask is None:
         if softcap is not None:
@@ -117,7 +117,7 @@ def attend(
 def fused_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` with a fused kernel, which never materializes all scores.
+    """Run ``scaled_dot_product_attention`` with a fused kernel, which never materializes all scores.
 
     Shapes as in :func:`attend`. All heads share the mask.
     """
@@ -147,10 +147,10 @@ def sdpa_supports_gqa(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
 def softcap_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: AttentionMask, scale: float, logit_softcap: float
 ) -> torch.Tensor:
-    """Attention with soft-capped scores, cap * tanh(score / cap) (Gemma 2). No fused kernel in torch supports it.
+    """Compute attention with soft-capped scores, cap * tanh(score / cap) (Gemma 2).
 
-    Materializes the scores of all queries and keys. Scores and softmax are fp32. The cap is in units of the scaled
-    scores. Shapes as in :func:`attend`.
+    No fused kernel in torch supports the cap, so all scores are materialized. Scores and softmax are fp32. The cap
+    applies to the scaled scores. Shapes as in :func:`attend`.
     """
     mask = attn_mask.mask
     if attn_mask.is_causal:
@@ -166,12 +166,13 @@ def softcap_attention(
 def sink_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: AttentionMask, scale: float, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """Attention with a sink per head: a learned logit that takes part in the softmax and contributes no value (gpt-oss,
-    OpenAI 2025, arXiv 2508.10925).
+    """Compute attention with a sink per head (gpt-oss, OpenAI 2025, arXiv 2508.10925).
 
-    Fused kernels have no sinks: here the sink is an explicit first key with a zero value. The key is zero except for
-    one extra element, in which each query holds the sink logit of its head. A dummy first query, dropped from the
-    output, keeps causal attention causal without a mask.
+    A sink is a learned logit that takes part in the softmax and contributes no value.
+
+    Fused kernels do not support sinks, so the sink is an explicit first key with a zero value. The key is zero except
+    for one extra element, where each query holds its head's sink logit. A dummy first query, dropped from the output,
+    keeps causal attention causal without a mask.
 
     sinks: (n_head,), not multiplied by ``scale``. Other shapes as in :func:`attend`.
     """

@@ -1,4 +1,4 @@
-"""Choose the attention kernel of a model, after comparing its values and gradients with masks on the device."""
+"""Choose a model's attention kernel. A self-check on the device compares it with masked attention first."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ TOLERANCE = 0.02
 
 
 class KernelCase(NamedTuple):
-    """A kernel and the kind of attention that the self-check tries it with."""
+    """A kernel and the attention variant to test it with in the self-check."""
 
     kernel: KernelChoice
     device: torch.device
@@ -35,7 +35,7 @@ class KernelCase(NamedTuple):
 
 
 def kernel_of(config: ModelConfig, has_documents: bool) -> KernelChoice | None:
-    """Return the kernel that replaces masks on CUDA in 16 bits; None if masks are not needed or not supported."""
+    """Return the kernel that replaces masks on CUDA in 16 bits; None if there is none or no mask is needed."""
     width = max(config.head_size, config.value_size)
     if width > MAX_WIDTH or width % 8:
         return None
@@ -50,7 +50,7 @@ def kernel_of(config: ModelConfig, has_documents: bool) -> KernelChoice | None:
 def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
     """Whether attention over rows of ``length`` tokens (None: packed, ragged rows) needs masks.
 
-    Without a config, of a user-provided module, the answer is True.
+    Returns True without a config (user-provided module).
     """
     return config is None or any(
         window is not None and (length is None or window < length)
@@ -61,14 +61,14 @@ def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
 def choose_kernel(
     config: ModelConfig, x: torch.Tensor, has_documents: bool = False, has_bounds: bool = False
 ) -> KernelChoice | None:
-    """Return the kernel for a forward pass without a KV cache; None: masks, or ``scaled_dot_product_attention``.
+    """Return the kernel for a forward pass without a KV cache; None for ``scaled_dot_product_attention``.
 
-    The first use for a model on a device checks the kernel in milliseconds; compiling FlexAttention takes seconds. If
-    the check fails, a warning gives the reason, and masks are used.
+    The first use on a device runs a self-check: milliseconds for FlashAttention, seconds for FlexAttention, which is
+    compiled. If the check fails, this warns with the reason and falls back to masks.
 
     Args:
         config: The architecture.
-        x: The embedded tokens; the blocks run on their device and, without autocast, in their dtype.
+        x: Embedded tokens. The blocks run on this device and, without autocast, in this dtype.
         has_documents: Rows are packed.
         has_bounds: The batch has the document bounds that FlashAttention needs.
     """
@@ -106,7 +106,7 @@ def _passes(case: KernelCase) -> bool:
 
 
 def check_kernel(case: KernelCase) -> str | None:
-    """Compare a kernel with attention masks in fp32 on small random inputs; return the error, None without one."""
+    """Compare a kernel with masked fp32 attention on small random inputs; return an error message or None."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
             error = _largest_error(case)
@@ -117,7 +117,7 @@ def check_kernel(case: KernelCase) -> str | None:
 
 
 def _largest_error(case: KernelCase) -> float:
-    """Return the largest relative error of the output and the gradients; inf if one is not finite."""
+    """Return the largest relative error of output and gradients; inf if a value is not finite."""
     T, (n_head, n_groups, width) = 320, case.heads
     n_head, n_groups = 2 * n_head // n_groups, 2
     generator = torch.Generator().manual_seed(0)  # on the CPU: no random state of the run changes
@@ -154,7 +154,7 @@ def _outputs(
 
 
 def _check_masks(case: KernelCase, T: int, kernel: KernelChoice | None) -> AttentionMaskBuilder:
-    """Return the masks of two rows: one of several documents and padding, and one of a single document."""
+    """Return masks for two rows: several documents with padding, and a single document."""
     documents, bounds = None, None
     if case.has_documents:
         documents = torch.zeros(2, T, dtype=torch.int64)

@@ -1,9 +1,9 @@
 """Attention on CUDA in 16 bits without a (T, T) mask: FlashAttention and FlexAttention.
 
-FlashAttention knows documents by their bounds, sliding windows by their size, and grouped queries; attention sinks are
-applied to its output. FlexAttention, compiled, soft-caps scores. Neither stores scores or masks, repeats keys or
-values, or computes more than the visible part. :mod:`toolkit.models.attention_dispatch` decides where they are used and
-checks them on the device first: they were not tried on CUDA.
+FlashAttention supports document bounds, sliding windows and grouped queries; attention sinks are applied to its output.
+FlexAttention is compiled and supports soft-capping. Neither materializes scores or masks, repeats keys or values, or
+computes masked blocks. :mod:`toolkit.models.attention_dispatch` chooses the kernel and checks it on the device first.
+Not tested on CUDA.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from toolkit.private_torch import FLASH_BACKWARD, FLASH_FORWARD, has_no_data, mark_dynamic, specialized_floats
 
 BLOCK = 128
-"""Tokens per block of queries or keys in both kernels."""
+"""Tokens per query or key block in both kernels."""
 
 
 class DocumentBounds(NamedTuple):
-    """Bounds of the documents in packed rows, computed on the CPU with the batch: kernels need them without a sync.
+    """Document bounds of packed rows. Computed on the CPU with the batch, because kernels need them without a sync.
 
     Args:
-        cu_seqlens: (n + 1,), int32: the first token of each document in the flattened rows, and the end of the last
-            document. The last documents may be empty.
-        max_length: An upper bound of the documents' lengths.
+        cu_seqlens: (n + 1,), int32: start of each document in the flattened rows, then the end of the last. Trailing
+            documents may be empty.
+        max_length: Upper bound on document length in tokens.
     """
 
     cu_seqlens: torch.Tensor
     max_length: int
 
     def to(self, device: torch.device) -> DocumentBounds:
-        """Return the bounds with their tensor on ``device``, copied asynchronously from page-locked memory."""
+        """Return the bounds on ``device``. The copy is asynchronous if ``cu_seqlens`` is in pinned memory."""
         return self._replace(cu_seqlens=self.cu_seqlens.to(device, non_blocking=True))
 
 
 def document_bounds(documents: torch.Tensor) -> DocumentBounds:
-    """Return the bounds of documents (B, T), ids on the CPU: a document is a run of one id in one row.
+    """Return the document bounds of packed rows. ``documents`` are ids on the CPU, (B, T).
 
-    Empty documents pad their number to a power of two, which limits the number of different shapes.
+    A document is a run of equal ids in one row.
+
+    Empty documents pad the count to a power of two, to limit the number of distinct shapes.
     """
     is_first = torch.ones_like(documents, dtype=torch.bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -58,13 +60,13 @@ def document_bounds(documents: torch.Tensor) -> DocumentBounds:
 
 
 class FlashMask(NamedTuple):
-    """Which keys FlashAttention lets each query attend to, always causal.
+    """Mask of FlashAttention: causal, with optional sliding window and documents.
 
     Args:
-        window: Number of keys that precede a query in its sliding window; -1: all.
-        cu_seqlens: See :class:`DocumentBounds`, on the device; None: each row is one document.
-        max_length: See :class:`DocumentBounds`. An int64 scalar tensor on the CPU, because compiled blocks would have
-            one graph per number.
+        window: Sliding-window size in keys before the query; -1 for all.
+        cu_seqlens: See :class:`DocumentBounds`, on the device. None if each row is one document.
+        max_length: See :class:`DocumentBounds`. An int64 scalar tensor on the CPU, because a Python int would give
+            compiled blocks one graph per value.
     """
 
     window: int
@@ -73,7 +75,7 @@ class FlashMask(NamedTuple):
 
 
 def make_flash_mask(window: int | None, bounds: DocumentBounds | None) -> FlashMask:
-    """Return the mask of a layer; ``window`` includes the current token, None is full attention."""
+    """Return a layer's mask. ``window`` includes the current token; None for full attention."""
     n_before = -1 if window is None else window - 1
     if bounds is None:
         return FlashMask(n_before)
@@ -90,7 +92,7 @@ def flash_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention, with sinks or without, see :func:`toolkit.models.attention.sink_attention`."""
+    """Compute attention, optionally with sinks (see :func:`toolkit.models.attention.sink_attention`)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, _ = _flash(q, k, v, sinks, mask.cu_seqlens, mask.max_length, mask.window, scale)
     return out.transpose(1, 2)
@@ -108,11 +110,11 @@ def _flash(
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T, heads or groups, width) -> the same, and log-sum-exps: (B, n_head, T), of documents (n_head, B * T).
+    """Map (B, T, heads or groups, width) to the output and log-sum-exps, (B, n_head, T); packed: (n_head, B * T).
 
-    A sink is a key that all queries see and whose value is zero. It adds to the softmax's denominator: with it,
-    log-sum-exp' = log(e^lse + e^sink) and out' = out * e^(lse - lse'). FlashAttention's backward pass computes its
-    probabilities from the log-sum-exp, so that out' and lse' give it the gradients with the sink.
+    A sink is a key with zero value that all queries attend to. It adds to the softmax denominator: log-sum-exp' =
+    log(e^lse + e^sink) and out' = out * e^(lse - lse'). FlashAttention's backward pass recomputes probabilities from
+    the log-sum-exp. Passing out' and lse' therefore gives the gradients with the sink.
     """
     n, options = _options(q, max_length, window, scale)
     q_, k_, v_ = _flatten((q, k, v), cu_seqlens)
@@ -148,7 +150,7 @@ def _flash_backward_op(
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k, v and the sinks; without sinks, the last one is empty."""
+    """Return the gradients of q, k, v and sinks. Without sinks, the last is empty."""
     n, options = _options(q, max_length, window, scale)
     tensors = _flatten((grad.contiguous(), q, k, v, out), cu_seqlens)
     rng_state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # without dropout
@@ -189,14 +191,14 @@ _flash.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _flatten(tensors: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """(B, T, heads, width) -> (B * T, heads, width) with bounds of documents, otherwise unchanged."""
+    """Flatten (B, T, heads, width) to (B * T, heads, width) for packed documents; otherwise unchanged."""
     return tensors if cu_seqlens is None else tuple(t.flatten(0, 1) for t in tensors)
 
 
 def _options(
     q: torch.Tensor, max_length: torch.Tensor | None, window: int, scale: float
 ) -> tuple[int, dict[str, float]]:
-    """Return the length of the longest document, and the keyword arguments of both kernels."""
+    """Return the maximum document length and the keyword arguments of the forward and backward kernels."""
     n = q.size(1) if max_length is None else int(max_length)
     return n, {"scale": scale, "window_size_left": window, "window_size_right": 0}
 
@@ -205,13 +207,13 @@ def _options(
 
 
 class FlexMask(NamedTuple):
-    """Which keys FlexAttention lets each query attend to, always causal. Tensors only: compiled blocks share a graph.
+    """Causal mask of FlexAttention. It holds only tensors, so compiled blocks share a graph.
 
     Args:
-        first_key: (B, T), int32: the first key that each query attends to.
-        kv, full_kv: Blocks of keys that a block of queries sees in part, or completely: their number and, in the first
-            places, their indices; (B, 1, blocks) and (B, 1, blocks, blocks), int32.
-        q, full_q: Blocks of queries that see a block of keys, likewise.
+        first_key: (B, T), int32: first key that each query attends to.
+        kv, full_kv: Key blocks that are partially and fully visible to each query block: counts, (B, 1, blocks), and
+            indices, (B, 1, blocks, blocks), int32. The indices come first in each row.
+        q, full_q: Same, for the query blocks that attend to each key block.
     """
 
     first_key: torch.Tensor
@@ -224,10 +226,10 @@ class FlexMask(NamedTuple):
 def make_flex_mask(
     shape: tuple[int, int], window: int | None, documents: torch.Tensor | None, device: torch.device
 ) -> FlexMask:
-    """Return the mask of a layer for rows of ``shape`` (B, T), without a (T, T) matrix and without a sync.
+    """Return a layer's mask for rows of ``shape`` (B, T). Needs no (T, T) matrix and no sync.
 
-    ``window`` includes the current token; None is full attention. In ``documents`` (B, T), a document is a run of one
-    id.
+    ``window`` includes the current token; None for full attention. In ``documents`` (B, T), a document is a run of
+    equal ids.
     """
     T = shape[1]
     at = torch.arange(T, device=device)
@@ -251,14 +253,14 @@ def make_flex_mask(
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(..., n), bool -> the number of True and, in the first places, their indices."""
+    """Map (..., n), bool, to the number of True values and an index tensor that lists them first."""
     return blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
 def flex_attention_with_softcap(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: FlexMask, scale: float, logit_softcap: float
 ) -> torch.Tensor:
-    """As :func:`toolkit.models.attention.softcap_attention`."""
+    """See :func:`toolkit.models.attention.softcap_attention`."""
     if not torch.compiler.is_compiling() and has_no_data(q):  # nothing to compile; the same shapes and costs
         return flash_attention(q, k, v, FlashMask(-1), scale)
     run = _softcap if torch.compiler.is_compiling() else _compiled_softcap()
@@ -297,7 +299,7 @@ def _softcap(
 
 @functools.cache
 def _compiled_softcap(backend: str = "inductor") -> Callable[..., torch.Tensor]:
-    """Compile :func:`_softcap` for blocks that are not compiled; numbers are constants, as the operator needs."""
+    """Compile :func:`_softcap` for use in uncompiled blocks. Floats are constants, as FlexAttention requires."""
     compiled = torch.compile(_softcap, backend=backend, fullgraph=True)
 
     def run(*args: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The configuration of an architecture: plain values, checked on creation. No torch.
+"""The model configuration: plain values, checked on creation. Does not import torch.
 
-Field names follow LitGPT's ``model_config.yaml``: its checkpoints load unchanged.
+Field names follow LitGPT's ``model_config.yaml``, so LitGPT checkpoints load unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DERIVED: Any = None  # default of a field that is then computed from other fiel
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One architecture.
+    """Configuration of a model architecture.
 
     Args:
         name: Display name of the configuration.
@@ -54,14 +54,14 @@ class ModelConfig:
         sliding_window_size: Sliding-window size in tokens, the current token included.
         sliding_window_indices: One entry per layer: 1 for a sliding window, 0 for full attention; default all 1.
         attention_scores_scalar: Attention scores are divided by its square root; default head_size.
-        attention_multiplier: Attention scores are multiplied by this instead (Granite).
+        attention_multiplier: Scale of the attention scores; replaces attention_scores_scalar (Granite).
         attention_logit_softcapping: Soft cap c of the attention scores: c * tanh(score / c).
         final_logit_softcapping: Soft cap of the logits.
         norm_qk: QK-norm: normalize queries and keys before RoPE.
         norm_qk_type: "default", per head with shared weights; "per_head", per head with separate weights (LayerNorm
             without bias: StableLM 2 12B); or "olmo2", over all heads of a token.
         attention_sinks: Attention sinks: one learned logit per head that takes part in the softmax (gpt-oss).
-        latent_attention: Multi-head latent attention (MLA, DeepSeek), given by the sizes q_lora_rank (optional),
+        latent_attention: Multi-head latent attention (MLA, DeepSeek), with the sizes q_lora_rank (optional),
             kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim. head_size is then qk_nope_head_dim +
             qk_rope_head_dim; only the latter part is rotated.
         clip_qkv: QKV clipping: queries, keys and values are clamped to [-clip_qkv, clip_qkv].
@@ -75,9 +75,9 @@ class ModelConfig:
         attn_bias: The QKV projection has a bias even if bias is false.
         lm_head_bias: The LM head has a bias.
         norm_class_name: "RMSNorm" or "LayerNorm".
-        norm_eps: Added to the variance.
+        norm_eps: Epsilon added to the variance.
         norm_offset: Norms multiply by 1 + weight instead of weight (Gemma).
-        norm_affine: Norms have weights.
+        norm_affine: Norms have learned weights.
         norm_1: Pre-norm before attention.
         norm_2: Pre-norm before the MLP.
         post_attention_norm: Post-norm: normalize the output of attention before the residual addition.
@@ -92,17 +92,17 @@ class ModelConfig:
         router_scores: Router activation: "softmax", or "sigmoid" (DeepSeek-V3) with a selection bias per expert, which
             is a buffer and not trained.
         n_expert_groups: Number of expert groups for group-limited routing.
-        n_topk_groups: Number of groups a token is routed to.
+        n_topk_groups: Number of expert groups per token.
         shared_expert_intermediate_size: Width of the shared expert; default no shared expert.
         shared_expert_gate: The shared expert has a sigmoid gate (Qwen2-MoE).
-        swiglu_limit: Clamp of the experts' SwiGLU, gate * sigmoid(1.702 gate) * (up + 1): the gate is clamped from
+        swiglu_limit: Clamp limit of the experts' SwiGLU, gate * sigmoid(1.702 gate) * (up + 1). gate is clamped from
             above, up on both sides (gpt-oss).
         moe_indices: One entry per layer: 1 for experts, 0 for a dense LLaMAMLP of intermediate_size; default all 1.
         router_aux_loss_coef: Coefficient of the load-balancing loss added to the training loss, see
             :func:`toolkit.models.moe.load_balancing_loss`; 0 disables it.
         gelu_approximate: GELU approximation, "none" or "tanh".
         tie_embeddings: Tie the LM head to the embedding.
-        family_options: Options of an extension's family, by name; see its documentation.
+        family_options: Options of a model family from an extension; see the extension's documentation.
     """
 
     name: str = ""
@@ -207,7 +207,7 @@ class ModelConfig:
         require_option(ok, f"{GROUP}{name}", getattr(self, name), hint)
 
     def _check_together(self) -> None:
-        """Check combinations of fields, after all derived fields are set."""
+        """Check field combinations after all derived fields are set."""
         require, padded = self._require, self.padded_vocab_size
         self._check_latent_attention()
         require(self.n_head % self.n_query_groups == 0, "n_query_groups", f"must divide n_head {self.n_head}")
@@ -227,7 +227,7 @@ class ModelConfig:
         self._check_experts()
 
     def _check_layers(self) -> None:
-        """Check lists with one value per layer or one factor per rotated pair."""
+        """Check lists with one value per layer or per rotated pair."""
         for name, allowed in _PER_LAYER.items():
             values, listed = getattr(self, name), " or ".join(map(str, allowed))
             is_valid = values is None or (len(values) == self.n_layer and set(values) <= set(allowed))
@@ -258,7 +258,7 @@ class ModelConfig:
             self._require(getattr(self, name) == value, name, f"must be {value} with latent_attention")
 
     def _check_experts(self) -> None:
-        """Check numbers of experts, and widths that grouped matrix products support."""
+        """Check expert counts, and that grouped_mm supports the widths."""
         require = self._require
         if self.mlp_class_name != "LLaMAMoE":
             for name in _OF_EXPERTS:
@@ -287,17 +287,17 @@ class ModelConfig:
 
     @property
     def rope_kind(self) -> str | None:
-        """The RoPE scaling, a key of :data:`~toolkit.models.config_checks.ROPE_ADJUSTMENTS`; None for no scaling."""
+        """The RoPE scaling type, a key of :data:`~toolkit.models.config_checks.ROPE_ADJUSTMENTS`, or None."""
         return rope_kind(self.rope_adjustments)
 
     @property
     def original_max_position(self) -> int | None:
-        """The length beyond which longrope uses its long factors; None for other RoPE scalings."""
+        """The sequence length in tokens above which longrope uses its long factors; None for other RoPE scalings."""
         return (self.rope_adjustments or {})["original_max_seq_len"] if self.rope_kind == "longrope" else None
 
     @property
     def attention_scale(self) -> float:
-        """The factor of the attention scores."""
+        """The scale of the attention scores."""
         if self.attention_multiplier is not None:
             return self.attention_multiplier
         scale = float(self.attention_scores_scalar or self.head_size) ** -0.5
@@ -309,16 +309,16 @@ class ModelConfig:
 
     @property
     def value_size(self) -> int:
-        """Dimension of the values of one head."""
+        """Value dimension per head."""
         return self.head_size if self.latent_attention is None else self.latent_attention["v_head_dim"]
 
     def window(self, layer: int) -> int | None:
-        """The sliding-window size of this layer, the current token included; None for full attention."""
+        """The layer's sliding-window size in tokens, including the current one; None for full attention."""
         indices = self.sliding_window_indices
         return self.sliding_window_size if indices is None or indices[layer] else None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the MLP of this layer is a LLaMAMoE."""
+        """Whether this layer's MLP is a LLaMAMoE."""
         return self.mlp_class_name == "LLaMAMoE" and (self.moe_indices is None or bool(self.moe_indices[layer]))
 
     @property
@@ -332,18 +332,18 @@ class ModelConfig:
         return sum(self.has_experts(layer) for layer in range(self.n_layer))
 
     def rope_index(self, layer: int) -> int:
-        """See ``rope_indices``."""
+        """The layer's entry in ``rope_indices``."""
         return 0 if self.rope_indices is None else self.rope_indices[layer]
 
     @property
     def rope_n_elem(self) -> int:
-        """Number of rotated dimensions of each head."""
+        """Number of rotated dimensions per head."""
         if self.latent_attention is not None:
             return self.latent_attention["qk_rope_head_dim"]
         return int(self.rotary_percentage * self.head_size)
 
     def with_vocab_size(self, vocab_size: int | None) -> ModelConfig:
-        """Return the config with this vocabulary size, unless the config sets one."""
+        """Return the config with this vocabulary size, unless it already has one."""
         if self.vocab_size is None and vocab_size is None:
             raise UserError(
                 f"--tokenizer_dir: {self.name} takes its vocabulary from the tokenizer; give one, or {FLAG}vocab_size"
@@ -355,7 +355,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """Make a config from the content of a ``model_config.yaml``."""
+        """Create a config from a parsed ``model_config.yaml``."""
         names = {f.name for f in fields(cls)}
         for name, value in values.items():
             if name not in names and value:  # a field of a later version; it has no effect while unset
@@ -363,7 +363,7 @@ class ModelConfig:
         return cls(**{name: value for name, value in values.items() if name in names})
 
     def override(self, overrides: ModelOverrides) -> ModelConfig:
-        """Return the config with the fields set by the user; fields derived from them are recomputed."""
+        """Return a copy with the user's overrides. Derived fields are recomputed."""
         values = {f.name: v for f in fields(overrides) if (v := getattr(overrides, f.name)) is not None}
         derived = {
             "n_query_groups": {"n_head"},

@@ -1,4 +1,4 @@
-"""Validation of the single values of a ModelConfig: types, ranges, RoPE scaling. Errors are one line with the flag."""
+"""Validate individual ModelConfig fields: types, ranges, RoPE scaling. Errors are one line and name the flag."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 
 
 def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Check types (``hints``) and ranges of the fields by name, before other fields are derived from them."""
+    """Check the types (``hints``) and ranges of the fields before derived fields are computed."""
     for name, hint in hints.items():
         value, (types, choices) = values[name], _types_and_choices(hint)
         if choices:
@@ -64,7 +64,7 @@ def _types_and_choices(hint: Any) -> tuple[tuple[type, ...], tuple[str, ...]]:
 
 
 def _has_type(value: Any, types: tuple[type, ...]) -> bool:
-    """Whether a value is of one of the types; integers are numbers, booleans are not."""
+    """Whether a value has one of the types. An int counts as a float; a bool does not count as a number."""
     if list in types and type(value) in (list, tuple):
         return all(type(item) is int for item in value)
     if float in types and type(value) in (int, float):
@@ -77,7 +77,7 @@ def _is_in_range(name: str, value: float) -> bool:
 
 
 def rope_kind(adjustments: dict[str, Any] | None) -> str | None:
-    """The key of :data:`ROPE_ADJUSTMENTS` whose keys these are; None without adjustments."""
+    """Return the RoPE scaling type that the keys of ``adjustments`` identify; None without adjustments."""
     if adjustments is None:
         return None
     for kind, (required, optional) in ROPE_ADJUSTMENTS.items():
@@ -88,7 +88,7 @@ def rope_kind(adjustments: dict[str, Any] | None) -> str | None:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention factor: Peng et al. 2023, equation 22, with DeepSeek's mscale."""
+    """Return YaRN's attention factor (Peng et al. 2023, equation 22) with DeepSeek's mscale."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

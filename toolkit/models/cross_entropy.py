@@ -1,15 +1,15 @@
-"""Cross-entropy of a chunk of logits, and its gradient: the memory-bound part of the head loss.
+"""Compute the cross-entropy of a chunk of logits and its gradient, the memory-bound part of the head loss.
 
-All implementations return the losses of the rows in nats, (rows,) fp32, zero where ignored, and the
-gradient of their sum with respect to the logits before bias and soft-capping: softmax - one-hot, times the slope of
-the cap, 1 - tanh^2. Their arguments:
+All implementations return the loss per row in nats, (rows,) fp32, zero if ignored. They also return the gradient of the
+summed loss with respect to the logits before bias and soft-capping: softmax - one-hot, times the derivative of the cap,
+1 - tanh^2. Arguments:
 
     logits: (rows, vocabulary), fp32, without the bias.
     targets: (rows,), int64.
-    ignored: (rows,), bool: rows with zero loss and gradient; None for none.
+    ignored: (rows,), bool: rows with zero loss and gradient; None if no row is ignored.
     bias: (vocabulary,) or None.
-    softcap: None, or the cap of the logits z, softcap * tanh(z / softcap).
-    dtype: Dtype of the gradient; None computes no gradient.
+    softcap: Soft cap of the logits z, softcap * tanh(z / softcap), or None.
+    dtype: Gradient dtype; None to skip the gradient.
 """
 
 import functools
@@ -24,7 +24,7 @@ from toolkit.models.mixed_mm import has_values
 CrossEntropy = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 LARGEST_EXACT_LOSS = 80.0
-"""Nats. Above it, :func:`cross_entropy_` on a CPU is inexact: probabilities below 1e-38 have few bits or none."""
+"""In nats. Above this, :func:`cross_entropy_` on a CPU is inexact: probabilities below 1e-38 are denormal or zero."""
 
 
 def cross_entropy_(
@@ -35,7 +35,7 @@ def cross_entropy_(
     softcap: float | None,
     dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Overwrite the logits with their gradient."""
+    """Compute the losses and the gradient. Overwrites ``logits``."""
     slope = None
     if bias is not None:
         logits += bias
@@ -60,7 +60,7 @@ def cross_entropy_(
 def _softmax_once_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return probabilities (rows, vocabulary), target probabilities (rows, 1) and losses (rows,).
 
-    On a CPU the exponential takes most of the time: this computes it once per logit.
+    Computes the exponential once per logit; it dominates the run time on a CPU.
     """
     probabilities = torch.softmax(logits, dim=1, out=logits)
     target_probs = probabilities.gather(1, at)
@@ -68,7 +68,7 @@ def _softmax_once_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _softmax_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As :func:`_softmax_once_`, but exact for losses of any size, with a second exponential per logit."""
+    """As :func:`_softmax_once_`, but exact for any loss; computes a second exponential per logit."""
     log_p = torch.log_softmax(logits, dim=1, out=logits)
     target_log_probs = log_p.gather(1, at)
     return log_p.exp_(), target_log_probs.exp(), -target_log_probs.squeeze(1)
@@ -82,7 +82,7 @@ def pointwise_cross_entropy(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`cross_entropy_`, in a form that torch.compile fuses into one kernel."""
+    """Variant of :func:`cross_entropy_` that torch.compile fuses into one kernel."""
     z = logits if bias is None else logits + bias
     slope = None
     if softcap is not None:
@@ -102,11 +102,11 @@ def pointwise_cross_entropy(
 def choose_cross_entropy(
     logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, dtype: torch.dtype
 ) -> CrossEntropy:
-    """Return the compiled kernel where it works on this device, else :func:`cross_entropy_`.
+    """Return the compiled kernel if it works on this device, else :func:`cross_entropy_`.
 
-    It reads the logits twice and writes a 16-bit gradient, where torch's own kernels read and write fp32 six times.
-    It must agree with :func:`cross_entropy_` on a few rows before its first use; the check waits for the device, once
-    per process. On a CPU it is slower than :func:`cross_entropy_`. Not tried on CUDA.
+    The compiled kernel reads the logits twice and writes a 16-bit gradient; torch's kernels read and write fp32 six
+    times. Before its first use it is compared with :func:`cross_entropy_` on a few rows, which syncs the device once
+    per process. On a CPU it is slower than :func:`cross_entropy_`. Not tested on CUDA.
     """
     can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and has_values(logits)
     if not can_run or importlib.util.find_spec("triton") is None:

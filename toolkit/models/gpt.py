@@ -1,4 +1,4 @@
-"""The model: embedding, blocks, norm, head. Weight names are LitGPT's, whose checkpoints load unchanged."""
+"""The GPT model: embedding, blocks, norm, head. Weight names are LitGPT's, so LitGPT checkpoints load unchanged."""
 
 from typing import NamedTuple, cast
 
@@ -58,11 +58,11 @@ class Block(nn.Module):
         With ``kv_source``, (B, T, n_embd), attention takes keys and values from norm_1(kv_source) and queries from
         norm_1(x) (cross-attention); the residual stream is x.
 
-        Attention mask and rotary embedding are arguments: a block that computed them would be compiled a second time
-        for the layer that does so.
+        Attention mask and rotary embedding are arguments: computing them inside one block would compile that block
+        separately.
 
-        With experts and ``token_mask`` (B, T), bool, also returns the load-balancing loss of each row, (B,). It is a
-        return value, not an attribute, because FSDP's hooks only see return values.
+        With experts and ``token_mask`` (B, T), bool, also returns the load-balancing loss of each row, (B,). It is
+        returned rather than stored, because FSDP's hooks only see return values.
         """
         normed = self.norm_1(x)
         kv_source = None if kv_source is None else self.norm_1(kv_source)
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.ModuleDict):
-    """All of the model but its head."""
+    """The model without its LM head."""
 
     wte: nn.Embedding
     wpe: nn.Embedding  # with learned positions only
@@ -90,7 +90,7 @@ class Transformer(nn.ModuleDict):
 
 
 class BlockInputs(NamedTuple):
-    """Inputs that the blocks of one forward pass share; ``token_mask``: see :class:`Block`."""
+    """Inputs shared by all blocks of a forward pass. For ``token_mask``, see :class:`Block`."""
 
     masks: AttentionMaskBuilder | FixedShapeMaskBuilder
     ropes: dict[int, RotaryEmbedding]
@@ -105,24 +105,24 @@ class GPT(nn.Module, metaclass=InitializedModel):
     :meth:`logits` or :meth:`cross_entropy`.
 
     Args:
-        config: The architecture. Its vocabulary must be known (``ModelConfig.with_vocab_size``).
+        config: The architecture. ``vocab_size`` must be set (``ModelConfig.with_vocab_size``).
         seed: Seed of the initial weights, see :mod:`toolkit.models.init`.
 
     Attributes:
-        loss_parts: Names of the parts of the loss that a subclass logs.
-        loss_part_sums: Sums by part. In each forward with labels, such a model adds the detached fp32 sum over the
-            supervised tokens of each part; all ranks must add the same parts.
-        seed: Also seeds the random numbers that a subclass draws in training.
-        note: Text about the metrics, shown when a run starts.
-        is_row_independent: Whether the logits of a row depend only on its tokens and their positions. If not,
-            prompts are generated from one by one.
-        uniform_length: Build masks and rotary embeddings as for rows of this many tokens: compiled blocks then share
-            one graph for all lengths. 0: the fastest form for the length of each batch.
-        uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` where they are better than masks.
-        compiled_loss: Use a compiled kernel for the cross-entropy, where there is one; or the kernel to use.
+        loss_parts: Names of the loss components that a subclass logs.
+        loss_part_sums: Sum per loss component. Each forward with labels adds the detached fp32 sum over the supervised
+            tokens. All ranks must add the same components.
+        seed: Seed of the initial weights and of random numbers that a subclass draws in training.
+        note: Note about the metrics, printed at the start of a run.
+        is_row_independent: Whether a row's logits depend only on its tokens and positions. If not, prompts are
+            generated one at a time.
+        uniform_length: Build masks and rotary embeddings for rows of this many tokens, so that compiled blocks share
+            one graph for all lengths. 0 picks the fastest form per batch.
+        uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` instead of masks where supported.
+        compiled_loss: Whether to use a compiled cross-entropy kernel if available, or the kernel itself.
 
-    The embedding and the logits have ``config.padded_vocab_size`` columns, a multiple of ``padding_multiple``; the
-    tokenizer's are the first ``config.vocab_size``.
+    Embedding and logits have size ``config.padded_vocab_size``, a multiple of ``padding_multiple`` by default. The
+    first ``config.vocab_size`` entries are the tokenizer's.
     """
 
     loss_parts: tuple[str, ...] = ()
@@ -150,13 +150,13 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     @property
     def blocks(self) -> list[Block]:
-        """The transformer blocks, in order."""
+        """The transformer blocks in order."""
         return cast(list[Block], list(self.transformer.h))
 
     def tie_weights(self) -> None:
         """Tie the LM head to the embedding, if the config requests it.
 
-        Call it again after ``load_state_dict(assign=True)``, which unties them.
+        Call this again after ``load_state_dict(assign=True)``, which unties them.
         """
         if self.config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
@@ -174,7 +174,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         logits_to_keep: int = 0,
         log_probs: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits, the loss, or log-probabilities of the labels.
+        """Compute the logits, the loss, or the label log-probabilities.
 
         Args:
             input_ids: (B, T), int64.
@@ -183,22 +183,21 @@ class GPT(nn.Module, metaclass=InitializedModel):
             positions: (T,) or (B, T), int64; default: continue after the cached tokens.
             documents: (B, T), int64, document ids of packed rows; tokens attend only within their document (N9).
                 ``positions`` should start at 0 in each. Not supported with a KV cache.
-            document_bounds: Bounds of these documents. Without them, packed rows need attention masks.
+            document_bounds: Bounds of ``documents``. If None, packed rows need attention masks.
             kv_cache: One cache per block; the new keys and values are appended to it.
-            sequence_length: Length of the complete sequence, if this pass and the cache cover only its beginning, or
-                (B, 1), int64, of each row; longrope depends on it.
-            logits_to_keep: Number of last positions whose logits are computed; 0: all.
-            log_probs: Return the log-probability of each label.
+            sequence_length: Complete sequence length for longrope, if this pass and the cache cover only the beginning;
+                or (B, 1), int64, per row.
+            logits_to_keep: Compute logits only for this many last positions; 0 for all.
+            log_probs: Return the log-probability of each label instead of the loss.
 
         Returns:
             Logits (B, T or ``logits_to_keep``, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the
             negative log-likelihoods in nats, an fp32 scalar, and the number of supervised tokens, an int64 scalar
             tensor. In training mode, ``loss_sum`` of a model with experts includes the load-balancing loss: per row,
             ``router_aux_loss_coef`` times the mean over layers of :func:`toolkit.models.moe.load_balancing_loss`,
-            weighted by the row's supervised tokens. So the loss does not depend on the split of a global batch into
-            micro-batches (N2).
-            With ``log_probs`` ``(log_probs, balancing_loss)``: (B, T), fp32, in nats, 0 where the label is -100, and
-            the load-balancing loss, an fp32 scalar.
+            weighted by the row's supervised tokens. The loss therefore does not depend on the split into micro-batches
+            (N2). With ``log_probs`` ``(log_probs, balancing_loss)``: (B, T), fp32, in nats, 0 where the label is -100,
+            and the load-balancing loss, an fp32 scalar.
 
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
@@ -228,7 +227,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         kv_cache: KVCache | None = None,
         sequence_length: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, BlockInputs]:
-        """Return the input of the first block, (B, T, n_embd), and the blocks' shared inputs.
+        """Return the first block's input, (B, T, n_embd), and the shared block inputs.
 
         Takes the arguments of :meth:`forward`.
         """
@@ -254,7 +253,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache)
 
     def _place(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[torch.Tensor, int]:
-        """Return default positions, (T,) or (B, T), and the number of keys: cached ones and T new ones."""
+        """Return default positions, (T,) or (B, T), and the number of keys (cached plus T new)."""
         block_size = self.config.block_size
         if kv_cache is not None and kv_cache.position is not None:
             positions, length = kv_cache.position, kv_cache.capacity
@@ -273,8 +272,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run ``layers`` on the residual stream x, (B, T, n_embd), with ``inputs`` from :meth:`embed`.
 
-        ``kv_source`` is passed to the first of the layers, see :class:`Block`. Returns the residual stream after the
-        layers, and the load-balancing losses of the layers with experts.
+        The first layer gets ``kv_source``, see :class:`Block`. Returns the residual stream after the layers and the
+        load-balancing losses of the MoE layers.
         """
         blocks = self.blocks
         balancing_losses: list[torch.Tensor] = []
@@ -288,16 +287,16 @@ class GPT(nn.Module, metaclass=InitializedModel):
         return x, balancing_losses
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """The last block's output, (B, T, n_embd), to logits, (B, T, padded_vocab_size)."""
+        """Return logits, (B, T, padded_vocab_size), from the last block's output, (B, T, n_embd)."""
         logits, softcap = self.lm_head(self._head_input(x)), self.config.final_logit_softcapping
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def cross_entropy(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The last block's output, (B, T, n_embd), to the sum of the cross-entropies in nats, an fp32 scalar."""
+        """Return the summed cross-entropy in nats, an fp32 scalar, from the last block's output, (B, T, n_embd)."""
         return self._head_loss(x, labels)
 
     def log_probs(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The last block's output, (B, T, n_embd), to the log-probabilities of the labels in nats, (B, T) fp32."""
+        """Return label log-probabilities in nats, (B, T) fp32, from the last block's output, (B, T, n_embd)."""
         return self._head_loss(x, labels, log_probs=True)
 
     def _head_loss(self, x: torch.Tensor, labels: torch.Tensor, log_probs: bool = False) -> torch.Tensor:
@@ -320,7 +319,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
 
     def _rotary_embeddings(self, positions: torch.Tensor, lengths: torch.Tensor | int) -> dict[int, RotaryEmbedding]:
-        """Rotary embeddings by rope index; layers with another index have none."""
+        """Return the rotary embedding for each rope index in use, except -1 (no RoPE)."""
         if self.config.position_embedding == "learned":
             return {}
         used = {self.config.rope_index(layer) for layer in range(self.config.n_layer)} - {-1}
@@ -334,7 +333,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         }
 
     def _frequencies_of(self, lengths: torch.Tensor | int, device: torch.device, local: bool) -> torch.Tensor:
-        """(rope_n_elem / 2,), or (B, T, rope_n_elem / 2) if ``lengths`` is a tensor with a length per token."""
+        """Return RoPE frequencies, (rope_n_elem / 2,); (B, T, rope_n_elem / 2) if ``lengths`` is a tensor."""
         original_max = self.config.original_max_position
         is_long = False if original_max is None else lengths > original_max
         if isinstance(is_long, bool):
@@ -353,7 +352,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
 
 def build_model(config: ModelConfig) -> GPT:
-    """Return a model of the class that the config's family names: GPT, or an extension's subclass of it."""
+    """Build a model of the family's class: GPT, or a subclass from an extension."""
     model_class = family_of(config).model_class()
     hint = f"the family {config.family!r} has no options; remove it"
     require_option(model_class or not config.family_options, "model_config.family_options", config.family_options, hint)
@@ -361,6 +360,6 @@ def build_model(config: ModelConfig) -> GPT:
 
 
 def model_on_meta(config: ModelConfig) -> GPT:
-    """As :func:`build_model`, on the meta device: names and shapes without memory."""
+    """Build the model on the meta device: names and shapes without memory."""
     with torch.device("meta"):
         return build_model(config)

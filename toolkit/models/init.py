@@ -29,7 +29,7 @@ NORMS = (
 
 
 def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: ModelConfig) -> torch.Tensor:
-    """Return the initial value of the parameter ``name``, in fp32 on the CPU: all devices get the same values."""
+    """Return the initial value of parameter ``name`` in fp32 on the CPU, so that all devices get the same values."""
     module, _, kind = name.rpartition(".")
     if kind in ("bias", "correction"):
         return torch.zeros(shape, device="cpu")
@@ -40,7 +40,7 @@ def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: M
 
 
 def parameter_generator(name: str, seed: int) -> torch.Generator:
-    """Return the CPU generator that initializes the parameter ``name``."""
+    """Return the CPU generator for initializing parameter ``name``."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
@@ -49,9 +49,10 @@ class Materializer:
     """Materializes and fills the parameters of a model, module by module.
 
     Args:
-        model: May be on the meta device. Names are recorded now, because FSDP replaces the parameters unit by unit.
-        value_of: (name, shape) -> the parameter's value, on any device and in any floating-point dtype.
-        device: Device of materialized meta parameters; others keep their device. Dtypes and ties are preserved.
+        model: The model, optionally on the meta device. Parameter names are recorded here, because FSDP replaces
+            parameters unit by unit.
+        value_of: Maps (name, shape) to the parameter's value, on any device and in any floating-point dtype.
+        device: Device for meta parameters; others keep their device. Dtypes and ties are preserved.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Materializer:
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, should_fill: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
-        """Fill the buffers of the module, without its submodules, and its parameters that ``should_fill`` selects."""
+        """Fill the module's buffers and the parameters selected by ``should_fill``, without submodules."""
         for key, buffer in list(module.named_buffers(recurse=False)):
             if id(buffer) in self._names:
                 setattr(module, key, self._fill(buffer))
@@ -79,7 +80,7 @@ class Materializer:
                 setattr(module, key, self._filled_parameters[id(parameter)])  # tied parameters share one object
 
     def value(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the value of a parameter of the model."""
+        """Return the value of a model parameter."""
         return self._value_of(self._names[id(parameter)], parameter.shape)
 
     def _fill(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,10 +95,11 @@ class Materializer:
 
 
 class InitializedModel(type):
-    """Metaclass of a model with ``config`` and ``seed``: initialize the weights after the last subclass's ``__init__``.
+    """Metaclass that initializes a model's weights after the outermost ``__init__``. Uses ``model.config`` and
+    ``model.seed``.
 
-    The model is built on the meta device, as in a run: torch's default values would only cost time. If that is the
-    default device, it stays there.
+    The model is built on the meta device to skip torch's default initialization. If meta is the default device, it
+    stays there.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -110,13 +112,13 @@ class InitializedModel(type):
 
 
 def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Fill all parameters of a model that has a ``config``; meta parameters are materialized on ``device``."""
+    """Initialize all parameters of a model with a ``config``. Meta parameters are materialized on ``device``."""
     materialize = Materializer(model, init_weight(model, seed), device)
     for module in model.modules():
         materialize(module)
 
 
 def init_weight(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
-    """Return a function that maps name and shape to the initial value."""
+    """Return a function that maps a parameter's name and shape to its initial value."""
     config = cast(ModelConfig, model.config)
     return lambda name, shape: draw(name, shape, seed=seed, config=config)

@@ -1,4 +1,4 @@
-"""KV cache: keys and values of the previous tokens."""
+"""KV cache: keys and values of previous tokens."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from toolkit.models.config import ModelConfig
 class LayerCache:
     """Keys and values of one layer, (batch, groups, max_length, width), filled up to ``length`` positions.
 
-    With ``position``, (1,) int64, shapes are fixed: one new position per update is written there, and all
-    ``max_length`` positions are returned; the caller masks the later ones and sets ``length``.
+    With ``position``, (1,) int64, shapes are fixed: an update writes one token there and returns all ``max_length``
+    positions. The caller masks later positions and sets ``length``.
 
     Args:
         shape: (batch, groups, max_length).
-        widths: Widths of keys and values; with latent attention, widths of latent and shared rotary key.
+        widths: Widths of keys and values; with latent attention, of the latent and the shared rotary key.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class LayerCache:
         self.position: Tensor | None = None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys (already rotated) and values of T new positions, (batch, groups, T, width).
+        """Append the (already rotated) keys and values of T new positions, (batch, groups, T, width).
 
-        Returns all cached keys and values, (batch, groups, length, width): views, valid until the next update. Raises
+        Returns views of all cached keys and values, (batch, groups, length, width), valid until the next update. Raises
         ValueError if the cache is full.
         """
         if self.position is not None:
@@ -63,10 +63,10 @@ class KVCache:
     Not a ``collections.abc.Sequence``: Fabric rebuilds sequences among a model's arguments.
 
     Attributes:
-        prompt: (B, T) int64: the complete prompt, of which a forward pass may see only a part; None if unknown.
-        seed: The sampling seed, the same on all ranks; 0 without one.
-        state: Values that a model keeps with the cached sequence.
-        starts: (B,), int64, the first token of each left-padded row; None without padding.
+        prompt: (B, T), int64: the complete prompt, even if prefilled in parts; None if unknown.
+        seed: Sampling seed, the same on all ranks; default 0.
+        state: Model-specific state of the cached sequence.
+        starts: (B,), int64: index of the first token in each left-padded row; None without padding.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Number of positions allocated."""
+        """Number of allocated positions."""
         return self.layers[0].keys.size(2)
 
     @property
     def position(self) -> Tensor | None:
-        """(1,) int64: where the next position goes, if shapes are fixed. Set it between two forward passes."""
+        """Write position of the next token, (1,) int64, if shapes are fixed. Set it between forward passes."""
         return self.layers[0].position
 
     @position.setter
@@ -112,16 +112,16 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Number of positions cached in all layers; an interrupted forward pass fills only some layers."""
+        """Number of positions cached in every layer. An interrupted forward pass may fill only some layers."""
         return min(layer.length for layer in self.layers)
 
     def advance(self, count: int) -> None:
-        """Count new positions that a pass with fixed shapes has written."""
+        """Add ``count`` to ``length`` after a forward pass with fixed shapes."""
         for layer in self.layers:
             layer.length += count
 
     def truncate(self, length: int) -> None:
-        """Drop the positions from ``length`` on; a ValueError if there are fewer."""
+        """Drop all positions from ``length`` on. Raises ValueError if ``length`` exceeds the cached length."""
         if length > self.length:
             raise ValueError(f"a KV cache of {self.length} positions has no {length}")
         for layer in self.layers:

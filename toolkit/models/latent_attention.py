@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 Keys and values are projected from one low-rank latent per token plus one rotary key shared by all heads; only these are
-cached. Queries may be projected from a low-rank latent, too.
+cached. Queries may also be projected from a low-rank latent.
 
 | name | shape |
 |---|---|
@@ -27,7 +27,7 @@ NORM_EPS = 1e-6  # for both norms of this file, whatever norm_eps is, as in Deep
 
 
 class LatentAttention(nn.Module):
-    """proj(attention(q, k, v)), with keys and values kv_b(kv_a_norm(kv_a(x)))."""
+    """Compute proj(attention(q, k, v)) with keys and values from kv_b(kv_a_norm(kv_a(x)))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
 
     @property
     def stacked_rows(self) -> tuple[str, tuple[int, ...]]:
-        """The name of the fused layer, and the rows of its matrices: keys and values."""
+        """The fused layer's name, and its number of key and value rows."""
         return "kv_b", (self.n_head * self.nope, self.n_head * self.v_size)
 
     def forward(
@@ -60,7 +60,7 @@ class LatentAttention(nn.Module):
         cache: LayerCache | None = None,
         kv_source: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, T, n_embd) -> same. The cache stores (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim).
+        """(B, T, n_embd) -> (B, T, n_embd). The cache stores (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim).
 
         With ``kv_source``, (B, T, n_embd), keys and values are projected from it (cross-attention).
         """
@@ -83,7 +83,7 @@ class LatentAttention(nn.Module):
         return self.proj(y[..., : self.v_size].transpose(1, 2).reshape(B, T, self.n_head * self.v_size))
 
     def _keys_and_values(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, 1, keys, kv_lora_rank) and the shared key -> (B, n_head, keys, head_size), (B, n_head, keys, v_size)."""
+        """Expand latents (B, 1, keys, kv_lora_rank) and shared keys to keys (B, n_head, keys, head_size) and values."""
         kv = self.kv_b(latent.squeeze(1)).split((self.n_head * self.nope, self.n_head * self.v_size), dim=-1)
         k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in kv)
         return torch.cat((k, shared.expand(-1, self.n_head, -1, -1)), dim=-1), v

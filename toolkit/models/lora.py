@@ -17,7 +17,7 @@ _ALL_ROWS = "whole"  # adapter name of unfused layers in files
 
 
 def adapted_on_meta(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
-    """Return a GPT on the meta device, with adapters and frozen parameters if ``lora`` is given."""
+    """Return a GPT on the meta device. If ``lora`` is set, add adapters and freeze the base parameters."""
     model = model_on_meta(config)
     if lora is not None:
         add_lora(model, lora)
@@ -27,8 +27,8 @@ def adapted_on_meta(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
 def add_lora(model: GPT, config: LoRAConfig) -> None:
     """Add adapters to the selected layers of a GPT, in place, and freeze everything else.
 
-    The adapters are on the device of the weights. Their values (A and B are zero here, magnitudes one) come from
-    :func:`adapter_values` or a checkpoint.
+    The adapters are on the weights' device, with A and B zero and magnitudes one. Initialize them with
+    :func:`adapter_values` or from a checkpoint.
     """
     if config.mlp and model.config.n_moe_layer:
         raise UserError("--lora_mlp true: adapters on experts are not supported; remove it")
@@ -44,14 +44,14 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the parameter of this name belongs to an adapter."""
+    """Whether this parameter name belongs to an adapter."""
     return ".lora." in name
 
 
 def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> torch.Tensor:
     """Return the initial value of an adapter's ``A`` or ``B``, a pure function of (seed, name): fp32, on the CPU.
 
-    A is uniform in +- 1 / sqrt(in), Kaiming initialization with a = sqrt(5), as in the paper's code. B is zero: the
+    A is uniform in +- 1 / sqrt(in): Kaiming initialization with a = sqrt(5), as in the paper's code. B is zero, so the
     adapted model initially equals the base.
     """
     kind = name.rpartition(".")[2]
@@ -63,7 +63,7 @@ def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> t
 
 
 def initial_magnitude(weight: torch.Tensor) -> torch.Tensor:
-    """DoRA's initial magnitudes, (rows,) fp32: the row norms of the base weight."""
+    """Return DoRA's initial magnitudes, (rows,) fp32: the row norms of the base weight."""
     return torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
 
 
@@ -72,8 +72,8 @@ def adapter_values(
 ) -> Callable[[str, torch.Size], torch.Tensor]:
     """Return a function that maps an adapter parameter's name and shape to its initial value.
 
-    Call it before a strategy wraps the parameters of the model, which may be on the meta device. ``weight_of`` returns
-    the unsharded base weight of a name such as ``transformer.h.0.attn.qkv.weight``; only DoRA's magnitudes need it.
+    Call this before a strategy wraps the model. Parameters may be on the meta device. ``weight_of`` maps a name such as
+    ``transformer.h.0.attn.qkv.weight`` to the unsharded base weight; only DoRA's magnitudes need it.
     """
     rows = {name: module.rows for name, module in model.named_modules() if isinstance(module, Adapter)}
 
@@ -88,7 +88,7 @@ def adapter_values(
 
 
 def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
-    """Return the rows of queries, keys and values in the projections of attention, by layer name."""
+    """Return the query, key and value rows of the attention projections, by layer name."""
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     if config.latent_attention is not None:
         k = config.n_head * config.latent_attention["qk_nope_head_dim"]
@@ -98,7 +98,7 @@ def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
 
 
 def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, range | bool]) -> None:
-    """Replace ``owner.name`` by a layer with adapters for ``parts``: ranges of rows, or True for all rows."""
+    """Replace ``owner.name`` with a layer that has adapters for ``parts``: row ranges, or True for all rows."""
     linear = getattr(owner, name)
     rows = range(linear.out_features)
     adapted = {part: value if isinstance(value, range) else rows for part, value in parts.items() if value}

@@ -1,4 +1,4 @@
-"""LoRA configuration: the ``--lora_*`` options of finetuning. No torch."""
+"""LoRA configuration: the ``--lora_*`` options of finetuning. Does not import torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LoRAConfig:
 
     @property
     def scaling(self) -> float:
-        """The scaling factor of B A x."""
+        """The LoRA scaling factor."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     @property
@@ -71,7 +71,7 @@ class LoRAConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> LoRAConfig:
-        """Make a config from the options of finetune_lora: ``lora_r``, ``lora_alpha``, ...; others are ignored."""
+        """Create a config from finetune_lora's options (``lora_r``, ``lora_alpha``, ...). Other options are ignored."""
         return cls(**{f.name: options[f"lora_{f.name}"] for f in fields(cls)})
 
     def to_options(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class LoRAOptions:
-    """The options of finetune_lora for its adapters and their base.
+    """Options of finetune_lora for the adapters and the base model.
 
     Args:
         lora_r: Rank of the adapters.

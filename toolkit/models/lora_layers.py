@@ -1,6 +1,6 @@
 """Linear layers with low-rank adapters.
 
-A layer with adapters keeps the names of its frozen ``weight`` and ``bias``. Trainable parameters are under ``lora``:
+The frozen ``weight`` and ``bias`` keep their names. Trainable parameters are under ``lora``:
 
 | name | shape | initial value |
 |---|---|---|
@@ -10,8 +10,8 @@ A layer with adapters keeps the names of its frozen ``weight`` and ``bias``. Tra
 | ``transformer.h.0.mlp.proj.lora.whole.A``, ``.B`` (every other layer) | (r, in), (out, r) | as above |
 | ``....magnitude`` (DoRA) | (rows of that part,) | the norms of the rows of ``weight`` |
 
-The adapters are fp32 for any base dtype; matrix products run in the base's compute dtype. The parts of a fused layer
-are computed as one pair of matrices: A stacked, B block-diagonal, with zero rows for parts without an adapter.
+Adapters are fp32 for any base dtype; matmuls run in the base's compute dtype. A fused layer combines its adapters into
+one pair of matrices: stacked A, and block-diagonal B with zero rows where there is no adapter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from toolkit.models.lora_config import LoRAConfig
 
 
 class Adapter(nn.Module):
-    """The trainable low-rank factors for a range of rows of a weight, in fp32."""
+    """Trainable fp32 low-rank factors for a range of weight rows."""
 
     def __init__(self, r: int, in_features: int, rows: range, dora: bool, device: torch.device) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Adapter(nn.Module):
 
 
 class LoRAMixin(nn.Module):
-    """Adds adapters to a linear layer class, which provides the attributes below; comes before it in the MRO."""
+    """Adds adapters to a linear layer class, which provides the attributes below and follows in the MRO."""
 
     in_features: int
     out_features: int
@@ -51,11 +51,11 @@ class LoRAMixin(nn.Module):
 
     @property
     def adapters(self) -> list[Adapter]:
-        """The adapters, in the order of their rows."""
+        """The adapters in row order."""
         return cast(list[Adapter], list(self.lora.values()))
 
     def add_adapters(self, config: LoRAConfig, parts: dict[str, range]) -> None:
-        """Create adapters: ``parts`` maps their names to the rows of the weight, in ascending order."""
+        """Create adapters. ``parts`` maps adapter names to weight rows, in ascending order."""
         self.scaling, self.dropout, self.dora = config.scaling, config.dropout, config.dora
         device = self.weight.device
         self.lora = nn.ModuleDict(
@@ -63,7 +63,7 @@ class LoRAMixin(nn.Module):
         )
 
     def share_adapters(self, other: LoRAMixin) -> None:
-        """Share another layer's adapters."""
+        """Share the adapters of another layer."""
         self.lora, self.scaling, self.dropout, self.dora = other.lora, other.scaling, other.dropout, other.dora
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class LoRAMixin(nn.Module):
         return _addmm(y, hidden, b)
 
     def low_rank(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (..., R) and (out, R), whose product is added to the layer's output; R is the sum of the ranks."""
+        """Return factors (..., R) and (out, R) whose product is added to the output. R is the sum of the ranks."""
         a, b = self._factors()
         return self._hidden(self._drop(x), a, dtype), b.to(dtype)
 
@@ -108,7 +108,7 @@ class LoRAMixin(nn.Module):
         return F.linear(dropped.to(dtype), a.to(dtype)) * self.scaling
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(R, in) and (out, R), fp32."""
+        """Return the combined A, (R, in), and B, (out, R), in fp32."""
         adapters = self.adapters
         if len(adapters) == 1 and len(adapters[0].rows) == self.out_features:
             return adapters[0].A, adapters[0].B
@@ -123,7 +123,7 @@ class LoRAMixin(nn.Module):
         return torch.cat([adapter.A for adapter in adapters]), torch.cat(blocks)
 
     def _row_scales(self, norms: torch.Tensor) -> torch.Tensor:
-        """DoRA's scale of each row, (out,): magnitude / norm; 1 for rows without an adapter."""
+        """Return DoRA's scale per row, (out,): magnitude / norm; 1 for rows without an adapter."""
         scales, row = [], 0
         for adapter in self.adapters:
             scales += [norms.new_ones(adapter.rows.start - row)]
@@ -133,7 +133,7 @@ class LoRAMixin(nn.Module):
 
 
 class LoRALinear(LoRAMixin, nn.Linear):
-    """A linear layer with adapters; shares weight and bias with the layer it replaces."""
+    """An nn.Linear with adapters."""
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
@@ -143,5 +143,5 @@ class LoRALinear(LoRAMixin, nn.Linear):
 
 
 def _addmm(y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """y + hidden @ b.T, rounded once, without a second tensor of y's size."""
+    """Return y + hidden @ b.T, rounded once, without a temporary of y's size."""
     return torch.addmm(y.flatten(0, -2), hidden.flatten(0, -2), b.t()).view_as(y)

@@ -13,14 +13,14 @@ from toolkit.models.labels import IGNORE_INDEX
 
 
 class LossWrapper(nn.Module):
-    """A module whose forward takes input_ids and labels (B, T) and returns ``(loss_sum, n_tokens)``, as GPT's does.
+    """Wraps a module: forward takes input_ids and labels (B, T) and returns ``(loss_sum, n_tokens)``.
 
     Args:
-        module: Its forward takes both and returns this tuple, or ``forward(input_ids)`` returns the logits
-            (B, T, vocabulary) or an object with the attribute ``logits``. It is stored as the attribute ``module``, a
-            prefix that :func:`toolkit.checkpoints.weights.canonical_name` removes: names on disk are the module's.
+        module: Its forward takes input_ids and labels and returns this tuple; or it takes input_ids and returns logits
+            (B, T, vocabulary) or an object with ``logits``. :func:`toolkit.checkpoints.weights.canonical_name` removes
+            the prefix ``module``, so names on disk are the module's.
 
-    The module materializes the complete logits: only GPT guarantees M1.
+    A module that returns logits materializes all of them; only GPT guarantees M1.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,7 +32,7 @@ class LossWrapper(nn.Module):
         self._options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the losses in nats, and the number of supervised tokens."""
+        """Return the summed loss in nats and the number of supervised tokens."""
         if self._has_loss:
             result = self.module(input_ids, labels)
             if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
@@ -61,9 +61,9 @@ class LossWrapper(nn.Module):
 def find_blocks(
     module: nn.Module, class_names: Iterable[type[nn.Module] | str] | None = None
 ) -> tuple[type[nn.Module], ...]:
-    """Return the classes named by ``class_names``, else the classes in the module's longest ``nn.ModuleList``.
+    """Return the classes in ``class_names``; by default, the classes in the module's longest ``nn.ModuleList``.
 
-    Nested lists (experts in a layer) are ignored. Empty if the module has no list.
+    Nested lists (experts in a layer) are ignored. Returns nothing if the module has no list.
     """
     classes = list(dict.fromkeys(type(part) for part in module.modules()))
     if class_names is not None:
@@ -84,7 +84,7 @@ def _find_class(requested: type[nn.Module] | str, classes: list[type[nn.Module]]
 
 
 def _describe(result: Any) -> str:
-    """A short description of a return value."""
+    """Return a short description of a forward's return value."""
     if isinstance(result, torch.Tensor):
         return f"a tensor of shape {tuple(result.shape)}"
     if isinstance(result, tuple):

@@ -1,7 +1,7 @@
 """Attention masks for packed documents, sliding windows and a KV cache.
 
-Where causal attention or no mask is equivalent, no mask is built: that is the kernels' fast path. Nor is one where a
-kernel of :mod:`toolkit.models.attention_kernels` is used.
+No mask is built if causal or full attention is equivalent, because fused kernels are faster without one, or if a kernel
+of :mod:`toolkit.models.attention_kernels` is used.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from toolkit.models.attention_kernels import DocumentBounds, FlashMask, FlexMask
 
 
 class KernelChoice(NamedTuple):
-    """A kernel of :mod:`toolkit.models.attention_kernels`.
+    """Selects a kernel of :mod:`toolkit.models.attention_kernels`.
 
     Args:
         name: "flash", or "flex" for soft-capped scores.
-        for_causal: Also use it where causal attention needs no mask: without a sliding window and packed rows.
+        for_causal: Also use the kernel for plain causal attention, without sliding window or packed rows.
     """
 
     name: str
@@ -24,13 +24,13 @@ class KernelChoice(NamedTuple):
 
 
 class AttentionMask(NamedTuple):
-    """Which keys the queries of a layer attend to.
+    """The attention mask of a layer.
 
     Args:
-        n_keys: Number of most recent keys that any query attends to.
-        mask: (n_new, n_keys) or (B, 1, n_new, n_keys), bool; None where no mask is needed.
-        is_causal: Without a mask: True for causal attention, False for attention to all keys.
-        kernel_mask: The mask of a kernel, which replaces the other fields.
+        n_keys: Number of most recent keys that the queries attend to; earlier keys are dropped.
+        mask: (n_new, n_keys) or (B, 1, n_new, n_keys), bool; None if no mask is needed.
+        is_causal: If ``mask`` is None: True for causal attention, False for attention to all keys.
+        kernel_mask: Kernel-specific mask; overrides the other fields.
     """
 
     n_keys: int
@@ -45,16 +45,17 @@ class AttentionMaskBuilder:
     Not a dataclass or tuple: see :class:`toolkit.models.rope.RotaryEmbedding`.
 
     Args:
-        n_cached: Tokens in the KV cache.
-        n_new: New tokens of this pass, after the cached ones.
+        n_cached: Number of tokens in the KV cache.
+        n_new: Number of new tokens in this forward pass.
         device: Device of the masks.
         documents: (B, n_new), int64, document ids of packed rows; tokens attend only within their document (N9). Not
             supported with a KV cache.
         uniform_length: See :class:`toolkit.models.gpt.GPT`.
-        batch_size: B.
-        kernel: A kernel that needs no masks. Not supported with a KV cache.
+        batch_size: Number of rows, B.
+        kernel: Kernel to use instead of masks. Not supported with a KV cache.
         bounds: Document bounds on ``device``; "flash" needs them for packed rows.
-        starts: (B,), int64, the first token of each left-padded row; None without padding. Not with documents.
+        starts: (B,), int64: index of the first token in each left-padded row; None without padding. Not supported with
+            documents.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class AttentionMaskBuilder:
         self._masks: dict[int | None, AttentionMask] = {}
 
     def for_window(self, window: int | None) -> AttentionMask:
-        """Return the mask of a layer with this sliding window (the token itself included); None for full attention."""
+        """Return the mask for a sliding window in tokens, including the current one; None for full attention."""
         if window is not None and window >= max(self._n_cached + self._n_new, self._uniform_length):
             window = None
         if window not in self._masks:
@@ -115,10 +116,10 @@ class AttentionMaskBuilder:
 
 
 class FixedShapeMaskBuilder:
-    """Attention masks of one new token per row over a KV cache of fixed shape, the same shape at each position.
+    """Builds fixed-shape masks for decoding one token per row with a fixed-shape KV cache.
 
     Args:
-        position: (1,), int64, position of the new tokens in the cache.
+        position: (1,), int64: cache position of the new tokens.
         n_keys: Capacity of the cache.
         starts: See :class:`AttentionMaskBuilder`.
     """

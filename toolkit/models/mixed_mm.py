@@ -1,4 +1,4 @@
-"""Matrix products of 16-bit factors with fp32 results, where the device has them."""
+"""Matmuls of 16-bit factors with fp32 output, if the device supports them."""
 
 import functools
 import warnings
@@ -7,7 +7,7 @@ import torch
 
 
 def mm_out_fp32(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out = a @ b. If the device can, products of 16-bit factors are accumulated into an fp32 ``out`` unrounded."""
+    """Compute out = a @ b. If supported, 16-bit factors give an unrounded fp32 ``out``."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif out.dtype == torch.float32 and _has_fp32_results(a):
@@ -17,7 +17,7 @@ def mm_out_fp32(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def addmm_fp32_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, with total in fp32."""
+    """Compute total += a @ b with an fp32 total."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     elif not _has_fp32_results(a):
@@ -35,15 +35,16 @@ def _has_fp32_results(a: torch.Tensor) -> bool:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """False for meta tensors and FakeTensors, with which costs are counted."""
+    """Return False for meta tensors and FakeTensors, which are used to estimate costs."""
     return type(tensor) is torch.Tensor and not tensor.is_meta
 
 
 @functools.cache
 def _check_fp32_results(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products with ``out_dtype`` equal products of fp32 factors. Older versions of torch do not add to fp32.
+    """Whether matmuls with ``out_dtype`` match matmuls of fp32 factors.
 
-    Waits for the device, once per process. Not tried on CUDA.
+    Older versions of torch do not support accumulation into fp32. Syncs the device once per process. Not tested on
+    CUDA.
     """
     generator = torch.Generator().manual_seed(0)
     a, b, start = (torch.randn(64, 64, generator=generator, dtype=torch.float32).to(device) for _ in range(3))

@@ -1,7 +1,7 @@
 """Mixture of experts with top-k routing (Shazeer et al. 2017, Jiang et al. 2024: Mixtral).
 
-No token is dropped. Tokens are sorted by expert, all experts are computed as three grouped matrix products, and the
-outputs are permuted back. The gradients of permutations are permutations: all sums are deterministic.
+No token is dropped. Tokens are sorted by expert, three grouped_mm calls compute all experts, and the outputs are
+permuted back. All sums are deterministic: the backward pass of a permutation is a permutation.
 
 | name | shape |
 |---|---|
@@ -30,13 +30,13 @@ from toolkit.models.mlp import LLaMAMLP
 # Custom operators, because torch (2.13) compiles grouped_mm in bf16 only.
 @torch.library.custom_op("toolkit::grouped_product", mutates_args=())
 def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """(N, a), (experts, a, b) -> (N, b): the rows from ends[e - 1] to ends[e], (experts,) int32, times weights[e]."""
+    """(N, a), (experts, a, b) -> (N, b): multiply rows ends[e - 1] to ends[e] by weights[e]; ends: (experts,) int32."""
     return F.grouped_mm(x, weights, offs=ends)
 
 
 @torch.library.custom_op("toolkit::grouped_outer_product", mutates_args=())
 def grouped_outer_product(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """(N, a) and (N, b) -> (experts, a, b): x.T @ y over the rows of each expert, zeros where it has none."""
+    """(N, a), (N, b) -> (experts, a, b): x.T @ y over each expert's rows; zero for an expert without rows."""
     return F.grouped_mm(x.t(), y, offs=ends)
 
 
@@ -72,7 +72,7 @@ grouped_product.register_autograd(_backward, setup_context=_setup_context)
 class StackedLinear(nn.Module):
     """One linear layer per expert: stacked weights (experts, out, in) and biases (experts, out).
 
-    Both widths must be multiples of 8, because rows must be aligned to 16 bytes. ``active`` is the number of experts
+    Both widths must be multiples of 8: grouped_mm needs rows aligned to 16 bytes. ``active`` is the number of experts
     per token.
     """
 
@@ -84,7 +84,7 @@ class StackedLinear(nn.Module):
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """(N, in) -> (N, out): expert e takes the rows from ends[e - 1] to ends[e], (experts,) int32."""
+        """(N, in) -> (N, out): expert e computes rows ends[e - 1] to ends[e]; ends: (experts,) int32."""
         y = grouped_product(x, self.weight.to(x.dtype).transpose(-2, -1), ends)
         if self.bias is None:
             return y
@@ -98,7 +98,7 @@ _SWIGLU_ALPHA = 1.702  # x * sigmoid(alpha x) approximates gelu(x)
 
 
 class Experts(nn.Module):
-    """The experts, each a SwiGLU MLP proj(silu(fc_1(x)) * fc_2(x)), or with gpt-oss's clamped SwiGLU."""
+    """All experts of a layer: SwiGLU MLPs, proj(silu(fc_1(x)) * fc_2(x)), or gpt-oss's clamped SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Experts(nn.Module):
         self.limit = config.swiglu_limit
 
     def forward(self, x: torch.Tensor, topk_indices: torch.Tensor) -> torch.Tensor:
-        """(N, n_embd) tokens and their (N, k) experts -> (N, k, n_embd) outputs of each expert."""
+        """Tokens (N, n_embd) and expert indices (N, k) -> expert outputs (N, k, n_embd)."""
         experts, order = topk_indices.flatten().sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         expert_ids = torch.arange(self.fc_1.weight.size(0), device=order.device)
@@ -126,7 +126,7 @@ class Experts(nn.Module):
 
 
 def resolve_weight_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of the weight of this name in a model of ``dtype`` (None: keep the dtype).
+    """Return the dtype of weight ``name`` in a model of ``dtype``; None keeps the current dtype.
 
     A router's correction bias is always fp32: 16 bits cannot resolve the differences between its scores.
     """
@@ -154,7 +154,7 @@ class LLaMAMoE(nn.Module):
         self.register_buffer("correction", correction)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LLaMAMoE:
-        """Change dtype and device, but keep the dtype of the correction bias."""
+        """Apply ``fn``, but keep the dtype of the correction bias."""
         before = self.correction
         super()._apply(fn, recurse)
         after = self.correction
@@ -175,7 +175,7 @@ class LLaMAMoE(nn.Module):
         return y if token_mask is None else (y, load_balancing_loss(probabilities, topk_indices, token_mask))
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(B, T, n_embd) -> probabilities of all experts (B, T, n_expert), weights and indices of the top k (B, T, k).
+        """(B, T, n_embd) -> router probabilities (B, T, n_expert), top-k weights and top-k indices (B, T, k).
 
         Scores, weights and probabilities are fp32.
         """
@@ -195,7 +195,7 @@ class LLaMAMoE(nn.Module):
     def _mask_groups(self, choice: torch.Tensor) -> torch.Tensor:
         """Mask the experts outside the top groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
 
-        The score of a group is its best expert's; with sigmoid scores the sum of its best two (DeepSeek-V3).
+        A group's score is its best expert's score; with sigmoid scores, the sum of its best two (DeepSeek-V3).
         """
         if self.n_groups is None or self.n_topk_groups is None:
             return choice
@@ -208,7 +208,7 @@ class LLaMAMoE(nn.Module):
 
 
 def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of grouped products with x; autocast does not set it."""
+    """Return the dtype for grouped_mm on x. Autocast does not cover our custom grouped_mm op."""
     device = x.device.type
     is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_autocast else x.dtype
@@ -217,17 +217,17 @@ def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
 def load_balancing_loss(
     probabilities: torch.Tensor, topk_indices: torch.Tensor, token_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Load-balancing loss of each row: n_expert * sum over e of f_e * P_e, which is k for a uniform load.
+    """Return the load-balancing loss per row, n_expert * sum over e of f_e * P_e. It is k for a uniform load.
 
-    f_e is the fraction of the row's tokens routed to expert e, P_e the mean of its probability; only P has a gradient.
-    Switch Transformers (Fedus et al. 2021, eq. 4 to 6) and transformers' ``load_balancing_loss_func`` compute it over
-    the complete batch. Here it is computed per row, independent of the batch, as in DeepSeek-V3 (arXiv 2412.19437, eq.
-    17 to 20, where f is divided by k). Documents packed into a row count as one.
+    f_e is the fraction of the row's tokens routed to expert e. P_e is the expert's mean probability; only P has a
+    gradient. Switch Transformers (Fedus et al. 2021, eq. 4 to 6) and transformers' ``load_balancing_loss_func`` compute
+    it over the complete batch. Here it is computed per row, independent of the batch, as in DeepSeek-V3 (arXiv
+    2412.19437, eq. 17 to 20, where f is divided by k). Documents packed into a row count as one.
 
     Args:
-        probabilities: (B, T, n_expert), fp32, of all experts.
-        topk_indices: (B, T, k), the experts of each token.
-        token_mask: (B, T), bool: the tokens that count. The loss of a row without any is 0.
+        probabilities: Router probabilities, (B, T, n_expert), fp32.
+        topk_indices: Expert indices of each token, (B, T, k).
+        token_mask: Tokens to include, (B, T), bool. A row without any has loss 0.
     """
     n = token_mask.sum(1, keepdim=True).clamp(min=1)
     used = torch.zeros_like(probabilities).scatter_(-1, topk_indices, 1.0)
@@ -237,16 +237,16 @@ def load_balancing_loss(
 
 
 def mask_until_last_label(labels: torch.Tensor) -> torch.Tensor:
-    """(B, T) -> (B, T), bool: the tokens up to the last supervised one of each row.
+    """Return a mask, (B, T) bool, of the tokens up to each row's last supervised one.
 
-    Later tokens, such as padding, cannot change the loss: attention is causal.
+    Later tokens, such as padding, cannot affect the loss, because attention is causal.
     """
     supervised = (labels != IGNORE_INDEX).int()
     return supervised.flip(1).cumsum(1).flip(1) > 0
 
 
 class _CopyAndPermute(torch.autograd.Function):
-    """(N, d) -> (N * copies, d): copies of each row, in the order of ``order``.
+    """(N, d) -> (N * copies, d): repeat each row, then permute by ``order``.
 
     The backward pass is a gather; plain indexing would scatter-add the gradient.
     """

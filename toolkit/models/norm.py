@@ -24,14 +24,14 @@ class LayerNormPerHead(nn.LayerNorm):
         self.heads = heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., heads * size) -> the same."""
+        """(..., heads * size) -> (..., heads * size)."""
         heads = x.float().unflatten(-1, (self.heads, -1))
         y = F.layer_norm(heads, heads.shape[-1:], eps=self.eps) * self.weight.float().view(self.heads, -1)
         return y.flatten(-2).type_as(x)
 
 
 def make_norm(config: ModelConfig, size: int | None = None) -> Norm:
-    """Return a norm over the last axis of this size (default n_embd).
+    """Return a norm over a last axis of ``size`` (default n_embd).
 
     All norms are computed in fp32 for any input dtype and rounded once at the end.
     """
@@ -43,7 +43,7 @@ def make_norm(config: ModelConfig, size: int | None = None) -> Norm:
 
 
 def make_qk_norm(config: ModelConfig, heads: int) -> Norm:
-    """Return the QK-norm of this many query or key heads, over one head or over all heads."""
+    """Return the QK-norm for ``heads`` query or key heads: over each head, or over all heads."""
     if config.norm_qk_type == "per_head":
         return LayerNormPerHead(heads, config.head_size, config.norm_eps)
     return make_norm(config, config.head_size * (heads if config.norm_qk_type == "olmo2" else 1))

@@ -1,4 +1,4 @@
-"""Quantize the base model for QLoRA: linear layers of the blocks to 4 bits; all other weights are unchanged."""
+"""Quantize the base model for QLoRA. Linear layers of the blocks become 4-bit; other weights do not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NESTED: Quantize = "bnb.nf4-dq"
 
 
 def refuse_experts(config: ModelConfig, kind: Quantize) -> None:
-    """Raise a UserError for models with experts: bitsandbytes quantizes only linear layers."""
+    """Raise UserError for models with experts; bitsandbytes quantizes only linear layers."""
     hint = "the weights of this model's experts cannot be quantized; run without --quantize"
     require_option(not config.n_moe_layer, "quantize", kind, hint)
 
@@ -36,17 +36,17 @@ def quantize_linears(
     weight_of: Callable[[str], torch.Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Replace the linear layers of the blocks, with or without adapters, by layers with 4-bit weights.
+    """Replace the blocks' linear layers, with or without adapters, with 4-bit layers.
 
-    This proceeds layer by layer, without a second copy of the model. Biases, adapters and all other parameters keep
-    their device, including the meta device.
+    Works layer by layer, without a second copy of the model. Biases, adapters and all other parameters stay on their
+    device, including meta.
 
     Args:
         model: Modified in place.
         kind: "bnb.nf4": 4-bit NormalFloat with an fp32 scale for every 64 weights, 4.5 bits each; "bnb.nf4-dq": the
             scales are quantized as well, about 4.13 bits.
-        weight_of: Returns the weight of a name such as ``transformer.h.0.attn.qkv.weight`` in the checkpoint's dtype,
-            which avoids rounding twice; default: the layers' weights.
+        weight_of: Maps a name such as ``transformer.h.0.attn.qkv.weight`` to the weight in the checkpoint's dtype, to
+            avoid rounding twice. Default: the layers' weights.
         device: Device of the quantized weights.
     """
     for name, layer, new in _replaced_linears(model, kind):
@@ -57,13 +57,13 @@ def quantize_linears(
 def reserve_quantized(
     model: GPT, kind: Quantize, storage: torch.dtype, weight_of: Callable[[str], torch.Tensor], device: torch.device
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Replace the layers as :func:`quantize_linears` does, but leave the 4-bit weights on the meta device, for FSDP.
+    """Replace the layers like :func:`quantize_linears`, but leave the 4-bit weights on the meta device for FSDP.
 
-    FSDP materializes and thereby quantizes one block at a time and keeps its shard. Every rank keeps all quantization
-    scales. FSDP must not cast the parameters with the packed values, of dtype ``storage``.
+    FSDP materializes and quantizes one block at a time and keeps only its shard. Every rank keeps all quantization
+    scales. FSDP must not cast the packed parameters, which have dtype ``storage``.
 
     Returns:
-        A function by parameter name that returns the packed values.
+        Functions by parameter name that return the packed values.
     """
     values: dict[str, Callable[[], torch.Tensor]] = {}
     for name, _, new in _replaced_linears(model, kind):
@@ -73,7 +73,7 @@ def reserve_quantized(
 
 
 def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, nn.Linear, Linear4bit]]:
-    """Replace the linear layers of the blocks one by one; yield name, old layer and new layer, which has no weight."""
+    """Replace the blocks' linear layers. Yields name, old layer and new layer (without a weight) one by one."""
     refuse_experts(model.config, kind)
     # at import it warns that optional faster CPU kernels are missing
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
 """Rotary position embedding (RoPE, Su et al. 2021), with the half-split pairing of Hugging Face and LitGPT.
 
 Dimension i of a head is rotated together with dimension i + n/2, where n is the number of rotated dimensions; the
-remaining dimensions are unchanged. Angles, cosines and sines are fp32 for any model dtype. They are never buffers, so
-that ``.to(bf16)``, the meta device and FSDP do not change them.
+remaining dimensions are unchanged. Angles, cosines and sines are fp32 for any model dtype. They are not buffers, so
+``.to(bf16)``, the meta device and FSDP do not change them.
 """
 
 import math
@@ -16,9 +16,9 @@ from toolkit.models.labels import IGNORE_INDEX
 
 
 def inverse_frequencies(config: ModelConfig, is_long: bool = False, local: bool = False) -> torch.Tensor:
-    """Return the radians per position of each pair of dimensions: (rope_n_elem / 2,), fp32, on the CPU.
+    """Return the inverse frequencies in radians per position, (rope_n_elem / 2,), fp32, on the CPU.
 
-    ``is_long``: with the factors of longrope for sequences longer than the original context; ``local``: the unscaled
+    ``is_long`` uses longrope's factors for sequences longer than the original context. ``local`` returns the unscaled
     frequencies of layers with rope index 1.
     """
     n, base = config.rope_n_elem, (config.rope_local_base_freq if local else None) or config.rope_base
@@ -37,10 +37,10 @@ def inverse_frequencies(config: ModelConfig, is_long: bool = False, local: bool 
 def document_lengths(
     input_ids: torch.Tensor, documents: torch.Tensor | None, labels: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the length of the document of each token, (B, T) int64.
+    """Return each token's document length, (B, T) int64.
 
-    Without ``documents`` (B, T), each row is one. With labels (B, T), the length up to the document's last supervised
-    token: later tokens do not change the loss, and with padding the loss would depend on the batch (N2).
+    Without ``documents`` (B, T), each row is one document. With labels (B, T), a document ends at its last supervised
+    token. Later tokens do not affect the loss, and counting padding would make it depend on the batch (N2).
     """
     at = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(input_ids)
     # padding, -1, becomes the last document
@@ -52,7 +52,7 @@ def document_lengths(
 
 
 def attention_factor(config: ModelConfig, local: bool = False) -> float:
-    """Return the factor of cosines and sines, which sharpens attention over long contexts (YaRN and longrope)."""
+    """Return the factor for cosines and sines that sharpens attention over long contexts (YaRN and longrope)."""
     adjustments = config.rope_adjustments or {}
     if local or config.rope_kind not in ("yarn", "longrope"):
         return 1.0
@@ -65,11 +65,13 @@ def attention_factor(config: ModelConfig, local: bool = False) -> float:
 
 
 def _yarn_scaling(inverse: torch.Tensor, adjustments: dict[str, Any], base: float) -> torch.Tensor:
-    """Scale the wavelengths with fewer than beta_slow rotations within the original context by ``factor``, keep those
-    with more than beta_fast rotations, and interpolate in between.
+    """Apply YaRN scaling.
 
-    Source: Peng et al. 2023 (YaRN), section 3.2; the bounds are rounded outwards to integers unless
-    ``truncate`` is false.
+    Wavelengths with fewer than beta_slow rotations in the original context are scaled by ``factor``. Those with more
+    than beta_fast rotations do not change. Frequencies in between are interpolated.
+
+    Source: Peng et al. 2023 (YaRN), section 3.2; The bounds are rounded outward to integers unless ``truncate`` is
+    false.
     """
     n = 2 * inverse.numel()
 
@@ -86,7 +88,7 @@ def _yarn_scaling(inverse: torch.Tensor, adjustments: dict[str, Any], base: floa
 
 
 def _llama3_scaling(inverse: torch.Tensor, adjustments: dict[str, float]) -> torch.Tensor:
-    """Scale the long wavelengths by ``factor``, keep the short ones, interpolate in between (Llama 3.1).
+    """Scale long wavelengths by ``factor``, keep short ones and interpolate in between (Llama 3.1).
 
     Source: ``apply_scaling`` in meta-llama/llama-models, models/llama3/model.py.
     """
@@ -97,10 +99,10 @@ def _llama3_scaling(inverse: torch.Tensor, adjustments: dict[str, float]) -> tor
 
 
 class RotaryEmbedding:
-    """Rotates queries and keys by their positions; created once per forward pass and shared by all blocks.
+    """Rotates queries and keys by position. Created once per forward pass and shared by all blocks.
 
     Not a tuple or dataclass of tensors: FSDP casts every floating-point tensor among a block's arguments to the
-    parameters' dtype (FSDP1 also inside dataclasses), and bf16 cosines with 8 bits lose positions.
+    parameters' dtype (FSDP1 also inside dataclasses), and bf16 cosines cannot resolve positions.
 
     Args:
         positions: (T,) or (B, T), int64.
@@ -117,7 +119,7 @@ class RotaryEmbedding:
         self.sin = torch.cat((-sin, sin), dim=-1)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate x, (B, T, heads, head_size), any dtype; return the same shape and dtype."""
+        """Rotate x, (B, T, heads, head_size). Shape and dtype do not change."""
         n = self.cos.size(-1)
         rotated = x[..., :n].float()
         # rolling by half swaps the halves, (a, b) -> (b, a): a cos - b sin, b cos + a sin, without splitting

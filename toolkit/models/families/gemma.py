@@ -37,7 +37,7 @@ _gemma3 = named_with(
     rope_indices=_EVERY_SIXTH_IS_FULL, sliding_window_size=1024, sliding_window_indices=_EVERY_SIXTH_IS_FULL,
     **_POST_NORMS, **_COMMON,
 )  # fmt: skip
-_gemma3_short = partial(_gemma3, block_size=32768, rope_adjustments=None, sliding_window_size=512)
+_gemma3_32k = partial(_gemma3, block_size=32768, rope_adjustments=None, sliding_window_size=512)
 
 CONFIGS = [
     _gemma("gemma-2b", 18, 2048, 8, 1, 16384),
@@ -45,8 +45,8 @@ CONFIGS = [
     _gemma2("gemma-2-2b", 26, 2304, 8, 4, 9216),
     _gemma2("gemma-2-9b", 42, 3584, 16, 8, 14336),
     _gemma2("gemma-2-27b", 46, 4608, 32, 16, 36864, head_size=128, attention_scores_scalar=144.0),
-    _gemma3_short("gemma-3-270m", 18, 640, 4, 1, 2048),
-    _gemma3_short("gemma-3-1b", 26, 1152, 4, 1, 6912),
+    _gemma3_32k("gemma-3-270m", 18, 640, 4, 1, 2048),
+    _gemma3_32k("gemma-3-1b", 26, 1152, 4, 1, 6912),
     _gemma3("gemma-3-4b", 34, 2560, 8, 4, 10240),
     _gemma3("gemma-3-12b", 48, 3840, 16, 8, 15360),
     _gemma3("gemma-3-27b", 62, 5376, 32, 16, 21504, head_size=128, attention_scores_scalar=168.0),
