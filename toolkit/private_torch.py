@@ -28,7 +28,7 @@ def has_no_data(tensor: Tensor) -> bool:
 
 def register_meta_kernels() -> None:
     """Register meta implementations of CUDA kernels."""
-    torch._meta_registrations  # noqa: B018  # imported by its first use
+    torch._meta_registrations  # noqa: B018  # attribute access imports it
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
@@ -185,10 +185,14 @@ def prebuild_ddp_buckets(module: Any) -> None:
     With more than two ranks, a gradient's summation order depends on its position in a bucket. If the buckets after a
     resume differed from the uninterrupted run's, the first step would round differently (S2).
     """
-    if module.find_unused_parameters or module.static_graph:  # never refilled; or it must be a pass of the model
+    if (
+        module.find_unused_parameters or module.static_graph
+    ):  # buckets are never rebuilt, or static_graph needs the model's own pass
         return
     weights = [(name, weight) for name, weight in reversed(list(module.named_parameters())) if weight.requires_grad]
-    weights.sort(key=lambda named: "lm_head" not in named[0])  # stored first, and the first to have a gradient
+    weights.sort(
+        key=lambda named: "lm_head" not in named[0]
+    )  # lm_head is stored first and is the first to have a gradient
     module.reducer.prepare_for_forward()
     module.reducer.prepare_for_backward([])
     for _, weight in weights:

@@ -58,7 +58,7 @@ def _selective_contexts() -> Any:
     Every second matmul is saved, as in torchtitan, but starting with the second. This skips the last matmul of a gated
     MLP, whose output the backward pass does not need.
     """
-    counts = {False: 0, True: 0}  # in the forward pass; in the recomputation, where torch (before 2.12) asks again
+    counts = {False: 0, True: 0}  # keys: forward, recomputation (torch before 2.12 calls the policy again)
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operation.name()

@@ -73,7 +73,9 @@ def choose_kernel(
         has_bounds: The batch has the document bounds that FlashAttention needs.
     """
     device = x.device
-    if device.type not in DEVICES or torch.compiler.is_compiling():  # a complete model; the check cannot be compiled
+    if (
+        device.type not in DEVICES or torch.compiler.is_compiling()
+    ):  # compiling the complete model, which cannot include the self-check
         return None
     kernel = kernel_of(config, has_documents)
     is_mixed = torch.is_autocast_enabled(device.type)
@@ -91,7 +93,7 @@ def choose_kernel(
         any(config.window(layer) is not None for layer in range(config.n_layer)),
         has_documents,
     )
-    if has_no_data(x):  # a plan, in which nothing can be compared
+    if has_no_data(x):  # planning uses meta tensors, which have no values to compare
         return kernel
     return kernel if _passes(case) else None
 
@@ -110,7 +112,7 @@ def check_kernel(case: KernelCase) -> str | None:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             error = _largest_error(case)
-    except Exception as raised:  # by the kernel, or by any part of torch.compile
+    except Exception as raised:  # the kernel or torch.compile may raise anything
         lines = str(raised).strip().splitlines()
         return f"{type(raised).__name__}: {lines[0] if lines else ''}"
     return None if error <= TOLERANCE else f"a relative error of {error:.3g} in the self-check"
@@ -120,10 +122,10 @@ def _largest_error(case: KernelCase) -> float:
     """Return the largest relative error of output and gradients; inf if a value is not finite."""
     T, (n_head, n_groups, width) = 320, case.heads
     n_head, n_groups = 2 * n_head // n_groups, 2
-    generator = torch.Generator().manual_seed(0)  # on the CPU: no random state of the run changes
+    generator = torch.Generator().manual_seed(0)  # a separate generator keeps the run's RNG state
     shapes = [(2, n_head, T, width), *[(2, n_groups, T, width)] * 2, (2, n_head, T, width), (n_head,)]
     q, k, v, direction, sinks = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
-    scores = (case.softcap or 5.0) / 5  # their standard deviation: large enough to be capped
+    scores = (case.softcap or 5.0) / 5  # standard deviation, large enough for the cap to matter
     inputs = [q * scores / (case.scale * width**0.5), k, v]
     if case.kernel.name == "flash" and case.kernel.for_causal:
         inputs.append(sinks)

@@ -98,7 +98,7 @@ def flash_attention(
     return out.transpose(1, 2)
 
 
-# A custom operator: one graph for any number and length of documents, and for torch.compile nothing to trace.
+# A custom op is opaque to torch.compile, so one graph serves any number and length of documents.
 @torch.library.custom_op("toolkit::flash_attention", mutates_args=())
 def _flash(
     q: torch.Tensor,
@@ -181,7 +181,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: activation checkpointing recomputes them
+    saved = ctx.saved_tensors  # read only once, because activation checkpointing recomputes them
     *gradients, grad_sinks = _flash_backward_op(grad, *saved, ctx.window, ctx.scale)
     has_sinks = saved[5] is not None
     return (*gradients, grad_sinks if has_sinks else None, None, None, None, None)
@@ -238,7 +238,7 @@ def make_flex_mask(
     if documents is not None:
         is_first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
         first_key = torch.maximum(first_key, (at * is_first).cummax(1).values)
-    # two blocks more than are there: a dimension of size 1 would be a further graph
+    # two extra blocks, because a dimension of size 1 would cost another graph
     n = T // BLOCK + 2
     block = torch.arange(n, device=device)
     last_query = ((block + 1) * BLOCK - 1).clamp(max=T - 1)
@@ -261,7 +261,7 @@ def flex_attention_with_softcap(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: FlexMask, scale: float, logit_softcap: float
 ) -> torch.Tensor:
     """See :func:`toolkit.models.attention.softcap_attention`."""
-    if not torch.compiler.is_compiling() and has_no_data(q):  # nothing to compile; the same shapes and costs
+    if not torch.compiler.is_compiling() and has_no_data(q):  # meta tensors: same shapes and costs, nothing to compile
         return flash_attention(q, k, v, FlashMask(-1), scale)
     run = _softcap if torch.compiler.is_compiling() else _compiled_softcap()
     return run(q, k, v, mask, scale, logit_softcap)

@@ -23,7 +23,7 @@ _OF_EXPERTS = (
     "router_scores", "n_expert_groups", "n_topk_groups", "shared_expert_intermediate_size", "shared_expert_gate",
     "swiglu_limit", "moe_indices",
 )  # fmt: skip
-_DERIVED: Any = None  # default of a field that is then computed from other fields
+_DERIVED: Any = None  # default of a field that is derived from other fields
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ class ModelConfig:
         return replace(self, **changes | values)
 
 
-# The types of the fields, as users may give them.
+# Field types of user overrides.
 _HINTS = {
     f.name: hint | None if f.default is None else hint
     for f, hint in zip(fields(ModelConfig), get_type_hints(ModelConfig).values(), strict=True)

@@ -10,7 +10,7 @@ from toolkit.errors import UserError, require_option
 
 GROUP, FLAG = "model_config.", "--model_config."
 
-# Far beyond every known model. Building layers takes time even on the meta device, and products of larger sizes
+# Far beyond any known model. Building layers takes time even on the meta device, and products of larger sizes
 # overflow.
 MAX_LAYERS, MAX_SIZE = 1024, 2**24
 MAX_EXPERTS = 2**17  # over all layers

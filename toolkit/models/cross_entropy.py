@@ -131,7 +131,7 @@ def _checked_kernel(
         expected_losses, expected = cross_entropy_(logits, targets, ignored, bias, softcap, dtype)
         torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(grad.float(), expected.float(), rtol=2e-2, atol=1e-6)  # type: ignore[union-attr]
-    except Exception as error:  # a compiler fails in many ways; training continues without it
+    except Exception as error:  # compilation can fail in many ways; fall back to the uncompiled version
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         warnings.warn(f"the compiled kernel of the loss is not used: {reason[:200]}", stacklevel=2)
         return cross_entropy_

@@ -261,7 +261,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             n_cached = 0 if kv_cache is None else kv_cache[0].length
             positions, length = torch.arange(n_cached, n_cached + T, device=device), n_cached + T
         if kv_cache is not None and kv_cache.starts is not None:
-            # clamped for finished rows, which run on with the others
+            # clamp, because finished rows keep running with the others
             return (positions - kv_cache.starts[:, None]).clamp(0, block_size - 1), length
         if length > block_size and (kv_cache is None or kv_cache.position is None):
             raise ValueError(f"sequence length {length} exceeds the model's block_size {block_size}")

@@ -59,7 +59,7 @@ class Materializer:
         self, model: nn.Module, value_of: Callable[[str, torch.Size], torch.Tensor], device: torch.device | str = "cpu"
     ) -> None:
         self._value_of, self._device = value_of, device
-        # of tied parameters the last name counts, transformer.wte.weight
+        # for tied parameters the last name wins: transformer.wte.weight
         self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._names |= {id(buffer): name for name, buffer in model.named_buffers()}
         self._originals = [*model.parameters(), *model.buffers()]  # keeps the ids valid

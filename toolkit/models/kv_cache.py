@@ -33,7 +33,7 @@ class LayerCache:
         ValueError if the cache is full.
         """
         if self.position is not None:
-            # unlike an assignment, index_copy_ does not convert; under autocast k and v may be of fewer bits
+            # unlike assignment, index_copy_ does not cast; under autocast k and v may have fewer bits
             k, v = k.to(self.keys.dtype), v.to(self.values.dtype)
             return self.keys.index_copy_(2, self.position, k), self.values.index_copy_(2, self.position, v)
         end = self.length + k.size(2)

@@ -18,7 +18,7 @@ class Linear4bit(bnb.nn.Linear4bit):
     training.
     """
 
-    quant_state: Any  # scales and shape; here as well, for the views of the weight that FSDP makes have none
+    quant_state: Any  # scales and shape; stored here too, because FSDP's views of the weight lack it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""

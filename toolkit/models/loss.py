@@ -117,7 +117,7 @@ class _HeadLogProbs(torch.autograd.Function):
         return *_NO_GRADIENTS, *(None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 
-_NO_GRADIENTS = (None,) * 5  # for the arguments before the tensors
+_NO_GRADIENTS = (None,) * 5  # for the non-tensor arguments
 
 
 def _losses_and_grads(
@@ -234,7 +234,7 @@ class _Product:
         self.matrix = matrix.detach().to(dtype)
         self._shape, self._kept = x.shape, supervised
         self._grad_x = x.new_empty(rows.shape) if x_needs_grad else None
-        # empty: the first chunk overwrites it
+        # uninitialized, because the first chunk overwrites it
         make = torch.empty_like if rows.size(0) else torch.zeros_like
         self._grad_matrix = make(matrix, dtype=torch.float32) if matrix_needs_grad else None
 

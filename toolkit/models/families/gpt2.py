@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019): learned positions, tied embeddings.
 
-Sources of the named configurations: the ``config.json`` files of the Hugging Face repositories openai-community/gpt2*,
-and ``mingpt/model.py`` of karpathy/minGPT.
+Sources of the named configurations: ``config.json`` of openai-community/gpt2* on Hugging Face, and ``mingpt/model.py``
+of karpathy/minGPT.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """GPT-NeoX: the Pythia suite (Biderman et al. 2023), and other models trained with its code.
 
-Sources of the named configurations: the ``config.json`` files of EleutherAI's Hugging Face repositories; StableLM and
-StableCode: LitGPT; Dolly and RedPajama: LitGPT before it dropped them (commit e51aaef); gpt-neox-20b: the defaults of
-transformers' ``GPTNeoXConfig``, which stand for it, and the activation of its ``config.json``.
+Sources of the named configurations: ``config.json`` of EleutherAI's Hugging Face repositories. From LitGPT: StableLM
+and StableCode; Dolly and RedPajama (commit e51aaef, before their removal). gpt-neox-20b has the defaults of
+transformers' ``GPTNeoXConfig`` and the activation in its ``config.json``.
 """
 
 from functools import partial
@@ -49,7 +49,7 @@ CONFIGS = [
     _neox("stablecode-completion-alpha-3b-4k", 32, 2560, 32, vocab_size=49152, block_size=4096),
 ]
 
-# other training data, or finetuned: the same architecture
+# same architecture with other training data or finetuning
 ALIASES = {
     **{f"{c.name}-deduped": c.name for c in _PYTHIA},
     **{f"RedPajama-INCITE-{kind}-3B-v1": "RedPajama-INCITE-Base-3B-v1" for kind in ("Chat", "Instruct")},

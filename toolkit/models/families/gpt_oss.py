@@ -1,8 +1,9 @@
-"""gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and clamped SwiGLU, attention sinks, sliding windows in
-every second layer.
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925).
 
-Sources of the named configurations: the ``config.json`` of openai/gpt-oss-20b, and transformers' defaults, which are
-openai/gpt-oss-120b's.
+Experts have biases and clamped SwiGLU. Attention has sinks, and sliding windows in every second layer.
+
+Sources of the named configurations: ``config.json`` of openai/gpt-oss-20b, and transformers' defaults for
+openai/gpt-oss-120b.
 """
 
 from typing import Any
@@ -89,7 +90,7 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
-    """Hugging Face also stacks the experts, transposes weights and interleaves gate and up projection elementwise."""
+    """Map the experts of a layer. Hugging Face transposes the weights and interleaves gate and up elementwise."""
     native_part, hf_part = f"{native}.mlp.experts", f"{hf}.mlp.experts"
     gate_up = tuple(f"{native_part}.{name}" for name in ("fc_1", "fc_2"))
     maps = tables.linear(f"{native}.mlp.gate", f"{hf}.mlp.router", True)

@@ -1,4 +1,4 @@
-"""Granite 3 (Granite Team 2024), the dense models: Llama with four constant multipliers.
+"""Granite 3 dense models (Granite Team 2024): Llama with four constant multipliers.
 
 Source of the named configuration: the Foundation Model Stack (``fms/models/granite.py``).
 """

@@ -1,4 +1,4 @@
-"""Shared helpers of the families to convert between ``config.json`` and ModelConfig."""
+"""Shared helpers for converting between ``config.json`` and ModelConfig."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from toolkit.models.families.hf_keys import require_key
 
 
 def require(config: ModelConfig, **expected: Any) -> None:
-    """Check field values that the family's Hugging Face class fixes."""
+    """Raise UserError unless the config has the field values that the Hugging Face class requires."""
     for name, value in expected.items():
         actual = getattr(config, name)
         hint = f"the Hugging Face model type {config.family!r} only has {value}; such a model cannot be exported"
@@ -19,7 +19,7 @@ def require(config: ModelConfig, **expected: Any) -> None:
 
 
 def require_hf(config_json: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
-    """Check keys of a ``config.json``, if present, against the values that toolkit supports."""
+    """Raise UserError if a key of ``config.json`` has a value that toolkit does not support."""
     of_model = f"of a {config_json.get('model_type')!r} model, this version computes only"
     for key, values in allowed.items():
         if key in config_json:
@@ -39,7 +39,7 @@ _SIZES = (
     "tie_embeddings", "n_expert", "n_expert_per_token", "moe_intermediate_size", "router_aux_loss_coef",
 )  # fmt: skip
 
-# All other fields, including future ones, with Llama's value: the default.
+# All other fields, including future ones, must have the default, which is Llama's value.
 _LLAMA_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in _SIZES}
 
 # Conditions under which a field has no effect and any value can be exported.
@@ -61,13 +61,13 @@ def _has_no_effect(config: ModelConfig, name: str) -> bool:
 
 
 def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), has_head_dim: bool = True, **other: Any) -> None:
-    """Check that a config is a Llama except for the fields that the family's Hugging Face class supports.
+    """Check that a config equals Llama's except in fields that the Hugging Face class supports.
 
     Args:
         config: The architecture.
-        free: Fields that may have any value.
-        has_head_dim: Whether the class supports a head dimension other than n_embd / n_head.
-        **other: Fields with a required value other than Llama's.
+        free: Fields that can have any value.
+        has_head_dim: Whether the Hugging Face class supports a head_dim other than n_embd / n_head.
+        **other: Required field values that differ from Llama's.
     """
     expected = _LLAMA_DEFAULTS | {"attention_scores_scalar": config.head_size} | other
     if not has_head_dim:
@@ -76,18 +76,18 @@ def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), has_head_d
 
 
 def require_divisible_heads(config: ModelConfig) -> None:
-    """Check that n_embd is a multiple of n_head: some classes require it for any head_dim."""
+    """Check that n_embd is a multiple of n_head, which some Hugging Face classes require for any head_dim."""
     if config.n_embd % config.n_head:
         require(config, n_embd=f"multiples of n_head {config.n_head}")
 
 
-# Fields of families with a sliding window in all layers, or in a list of layers.
+# Fields of families with sliding windows in all layers (WINDOWS) or in some (LAYERED_WINDOWS).
 WINDOWS = ("sliding_window_size",)
 LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
 
 
 def read_bias(config_json: dict[str, Any]) -> bool:
-    """Return whether linear layers have biases, for families with one flag for attention and one for the MLP."""
+    """Return whether linear layers have biases, from the attention_bias and mlp_bias flags."""
     attention, mlp = (config_json.get(key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
         raise UserError(
@@ -98,7 +98,7 @@ def read_bias(config_json: dict[str, Any]) -> bool:
 
 
 LAYER_NORM: dict[str, Any] = {"norm_eps": "layer_norm_eps", "default_eps": 1e-5}
-"""Arguments of :func:`read_decoder` for families with this key."""
+"""Arguments of :func:`read_decoder` for families with LayerNorm."""
 
 
 def read_decoder(
@@ -110,9 +110,9 @@ def read_decoder(
     default_eps: float = 1e-6,
     tied: bool = False,
 ) -> dict[str, Any]:
-    """Return the ModelConfig fields whose keys most families share.
+    """Return the ModelConfig fields that most families store under the same keys.
 
-    ``norm_eps`` is the family's key; the other arguments are its defaults.
+    ``norm_eps`` is the family's key for it. The other arguments are the family's defaults.
     """
     vocab_size = config_json.get("vocab_size", vocab_size)
     return {
@@ -133,7 +133,7 @@ def read_decoder(
 
 
 def write_common(config: ModelConfig, architecture: str) -> dict[str, Any]:
-    """Return the keys of ``config.json`` that all families share; vocab_size is the padded one, as in the weights."""
+    """Return the ``config.json`` entries that all families share. vocab_size is padded, as in the weights."""
     return {
         "architectures": [architecture],
         "bos_token_id": None,
@@ -147,9 +147,9 @@ def write_common(config: ModelConfig, architecture: str) -> dict[str, Any]:
 
 
 def write_decoder(config: ModelConfig, architecture: str, **other: Any) -> dict[str, Any]:
-    """Return the content of ``config.json``: the keys that most families share, and ``other``.
+    """Return the ``config.json`` entries that most families share, plus ``other``.
 
-    The caller sets the ids of the special tokens.
+    The caller sets the special token ids.
     """
     values = write_common(config, architecture) | {
         "attention_bias": config.bias or config.attn_bias,
@@ -184,9 +184,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def read_windows(
     config_json: dict[str, Any], layer_types: list[str] | None = None, *, default: int | None = None
 ) -> dict:
-    """Return the window fields of a ModelConfig.
+    """Return the sliding-window fields of a ModelConfig.
 
-    ``layer_types`` and the window ``default`` are the family's defaults; without layer types, all layers have a window.
+    ``layer_types`` and ``default`` (window size in tokens) are the family's defaults. Without layer types, all layers
+    have a sliding window.
     """
     size, types = config_json.get("sliding_window", default), config_json.get("layer_types")
     types, n_layer = layer_types if types is None else types, config_json["num_hidden_layers"]
@@ -202,14 +203,14 @@ def read_windows(
 
 
 def write_layer_types(config: ModelConfig) -> list[str]:
-    """Return ``layer_types``, one per layer."""
+    """Return ``layer_types`` with one entry per layer."""
     return [FULL if config.window(layer) is None else SLIDING for layer in range(config.n_layer)]
 
 
 def write_rope_by_layer(config: ModelConfig) -> dict[str, Any]:
-    """Return the RoPE keys of a model with a local RoPE theta in sliding-window layers.
+    """Return the RoPE entries of a model with a local RoPE theta in sliding-window layers.
 
-    transformers 5 reads ``rope_parameters``, transformers 4 the other keys.
+    transformers 5 reads ``rope_parameters``; transformers 4 reads the other keys.
     """
     full = {"rope_type": "default", "rope_theta": config.rope_base} | (write_rope_scaling(config) or {})
     local = config.rope_local_base_freq or config.rope_base
@@ -232,16 +233,16 @@ def require_rope_by_window(config: ModelConfig) -> None:
 
 
 def longrope_attention_factor(longest: float, original: int) -> float:
-    """Return the default attention factor of a context extended from ``original`` to ``longest`` positions.
+    """Return the default attention factor for a context extended from ``original`` to ``longest`` positions.
 
-    Source: Ding et al. 2024 (LongRoPE), as in Phi-3's code and transformers.
+    Source: Ding et al. 2024 (LongRoPE); same as in Phi-3's code and transformers.
     """
     factor = longest / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def write_rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """Return ``rope_scaling``, which transformers 4 and 5 both read."""
+    """Return ``rope_scaling``, which both transformers 4 and 5 read."""
     kind, adjustments = config.rope_kind, config.rope_adjustments
     if kind is None or adjustments is None:
         return None

@@ -1,4 +1,4 @@
-"""The keys of Hugging Face's ``config.json``: types of their values, and the ModelConfig fields they map to."""
+"""Keys of Hugging Face's ``config.json``: value types and corresponding ModelConfig fields."""
 
 import math
 import re
@@ -10,17 +10,17 @@ from toolkit.models.config_checks import MAX_LAYERS, MAX_SIZE
 
 
 def is_number(value: Any, minimum: float = -math.inf) -> bool:
-    """Whether a value of a JSON file is a finite number, at least ``minimum``."""
+    """Whether a JSON value is a finite number >= ``minimum``."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= minimum
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value of a JSON file is a finite number greater than zero."""
+    """Whether a JSON value is a finite number > 0."""
     return is_number(value) and value > 0
 
 
 def is_integer(value: Any, minimum: int) -> bool:
-    """Whether a value of a JSON file is an integer, at least ``minimum``."""
+    """Whether a JSON value is an integer >= ``minimum``."""
     return isinstance(value, int) and is_number(value, minimum)
 
 
@@ -28,7 +28,7 @@ def _is_list_of(value: Any, item_type: type) -> bool:
     return isinstance(value, list) and all(type(item) is item_type for item in value)
 
 
-# Condition on a value, its description, and the keys. Those that may also be null are in _NULLABLE.
+# (check, description, keys). Keys that may also be null are in _NULLABLE.
 _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
     (lambda v: is_integer(v, 1), "an integer, 1 or greater", (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
@@ -73,13 +73,13 @@ _INTEGERS = {key for *_, keys in _TYPES[:2] for key in keys}
 
 
 def require_key(ok: bool, key: str, value: Any, hint: str) -> None:
-    """Check the value of a key of a ``config.json``; ``hint`` gives the valid values or the reason."""
+    """Raise UserError about a ``config.json`` key unless ``ok``. ``hint`` gives the valid values or the reason."""
     if not ok:
         raise UserError(f"config.json: {key} {value!r}: {hint}")
 
 
 def require_types(config_json: dict[str, Any]) -> None:
-    """Check the types and ranges of the values of a ``config.json``."""
+    """Check types and ranges of the values in a ``config.json``."""
     for is_valid, expected, keys in _TYPES:
         for key in keys:
             value = config_json.get(key)
@@ -90,7 +90,7 @@ def require_types(config_json: dict[str, Any]) -> None:
         require_key((value or 0) <= maximum, key, value, f"must be at most {maximum:,}")
 
 
-# Fields of a ModelConfig and the keys they are read from; the first one present applies.
+# ModelConfig fields and their config.json keys; the first key present is used.
 _HF_KEYS = {
     "block_size": ("max_position_embeddings", "n_positions"),
     "vocab_size": ("vocab_size",),
@@ -128,7 +128,7 @@ _FIELD = re.compile(rf"--model_config\.(\w+)|\b({'|'.join(_HF_KEYS)})\b")
 
 
 def translate_fields(config_json: dict[str, Any], message: str) -> str:
-    """Rewrite a message about ModelConfig fields to name the keys of the ``config.json``."""
+    """Replace ModelConfig field names in a message with ``config.json`` keys."""
 
     def key_of(match: re.Match[str]) -> str:
         field = match[1] or match[2]

@@ -1,6 +1,6 @@
-"""Read the RoPE keys of Hugging Face's ``config.json``, written by transformers 4 or 5, as transformers 5 does.
+"""Read RoPE settings from a Hugging Face ``config.json`` (transformers 4 or 5) like transformers 5.
 
-Source: ``convert_rope_params_to_dict`` and ``standardize_rope_params`` of its configuration classes, and
+Source: ``convert_rope_params_to_dict`` and ``standardize_rope_params`` of transformers' configuration classes, and
 ``modeling_rope_utils.py``.
 """
 
@@ -24,14 +24,14 @@ def read_rope(
 ) -> dict[str, Any]:
     """Return the RoPE fields of a ModelConfig.
 
-    ``rope_scaling`` replaces ``rope_parameters``; keys in either take precedence over top-level keys.
+    ``rope_scaling`` replaces ``rope_parameters``. Keys in either override top-level keys.
 
     Args:
         config_json: The content of ``config.json``.
-        theta, default_theta: The top-level key of the base, and its default.
-        partial, default_partial: The top-level key of the partial rotary factor, and its default; a family without a
-            key rotates complete heads.
-        aliases: Other names of RoPE types.
+        theta, default_theta: Top-level key of the RoPE base, and the default base.
+        partial, default_partial: Top-level key of the partial rotary factor, and the default factor. None for a family
+            without partial rotary.
+        aliases: Maps alternative RoPE type names to standard ones.
     """
     new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     rope, top_level = old or new, {_THETA: theta, _PARTIAL: partial or _PARTIAL}
@@ -56,7 +56,7 @@ def read_rope(
 
 
 def _require_agreement(config_json: dict[str, Any], read: dict[str, float], top_level: dict[str, str]) -> None:
-    """Check for values of theta and partial rotary factor that transformers would silently ignore."""
+    """Raise UserError for values of theta or partial rotary factor that transformers would silently ignore."""
     new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, value in read.items():
         if old and key not in old and new.get(key, value) != value:
@@ -74,7 +74,8 @@ def read_rope_by_layer(
     """Return the RoPE fields of a ModelConfig with a local RoPE theta in sliding-window layers.
 
     ``rope_scaling`` applies to the full-attention layers and overrides ``rope_parameters`` key by key. ``local`` is the
-    top-level key of the local theta, if there is one; the defaults are for full-attention and sliding-window layers.
+    top-level key of the local theta, or None. ``default_theta`` is for full-attention layers and ``default_local`` for
+    sliding-window layers.
     """
     full, sliding = _full_and_sliding(config_json)
     _require_plain_windows(config_json, full, sliding)
@@ -94,7 +95,7 @@ def read_rope_by_layer(
 
 
 def _full_and_sliding(config_json: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the RoPE keys of full-attention layers, ``rope_scaling`` included, and of sliding-window layers."""
+    """Return the RoPE keys of full-attention layers, including ``rope_scaling``, and of sliding-window layers."""
     by_layer, scaling = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, value in by_layer.items():
         if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
@@ -112,7 +113,7 @@ def _full_and_sliding(config_json: dict[str, Any]) -> tuple[dict[str, Any], dict
 
 
 def _require_plain_windows(config_json: dict[str, Any], full: dict[str, Any], sliding: dict[str, Any]) -> None:
-    """Check for settings that ModelConfig cannot express or transformers ignores."""
+    """Raise UserError for settings that ModelConfig does not support or transformers ignores."""
     if (kind := _rope_type(sliding)) != "default":
         raise UserError(f"config.json: rope_type {kind!r} of {SLIDING}: this version computes only 'default' there")
     for fraction in (values.get(_PARTIAL, 1) for values in (full, sliding, config_json)):
@@ -162,14 +163,14 @@ def _read_scaling(rope: dict[str, Any], config_json: dict[str, Any], aliases: di
         optional = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
         return {"beta_fast": 32.0, "beta_slow": 1.0} | {k: values[k] for k in optional if k in values} | original
     longest = values["factor"] * values[_ORIGINAL] if "factor" in values else config_json["max_position_embeddings"]
-    # by default computed from the extension of the context
+    # default: derived from the context extension
     factor = values.get("attention_factor", longrope_attention_factor(longest, values[_ORIGINAL]))
     factors = {key: values[key] for key in ("short_factor", "long_factor")}
     return factors | original | {"attention_factor": factor}
 
 
 def _require_numbers(values: dict[str, Any]) -> None:
-    """Check the numbers used in computations here; ModelConfig checks the rest."""
+    """Check the numbers that this module computes with. ModelConfig checks the rest."""
     for key, value in values.items():
         if key == _ORIGINAL:
             is_valid, expected = is_integer(value, 2), "an integer, 2 or greater"

@@ -1,8 +1,8 @@
-"""Llama and models that share its Hugging Face class: Falcon 3, SmolLM, and the models that toolkit trains.
+"""Llama and models with the same Hugging Face class: Falcon 3, SmolLM, and toolkit's default models.
 
-Sources of the named configurations: LitGPT (Vicuna, LongChat and Nous-Hermes: its commit e51aaef, before it dropped
-them), and the ``config.json`` files of Llama 3.2, SmolLM and SmolLM2, as MLC LLM's presets quote them too. Embeddings
-are tied where those say so. llama-65b: lit-llama, with the longest sequence and norm_eps of the smaller ones.
+Sources of the named configurations: LitGPT (Vicuna, LongChat and Nous-Hermes at commit e51aaef, before their removal),
+and ``config.json`` of Llama 3.2, SmolLM and SmolLM2 (also in MLC LLM's presets), including tied embeddings. llama-65b
+comes from lit-llama, with block_size and norm_eps of the smaller Llamas.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ _30B, _65B = (60, 6656, 52, 52, 17920), (80, 8192, 64, 64, 22016)
 _34B, _70B = (48, 8192, 64, 8, 22016), (80, 8192, 64, 8, 28672)
 
 CONFIGS = [
-    # The default: 5.2 million parameters with a vocabulary of 4,096. The vocabulary is the tokenizer's.
+    # The default model: 5.2 million parameters with a vocabulary of 4,096. vocab_size comes from the tokenizer.
     named("mini-llama", 6, 256, 8, 4, 640, block_size=256, tie_embeddings=True),
     named("pico-llama", 2, 64, 4, 2, 160, block_size=128, tie_embeddings=True),
     _llama2("tiny-llama-1.1b", 22, 2048, 32, 4, 5632, block_size=2048),
@@ -84,7 +84,7 @@ ALIASES = {
     "TinyLlama-1.1B-Chat-v1.0": "tiny-llama-1.1b",
     "MicroLlama": "micro-llama-300M",
     **{f"Meta-{c.name}": c.name for c in CONFIGS if c.name.startswith(("Llama-3-", "Llama-3.1-"))},
-    # other training data, or finetuned: the same architecture
+    # same architecture with other training data or finetuning
     **{f"{c.name}-Instruct": c.name for c in CONFIGS if c.name.startswith(("Llama-3", "SmolLM"))},
     **{f"Meta-{c.name}-Instruct": c.name for c in CONFIGS if c.name.startswith(("Llama-3-", "Llama-3.1-"))},
     **{f"{c.name}-instruct": c.name for c in CONFIGS if c.name.startswith("salamandra")},

@@ -1,7 +1,7 @@
 """Mistral (Jiang et al. 2023): Llama with sliding windows in all layers, or none.
 
-Sources of the named configurations: LitGPT; the longest sequence of version 0.1, which LitGPT shortens to the window,
-and the embeddings (not tied): MLC LLM's presets.
+Sources of the named configurations: LitGPT. From MLC LLM's presets: untied embeddings, and block_size of version 0.1,
+which LitGPT shortens to the sliding window.
 """
 
 from typing import Any

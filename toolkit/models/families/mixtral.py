@@ -1,7 +1,7 @@
 """Mixtral (Jiang et al. 2024): Mistral with experts in all layers.
 
-Sources of the named configurations: LitGPT; for the balance losses and the vocabulary of the 8x22B base
-model, the ``config.json`` files as TensorRT-LLM's tests and others quote them.
+Sources of the named configurations: LitGPT. The load-balancing coefficients and the 8x22B base model's vocabulary come
+from copies of ``config.json``, such as in TensorRT-LLM's tests.
 """
 
 from functools import partial

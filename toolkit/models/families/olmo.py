@@ -3,7 +3,7 @@
 OLMo is a Llama with non-parametric norms and optional QKV clipping. OLMo 2 has post-norm instead of pre-norm, and
 QK-norm over all heads of a token. OLMo 3 adds sliding windows in three of four layers, without RoPE scaling.
 
-Sources of the named configurations: LitGPT; tied embeddings: the models' cards.
+Sources of the named configurations: LitGPT, and the model cards for tied embeddings.
 """
 
 from typing import Any

@@ -1,7 +1,9 @@
-"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): parallel residual with a shared norm, biases
-everywhere, partial rotary.
+"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023).
 
-Sources of the named configurations: LitGPT; phi-1 has the architecture of phi-1.5: transformers' conversion script.
+Parallel residual with a shared norm, biases in all layers, partial rotary.
+
+Sources of the named configurations: LitGPT, and transformers' conversion script for phi-1, which has phi-1.5's
+architecture.
 """
 
 from typing import Any
@@ -10,7 +12,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
-_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # the same function
+_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # names of the same function
 _FIXED: dict[str, Any] = {
     "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "bias": True,
     "lm_head_bias": True, "parallel_residual": True, "shared_attention_norm": True,

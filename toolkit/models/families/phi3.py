@@ -1,7 +1,7 @@
 """Phi 3, 3.5 and 4 (Abdin et al. 2024): Llama with fused projections on disk, sliding windows and longrope.
 
-Sources of the named configurations: LitGPT; windows, longrope and tied embeddings: MLC LLM's presets, whose factors
-are written here without the rounding errors of float32. A window longer than the longest sequence is omitted.
+Sources of the named configurations: LitGPT. Sliding windows, longrope and tied embeddings come from MLC LLM's presets,
+without the float32 rounding errors in the longrope factors. A sliding window longer than block_size is omitted.
 """
 
 import math
@@ -32,7 +32,7 @@ _PHI_4_MINI_LONG = [
 
 
 def _longrope(short_factor: list[float], long_factor: list[float]) -> dict[str, Any]:
-    """Return longrope adjustments for a context extended from 4,096 to 131,072 with the default attention factor."""
+    """Return longrope adjustments for extending the context from 4,096 to 131,072 tokens."""
     return {
         "short_factor": short_factor, "long_factor": long_factor, "original_max_seq_len": 4096,
         "attention_factor": hf_config.longrope_attention_factor(131072, 4096),
@@ -83,7 +83,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_longrope(config: ModelConfig, adjustments: dict[str, Any]) -> dict[str, Any]:
-    """Return three keys that transformers 4 also reads; a fourth if the attention factor is not the default."""
+    """Return ``rope_scaling`` for transformers 4 and 5. attention_factor is included only if it is not the default."""
     factor = adjustments["attention_factor"]
     default = hf_config.longrope_attention_factor(config.block_size, adjustments["original_max_seq_len"])
     factors = {name: adjustments[name] for name in ("short_factor", "long_factor")}

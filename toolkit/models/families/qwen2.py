@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): Llama with a QKV bias and no other biases.
 
-Sources of the named configurations: LitGPT, and the ``config.json`` files of the Hugging Face repositories
-Qwen/Qwen2.5-* and (as MLC LLM's presets quote them) Qwen/Qwen2-*-Instruct. The Instruct models differ from the others
-only in the maximum sequence length, if at all: those that do have a separate entry.
+Sources of the named configurations: LitGPT, and ``config.json`` of Qwen/Qwen2.5-* and Qwen/Qwen2-*-Instruct (from MLC
+LLM's presets) on Hugging Face. An Instruct model has a separate entry only if its maximum sequence length differs from
+the base model's.
 """
 
 from functools import partial
@@ -70,7 +70,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
-    """Return the window fields; by default, the layers from max_window_layers on have sliding windows."""
+    """Return the sliding-window fields. By default, layers from max_window_layers on have sliding windows."""
     if not uses_windows(config_json):
         return {}
     has_window = config_json.get("sliding_window", 4096) is not None
@@ -80,7 +80,7 @@ def read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 def uses_windows(config_json: dict[str, Any]) -> bool:
-    """Whether the file enables sliding windows."""
+    """Whether ``config.json`` enables sliding windows."""
     use = config_json.get("use_sliding_window", False)
     is_listed = hf_config.SLIDING in (config_json.get("layer_types") or ())
     hint = f"layer_types has layers with a sliding window; set it to true, or those layers to {hf_config.FULL}"
@@ -96,7 +96,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """Return the window keys of ``config.json``."""
+    """Return the sliding-window entries of ``config.json``."""
     return {
         "layer_types": hf_config.write_layer_types(config),
         "max_window_layers": config.n_layer,

@@ -1,6 +1,6 @@
-"""Qwen3 (Yang et al. 2025), the dense models: Qwen2 without biases, with QK-norm.
+"""Qwen3 dense models (Yang et al. 2025): Qwen2 with QK-norm and without biases.
 
-Sources of the named configurations: LitGPT; which embeddings are tied: MLC LLM's and KerasHub's presets.
+Sources of the named configurations: LitGPT, and the presets of MLC LLM and KerasHub for tied embeddings.
 """
 
 from typing import Any

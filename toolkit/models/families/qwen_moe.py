@@ -1,9 +1,9 @@
 """Qwen2-MoE and Qwen3-MoE (Yang et al. 2024, 2025): Qwen with experts in all or some layers; Qwen2 has a shared expert.
 
-Sources of the named configurations: LitGPT (Qwen3); the ``config.json`` files of Qwen1.5-MoE-A2.7B and
-Qwen3-Coder-30B-A3B-Instruct; quotations of Qwen2-57B-A14B's (TensorRT-LLM's tests) and
-Qwen3-Coder-480B-A35B-Instruct's (vLLM-Kunlun's pages). All have the Qwen models' balance loss of 0.001: the Coder
-models' files turn it off, which is unsuitable for training experts from scratch.
+Sources of the named configurations: LitGPT (Qwen3), and ``config.json`` of Qwen1.5-MoE-A2.7B,
+Qwen3-Coder-30B-A3B-Instruct, Qwen2-57B-A14B (copy in TensorRT-LLM's tests) and Qwen3-Coder-480B-A35B-Instruct (copy in
+vLLM-Kunlun's docs). All use Qwen's load-balancing coefficient of 0.001. The Coder models' files set it to 0, which is
+unsuitable for pretraining from scratch.
 """
 
 from functools import partial
@@ -96,7 +96,7 @@ def _read_layers(config_json: dict[str, Any]) -> list[int] | None:
 
 
 def _read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
-    """Return the window fields: every second layer below ``max_window_layers`` for Qwen2, all layers for Qwen3."""
+    """Return the sliding-window fields: even layers below ``max_window_layers`` (Qwen2) or all layers (Qwen3)."""
     if not qwen2.uses_windows(config_json):
         return {}
     if config_json["model_type"] == "qwen3_moe":

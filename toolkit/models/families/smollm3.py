@@ -1,7 +1,7 @@
 """SmolLM3 (Hugging Face 2025): Llama with no RoPE (NoPE) in every fourth layer.
 
-Source of the named configuration: the defaults of transformers' ``SmolLM3Config``, which describe the model before
-its context extension; for the longest sequence and the rotary base, Hugging Face's report (its blog, July 2025).
+Source of the named configuration: defaults of transformers' ``SmolLM3Config``, from before the context extension.
+block_size and rope_base come from Hugging Face's report (blog post, July 2025).
 """
 
 from typing import Any

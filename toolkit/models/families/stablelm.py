@@ -1,9 +1,10 @@
-"""StableLM 2 and 3B (Bellagente et al. 2024): Llama with LayerNorm and partial rotary (25%), optionally with a
-QKV bias, a parallel residual with a shared norm, and QK-norm.
+"""StableLM 2 and 3B (Bellagente et al. 2024): Llama with LayerNorm and partial rotary (25%).
 
-Sources of the named configurations: LitGPT; of stablelm-2-1_6b, MLC LLM's presets, which have the embeddings of both
-untied; of stablelm-2-12b, its model card, and its ``config.json`` as dAppCore's go-inference quotes it. The first
-StableLM (stablelm-base-alpha) is a GPT-NeoX.
+Optional: QKV bias, parallel residual with a shared norm, QK-norm.
+
+Sources of the named configurations: LitGPT; MLC LLM's presets for stablelm-2-1_6b and the untied embeddings of both;
+the model card and ``config.json`` (copy in dAppCore's go-inference) for stablelm-2-12b. The first StableLM
+(stablelm-base-alpha) is a GPT-NeoX.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""StarCoder 2 (Lozhkov et al. 2024): Llama's names, LayerNorm, a non-gated MLP, biases, optionally sliding windows.
+"""StarCoder 2 (Lozhkov et al. 2024): LayerNorm, non-gated MLP, biases, optional sliding windows. Names are Llama's.
 
-Source of the named configuration: MLC LLM's presets; tied embeddings: the default of transformers'
-``Starcoder2Config``.
+Sources of the named configuration: MLC LLM's presets, and transformers' ``Starcoder2Config`` default for tied
+embeddings.
 """
 
 from typing import Any

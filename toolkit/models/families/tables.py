@@ -1,8 +1,8 @@
-"""Tables of weight names for import and export: native (LitGPT's) and Hugging Face's.
+"""Weight maps for import and export: native (LitGPT) and Hugging Face names.
 
-A family lists its weights as :class:`WeightMapping` entries. Each entry pairs native names with Hugging Face's and has
-the transforms from native to Hugging Face tensors. Each transform has an inverse, so one entry serves import and
-export. No torch at import: the command line only reads the families' configurations.
+A family lists its weights as :class:`WeightMapping` entries. Each entry pairs native and Hugging Face names and lists
+the transforms from native to Hugging Face tensors. Transforms are invertible, so one entry serves both import and
+export. Importing this module does not import torch, because the command line only needs configurations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TensorTransform = Callable[[list["Tensor"]], list["Tensor"]]
 
 @dataclass(frozen=True)
 class Transform:
-    """A layout transform, native -> Hugging Face, and its inverse."""
+    """A layout transform from native to Hugging Face tensors, and its inverse."""
 
     to_hf: TensorTransform
     from_hf: TensorTransform
@@ -29,9 +29,9 @@ class Transform:
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Corresponding tensors: native and Hugging Face names, in the order of the lists of tensors.
+    """Maps native to Hugging Face tensors. Names are in the order of the tensor lists.
 
-    The outputs may be views of the inputs or the inputs themselves.
+    Outputs may alias the inputs.
     """
 
     native: tuple[str, ...]
@@ -39,20 +39,20 @@ class WeightMapping:
     transforms: tuple[Transform, ...] = ()
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Convert tensors in the order of ``native`` to tensors in the order of ``hf``."""
+        """Convert tensors from native layout (in ``native`` order) to Hugging Face layout (in ``hf`` order)."""
         for transform in self.transforms:
             tensors = transform.to_hf(tensors)
         return tensors
 
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The inverse of :meth:`to_hf`."""
+        """Convert tensors from Hugging Face to native layout, the inverse of :meth:`to_hf`."""
         for transform in reversed(self.transforms):
             tensors = transform.from_hf(tensors)
         return tensors
 
 
 def split_rows(*sizes: int) -> Transform:
-    """Split one tensor along its first axis into tensors with these numbers of rows."""
+    """Split a tensor along its first axis into tensors with ``sizes`` rows."""
     return Transform(lambda tensors: list(tensors[0].split(sizes)), _concat)
 
 
@@ -63,7 +63,7 @@ def _concat(parts: list[Tensor]) -> list[Tensor]:
 
 
 def transpose() -> Transform:
-    """Transpose each tensor, (..., out, in) to (..., in, out): the layout of GPT-2's Conv1D and gpt-oss's experts."""
+    """Transpose each tensor from (..., out, in) to (..., in, out), as in GPT-2's Conv1D and gpt-oss's experts."""
 
     def swap(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.mT for tensor in tensors]
@@ -83,20 +83,20 @@ def interleave() -> Transform:
 
 
 def join_rows(*sizes: int) -> Transform:
-    """The inverse of :func:`split_rows`."""
+    """Concatenate tensors with ``sizes`` rows, the inverse of :func:`split_rows`."""
     return Transform(_concat, lambda tensors: list(tensors[0].split(sizes)))
 
 
 def interleave_groups(n_head: int, groups: int, head_size: int) -> Transform:
-    """All queries, keys and values -> queries, key and value of group 0, of group 1, ...
+    """Reorder QKV rows from all queries, all keys, all values to queries, key and value per group.
 
-    GPT-NeoX has as many groups as heads, Falcon any number.
+    GPT-NeoX has as many groups as heads; Falcon has any number.
     """
     return interleave_heads(groups, n_head // groups * head_size, head_size, head_size)
 
 
 def interleave_heads(n_head: int, *widths: int) -> Transform:
-    """All heads of one part, all heads of the next -> parts of head 0, of head 1, ...; widths: of the parts."""
+    """Reorder rows from part-major to head-major. ``widths`` are the rows per head of each part."""
 
     def to_hf(tensors: list[Tensor]) -> list[Tensor]:
         import torch
@@ -112,9 +112,10 @@ def interleave_heads(n_head: int, *widths: int) -> Transform:
 
 
 def interleave_pairs(n_head: int, before: int, rotated: int) -> Transform:
-    """The last ``rotated`` rows of each head, after ``before`` other rows, from halves to adjacent pairs (DeepSeek).
+    """Reorder each head's rotated rows from half-split to adjacent pairs (DeepSeek).
 
-    The native layout rotates row i with row i + rotated / 2, Hugging Face's rotates adjacent rows.
+    A head has ``before`` other rows, then ``rotated`` rows. The native layout rotates row i with row i + rotated / 2;
+    Hugging Face's layout rotates adjacent rows.
     """
 
     def change(tensors: list[Tensor], *shape: int) -> list[Tensor]:
@@ -128,7 +129,7 @@ def interleave_pairs(n_head: int, before: int, rotated: int) -> Transform:
 
 
 def stack_experts() -> Transform:
-    """One tensor with a leading expert axis -> one tensor per expert."""
+    """Unstack a tensor with a leading expert axis into one tensor per expert."""
 
     def from_hf(experts: list[Tensor]) -> list[Tensor]:
         import torch
@@ -139,9 +140,9 @@ def stack_experts() -> Transform:
 
 
 def experts(config: ModelConfig, native: str, hf: str, projections: dict[str, str]) -> list[WeightMapping]:
-    """Map the experts of one layer: native tensors are stacked, Hugging Face has one tensor per expert.
+    """Map the experts of one layer. Native tensors are stacked; Hugging Face has one tensor per expert.
 
-    ``native`` and ``hf`` are the names of the experts, ``projections`` native to Hugging Face's names of projections.
+    ``native`` and ``hf`` are name prefixes. ``projections`` maps native to Hugging Face projection names.
     """
     maps = []
     for native_part, hf_part in projections.items():
@@ -156,13 +157,13 @@ def one_to_one(native: str, hf: str, *transforms: Transform) -> WeightMapping:
 
 
 def linear(native: str, hf: str, bias: bool, *weight_transforms: Transform) -> list[WeightMapping]:
-    """Map the weight of a linear layer or norm, and its bias if it has one."""
+    """Map the weight and optional bias of a linear layer or norm."""
     maps = [one_to_one(f"{native}.weight", f"{hf}.weight", *weight_transforms)]
     return [*maps, one_to_one(f"{native}.bias", f"{hf}.bias")] if bias else maps
 
 
 def embedding_and_head(config: ModelConfig, embedding: str, head: str) -> list[WeightMapping]:
-    """Map embedding and LM head; tied ones once, under the embedding's names."""
+    """Map embedding and LM head. Tied weights are mapped once, under the embedding's names."""
     maps = [one_to_one("transformer.wte.weight", embedding)]
     return maps if config.tie_embeddings else [*maps, one_to_one("lm_head.weight", f"{head}.weight")]
 
@@ -172,7 +173,7 @@ GATED = {"fc_1": "gate_proj", "fc_2": "up_proj", "proj": "down_proj"}
 
 
 def qwen_experts(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
-    """Map a layer with experts under the most common names, with or without a shared expert."""
+    """Map an MoE layer with the most common names, with or without a shared expert."""
     maps = linear(f"{native}.mlp.gate", f"{hf}.mlp.gate", False)
     maps += experts(config, f"{native}.mlp.experts", f"{hf}.mlp.experts", GATED)
     if config.shared_expert_intermediate_size is not None:
@@ -183,7 +184,7 @@ def qwen_experts(config: ModelConfig, native: str, hf: str) -> list[WeightMappin
 
 
 def queries_keys_values(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
-    """Map the fused projection of a layer to separate ones of queries, keys and values, under the most common names."""
+    """Map a layer's fused QKV projection to separate projections with the most common names."""
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     return [
         WeightMapping(
@@ -221,13 +222,13 @@ def decoder_weights(
     moe: Callable[[ModelConfig, str, str], list[WeightMapping]] = qwen_experts,
     attention: Callable[[ModelConfig, str, str], list[WeightMapping]] | None = None,
 ) -> list[WeightMapping]:
-    """Return the weight map of a model with Llama's names and a subset or superset of its parts.
+    """Return the weight map of a model with Llama's weight names. Parts may be missing or added.
 
     Args:
         config: The architecture.
-        moe: Returns the entries of a layer with experts from the config and the layer's native and Hugging Face names.
-        attention: Returns the entries of attention, likewise; default: query, key, value and output projections.
-        fused: Hugging Face also fuses queries, keys and values, and fuses gate and up projection (Phi-3).
+        moe: Function that maps an MoE layer, given the config and the layer's native and Hugging Face prefixes.
+        attention: Same, for attention. Default: query, key, value and output projections.
+        fused: Hugging Face also fuses the QKV projections, and gate with up (Phi-3).
     """
     norm_bias = config.norm_class_name == "LayerNorm"
     maps = embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
