@@ -599,7 +599,7 @@ def test_options_match_pretrain(tmp_path):
         ({"train": {"tie_embeddings": True}}, "train.tie_embeddings: has no effect"),
         ({"compiler": "torch", "model": nn.Sequential(nn.Linear(2, 2))}, "compiler torch: .*block_classes"),
         ({"data": SyntheticTokens()}, "data: a dataset is also given"),
-        ({"num_workers": 2, "dataset": SyntheticTokens()}, "num_workers: a DataModule has its own"),
+        ({"num_workers": 2, "dataset": SyntheticTokens()}, "num_workers: has no effect with a DataModule"),
         ({"dataset": SyntheticTokens()}, "train.max_seq_length: must be given"),
         ({"optimizer": "AdamX"}, "^optimizer.name AdamX: not in torch.optim; did you mean 'Adam"),
         ({"optimizer": nn.Linear}, "optimizer Linear: must be a class derived from"),

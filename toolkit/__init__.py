@@ -1,7 +1,7 @@
 """toolkit: pretrain language models with Lightning Fabric.
 
-From Python: ``toolkit.train``, ``finetune``, ``generate`` and ``load``, see :mod:`toolkit.api`. Nothing heavy is
-imported before it is used.
+The Python API is ``toolkit.train``, ``finetune``, ``generate`` and ``load``, see :mod:`toolkit.api`. Heavy modules are
+imported on first use.
 """
 
 import importlib
@@ -38,14 +38,14 @@ __all__ = [
     "load", "main_process_only", "memory_stats", "rank_print", "setup_distributed", "train",
 ]  # fmt: skip
 
-# Must be set before torch starts its threads. They wait for each other by spinning, by default for so long that
-# training became eight times slower with another busy process (two cores, one of them taken). Ten thousand turns
-# cost nothing on an idle machine, and then a thread sleeps. Read by GNU's OpenMP, which torch's builds for Linux use.
+# GNU OpenMP (in torch's Linux builds) reads this when torch starts its threads. By default, waiting threads spin so
+# long that training was 8x slower with another busy process (one of two cores taken). 10,000 spins cost nothing on an
+# idle machine; after that, a thread sleeps.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Also before torch is loaded: its warnings about a lost process are C++ stacks; the run reports it in one line.
+# Must be set before torch is loaded. Its warnings about a lost process are C++ stacks; the run reports it in one line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# CUDA's allocator reads it at the first tensor: segments that grow are not left in pieces by rows of changing length.
-if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+# The CUDA allocator reads it at the first tensor. Expandable segments avoid fragmentation by variable-length rows.
+if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the former name of the variable
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 _HOMES = {
@@ -76,7 +76,7 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         hint = _ELSEWHERE.get(name) or f"it offers {', '.join(__all__)}"
-        # from toolkit import NAME would replace the message of an AttributeError by its own
+        # "from toolkit import NAME" replaces the message of an AttributeError, but not of an ImportError
         kind = ImportError if name in _ELSEWHERE else AttributeError
         raise kind(f"module 'toolkit' has no attribute {name!r}; {hint}")
     return getattr(importlib.import_module(_HOMES.get(name, "toolkit.api")), name)

@@ -1,4 +1,4 @@
-"""What ``import toolkit`` offers: load, train, finetune and generate, with the options of the commands."""
+"""The Python API: load, train, finetune and generate, with the options of the commands."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def load(
     verify_checkpoint: bool = True,
     base_checkpoint_dir: str | Path | None = None,
 ) -> GPT:
-    """Load the model of a checkpoint folder; for a LoRA checkpoint the base with unmerged adapters.
+    """Load a model from a checkpoint folder. A LoRA checkpoint gives the base model with unmerged adapters.
 
     Args:
-        checkpoint_dir: A folder, or the name of one below ``checkpoints/``.
-        device: Where the weights go.
-        dtype: Their type: torch's, or "fp32", "bf16", "fp16"; as in the file when not given.
-        verify_checkpoint: Compare files with their checksums first; false also reads edited files.
-        base_checkpoint_dir: Base model of the adapters; the path recorded in training when not given.
+        checkpoint_dir: A checkpoint folder, or the name of one in ``checkpoints/``.
+        device: Device of the weights.
+        dtype: Dtype of the weights: a torch dtype, "fp32", "bf16" or "fp16". Default: as stored.
+        verify_checkpoint: Verify checksums first. Set to False to load edited files.
+        base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
 
     Raises:
-        UserError: there is no such folder, or its weights do not fit its configuration.
+        UserError: the folder does not exist, or its weights do not match its configuration.
     """
     if isinstance(dtype, str):
         if dtype not in _DTYPES:
@@ -61,19 +61,19 @@ def load(
 def generate(
     model: str | Path | GPT, prompt: str | Sequence[str], *, tokenizer_dir: str | Path | None = None, **options: Any
 ) -> list[str]:
-    """Continue a prompt, or several together, with the options of ``toolkit generate``.
+    """Generate continuations of one or several prompts, with the options of ``toolkit generate``.
 
     Args:
-        model: A checkpoint folder, or a loaded model, which generates on its device.
+        model: A checkpoint folder, or a loaded model on its current device.
         prompt: The text to continue, or a list of texts.
-        tokenizer_dir: A folder with a tokenizer.json. Required for a model, which has none; of a checkpoint folder its
-            own when not given.
+        tokenizer_dir: A folder with a tokenizer.json. Required for a loaded model. Default for a checkpoint folder: the
+            folder itself.
         options: The options of ``toolkit generate`` by name: max_new_tokens, temperature, top_k, top_p, num_samples,
             seed, for several samples batch_size; for a checkpoint folder also base_checkpoint_dir, accelerator,
             precision, quantize, verify_checkpoint.
 
     Returns:
-        The new text of each sample, without the prompt; of several prompts first all samples of the first.
+        The generated text of each sample, without the prompt. Samples are ordered by prompt.
 
     Raises:
         UserError: an option is out of range, or the folder has no model or tokenizer.
@@ -129,37 +129,37 @@ def train(
     callbacks: Iterable[Callback] = (),
     **options: Any,
 ) -> TrainResult:
-    """Train a model: the run of ``toolkit pretrain``, with ready objects where you have them.
+    """Pretrain a model as ``toolkit pretrain`` does. Model, dataset, optimizer and callbacks may be Python objects.
 
-    On several devices (``devices=2``) the script is started once more for each further one, as it is; under torchrun or
-    srun all processes are there already. All calls of ``train`` in one script use the same number of devices.
+    With several devices (``devices=2``), the script is started once more for each further device. torchrun and srun
+    start all processes themselves. All calls of ``train`` in one script must use the same number of devices.
 
     Args:
-        model: The name of a model, a :class:`ModelConfig`, or any module. Its forward is ``forward(input_ids, labels)``
-            and returns ``(loss_sum, n_tokens)`` as :class:`GPT`'s does, or ``forward(input_ids)`` and returns logits
-            (B, T, vocabulary) or an object with ``.logits``. A module is trained in place, or taken apart where it is
-            sharded; the returned ``checkpoint`` has the trained weights. All ranks start from rank 0's weights.
-        dataset: A :class:`~toolkit.data.DataModule`, or anything with ``len()`` and ``[index]``, which is shuffled, or
-            an iterable, which is read in its own order and begins anew when it ends, or a torch DataLoader. An item is
-            a 1-D tensor of T + 1 tokens, or ``{"input_ids": (T,), "labels": (T,)}`` or a tuple of both, where
-            ``labels[t]`` is the token that follows ``input_ids[t]``, or -100 where nothing is to be learned.
-            ``dataset[i]`` must not change, and an iterable yields the same items on every rank: each takes its own. A
-            DataLoader yields the batches of its rank, of any size: their rows are taken one after the other.
-        val_dataset: Held-out rows, with ``len()`` and ``[index]``.
-        optimizer: A class of torch.optim or another with the same interface, its name, or the options of
-            ``--optimizer`` as a dictionary or :class:`~toolkit.config.OptimizerArgs`; ``"name"`` in it may be a class.
-        block_classes: Classes (or their names) of the blocks of a ready module, which are sharded and compiled one by
-            one; those in its longest ``nn.ModuleList`` when not given.
-        num_workers: Processes that read ``dataset``; 0 reads in the training process. Not for iterables.
-        allow_duplicate_data: Let a DataLoader feed the same samples to several ranks.
-        callbacks: Objects of classes derived from :class:`toolkit.Callback`.
+        model: The name of a model, a :class:`ModelConfig`, or any module. A module's ``forward(input_ids, labels)``
+            returns ``(loss_sum, n_tokens)`` as :class:`GPT`'s does, or its ``forward(input_ids)`` returns logits
+            (B, T, vocabulary) or an object with ``.logits``. A module is trained in place, or sharded in place by FSDP;
+            the returned ``checkpoint`` has the trained weights. All ranks start from rank 0's weights.
+        dataset: A :class:`~toolkit.data.DataModule`, a map-style dataset (``len()`` and ``[index]``; shuffled), an
+            iterable (read in order, restarted at its end), or a torch DataLoader. An item is a 1-D tensor of T + 1
+            tokens, or ``{"input_ids": (T,), "labels": (T,)}`` or a tuple of both, where ``labels[t]`` is the token that
+            follows ``input_ids[t]``, or -100 for no loss. ``dataset[i]`` must not change. An iterable must yield the
+            same items on every rank; each rank takes a different subset. A DataLoader yields its rank's batches, of any
+            size; their rows are regrouped into micro-batches.
+        val_dataset: A map-style validation dataset (``len()`` and ``[index]``).
+        optimizer: A subclass of torch.optim.Optimizer, its name, or the options of ``--optimizer`` as a dictionary or
+            :class:`~toolkit.config.OptimizerArgs`; its ``"name"`` may be a class.
+        block_classes: Classes (or their names) of a user-provided module's blocks. Each block is sharded and compiled
+            separately. Default: the classes in the module's longest ``nn.ModuleList``.
+        num_workers: Number of processes that read ``dataset``; 0 reads in the training process. Not for iterables.
+        allow_duplicate_data: Allow a DataLoader to give the same samples to several ranks.
+        callbacks: Instances of :class:`toolkit.Callback`.
         options: The options of ``toolkit pretrain`` by name; groups are dictionaries or the classes of
             :mod:`toolkit.config`: ``train={"max_steps": 100}, devices=2, strategy="fsdp", out_dir="out/mine"``.
 
     Raises:
-        UserError: a mistake in the arguments; nothing has been written.
+        UserError: invalid arguments; nothing has been written.
         GuardError, StoppedBySignalError, PeerLostError: as on the command line, see :mod:`toolkit.errors`.
-        SystemExit: on the other ranks, where rank 0 raises one of these.
+        SystemExit: on the other ranks, if rank 0 raises one of these.
     """
     args = read_run_args(
         "pretrain", options, model, dataset, val_dataset, optimizer, block_classes, num_workers, allow_duplicate_data
@@ -180,16 +180,16 @@ def finetune(
     callbacks: Iterable[Callback] = (),
     **options: Any,
 ) -> TrainResult:
-    """Finetune a checkpoint: the run of ``toolkit finetune_full``, or of ``toolkit finetune_lora`` with ``lora``.
+    """Finetune a checkpoint as ``toolkit finetune_full`` does, or with ``lora`` as ``toolkit finetune_lora`` does.
 
     Args:
-        checkpoint_dir: The initial model, or the base of the adapters.
+        checkpoint_dir: Checkpoint of the initial model, or of the adapters' base model.
         dataset: A :class:`~toolkit.data.DataModule`, such as ``toolkit.data.JSON(json_path="questions.jsonl")``, or
-            rows of tokens as in :func:`train`, for which the folder needs no tokenizer.
+            tokenized rows as in :func:`train`. Tokenized rows need no tokenizer in the folder.
         lora: Train low-rank adapters (``lora_r`` and further options); otherwise all weights.
         val_dataset, optimizer, num_workers, allow_duplicate_data, callbacks: See :func:`train`.
-        options: The options of the command by name, groups as dictionaries. A group as an object of
-            :mod:`toolkit.config` replaces the command's defaults by its own.
+        options: The options of the command by name. A group is a dictionary, or an object of :mod:`toolkit.config`,
+            whose defaults then replace the command's.
 
     Raises:
         See :func:`train`.

@@ -28,7 +28,7 @@ class GuardError(CommandError, RuntimeError):
 
 
 class DifferenceError(CommandError, RuntimeError):
-    """Values that must agree between ranks, or between two runs, differ."""
+    """Values differ that must be equal on all ranks or in two runs."""
 
     exit_code = 3
 
@@ -36,14 +36,14 @@ class DifferenceError(CommandError, RuntimeError):
 class DataError(CommandError, RuntimeError):
     """Training data cannot be read: a file is damaged or missing. The message names it and the fix.
 
-    A run saves a checkpoint before it ends with it. Before the first step it is a user error (exit code 2).
+    The run saves a checkpoint before it raises this. Before the first step, it raises UserError (exit code 2) instead.
     """
 
     exit_code = 3
 
 
 class StoppedBySignalError(CommandError, RuntimeError):
-    """A signal stopped the run, and its state is saved (exit code 128 + signal number)."""
+    """A signal stopped the run after its state was saved (exit code 128 + signal number)."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class PeerShutdownError(CommandError, RuntimeError):
 
 
 def mark_reported(error: BaseException) -> None:
-    """Mark an error as the outcome that all ranks know: this process exits with it without asking its peers."""
+    """Mark an error as known to all ranks, so this process exits with it without asking its peers."""
     error.__dict__["is_reported"] = True
 
 
@@ -86,13 +86,13 @@ def require_option(ok: bool, name: str, value: object, hint: str) -> None:
 
 
 def require_bitsandbytes(option: str) -> None:
-    """Raise a UserError that names ``option``, which needs bitsandbytes, unless it is installed."""
+    """Raise a UserError if bitsandbytes, which ``option`` needs, is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"{option}: needs bitsandbytes; run: pip install 'bitsandbytes>=0.48'")
 
 
 def one_line(text: object) -> str:
-    """Return a text, such as another library's error, on one line: printable, and of at most 2,000 characters."""
+    """Return a text, such as another library's error, as one printable line, shortened if over 2,000 characters."""
     line = " ".join(str(text).split())
     if len(line) > 2000:
         line = f"{line[:1000]} ... {line[-500:]}"
@@ -100,14 +100,14 @@ def one_line(text: object) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Return a model's text without control sequences, if stdout is a terminal."""
+    """Escape control characters in generated text if stdout is a terminal."""
     if not sys.stdout.isatty():
         return text
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: ascii(control[0])[1:-1], text)
 
 
 def join_first(items: Sequence[str], shown: int = 5) -> str:
-    """Join the first items and the number of remaining ones: ``a, b and 3 more``."""
+    """Join the first ``shown`` items and count the rest: ``a, b and 3 more``."""
     return ", ".join(items[:shown]) + (f" and {len(items) - shown} more" if len(items) > shown else "")
 
 
@@ -120,16 +120,16 @@ def did_you_mean(
     compared: Callable[[str], str] = str.lower,
     show: Callable[[str], str] = repr,
 ) -> str:
-    """Return ``"; did you mean 'a' or 'b'?"`` for the known names closest to ``name``, or an empty string.
+    """Return ``"; did you mean 'a' or 'b'?"`` with the names most similar to ``name``, or an empty string.
 
     Args:
-        name: A name that is not known.
-        known: The known names.
+        name: The unknown name.
+        known: The valid names.
         count: Maximum number of names in the hint.
         cutoff: Minimum similarity, from 0 to 1, of :class:`difflib.SequenceMatcher`.
-        margin: Names that much less similar than the closest are omitted.
-        compared: Returns what of a name is compared.
-        show: Returns a name as it is written.
+        margin: Maximum difference in similarity from the most similar name.
+        compared: Maps a valid name to the text to compare.
+        show: Formats a valid name for the hint.
     """
     similarity = {k: difflib.SequenceMatcher(None, compared(k), name[:200].lower()).ratio() for k in known}
     least = max([cutoff, *(s - margin for s in similarity.values())])

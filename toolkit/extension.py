@@ -1,6 +1,6 @@
-"""Extensions: packages and modules that add to toolkit what they name in an :class:`Extension`. Imports nothing heavy.
+"""Find and load extensions: packages and modules with an :class:`Extension` object. Imports nothing heavy.
 
-An installed package is found by its entry point in the group ``toolkit.extensions``, a module is named with
+An installed package is found by its entry point in the group ``toolkit.extensions``. A module is listed in
 ``--extensions``. See tutorials/extend.md.
 """
 
@@ -33,12 +33,12 @@ NO_GROUPS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Extension:
-    """The names that a package adds, each with the dotted path of an object, which is imported when the name is used.
+    """The names that an extension registers, each with the dotted path of an object. Objects are imported on first use.
 
-    The package has it as ``EXTENSION`` in a module that imports no torch, because every command imports that.
+    A package defines it as ``EXTENSION`` in a module that does not import torch, because every command imports it.
 
     Args:
-        families: Model families by Hugging Face's model_type; the objects are modules as in toolkit/models/families.
+        families: Model families by Hugging Face model_type; modules like those in toolkit/models/families.
         data: Classes derived from :class:`toolkit.data.DataModule`, by the name of the class, for ``--data``.
         compilers: Functions ``compile_blocks(module, block_classes, longest_ragged, groups)``, for ``--compiler``.
         strategies: Classes derived from :class:`toolkit.distributed.strategy.StrategyExtension`, for ``--strategy``.
@@ -49,7 +49,7 @@ class Extension:
         objectives: Classes derived from :class:`toolkit.objectives.Objective`, for ``--objective``.
         option_groups: Frozen dataclasses, whose fields are options of the training commands: ``--GROUP.FIELD``.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
-            UserError where options of the extension have no effect or are incompatible.
+            UserError if options of the extension have no effect or are incompatible.
     """
 
     families: Names = field(default_factory=dict)
@@ -72,42 +72,42 @@ class Extension:
 
 
 class Entry(NamedTuple):
-    """One name of an extension. ``origin`` is the distribution, or the module if it is not installed as a package."""
+    """A registered name. ``origin`` is the extension's distribution, or its module if it is not installed."""
 
     path: str
     origin: str
 
 
-_added: dict[str, Extension] = {}  # by module, of --extensions
+_added: dict[str, Extension] = {}  # by module name, from --extensions
 
 
 @cache
 def _installed() -> dict[str, tuple[Extension, str]]:
-    """Return the extensions of installed packages by distribution, each with its module."""
-    from importlib import metadata  # here, because it is slow to import
+    """Return {distribution: (extension, module)} for installed packages."""
+    from importlib import metadata  # slow to import
 
     extensions_by_name = {}
     for point in metadata.entry_points(group=GROUP):
         name = point.dist.name if point.dist is not None else point.value
         try:
             extensions_by_name[name] = _read(point.value), point.value
-        except UserError as error:  # a broken package must not end every command
+        except UserError as error:  # a broken package must not stop every command
             print(one_line(f"warning: extension {name} is not used: {error}"), file=sys.stderr)
     return extensions_by_name
 
 
 def is_known(name: str) -> bool:
-    """Whether an extension is known by this name: of its distribution, or of its module."""
+    """Whether an extension with this distribution or module name is loaded."""
     names = [*_added, *_installed(), *(module for _, module in _installed().values())]
     return _normal(name) in map(_normal, names)
 
 
 def add_extensions(names: str | Iterable[str] | None, source: str = "--extensions") -> None:
-    """Make extensions known: modules, also in the current folder, or installed packages, which are known already.
+    """Load extensions from modules, also in the current folder. Installed packages are already loaded.
 
     Args:
         names: Dotted paths of modules with an ``EXTENSION``, or names of distributions.
-        source: Where they are named, for the message.
+        source: The option that lists them, for error messages.
     """
     for name in split_names(names, source):
         if not is_known(name):
@@ -119,7 +119,7 @@ def add_extensions(names: str | Iterable[str] | None, source: str = "--extension
 
 
 def split_names(value: Any, source: str = "--extensions") -> list[str]:
-    """Return the names of a list such as ``a,b`` or ``["a", "b"]``."""
+    """Parse a list of names, such as ``a,b`` or ``["a", "b"]``."""
     names = value.strip("[]").split(",") if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name.strip() for name in names):
         raise UserError(f"{source} {value}: must be the names of extensions, such as my_module")
@@ -127,15 +127,15 @@ def split_names(value: Any, source: str = "--extensions") -> list[str]:
 
 
 def extensions() -> dict[str, Extension]:
-    """Return the known extensions by origin, see :class:`Entry`."""
+    """Return all extensions by origin, see :class:`Entry`."""
     return {name: extension for name, (extension, _) in _installed().items()} | _added
 
 
 def registered(kind: str, own: Collection[str] = ()) -> dict[str, Entry]:
-    """Return the extensions' entries of a kind, one of :data:`KINDS`, by name.
+    """Return the entries of a kind (one of :data:`KINDS`) by name, from all extensions.
 
     Args:
-        own: toolkit's own names of this kind.
+        own: Built-in names of this kind.
     """
     found: dict[str, Entry] = {}
     for origin, extension in extensions().items():
@@ -152,14 +152,14 @@ def load_registered(kind: str, name: str) -> Any:
     entry = registered(kind)[name]
     try:
         return import_object(entry.path)
-    except Exception as error:  # it is code of others
+    except Exception as error:  # third-party code can raise anything
         error_type = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         reason = f"{entry.path}: {error_type}{one_line(error)}"
         raise UserError(f"extension {entry.origin}: {kind} {name}: {reason}") from error
 
 
 def run_checks(args: Any) -> None:
-    """Let each extension check the options of a run."""
+    """Call each extension's check with the arguments of a run."""
     for origin, extension in extensions().items():
         if extension.check is not None:
             try:
@@ -170,7 +170,7 @@ def run_checks(args: Any) -> None:
 
 
 def missing_message(name: str) -> str:
-    """Return how to get an extension that is needed and not known."""
+    """Return a message on how to get a missing extension."""
     is_name = re.fullmatch(r"[\w.-]+", name) is not None
     if is_name and "-" not in name:
         return (
@@ -180,7 +180,7 @@ def missing_message(name: str) -> str:
 
 
 def describe_extensions() -> Iterator[str]:
-    """Yield a line for each extension: what it adds."""
+    """Yield one line per extension with its registered names."""
     from importlib.metadata import version
 
     for origin, extension in extensions().items():
@@ -190,7 +190,7 @@ def describe_extensions() -> Iterator[str]:
 
 
 def extension_versions() -> dict[str, str]:
-    """Return the version of each known extension, by origin, with a hash of its source files."""
+    """Return each extension's version and source hash, by origin."""
     from importlib.metadata import version
 
     versions = {}
@@ -204,8 +204,10 @@ def extension_versions() -> dict[str, str]:
 
 
 def hash_sources(modules: Iterable[str]) -> str:
-    """Return a short hash of the source files of modules and of the modules that they import from their own folder, and
-    of all files of packages."""
+    """Return a short hash of the modules' source files.
+
+    It includes modules imported from the same folder, and all Python files of packages.
+    """
     import hashlib
     from importlib.util import find_spec
 
@@ -220,15 +222,15 @@ def hash_sources(modules: Iterable[str]) -> str:
 
 
 def _add_with_helpers(file: Path, files: set[Path]) -> None:
-    """Add a source file and what it imports from its folder, also indirectly; of an installed module only the file."""
+    """Add a source file and its imports from the same folder, recursively (only the file for an installed module)."""
     import ast
 
     if file in files or not file.is_file():
         return
     files.add(file)
     if {"site-packages", "dist-packages"} & set(file.parts):
-        return  # its neighbors are other packages
-    with suppress(SyntaxError, ValueError):  # not Python
+        return  # other files in this folder belong to other packages
+    with suppress(SyntaxError, ValueError):  # not valid Python
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 dotted = [*(alias.name for alias in node.names), getattr(node, "module", None) or ""]
@@ -239,13 +241,13 @@ def _add_with_helpers(file: Path, files: set[Path]) -> None:
 
 
 def find_modules_here() -> None:
-    """Let Python find modules in the current folder: a console script's path begins with its own folder."""
+    """Add the current folder to sys.path. A console script has only its own folder there."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def import_object(path: str) -> Any:
-    """Import ``module.name``, or a module."""
+    """Import an object by dotted path: ``module.name`` or a module."""
     module, _, name = path.rpartition(".")
     if not module:
         return _import(path)
@@ -288,5 +290,5 @@ def _read(module: str) -> Extension:
 
 
 def _normal(name: str) -> str:
-    """Return a name as packages are compared (PEP 503)."""
+    """Normalize a package name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

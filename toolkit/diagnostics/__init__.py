@@ -1,1 +1,1 @@
-"""Diagnostics of a machine, a cluster and a layout: `toolkit doctor` and `toolkit verify_parallel`."""
+"""Diagnose a machine, a cluster or a layout: `toolkit doctor` and `toolkit verify_parallel`."""

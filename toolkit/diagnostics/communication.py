@@ -1,9 +1,8 @@
-"""Checks of communication between ranks: values, bandwidth by size, point-to-point links, clocks.
+"""Check communication between ranks: correct values, bandwidth by size, point-to-point links, clock skew.
 
 Bandwidths follow nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): ``algbw`` is size /
-time; ``busbw`` multiplies it by 2 (n - 1) / n for all-reduce, and by (n - 1) / n for all-gather and reduce-scatter,
-whose size is the complete tensor's. ``busbw`` compares with the bandwidth of the hardware for any number of
-ranks n.
+time; ``busbw`` is ``algbw`` times 2 (n - 1) / n for all-reduce, and times (n - 1) / n for all-gather and reduce-scatter
+(size: the complete tensor). ``busbw`` is comparable to the hardware's bandwidth for any number of ranks n.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from toolkit.errors import DifferenceError
 _KIB, _MIB = 1 << 10, 1 << 20
 SIZES = {"cpu": (4 * _KIB, 64 * _KIB, _MIB, 16 * _MIB), "cuda": (4 * _KIB, 64 * _KIB, _MIB, 16 * _MIB, 256 * _MIB)}
 """Bytes by type of device."""
-_PATTERN = 251  # values repeat after so many elements; sums over ranks stay exact in fp32
+_PATTERN = 251  # elements after which values repeat; keeps sums over ranks exact in fp32
 
 
 class Measurement(NamedTuple):
-    """The time of one operation.
+    """Timing of one operation.
 
     Args:
         operation: Name of the operation.
         size: Bytes of the complete tensor.
-        seconds: Time of the slowest rank, mean of several repetitions.
-        algbw, busbw: Bytes per second; see the module.
+        seconds: Mean time on the slowest rank over several repetitions.
+        algbw, busbw: Bytes per second; see the module docstring.
     """
 
     operation: str
@@ -42,7 +41,7 @@ class Measurement(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Bandwidth from one rank to the next in a ring of all ranks that send at the same time, in bytes per second."""
+    """Bandwidth in bytes per second from one rank to the next, while all ranks send around a ring."""
 
     sender: int
     receiver: int
@@ -50,7 +49,7 @@ class Link(NamedTuple):
 
 
 def measure_collectives(device: torch.device) -> Iterator[Measurement]:
-    """Check and time all-reduce, all-gather and reduce-scatter; all ranks iterate together."""
+    """Check and time all-reduce, all-gather and reduce-scatter. All ranks must iterate together."""
     n = ranks.world_size()
     for size in SIZES.get(device.type, SIZES["cpu"]):
         for name, (prepare, factor) in _OPERATIONS.items():
@@ -62,7 +61,7 @@ def measure_collectives(device: torch.device) -> Iterator[Measurement]:
 
 
 def measure_ring(device: torch.device) -> list[Link]:
-    """Check and time point-to-point transfers from each rank to the next one; every rank returns all links."""
+    """Check and time point-to-point transfers around the ring of ranks. Every rank returns all links."""
     rank, n = ranks.global_rank(), ranks.world_size()
     size = SIZES.get(device.type, SIZES["cpu"])[-1]
     sent, received = _values(_elements(size, n), rank, device), torch.empty(_elements(size, n), device=device)
@@ -81,11 +80,11 @@ def measure_ring(device: torch.device) -> list[Link]:
 def measure_clock_skew(leaders: list[int]) -> dict[int, float]:
     """Return by how many seconds the clock of each rank of ``leaders`` is ahead of rank 0's; empty on other ranks.
 
-    As in the network time protocol: rank 0 asks for the time, and compares the answer with the middle of its wait.
+    As in NTP, rank 0 requests the time and compares the reply with the midpoint of the round trip.
     """
     skews, clock, rank = {}, torch.zeros((), dtype=torch.float64), ranks.global_rank()
     for leader in leaders:
-        best = (float("inf"), 0.0)  # the shortest of several answers is the most exact
+        best = (float("inf"), 0.0)  # the shortest of several round trips is the most accurate
         for _ in range(5):
             if rank == leader:
                 dist.recv(clock, 0)
@@ -105,7 +104,7 @@ def format_size(size: int) -> str:
     return f"{size // _MIB} MiB" if size >= _MIB else f"{size // _KIB} KiB"
 
 
-# ---- operations: (function to call, its result, the expected result)
+# ---- operations: (function to call, output, expected output)
 
 # torch 2.13 renamed them
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,7 +114,7 @@ Prepared = tuple[Callable[[], object], torch.Tensor, torch.Tensor]
 
 
 def _all_reduce(count: int, device: torch.device) -> Prepared:
-    result = _values(count, ranks.global_rank(), device)  # in place: correct the first time, then only timed
+    result = _values(count, ranks.global_rank(), device)  # in place: only the first call is checked
     return lambda: dist.all_reduce(result), result, _sum(count, device)
 
 
@@ -142,12 +141,12 @@ _OPERATIONS: dict[str, tuple[Callable[[int, torch.device], Prepared], Callable[[
 
 
 def _elements(size: int, n: int) -> int:
-    """Return the fp32 elements of ``size`` bytes, a multiple of n."""
+    """Return the number of fp32 elements in ``size`` bytes, rounded to a multiple of n."""
     return max(1, size // 4 // n) * n
 
 
 def _values(count: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the values that a rank sends: integers, different for each rank."""
+    """Return the values that a rank sends: integers that differ by rank."""
     return (torch.arange(count, device=device) % _PATTERN + rank).float()
 
 
@@ -164,7 +163,7 @@ def _require_correct(what: str, result: torch.Tensor, expected: torch.Tensor) ->
 
 
 def _time(operation: Callable[[], object], device: torch.device, repetitions: int) -> float:
-    """Return the mean seconds of an operation on the slowest rank."""
+    """Return the mean time of an operation on the slowest rank, in seconds."""
     return max(ranks.all_gather_object(_local_seconds(operation, device, repetitions)))
 
 
@@ -179,10 +178,10 @@ def _local_seconds(operation: Callable[[], object], device: torch.device, repeti
 
 
 def _wait_for_cuda() -> None:
-    """Wait for the operations so far with a timeout; ``torch.cuda.synchronize`` waits forever if a rank is missing.
+    """Wait for queued operations with a timeout; ``torch.cuda.synchronize`` waits forever if a rank is missing.
 
-    The time is shorter than the timeout of collectives, at which NCCL's watchdog ends the process without a name. Not
-    tried on CUDA.
+    The timeout is shorter than that of collectives, where NCCL's watchdog ends the process without naming the rank.
+    Not tried on CUDA.
     """
     event, deadline = torch.cuda.Event(), time.monotonic() + 0.75 * ranks.timeout()
     event.record()

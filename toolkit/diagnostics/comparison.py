@@ -1,4 +1,4 @@
-"""N3 layout-independent-training on the user's own run: the same steps on a layout and on one process."""
+"""Compare the first steps of a user's run on its layout and on one process (N3 layout-independent-training)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LOGGED_NORM_TOLERANCE = 0.05
 
 
 class Difference(NamedTuple):
-    """Differences of two records of one step, relative to the second record.
+    """Relative differences between two records of one step; the second record is the reference.
 
     Args:
         loss: Difference of the losses.
         grad_norm: Difference of the gradient norms.
-        gradient: Largest difference of a parameter's gradient norm, relative to the norm of the complete gradient,
-            because a gradient near zero consists of rounding errors.
-        logged_norm: Difference of the gradient norms that the runs log and clip by.
+        gradient: Largest difference of a parameter's gradient norm, relative to the global gradient norm, because a
+            gradient near zero consists of rounding errors.
+        logged_norm: Difference of the gradient norms that the runs log and use for clipping.
         parameter: The parameter with the largest difference.
     """
 
@@ -35,7 +35,9 @@ class Difference(NamedTuple):
 
     def exceeding_values(self, tolerance: Difference) -> list[str]:
         """Return the names of the values that exceed the tolerance."""
-        return [name for name in VALUES if not getattr(self, name) <= getattr(tolerance, name)]  # NaN exceeds
+        return [
+            name for name in VALUES if not getattr(self, name) <= getattr(tolerance, name)
+        ]  # NaN counts as exceeding
 
 
 VALUES = ("loss", "grad_norm", "gradient", "logged_norm")
@@ -60,10 +62,10 @@ def compare(record: StepRecord, reference: StepRecord) -> Difference:
 def choose_tolerance(
     precision: Precision, reference: Sequence[StepRecord], splits: Sequence[Sequence[StepRecord]]
 ) -> Difference:
-    """Return the tolerance of N3: 1e-5 in fp32; in 16 bits twice the largest difference that another micro-batch size
-    makes on one process, and at least 1e-5.
+    """Return the tolerance of N3: 1e-5 in fp32. In 16 bits, return twice the largest difference between ``reference``
+    and ``splits``, at least 1e-5.
 
-    ``splits`` repeat the steps ``reference`` on one process with other micro-batch sizes.
+    ``splits`` are the steps of ``reference`` on one process with other micro-batch sizes.
     """
     if precision == "32-true":
         return Difference(FP32_TOLERANCE, FP32_TOLERANCE, FP32_TOLERANCE, LOGGED_NORM_TOLERANCE)
@@ -77,7 +79,7 @@ def choose_tolerance(
 
 
 def choose_splits(global_batch_size: int, micro_batch_size: int) -> list[int]:
-    """Return the two micro-batch sizes to compare with: the next smaller ones, or larger ones where there are none."""
+    """Return two other micro-batch sizes to compare with: the next smaller ones, else larger ones."""
     sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0]
     smaller = [size for size in reversed(sizes) if size < micro_batch_size]
     larger = [size for size in sizes if size > micro_batch_size]
@@ -85,6 +87,6 @@ def choose_splits(global_batch_size: int, micro_batch_size: int) -> list[int]:
 
 
 def _relative(value: float, reference: float, scale: float) -> float:
-    if value == reference:  # also where both are infinite, as in a step that an fp16 scaler skips
+    if value == reference:  # also if both are infinite, as in a step that the fp16 GradScaler skips
         return 0.0
     return abs(value - reference) / scale if scale else float("inf")

@@ -1,4 +1,4 @@
-"""`toolkit doctor`: environment, topology, communication and gradients, as one text on rank 0."""
+"""`toolkit doctor`: report environment, topology, communication and gradients on rank 0."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _connect(world: WorldInfo, device: str, minutes: float) -> Iterator[Fabric]:
 
 @contextmanager
 def _errors_with_addresses(addresses: list[str], world: WorldInfo, device: str) -> Iterator[None]:
-    """Add the addresses of the processes to messages about ranks, and use exit code 1 for every missing process."""
+    """Add process addresses to messages about ranks. Use exit code 1 for every lost process."""
     try:
         yield
     except PeerShutdownError as error:
@@ -146,7 +146,7 @@ def _errors_with_addresses(addresses: list[str], world: WorldInfo, device: str) 
 
 
 def name_addresses(text: str, addresses: list[str], world: WorldInfo) -> str:
-    """Append where the ranks run that a message names: host and pid, or the node if the rank never connected."""
+    """Append host and pid of each rank in the message, or its node if the rank never connected."""
     named = {int(n) for numbers in re.findall(r"\branks? (\d+(?:, \d+)*)", text) for n in numbers.split(", ")}
 
     def place(rank: int) -> str:
@@ -159,7 +159,7 @@ def name_addresses(text: str, addresses: list[str], world: WorldInfo) -> str:
 
 
 def _examine_ranks(world: WorldInfo, fabric: Fabric, addresses: list[str], environment: Sections) -> list[str]:
-    """Print all ranks and the clocks of other nodes; return warnings."""
+    """Print all ranks and the clock skew of other nodes; return warnings."""
     everywhere = ranks.all_gather_object(environment)
     devices = ranks.all_gather_object(str(fabric.device))
     places = [f"{address}, {device}" for address, device in zip(addresses, devices, strict=True)]
@@ -178,7 +178,7 @@ def _examine_ranks(world: WorldInfo, fabric: Fabric, addresses: list[str], envir
 
 
 def _examine_topology(world: WorldInfo) -> list[str]:
-    """Print the matrix of ``nvidia-smi topo -m`` of this node; return warnings."""
+    """Print this node's ``nvidia-smi topo -m`` matrix; return warnings."""
     if world.global_rank != 0:
         return []
     text = nvidia_smi("topo", "-m")
@@ -194,7 +194,7 @@ def _examine_topology(world: WorldInfo) -> list[str]:
 
 
 def _examine_communication(world: WorldInfo, fabric: Fabric, addresses: list[str]) -> None:
-    """Print bandwidths by size, and the slowest link."""
+    """Print bandwidth by size, and the slowest link."""
     backend = "nccl" if fabric.device.type == "cuda" else "gloo"
     _print(world, f"Communication ({backend}, {world.world_size} ranks, float32; busbw as in nccl-tests)")
     _print(world, f"  {'operation':14}{'size':>9}{'time':>12}{'algbw':>14}{'busbw':>14}")
@@ -211,7 +211,7 @@ def _examine_communication(world: WorldInfo, fabric: Fabric, addresses: list[str
 
 
 def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) -> None:
-    """Train one step of a small model on all ranks and on one process; print the norm of each gradient."""
+    """Train a small model for one step on all ranks and on one process; print each parameter's gradient norm."""
     check = LayoutCheck()
     with TemporaryDirectory(prefix="toolkit-") as folder, redirect_stdout(io.StringIO()):
         args = RunArgs(
@@ -219,7 +219,7 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
             train=TrainArgs(global_batch_size=4 * world.world_size, micro_batch_size=2, max_seq_length=64),
             optimizer=OptimizerArgs(), out_dir=folder, precision="32-true", accelerator=options.accelerator,
             devices=world.devices, num_nodes=world.num_nodes, timeout=options.minutes,
-            strategy="fsdp" if options.strategy == AUTO else options.strategy,  # a copy of so small a model would fit
+            strategy="fsdp" if options.strategy == AUTO else options.strategy,  # auto would choose ddp
         )  # fmt: skip
         args = short_run_args(args, 1, folder)
         config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))

@@ -1,6 +1,6 @@
-"""The environment of a run as plain text: versions, machine, devices, variables, disks. Prints no secret.
+"""Describe the environment of a run: versions, machine, devices, variables, disks. Contains no secrets.
 
-Imports torch inside functions: the report also works where torch does not import.
+Imports torch inside functions, so the report works even if torch fails to import.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _SLOW = {
     "NCCL_SHM_DISABLE": "processes of a node communicate through the network",
 }
 """Variables that slow a run down when set to anything but 0, and how."""
-_MIN_SHM = 1e9  # bytes; NCCL and data loading processes use /dev/shm, and Docker's default is 64 MB
+_MIN_SHM = 1e9  # bytes; NCCL and data loader workers use /dev/shm; Docker's default is 64 MB
 _NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes "no limit" as a number near 2**63
 
 
 def describe_environment(out_dir: str) -> Sections:
-    """Return the facts about this process for a bug report, including the free disk space of ``out_dir``."""
+    """Return this process's environment for a bug report, including the free disk space of ``out_dir``."""
     return {
         "Versions": _versions(),
         "Machine": _machine(),
@@ -66,7 +66,7 @@ def describe_environment(out_dir: str) -> Sections:
 
 
 def format_sections(sections: Sections) -> str:
-    """Return the sections as text: a title, and an indented line for each entry."""
+    """Format the sections as text: a title, then an indented line per entry."""
     width = max(len(name) for entries in sections.values() for name in entries)
     lines: list[str] = []
     for title, entries in sections.items():
@@ -77,13 +77,13 @@ def format_sections(sections: Sections) -> str:
 
 
 def variables(environ: Mapping[str, str] = os.environ, nccl_files: Sequence[Path] | None = None) -> dict[str, str]:
-    """Return the variables that affect a run, by name, from the environment and NCCL's files.
+    """Return the variables that affect a run, by name, from the environment and NCCL's config files.
 
     Only names with known prefixes are returned, never tokens or keys; passwords in URLs are masked.
 
     Args:
-        environ: The environment, which overrides the files.
-        nccl_files: The files; later ones override earlier ones. Default: NCCL's.
+        environ: Environment variables; they override the files.
+        nccl_files: NCCL config files; later ones override earlier ones. Default: NCCL's standard paths.
     """
     own_file = Path(environ.get("NCCL_CONF_FILE", "~/.nccl.conf")).expanduser()
     found: dict[str, str] = {}
@@ -97,7 +97,7 @@ def variables(environ: Mapping[str, str] = os.environ, nccl_files: Sequence[Path
 
 
 def find_differences(by_rank: list[Sections]) -> list[str]:
-    """Return the versions and variables of ranks that differ from rank 0's, one line each."""
+    """Return one line per version or variable that differs from rank 0's."""
     lines = []
     for title in ("Versions", "Variables"):
         entries = [sections[title] for sections in by_rank]
@@ -110,7 +110,7 @@ def find_differences(by_rank: list[Sections]) -> list[str]:
 
 
 def find_problems(sections: Sections) -> list[str]:
-    """Return the problems that make runs slow or fail, one line each."""
+    """Return one line per problem that makes runs slow or fail."""
     problems = [
         f"{name}={value}: {effect}"
         for name, effect in _SLOW.items()
@@ -127,7 +127,7 @@ def find_problems(sections: Sections) -> list[str]:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the memory limit of this process's control group (v1 or v2) or the groups above it, in bytes."""
+    """Return the cgroup (v1 or v2) memory limit of this process in bytes, including parent groups."""
     try:
         groups = (root / "proc" / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -203,7 +203,7 @@ def _devices() -> dict[str, str]:
             facts["nvidia-smi"] = f"{len(driver.split())} GPUs"
         facts["cuda"] = "no device"
         return facts
-    with suppress(Exception):  # builds for other vendors lack either
+    with suppress(Exception):  # builds for other vendors may lack either
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         facts["cudnn"] = str(torch.backends.cudnn.version())
     for index in range(torch.cuda.device_count()):

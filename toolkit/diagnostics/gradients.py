@@ -1,4 +1,4 @@
-"""Loss, gradient norm and the norm of each parameter's gradient, step by step and equal on every rank."""
+"""Record loss, gradient norm and per-parameter gradient norms at each step, equal on every rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class StepRecord(NamedTuple):
 
     Args:
         loss: Mean over the supervised tokens of the global batch, in nats.
-        logged_norm: Norm of the gradient before clipping, as the run logs it and clips by it. On a CPU torch sums its
-            squares in fp32 one after the other: measured 0.5 % too small for one tensor of 65 million elements.
-        gradients: Norm of each parameter's gradient before clipping, by name, summed in fp64.
+        logged_norm: Gradient norm before clipping, as logged and used for clipping. On a CPU torch sums squares
+            sequentially in fp32: measured 0.5 % too small for one tensor of 65 million elements.
+        gradients: Gradient norm of each parameter before clipping, by name, summed in fp64.
     """
 
     loss: float
@@ -39,12 +39,12 @@ class StepRecord(NamedTuple):
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the complete gradient before clipping."""
+        """Global gradient norm before clipping."""
         return math.sqrt(sum(norm**2 for norm in self.gradients.values()))
 
 
 class GradientRecorder(Callback):
-    """Records every step, and compares the gradients of ranks that hold copies of the same parameters."""
+    """Records every step, and compares gradients between ranks that hold the same parameters."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
@@ -65,7 +65,7 @@ class GradientRecorder(Callback):
 
 
 def gradient_norms(module: nn.Module, shards: int) -> dict[str, float]:
-    """Return the norm of each trained parameter's gradient over all ranks. Collective.
+    """Return the gradient norm of each trained parameter over all ranks. Collective.
 
     ``shards`` is the number of ranks per model replica: ranks r and r + shards hold the same shard.
     """
@@ -87,7 +87,7 @@ def gradient_norms(module: nn.Module, shards: int) -> dict[str, float]:
 
 
 def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum in fp64 on the CPU, without an fp64 copy of a large tensor."""
+    """Return the sum of squares as fp64 on the CPU, without an fp64 copy of the complete tensor."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for chunk in tensor.detach().flatten().split(_CHUNK):
         total += chunk.double().square().sum()

@@ -1,4 +1,4 @@
-"""Run the first steps on one device in a child process: it frees all memory, and its failure is an error message."""
+"""Run the first steps on one device in a child process, so its memory is freed and a crash becomes an error message."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_single_process(
 ) -> list[StepRecord]:
     """Train the first ``steps`` of a run on one device and return their records.
 
-    ``micro_batch_size`` replaces the run's. Errors of that process are raised here; their message begins with
+    ``micro_batch_size`` overrides the run's. Errors of the child process are raised here, with the prefix
     "one process: ".
     """
     context = multiprocessing.get_context("spawn")
@@ -63,7 +63,7 @@ def _run(sender: Connection, args: RunArgs, steps: int, device: str, micro_batch
         with redirect_stdout(io.StringIO()) if quiet else nullcontext():
             sender.send((_train(args, steps, device, micro_batch_size), 0, ""))
     except KeyboardInterrupt:
-        pass  # of the terminal, which has interrupted the parent too
+        pass  # Ctrl-C in the terminal also interrupts the parent
     except CommandError as error:
         sender.send((None, error.exit_code, str(error)))
     except Exception as error:

@@ -31,7 +31,9 @@ def parse_topology(text: str) -> Topology:
     if start is None:
         raise ValueError("no matrix of GPUs")
     header = lines[start]
-    names = header[: header.index("CPU")] if "CPU" in header else header  # then CPU Affinity, NUMA Affinity
+    names = (
+        header[: header.index("CPU")] if "CPU" in header else header
+    )  # the columns that follow are CPU Affinity and NUMA Affinity
     links: dict[tuple[str, str], str] = {}
     for words in lines[start + 1 :]:
         if words and words[0] in names and len(words) > len(names):
@@ -43,8 +45,8 @@ def parse_topology(text: str) -> Topology:
 
 
 def find_slow_links(topology: Topology) -> list[str]:
-    """Return warnings, one line each: GPU pairs over sockets or host bridges, and GPUs whose NICs are all on another
-    socket."""
+    """Return one warning line each for GPU pairs that cross sockets or host bridges, and for GPUs whose NICs are all on
+    another socket."""
     warnings = []
     gpus, links = topology.gpus, topology.links
     for i, (kind, meaning) in enumerate(_SLOW.items(), 1):
@@ -61,7 +63,7 @@ def find_slow_links(topology: Topology) -> list[str]:
 
 
 def _avoid(topology: Topology, kinds: list[str]) -> str:
-    """Suggest a set of GPUs without such connections between them."""
+    """Suggest a set of GPUs without links of these ``kinds``."""
     groups: list[list[str]] = []
     for gpu in topology.gpus:
         home = next((g for g in groups if not any(topology.links[gpu, other] in kinds for other in g)), None)

@@ -1,4 +1,4 @@
-"""`toolkit verify_parallel`: the first steps of a run on its layout and on one process, side by side."""
+"""`toolkit verify_parallel`: compare the first steps of a run on its layout and on one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COLUMNS = ("step", "loss", "one process", "difference", "grad norm", "one proce
 def verify_parallel(args: RunArgs, steps: int) -> None:
     """Compare the first steps of a run with the same steps on one process. Every process of the run calls this.
 
-    Rank 0 trains on one process first, while the other ranks wait for it.
+    Rank 0 first trains on one process while the other ranks wait.
     """
     device, world = detect_devices(args)
     if world.world_size == 1:
@@ -56,7 +56,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
 
 
 class LayoutCheck(GradientRecorder):
-    """Prints each step next to the same step on one process, on rank 0, and raises an error if they differ."""
+    """Prints each step next to its single-process reference on rank 0, and raises an error if they differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ class LayoutCheck(GradientRecorder):
         self.differences: list[Difference] = []
 
     def run_references(self, args: RunArgs, steps: int, config: ResolvedConfig, quiet: bool = False) -> None:
-        """Train on one process: once, and in 16 bits with other micro-batch sizes for the tolerance.
+        """Train on one process. In 16 bits, repeat with other micro-batch sizes to choose the tolerance.
 
-        ``config`` is the resolved configuration of ``args``; with ``quiet`` the child process prints nothing.
+        ``config`` is the resolved configuration of ``args``. With ``quiet`` the child process prints nothing.
         """
         print("One process:", flush=True)
         self.reference = run_single_process(args, steps, config.device, config.batch.micro_batch_size, quiet)
@@ -122,7 +122,7 @@ def find_failure(differences: list[Difference], tolerance: Difference) -> str:
 
 
 def format_step(step: int, record: StepRecord, reference: StepRecord, difference: Difference) -> str:
-    """Return a row of the table: values of the layout, of one process, and their relative difference."""
+    """Return a table row: values of the layout, of one process, and their relative difference."""
     cells = [str(step)]
     for name in ("loss", "grad_norm"):
         values = (getattr(record, name), getattr(reference, name))
@@ -131,12 +131,12 @@ def format_step(step: int, record: StepRecord, reference: StepRecord, difference
 
 
 def require_memory_of_one_process(args: RunArgs, device: str) -> None:
-    """Check by the memory plan that one process can train the model."""
+    """Check that the model fits on one process, by the memory plan."""
     single = single_process_args(args)
     try:
         plan = plan_run(single, DeviceSpec(device, 1, 1))
     except UserError:
-        return  # the vocabulary is unknown before the data is prepared
+        return  # the vocabulary size is unknown before the data is prepared
     limit = min(device_memory(device), (memory_limit() or float("inf")) if device == "cpu" else float("inf"))
     if plan.memory.total <= limit:
         return
@@ -158,7 +158,7 @@ def require_memory_of_one_process(args: RunArgs, device: str) -> None:
 
 
 def _announce(args: RunArgs, config: ResolvedConfig) -> None:
-    """Print the compared steps, and the options of the run that are ignored."""
+    """Print which steps are compared and which options are ignored."""
     train = config.args.train
     print(f"Comparing {train.max_steps} steps of {args.command}, {config.precision}, {config.batch}", flush=True)
     if args.lora is not None and args.lora.dropout:

@@ -1,8 +1,8 @@
-"""The interface of an objective: sums over the global batch, each divided by a count that depends only on the data.
+"""Objective interface: sums over the global batch, each divided by a count that depends only on the data.
 
 The loss of a step is ``sum(part.weight * sums[part.name] / counts[part.normalizer])``. The counts of a micro-batch come
-from its collation and are summed over the ranks before the forward pass. The loss scale is therefore known before the
-backward pass, and the gradient does not depend on the split into micro-batches and ranks (N2).
+from collation and are summed over the ranks before the forward pass. The loss scale is therefore known before the
+backward pass, and the gradient does not depend on how the batch is split into micro-batches and ranks (N2).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LOSS = "loss"
 
 
 class Part(NamedTuple):
-    """A sum that an objective computes.
+    """A term of the loss, or a logged metric.
 
     Args:
-        name: The part is logged as a column of this name; ``loss`` is the objective's only part, or the total.
-        normalizer: The count that divides the sum.
-        weight: In the loss; a part with weight 0 is only logged.
+        name: Column name in the logs. ``loss`` names the objective's only part, or the total.
+        normalizer: Name of the count that divides the sum.
+        weight: Weight in the loss; a part with weight 0 is only logged.
     """
 
     name: str
@@ -38,30 +38,30 @@ class Part(NamedTuple):
 
 
 class Objective(ABC):
-    """A training objective. The fields of a subclass, a dataclass, are options: ``--objective NAME --objective.FIELD``.
+    """A training objective. Subclasses are dataclasses with options as fields: ``--objective NAME --objective.FIELD``.
 
     Attributes:
-        normalizers: The counts of a micro-batch that the parts name.
-        is_likelihood: The loss is the negative log-likelihood per supervised token, in nats.
+        normalizers: Names of the counts that the parts use.
+        is_likelihood: Whether the loss is the negative log-likelihood per supervised token, in nats.
     """
 
     normalizers: ClassVar[tuple[str, ...]] = (TOKENS,)
     is_likelihood: ClassVar[bool] = False
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
-        """Return the sums that the objective may compute for a model. ``sums`` returns every one with a weight."""
+        """Return the parts for a model. ``sums`` must return every part with a nonzero weight."""
         return (Part(LOSS),)
 
     def count(self, batch: Batch) -> dict[str, int]:
-        """Return the normalizers of a micro-batch but :data:`TOKENS`, its supervised tokens. Filler rows count 0."""
+        """Return the normalizers of a micro-batch except :data:`TOKENS` (supervised tokens). Filler rows count 0."""
         return {}
 
     @abstractmethod
     def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """Return the sums of a micro-batch by part, fp32 scalars; the same parts on all ranks.
+        """Return the sums of a micro-batch by part as fp32 scalars. All ranks must return the same parts.
 
-        Call ``model``, wrapped by the strategy, once, with :func:`toolkit.objectives.inputs.forward_inputs`. A model's
-        ``forward(..., labels=labels, log_probs=True)`` returns the log-probabilities of the labels (M1).
+        Call ``model`` (as the strategy wraps it) once, with :func:`toolkit.objectives.inputs.forward_inputs`.
+        ``model(..., labels=labels, log_probs=True)`` returns the log-probabilities of the labels (M1).
         """
 
 
@@ -79,7 +79,7 @@ def checked_parts(objective: Objective, module: nn.Module) -> tuple[Part, ...]:
 
 
 def total_counts(objective: Objective, batches: Iterable[Batch]) -> dict[str, int]:
-    """Return the normalizers of micro-batches; raise UserError if ``count`` does not return one."""
+    """Sum the normalizers over micro-batches; raise UserError if ``count`` does not return all of them."""
     totals = dict.fromkeys(objective.normalizers, 0)
     for batch in batches:
         for name in totals:
@@ -90,14 +90,14 @@ def total_counts(objective: Objective, batches: Iterable[Batch]) -> dict[str, in
 
 
 def scales(parts: tuple[Part, ...], counts: Mapping[str, int], loss_ranks: int = 1) -> dict[str, float]:
-    """Return the factors of the sums in the loss, for gradients that are averaged over ``loss_ranks`` ranks."""
+    """Return each sum's factor in the loss. Gradients are averaged over ``loss_ranks`` ranks."""
     return {p.name: p.weight * (loss_ranks / max(1, counts[p.normalizer])) for p in parts if p.weight}
 
 
 def means(
     parts: tuple[Part, ...], sums: Mapping[str, float], counts: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """Return the loss, and the mean of each further part."""
+    """Return the loss, and the means of all other parts."""
     values = {p.name: sums[p.name] / max(1, counts[p.normalizer]) for p in parts if p.name in sums}
     loss = sum(p.weight * values[p.name] for p in parts if p.weight)
     return loss, {name: value for name, value in values.items() if name != LOSS}

@@ -1,4 +1,4 @@
-"""The arguments of a model's forward for a batch."""
+"""Build the arguments of a model's forward from a batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from toolkit.models.attention_kernels import DocumentBounds
 
 
 def original_module(model: nn.Module) -> nn.Module:
-    """Return the model before Fabric and the strategy wrapped it."""
+    """Unwrap a model from Fabric and the strategy."""
     return model.module if isinstance(model, FabricModule) else model
 
 
 def forward_inputs(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, torch.Tensor | DocumentBounds]:
     """Return the arguments of the model's forward, on ``device``.
 
-    ``sample_keys`` are for a model that draws random numbers in it, ``document_bounds`` for one with attention kernels.
+    Models with random numbers in forward get ``sample_keys``; models with attention kernels get ``document_bounds``.
     """
     parameters = _parameters(type(original_module(model)).forward)
     return batch.inputs(device, "sample_keys" in parameters, "document_bounds" in parameters)

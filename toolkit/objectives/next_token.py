@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token: the objective of pretraining and of supervised finetuning."""
+"""Next-token cross-entropy: the objective of pretraining and supervised finetuning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class NextToken(Objective):
     """The mean cross-entropy of the supervised tokens, in nats, as the model's forward returns it.
 
-    The ``loss_parts`` of a model, see :class:`toolkit.models.gpt.GPT`, are logged as well.
+    A model's ``loss_parts`` are also logged, see :class:`toolkit.models.gpt.GPT`.
     """
 
     is_likelihood = True

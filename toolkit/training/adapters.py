@@ -1,4 +1,4 @@
-"""The low-rank adapters of a run: their base, their initial values, and what may not change on resume."""
+"""LoRA adapters of a run: base model, initial values, and the values that must not change on resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.training.model import ModelSpec
 
 
 def describe_base(args: RunArgs) -> AdapterInfo:
-    """Return the configuration of the adapters, and path and hash of their base."""
+    """Return the LoRA configuration, and path and hash of the base model."""
     assert args.lora is not None and args.base_dir is not None
     base_hash = base_fingerprint(args.base_dir)
     return AdapterInfo(lora=args.lora, base=args.base_dir, base_hash=base_hash, quantize=args.quantize)
@@ -30,9 +30,9 @@ def fingerprint(info: AdapterInfo) -> dict[str, Any]:
 def initial_adapters(
     args: RunArgs, spec: ModelSpec, resume_from: Path | None, report: Callable[[str], None]
 ) -> dict[str, torch.Tensor] | None:
-    """Return the initial adapters: of the checkpoint to resume, or of the peft folder; None for new ones, or none.
+    """Load the initial adapters from the checkpoint to resume, else from the peft folder. None: new or no adapters.
 
-    ``report`` receives a line if the base of the peft folder cannot be compared.
+    ``report`` receives notes on the peft folder, for example if its base model cannot be verified.
     """
     if args.lora is None:
         return None

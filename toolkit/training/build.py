@@ -86,7 +86,7 @@ def launch_run(
     """Launch the processes, prepare the data, and agree on the checkpoint to resume from."""
     args, out_dir = config.args, config.args.run_dir
     remote = RemoteRun(args.out_dir, out_dir) if is_url(args.out_dir) else None
-    # a launcher without peers looks before it starts processes: no other process waits for it yet
+    # A single launcher searches before it starts processes, so that no other process has to wait for it.
     is_single_launcher = world.world_size == 1 or (world.starts_processes and world.num_nodes == 1)
     resume_from = _find_resume(args, remote, print) if is_single_launcher else None
     fabric = build_fabric(
@@ -125,7 +125,7 @@ def _find_resume(args: RunArgs, remote: RemoteRun | None, report: Callable[[str]
 
 
 def finish_run(launch: Launch, stack: ExitStack) -> None:
-    """Complete what an earlier launch of a finished run could not: cleanup, its plot and its uploads."""
+    """Complete the cleanup, plot and uploads of a finished run, if an earlier launch could not."""
     display, state, remote = launch.display, launch.state, launch.remote
     display.message(f"{state.resume_from} has reached step {state.progress.step}: the run is finished, nothing to do")
     if launch.world.global_rank == 0:
@@ -138,7 +138,7 @@ def finish_run(launch: Launch, stack: ExitStack) -> None:
 
 
 def build_run(launch: Launch, stack: ExitStack) -> Run:
-    """Build the reader, the model and the optimizer, and restore their state if the run resumes."""
+    """Build the data reader, the model and the optimizer; restore their state if the run resumes."""
     state, fabric, data, display = launch.state, launch.fabric, launch.data, launch.display
     launch.config = config = resolve_compiler(launch.config, state, fabric.device)
     args, resume_from = config.args, state.resume_from
@@ -149,7 +149,9 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
     token_bytes = None if data.tokenizer is None else data.tokenizer.token_bytes()
     display.total_steps = state.limits.total_steps
     display.phase("building the model")
-    stack.enter_context(oom_advice(config))  # only now: a smaller micro-batch does not help to read data
+    stack.enter_context(
+        oom_advice(config)
+    )  # not earlier: a smaller micro-batch does not save memory in data preparation
     for line in describe_run(config, state, reader):
         display.message(line)
     if (gpt := state.model.meta_model) is not None and args.optimizer_class is None:
@@ -158,7 +160,7 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
     if (note := describe_rounding(config, state, model)) is not None:
         display.message(note)
     is_first_of_another_node = launch.world.local_rank == 0 and launch.world.global_rank != 0
-    report_wait = ranks.rank_print if is_first_of_another_node else display.message  # the log of each node says it
+    report_wait = ranks.rank_print if is_first_of_another_node else display.message  # reported in each node's log
     checkpointer = build_checkpointer(config, state, fabric, model, data.tokenizer, report_wait)
     if resume_from is not None:
         restore(checkpointer, resume_from, display.message)
@@ -176,7 +178,7 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
 
 
 def restore(checkpointer: Checkpointer, folder: Path, report: Callable[[str], None]) -> None:
-    """Restore optimizer, scaler and random states from a checkpoint; the model has its weights already."""
+    """Restore optimizer, scaler and random states from a checkpoint. The model already has its weights."""
     state = checkpointer.state
     progress, schedule = state.progress, state.schedule
     checkpointer.restore(folder, progress.step)
@@ -199,7 +201,7 @@ def _format_value(value: object) -> object:
 def prepare_model(
     config: ResolvedConfig, state: StartState, fabric: Fabric, report: Callable[[str], None]
 ) -> FabricModule:
-    """Verify the checkpoint with the weights, build the model, and wrap it for the strategy."""
+    """Verify the checkpoint to load weights from, build the model, and wrap it for the strategy."""
     args, source = config.args, config.args.base_dir
     choose_attention_kernels(
         fixed_shapes=not state.longest_ragged, has_masks=needs_masks(state.model.config, config.max_seq_length)
@@ -218,8 +220,8 @@ def prepare_model(
     )
     if config.precision == "bf16-master" and config.strategy.kind == "single" and config.batch.accumulation > 1:
         for parameter in unwrapped(model).parameters():
-            parameter.grad_dtype = torch.float32  # bf16 sums lose what micro-batches add
-    seed_generators(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
+            parameter.grad_dtype = torch.float32  # bf16 accumulation loses small contributions of micro-batches
+    seed_generators(args.seed, ranks.global_rank())  # otherwise dropout would be the same on all ranks
     return model
 
 
@@ -231,7 +233,7 @@ def build_checkpointer(
     tokenizer: Tokenizer | None,
     report_wait: Callable[[str], None],
 ) -> Checkpointer:
-    """Build the optimizer, and the checkpointer that saves it with the model."""
+    """Build the optimizer, and the checkpointer for model and optimizer."""
     module, spec = unwrapped(model), state.model
     optimizer = build_optimizer(
         module,
@@ -247,7 +249,7 @@ def build_checkpointer(
 
 
 def build_update(trainer: Trainer) -> Update:
-    """Choose how gradients change the weights, the same on all ranks.
+    """Choose the update of the weights, the same on all ranks.
 
     If any rank has a gradient callback, all ranks take the unfused path; otherwise replicas would round differently
     (N4).
@@ -268,9 +270,9 @@ def build_update(trainer: Trainer) -> Update:
 
 
 def build_callbacks(run: Run, user_callbacks: Sequence[Callback], stack: ExitStack) -> list[Callback]:
-    """Return all callbacks: checks and throughput, the user's in their order, outputs, what validations decide.
+    """Return all callbacks in order: checks, throughput, the user's, outputs, early stopping and best checkpoint.
 
-    ``stack`` keeps rank 0's lock of the folder until the run ends.
+    ``stack`` holds rank 0's lock on the folder until the run ends.
     """
     train, state = run.args.train, run.state
     peak = peak_flops(run.fabric.device, run.config.precision)
@@ -289,7 +291,7 @@ def build_callbacks(run: Run, user_callbacks: Sequence[Callback], stack: ExitSta
     if run.remote is not None:
         callbacks.append(start_uploads(run.remote, run, stack))
     if ranks.global_rank() == 0:
-        callbacks.append(Console())  # after the uploads: it reports the end
+        callbacks.append(Console())  # after the uploads, because it prints the final summary
     if run.sampler is not None:
         callbacks.append(run.sampler)
     if train.patience is not None:
@@ -306,7 +308,7 @@ def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callbac
     sweep(out_dir)
     if resolve_resume(args.resume, out_dir) != next(iter(state.damaged), state.resume_from):
         raise UserError(f"--out_dir {out_dir}: another process has just run there; start again")
-    for folder in state.damaged:  # else it would count as the run's newest, and for --train.keep_last
+    for folder in state.damaged:  # otherwise it would count as the newest checkpoint, and for --train.keep_last
         run.display.message(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
     resume_step = None if state.resume_from is None else state.progress.step
     csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step, columns)
@@ -320,7 +322,7 @@ def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callbac
 
 
 def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack) -> Upload:
-    """Take the run's folder on remote storage and start to upload there. On rank 0 the staging folder is locked."""
+    """Start to upload to the run's remote folder. Rank 0 must hold the lock on the staging folder."""
 
     def start() -> Uploader:
         uploader = remote.start_uploads(launch.args.train.keep_last, launch.display.message)

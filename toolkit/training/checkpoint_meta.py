@@ -1,4 +1,4 @@
-"""``trainer/meta.json`` of a checkpoint folder: how far a run has come, and what may not change when it resumes."""
+"""``trainer/meta.json`` of a checkpoint: the run's progress and the values that must not change on resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.planning.limits import Progress
 
 FORMAT_VERSION = 1
 TRAINER, CALLBACKS = "trainer", "callbacks.pth"
-_OF_CALLBACKS = ("best_val_loss", "lowest_val_loss", "stale_validations")  # of older checkpoints
+_OF_CALLBACKS = ("best_val_loss", "lowest_val_loss", "stale_validations")  # in older checkpoints
 _REQUIRED = ("step", "tokens", "samples", "seconds")
 
 
@@ -41,7 +41,7 @@ class RunFingerprint:
     """Options of low-rank adapters and the hash of their base, by flag; empty if all weights are trained."""
 
     def check_matches(self, saved: dict[str, Any], folder: Path) -> None:
-        """Compare with what a checkpoint was made with."""
+        """Raise UserError if a value differs from the checkpoint's ``saved`` fingerprint."""
         now = json.loads(json.dumps(asdict(self)))
         if bool(saved.get("adapters")) != bool(now["adapters"]):
             command = "finetune_lora" if saved.get("adapters") else "pretrain or finetune_full"
@@ -68,7 +68,7 @@ def values_by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
     objective = fingerprint.get("objective", {})
     values["--objective"] = objective.get("class_path")
     values |= {f"--objective.{name}": value for name, value in sorted(objective.get("init_args", {}).items())}
-    values.pop("--model_config.name", None)  # the same architecture may go by several
+    values.pop("--model_config.name", None)  # one architecture may have several names
     return values
 
 
@@ -86,7 +86,7 @@ def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
     shown, trained = (str(value).lower() if isinstance(value, bool) else value for value in (new, old))
     if flag in _HASHED:
         raise UserError(f"{flag}: {folder} was trained with {_HASHED[flag]}; {hint}")
-    if new is None:  # not given, and without a value by default
+    if new is None:  # not set, and no default
         raise UserError(f"{flag}: {folder} was trained with {flag} {trained}; {hint}")
     if old is None:
         raise UserError(f"{flag} {shown}: {folder} was trained without it; remove it, or give another --out_dir")
@@ -94,7 +94,7 @@ def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read ``trainer/meta.json``, and check names, types, ranges and consistency."""
+    """Read and validate ``trainer/meta.json``: names, types, ranges and consistency."""
     path = folder / "trainer" / "meta.json"
     try:
         meta = read_json(path)
@@ -116,7 +116,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def read_callback_states(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read callback states by name; older checkpoints store KeepBest's and EarlyStopping's in ``meta.json``."""
+    """Read callback states by name. Older checkpoints store those of KeepBest and EarlyStopping in ``meta.json``."""
     file, meta = folder / TRAINER / CALLBACKS, read_meta(folder)
     if file.exists():
         states = load_state(file)
@@ -129,7 +129,7 @@ def read_callback_states(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
-    """Raise ValueError or KeyError for what no run has written, naming the field."""
+    """Raise ValueError or KeyError for an invalid field, naming it."""
     for prefix, values, cls in (
         ("", meta, Progress),
         ("schedule.", meta["schedule"], Schedule),
@@ -143,7 +143,7 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
     batch, context = fingerprint["global_batch_size"], fingerprint["model_config"].get("block_size")
     if step_in_name not in (None, step):
         raise ValueError(f"step {step} in a folder named for step {step_in_name}")
-    # fewer than a batch per step: the last batch of an epoch may be short
+    # may be less than a batch per step, because the last batch of an epoch may be short
     if batch < 1 or not step <= samples <= step * batch:
         raise ValueError(f"samples {samples} do not match {step} steps with global_batch_size {batch}")
     if isinstance(context, int) and tokens > samples * context:
@@ -157,7 +157,7 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
 
 
 def _check_fields(prefix: str, values: dict[str, Any], cls: type) -> None:
-    """Compare values with the types of a dataclass; its numbers must be finite and not negative."""
+    """Check values against a dataclass's field types. Numbers must be finite and not negative."""
     hints = get_type_hints(cls)
     for item in fields(cls):
         has_default = item.default is not MISSING or item.default_factory is not MISSING

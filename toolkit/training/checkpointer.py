@@ -1,7 +1,7 @@
 """S2 exact-resume: save and restore the weights and, in ``trainer/``, the state to continue from.
 
-All ranks save and restore together. Rank 0 gathers the state and writes the folder; with ``sharded`` every rank writes
-its shards into it. If a rank cannot write, the save fails on all ranks.
+Saving and restoring are collective. Rank 0 gathers the state and writes the folder. With ``sharded`` every rank writes
+its shards into the folder. If a rank cannot write, the save fails on all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STATE, OPTIMIZER = "state.pth", "optimizer"
 
 @dataclass
 class Checkpointer:
-    """Saves and restores one run.
+    """Saves and restores the checkpoints of a run.
 
     Args:
         tokenizer: None if the data is pre-tokenized.
@@ -50,7 +50,7 @@ class Checkpointer:
         optimizer: The optimizer before Fabric wraps it.
         scaler: The GradScaler of 16-mixed, otherwise None.
         device: The device of this rank.
-        report_wait: Prints a line if a rank takes long to write.
+        report_wait: Prints a message if a rank takes long to write.
     """
 
     config: ResolvedConfig
@@ -64,11 +64,11 @@ class Checkpointer:
 
     @property
     def sharded(self) -> bool:
-        """Whether every rank writes its shards, instead of rank 0 one file."""
+        """Whether every rank writes its shards; otherwise rank 0 writes one file."""
         return self.config.args.fsdp.state_dict_type == "sharded"
 
     def save(self, name: str, progress: Progress, callbacks: dict[str, Any]) -> Path:
-        """Write the checkpoint folder ``out_dir/name``, complete or not at all, and delete the oldest checkpoints."""
+        """Write the checkpoint folder ``out_dir/name`` atomically, and delete the oldest checkpoints."""
         pending = self.begin(name, progress, callbacks)
         pending.write_on_all_ranks()
         return pending.commit(self.config.args.train.keep_last)
@@ -76,13 +76,13 @@ class Checkpointer:
     def begin(
         self, name: str, progress: Progress, callbacks: dict[str, Any], copies: HostCopies | None = None
     ) -> PendingSave:
-        """Begin to write ``out_dir/name``; with ``copies`` training can overlap with the write."""
+        """Start a save of ``out_dir/name``. With ``copies`` training can overlap with the write."""
         # A rank that fails in these collectives must exit at once, because the others wait in them.
         rng = ranks.all_gather_object(rng_state(self.device))
         state, module, optimizer = self.state, self.module, self.optimizer
         shards: dict[str, dict[str, torch.Tensor]] = {}
         weights: dict[str, torch.Tensor] = {}
-        offload = copies is None  # else torch would copy what is copied to pinned memory
+        offload = copies is None  # HostCopies already copies to pinned memory
         if state.base is not None:
             weights, rest = adapter_state(module, optimizer)
         elif self.sharded:
@@ -97,7 +97,7 @@ class Checkpointer:
         snapshot = Snapshot(deepcopy(progress), rng, weights, rest, scaler, deepcopy(callbacks))
         if copies is not None:
             copies.begin(module, optimizer)
-        # Every rank searches its own shard on its own device: on a CPU 5 % of the time of the write, on idle cores.
+        # Every rank searches its shard on its device. On a CPU this takes 5 % of the write time, on idle cores.
         pool = ThreadPoolExecutor(1)
         search = pool.submit(nonfinite_state, module, optimizer)
         pool.shutdown(wait=False)
@@ -105,7 +105,7 @@ class Checkpointer:
         return PendingSave(folder, snapshot, self._write, shards, search, self.report_wait, copies)
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
-        """Write everything but the shards."""
+        """Write everything except the shards."""
         state = self.state
         if state.base is not None:
             write_adapter_files(folder, snapshot.weights, state.base)
@@ -116,7 +116,7 @@ class Checkpointer:
             hyperparameters=self.config.hyperparameters() if self.config.args.is_repeatable else None,
             tokenizer=self.tokenizer,
         )
-        (folder / TRAINER).mkdir(exist_ok=True)  # shards may be there already
+        (folder / TRAINER).mkdir(exist_ok=True)  # other ranks' shards may have created it
         meta = {
             "format_version": FORMAT_VERSION,
             **asdict(snapshot.progress),
@@ -131,16 +131,16 @@ class Checkpointer:
             save_state(snapshot.callbacks, folder / TRAINER / CALLBACKS)
 
     def restore(self, folder: Path, step: int) -> None:
-        """Restore the optimizer, the scaler and the random generators; the model already has its weights.
+        """Restore optimizer, scaler and random generators. The model already has its weights.
 
-        If the number of ranks has changed, the random states are new: a function of seed, step and rank.
+        If the number of ranks has changed, random generators are reseeded from seed, step and rank.
         """
         file = folder / TRAINER / STATE
         state = load_state(file)
         for name, kind in (("optimizer", dict), ("rng", list)):
             if not isinstance(state.get(name), kind):
                 raise UserError(f"{file}: {name}: is missing or not a {kind.__name__}; resume from another checkpoint")
-        may_be_empty = step == 0 or self.scaler is not None  # which may have skipped all steps
+        may_be_empty = step == 0 or self.scaler is not None  # the scaler may have skipped all steps
         shards = folder / TRAINER / OPTIMIZER
         load_optimizer(
             self.module, self.optimizer, state["optimizer"], file, shards, may_be_empty, weights=folder / WEIGHTS
@@ -150,7 +150,7 @@ class Checkpointer:
         if len(state["rng"]) == ranks.world_size():
             try:
                 set_rng_state(state["rng"][ranks.global_rank()], self.device)
-            except Exception as error:  # these functions raise anything for invalid states
+            except Exception as error:  # invalid states raise arbitrary exceptions
                 raise UserError(f"{file}: rng: {error}; resume from another checkpoint") from error
         else:
             seed_generators(self.config.args.seed, step, ranks.global_rank())
@@ -164,7 +164,7 @@ def _load_scaler(scaler: Any, saved: Any, file: Path) -> None:
 
 
 def seed_generators(*entropy: int) -> None:
-    """Seed all random generators of this process, as a function of ``entropy``."""
+    """Seed all random generators of this process from ``entropy``."""
     seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
@@ -172,7 +172,7 @@ def seed_generators(*entropy: int) -> None:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the random generators of this process and its device, as tensors and plain values."""
+    """Return the random states of this process and ``device`` as tensors and plain values."""
     version, keys, gauss = random.getstate()
     state = np.random.get_state(legacy=False)
     numpy_keys = torch.from_numpy(state["state"]["key"].astype(np.int64))
@@ -189,7 +189,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(keys), gauss))
     name, numpy_keys, *rest = state["numpy"]
     if not 0 <= rest[0] <= len(numpy_keys):
-        raise ValueError(f"position {rest[0]} in the state of numpy's generator")  # it would read beyond the end
+        raise ValueError(f"position {rest[0]} in the state of numpy's generator")  # numpy would read out of bounds
     np.random.set_state((name, numpy_keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and device.type == "cuda":

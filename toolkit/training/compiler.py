@@ -1,4 +1,4 @@
-"""Resolve ``--compiler auto`` once the rows and the length of the run are known."""
+"""Resolve ``--compiler auto`` after data preparation, when row lengths and run length are known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.training.start_state import StartState
 
 
 def resolve_compiler(config: ResolvedConfig, state: StartState, device: torch.device) -> ResolvedConfig:
-    """Return the configuration with a compiler and the reason for it; every rank calls this.
+    """Return the configuration with the compiler and the reason for it. Collective.
 
     "auto" compiles only if torch.compile works on the devices of all ranks.
     """
@@ -28,9 +28,9 @@ def resolve_compiler(config: ResolvedConfig, state: StartState, device: torch.de
 
 
 def compile_error(device: torch.device) -> str:
-    """Return why torch.compile does not work on a device; empty if it does, with the right values and gradients.
+    """Return why torch.compile fails on a device; empty if it works with correct values and gradients.
 
-    It needs Triton and a C compiler on CUDA, a C++ compiler on a CPU.
+    It needs Triton and a C compiler on CUDA, and a C++ compiler on a CPU.
     """
     x = torch.linspace(-2, 2, 4096, device=device).view(64, 64)
 
@@ -46,7 +46,7 @@ def compile_error(device: torch.device) -> str:
 
     try:
         compiled = evaluate(torch.compile(scaled))
-    except Exception as error:  # compilers raise anything
+    except Exception as error:  # compilers raise arbitrary exceptions
         return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
     is_equal = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(compiled, evaluate(scaled), strict=True))
     return "" if is_equal else "its results are wrong"

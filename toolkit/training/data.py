@@ -1,4 +1,4 @@
-"""The data of a run, with the tokenizer and the vocabulary that belong to it."""
+"""Prepare the data of a run, with its tokenizer and vocabulary size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.planning.run_args import RunArgs
 
 
 def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], None]) -> PreparedData:
-    """Prepare the data with the tokenizer of the run: --tokenizer_dir, else the initial checkpoint's, else its own."""
+    """Prepare the data with the tokenizer of --tokenizer_dir, else of the initial checkpoint, else of the data."""
     tokenizer, is_tokens = None, isinstance(args.data, PythonData)
     if args.tokenizer_dir is not None:
         tokenizer = Tokenizer.load(args.tokenizer_dir)
@@ -37,7 +37,7 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
 
 
 def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
-    """Describe the rows, and how to get more of them."""
+    """Describe the rows for an error message, and how to get more of them."""
     if row_lengths(rows) is None:
         of_length = f" of {seq_length} tokens" if seq_length else ""
         return f"sequences{of_length}; give more text, a shorter --train.max_seq_length"
@@ -46,10 +46,10 @@ def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
 
 
 def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConfig | None:
-    """Return the config; if it has no vocabulary size, with the tokenizer's or the pre-tokenized data's.
+    """Set the vocabulary size, if the config has none, from the tokenizer or the pre-tokenized data.
 
-    A tokenizer may have tokens that the model does not embed (Gemma 3's has one for images), if the data has none of
-    them. Only then is all data read.
+    A tokenizer may have tokens without an embedding (Gemma 3 has one for images) if the data does not use them. Only
+    then is all data read to check.
     """
     if config is None:
         return None
@@ -61,7 +61,7 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
         return config
     if data.vocab_size is not None:  # known for pre-tokenized data
         largest = data.vocab_size - 1
-    elif row_count(data.train) is None:  # it is not all read before the run
+    elif row_count(data.train) is None:  # the data is not read completely before the run
         largest = max(vocab_sizes) - 1
     else:
         largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)

@@ -28,7 +28,7 @@ class DataReader:
         self.order = sample_order(rows, config.args.seed, progress.data)
         self._end = last_position(state, batch.global_batch_size)
         self.error: DataError | None = None
-        model = state.model.config  # tokens of prepared text fit it
+        model = state.model.config  # other data is checked before the run
         self._vocab_size = model.padded_vocab_size if model and isinstance(config.args.data, PythonData) else None
         steps: Iterator[list[Batch]] = train_batches(
             rows,
@@ -43,18 +43,18 @@ class DataReader:
             padding=padding,
             count=config.args.objective.count,
         )
-        if state.limits.last_step is not None:  # nothing is read after it
+        if state.limits.last_step is not None:  # read nothing after it
             steps = islice(steps, max(0, state.limits.last_step - progress.step))
         self._ahead = ReadAhead(steps, device) if config.args.data.reads_ahead else None
         self._steps = self._ahead or steps
 
     def describe(self) -> list[str]:
-        """Return lines for the log that describe the sample order, if it has any."""
+        """Return log lines that describe the sample order; empty if it has none."""
         describe: Callable[[int | None], list[str]] = getattr(self.order, "describe", lambda end: [])
         return describe(self._end)
 
     def read(self) -> list[Batch]:
-        """Return the micro-batches of the next step; if they cannot be read, set ``error`` and return none."""
+        """Return the micro-batches of the next step. On a read error, set ``error`` and return an empty list."""
         try:
             batches = next(self._steps)
             for batch in batches if self._vocab_size is not None else ():
@@ -68,12 +68,12 @@ class DataReader:
             return []
 
     def copy_ahead(self) -> None:
-        """Start to copy the next step to the device without waiting, if it has been read."""
+        """Start to copy the next step's batches to the device asynchronously, if already read."""
         if self._ahead is not None:
             self._ahead.copy_ahead()
 
     def pause(self) -> None:
-        """Stop prefetching until the next :meth:`read`: the data need not be thread-safe."""
+        """Pause prefetching until the next :meth:`read`, because the data may not be thread-safe."""
         if self._ahead is not None:
             self._ahead.pause()
 
@@ -85,12 +85,12 @@ class DataReader:
     def state(self, position: int) -> dict[str, Any]:
         """Return the state of the sample order, see :meth:`toolkit.data.order.SampleOrder.state`.
 
-        It does not wait for the next step to be read: after a signal, a run must save although its storage hangs.
+        Does not wait for pending reads: after a signal, a run must save even if its storage hangs.
         """
         return self.order.state(position)
 
     def raise_error(self, saved: str | None) -> NoReturn:
-        """Raise the read error on all ranks. ``saved`` ends the message; None before the first step."""
+        """Raise the read error on all ranks. ``saved`` is appended to the message; None before the first step."""
         errors = ranks.all_gather_object(None if self.error is None else str(self.error))
         reason = next(error for error in errors if error is not None)
         if saved is None:

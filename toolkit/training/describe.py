@@ -1,4 +1,4 @@
-"""Describe a run in the log before its first step."""
+"""Describe a run in the log before the first step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from toolkit.training.data_reader import DataReader
 from toolkit.training.model import describe_model
 from toolkit.training.start_state import StartState
 
-_SAMPLED = 1 << 14  # elements of a weight
+_SAMPLED = 1 << 14  # elements sampled per weight
 
 
 def describe_run(config: ResolvedConfig, state: StartState, reader: DataReader) -> Iterator[str]:
-    """Yield the lines: model, batch, learning rate, data, strategy, memory options, and notes."""
+    """Yield log lines on model, batch, learning rate, data, strategy and memory options, and notes."""
     args = config.args
     yield (
         f"{describe_model(state.model, state.mean_length)}; {config.device}, {config.precision}, "
@@ -64,7 +64,7 @@ def _describe_optimizer(options: dict[str, Any]) -> str:
 
 
 def describe_rounding(config: ResolvedConfig, state: StartState, module: nn.Module) -> str | None:
-    """Return how many weights are too large for a step to change them, if all are trained in bf16; else None.
+    """Return a note on the share of bf16 weights that a step is too small to change; None if it does not apply.
 
     A step of Adam changes a weight by about the learning rate. bf16 has 8 significant bits.
     """
@@ -80,7 +80,7 @@ def describe_rounding(config: ResolvedConfig, state: StartState, module: nn.Modu
 
 
 def _rounded_away(module: nn.Module, step: float) -> float:
-    """Return the share of bf16 weights that ``step`` does not change, from some elements of each."""
+    """Estimate the share of bf16 weights that ``step`` does not change, from a sample of each."""
     shares = []
     for weight in (local_shard(p).detach().flatten() for p in module.parameters() if p.requires_grad):
         sample = weight[:: 1 + len(weight) // _SAMPLED]

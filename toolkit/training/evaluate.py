@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: on a data module, with the validation that training uses, or on tasks of lm-eval."""
+"""Evaluate a checkpoint on a data module, as validation in training does, or on lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def open_checkpoint(
     quantize: Quantize | None = None,
     verify: bool = True,
 ) -> EvaluatedModel:
-    """Load what is to be evaluated."""
-    # hyperparameters.yaml is not editable here: it names the data
+    """Load a checkpoint for evaluation."""
+    # hyperparameters.yaml must match its checksum, because it names the data
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify, _notice, editable=())
     fabric = single_device_fabric(accelerator, precision)
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
@@ -93,9 +93,9 @@ def evaluate(
     Without a tokenizer there are no bits per byte.
 
     Args:
-        data: The text; None: the data of the checkpoint's run, or PythonStdlib if unknown.
-        max_seq_length: Tokens per sequence; None: as in the run if its data is used, otherwise the model's context.
-        trust_checkpoint_data: Whether to read the files that the checkpoint names.
+        data: The data module. None: the data of the checkpoint's run, or PythonStdlib if unknown.
+        max_seq_length: Tokens per sequence. None: the run's if its data is used, otherwise the model's context length.
+        trust_checkpoint_data: Whether to read files that the checkpoint names.
     """
     length = max_seq_length
     if data is None:
@@ -136,9 +136,9 @@ def evaluate(
 
 
 def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str, read: Counter[str]) -> Iterator[Batch]:
-    """Yield the batches, and count rows and tokens in ``read``; a token that the model does not embed is an error.
+    """Yield the batches and count rows and tokens in ``read``. Raises UserError for a token without an embedding.
 
-    Not all token files store the largest.
+    The check is needed because not all token files store their largest token.
     """
     for batch in batches:
         require_embedded([int(batch.input_ids.max()), int(batch.labels.max())], config, source)
@@ -147,9 +147,9 @@ def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str, read: 
 
 
 def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
-    """Return the data of the run that wrote a checkpoint, and its tokens per sequence, from hyperparameters.yaml.
+    """Read the data module and tokens per sequence of a checkpoint's run from hyperparameters.yaml.
 
-    Without such a file, or without a data option in it, PythonStdlib, with a note.
+    Falls back to PythonStdlib, with a notice, if the file or its data option is missing.
     """
     path = folder / HYPERPARAMETERS
     try:
@@ -181,14 +181,14 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
 
 
 def _require_known_sources(options: dict[str, Any]) -> None:
-    """Reject sources of a mixture that are not classes of toolkit or an extension: importing others runs code."""
+    """Reject mixture sources that are not classes of toolkit or an extension, because importing them runs code."""
     for name, source in options["sources"].items():
         if (path := source["data"]["class_path"]) not in classes_of(DataModule) or path == "Mixture":
             raise UserError(f"sources.{name}: {path} is not a data module of toolkit")
 
 
 def option_to_trust(data: DataModule) -> str | None:
-    """Return the first option that names what is to be read or written; None where the data names nothing."""
+    """Return the first option that names a path or repository, with its value; None if there is none."""
     for module in data_modules(data):
         default = {field.name: field.default for field in fields(module)}  # type: ignore[arg-type]  # all are dataclasses
         for option, value in vars(module).items():
@@ -207,9 +207,9 @@ def evaluate_tasks(
     include_path: str | None,
     apply_chat_template: bool | None,
 ) -> dict[str, Any]:
-    """Return the results by task and the settings that they depend on, see :func:`toolkit.inference.tasks.run_tasks`.
+    """Return the results by task, and the evaluation settings, see :func:`toolkit.inference.tasks.run_tasks`.
 
-    ``tasks`` are names separated by commas; ``apply_chat_template`` None applies the checkpoint's template, if any.
+    ``tasks`` is a comma-separated list. If ``apply_chat_template`` is None, the checkpoint's template, if any, is used.
     """
     from toolkit.inference.tasks import require_lm_eval, run_tasks
 

@@ -9,15 +9,15 @@ STEPS_BETWEEN_COLLECTIONS = 20
 
 
 class GarbageCollection:
-    """Replaces automatic collection by :meth:`collect`, from its first call to the exit of the context.
+    """Context that replaces automatic garbage collection by :meth:`collect`, from the first call until exit.
 
-    Automatic collection starts at different times on different ranks, and each time all ranks wait. Objects that exist
-    at the first collection are frozen: later ones skip them.
+    Automatic collection runs at different times on each rank, and every time all ranks wait. Objects that exist at the
+    first collection are frozen; later collections skip them.
     """
 
     def __enter__(self) -> GarbageCollection:
         self._calls, self._was_enabled = 0, gc.isenabled()
-        self._can_freeze = gc.get_freeze_count() == 0  # what the program itself has frozen stays so
+        self._can_freeze = gc.get_freeze_count() == 0  # do not unfreeze objects that the program froze
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -27,7 +27,7 @@ class GarbageCollection:
             gc.enable()
 
     def collect(self, *, is_due: bool = True) -> None:
-        """Collect garbage if ``is_due``, and in any case after so many calls; the first call freezes all objects."""
+        """Collect if ``is_due`` or every STEPS_BETWEEN_COLLECTIONS calls. The first call freezes all objects."""
         is_first, self._calls = self._calls == 0, self._calls + 1
         if is_first or is_due or self._calls % STEPS_BETWEEN_COLLECTIONS == 0:
             gc.collect()

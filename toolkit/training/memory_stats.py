@@ -1,4 +1,4 @@
-"""Memory use of a run's processes."""
+"""Report the memory use of all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from toolkit.training.throughput import peak_memory_gb
 
 
 def memory_stats() -> list[dict[str, Any]]:
-    """Return the memory use of each rank, in GB (1e9 bytes). Every rank must call it.
+    """Return the memory use of each rank in GB (1e9 bytes). Every rank must call it.
 
-    Keys: rank, device, rss_gb and peak_rss_gb (of the process, on the CPU); where CUDA is in use also allocated_gb,
-    reserved_gb and peak_gb, the most that was allocated.
+    Keys: rank, device, rss_gb and peak_rss_gb (process memory on the CPU). With CUDA also allocated_gb, reserved_gb and
+    peak_gb (peak allocated).
     """
     stats: dict[str, Any] = {"rank": ranks.global_rank(), "device": "cpu"}
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -41,18 +41,18 @@ from toolkit.private_torch import configure_compiler
 
 @dataclass
 class ModelSpec:
-    """A model before it is wrapped, with the properties that wrapping hides.
+    """A model before wrapping, with properties that wrapping hides.
 
     Args:
         module: A GPT on the meta device, or a user-provided module (which may be a GPT) with its weights.
-        meta_model: The module if it is on the meta device; None if it has its weights.
-        config: The architecture; None for a user-provided module.
-        blocks: The classes of the blocks.
-        sizes: Elements of each parameter, by name.
+        meta_model: The module if it is on the meta device; None if it has weights.
+        config: Model configuration; None for a user-provided module.
+        blocks: Block classes.
+        sizes: Number of elements of each parameter, by name.
         tied, no_decay_params, block_params: Results of the functions ``tied_names``, ``no_decay_params``, ...
         fingerprint: Values that must not change on resume.
-        lora: The adapters; then the weights are frozen.
-        quantize: Quantization of the blocks' weights as they are read.
+        lora: Adapter configuration. With adapters, all other weights are frozen.
+        quantize: Quantization of block weights on loading.
     """
 
     module: nn.Module
@@ -75,7 +75,7 @@ def specify_model(
     lora: LoRAConfig | None = None,
     quantize: Quantize | None = None,
 ) -> ModelSpec:
-    """Build the model of ``config`` on the meta device, with adapters for ``lora``, or take ``module``."""
+    """Build the model of ``config`` on the meta device, with adapters if ``lora`` is set, or use ``module``."""
     meta_model = None
     if module is None:
         assert config is not None
@@ -101,24 +101,24 @@ def build_model(
 ) -> FabricModule:
     """Initialize or load the weights, and wrap the model for the strategy.
 
-    Every rank initializes unit by unit from the seed, or reads each from a file that all share, and keeps its shard
-    (M3): no rank ever has a second complete copy.
+    Every rank initializes one FSDP unit at a time from the seed, or reads it from the shared file, and keeps its shard.
+    No rank ever has a second complete copy (M3).
 
     Args:
-        longest_ragged: Tokens of the longest row if rows differ in length; otherwise 0.
-        source: The checkpoint folder with the weights; None initializes them.
-        adapters: Values of the adapters by name; None initializes them, without effect on the output.
+        longest_ragged: Tokens in the longest row if row lengths vary; otherwise 0.
+        source: Checkpoint folder to load weights from; None initializes them.
+        adapters: Adapter weights by name; None initializes them with no effect on the output.
     """
     module, args = spec.module, config.args
     if config.precision in ("bf16-true", "bf16-master"):
         module.to(torch.bfloat16)
         for name, parameter in module.named_parameters():
-            if is_adapter(name):  # their updates are too small for bf16
+            if is_adapter(name):  # adapter updates are too small for bf16
                 parameter.data = parameter.data.float()
     elif spec.meta_model is None:
-        for parameter in module.parameters():  # it may come in 16 bits; buffers keep their dtypes
+        for parameter in module.parameters():  # a user's module may be in 16 bits; buffers keep their dtypes
             parameter.data = parameter.data.float()
-    # with adapters, weights are read unit by unit instead: the checkpoint has no adapters
+    # with adapters, weights are read one unit at a time, because the base checkpoint has no adapters
     shards = spec.lora is None and source is not None and is_sharded(source / WEIGHTS) and _shards_fit(spec, source)
     if spec.meta_model is None:
         _take_weights(module, None if shards else source)
@@ -145,16 +145,16 @@ def build_model(
 
 
 def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longest_ragged: int) -> None:
-    """Compile the blocks in place: their class and the names of their weights stay as they are.
+    """Compile the blocks in place. Class and weight names do not change.
 
-    Rows of unequal length are compiled once, for all lengths: recompiling while gradients accumulate fails under FSDP
-    in mixed precision, where the accumulated gradient is fp32 and the weight bf16 (pytorch 111317).
+    Rows of varying length share one graph. Recompiling while gradients accumulate fails under FSDP in mixed
+    precision, where the accumulated gradient is fp32 and the weight bf16 (pytorch 111317).
     """
     if isinstance(module, GPT):
         module.compiled_loss = True
-        # selective checkpointing warns of operations in place, as gpt-oss's; they are tested
+        # selective checkpointing warns about in-place operations such as gpt-oss's; tests cover them
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    torch.compiler.reset()  # graphs of an earlier run in this process count towards torch's limit
+    torch.compiler.reset()  # graphs of an earlier run in this process count toward torch's recompile limit
     configure_compiler(any_length=longest_ragged > 0)
     if longest_ragged and isinstance(module, GPT):
         module.uniform_length = longest_ragged
@@ -164,12 +164,12 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
 
 
 def unwrapped(wrapped: FabricModule) -> nn.Module:
-    """Return the module inside Fabric's wrapper: DDP's or FSDP's module, or the plain one."""
+    """Return the module inside Fabric's wrapper: the DDP or FSDP module, or the plain one."""
     return wrapped._forward_module
 
 
 def describe_model(spec: ModelSpec, seq_length: float) -> str:
-    """Return name, parameters and FLOPs per token (N8) as one line."""
+    """Return name, parameter count and FLOPs per token (N8) as one line."""
     name = spec.module._get_name() if spec.config is None else spec.config.name
     text = f"{name}: {sum(spec.sizes.values()):,} parameters"
     trained = sum(p.numel() for p in spec.module.parameters() if p.requires_grad)
@@ -184,7 +184,7 @@ def describe_model(spec: ModelSpec, seq_length: float) -> str:
 
 
 def _shards_fit(spec: ModelSpec, source: Path) -> bool:
-    """Whether the shards can be loaded unchanged: not if only one of model and checkpoint ties its embeddings."""
+    """Whether shards can be loaded directly. They cannot if tied embeddings differ between model and checkpoint."""
     config = spec.config
     if config is None or read_model_config(source).tie_embeddings == config.tie_embeddings:
         return True
@@ -206,9 +206,9 @@ def _values(
     device: torch.device,
     storage: torch.dtype | None,
 ) -> Callable[[str, torch.Size], torch.Tensor]:
-    """The function from name and shape to value; quantized layers get their weights at once, but not under FSDP.
+    """Return a function from name and shape to weight. Without FSDP, quantized layers get their weights immediately.
 
-    ``storage``: the dtype in which FSDP stores 4-bit weights; None without FSDP.
+    ``storage`` is the dtype in which FSDP stores 4-bit weights; None without FSDP.
     """
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
@@ -223,7 +223,9 @@ def _values(
             quantize_linears(model, spec.quantize, weights.__getitem__, device)
         else:
             packed = reserve_quantized(model, spec.quantize, storage, weights.__getitem__, device)
-        spec.sizes |= {name: p.numel() for name, p in model.named_parameters()}  # two weights in a byte
+        spec.sizes |= {
+            name: p.numel() for name, p in model.named_parameters()
+        }  # packed 4-bit weights have fewer elements
     initial = adapter_values(model, seed, weights.__getitem__) if adapters is None else None
     tensors = weights | (adapters or {})
 
@@ -237,7 +239,7 @@ def _values(
 
 @torch.no_grad()
 def _take_weights(module: nn.Module, source: Path | None) -> None:
-    """Load a checkpoint into a user-provided module; without one, all ranks take rank 0's weights."""
+    """Load a checkpoint into a user-provided module. Tensors not in it are broadcast from rank 0."""
     state = module.state_dict()
     weights = {} if source is None else load_weights(source)
     for name, tensor in state.items():

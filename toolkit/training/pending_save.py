@@ -1,4 +1,4 @@
-"""A checkpoint save in three phases: begin, write, commit. The write can overlap with training."""
+"""Save a checkpoint in three phases: begin, write, commit. The write can overlap with training."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from toolkit.planning.limits import Progress
 
 @dataclass
 class Snapshot:
-    """The state of one step, without shards."""
+    """The state to save at one step, without shards."""
 
     progress: Progress
     rng: list[dict[str, Any]]  # by rank
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     scaler: dict[str, Any] | None
-    callbacks: dict[str, Any]  # their states by name
+    callbacks: dict[str, Any]  # states by name
 
     def copy(self, copies: HostCopies) -> None:
-        """Copy what training would change, on the rank that writes it."""
+        """Copy weights and optimizer state, which training changes, on rank 0."""
         if ranks.global_rank() == 0:
             self.weights, self.optimizer = (
                 copies.copy(self.weights, "weights"),
@@ -51,7 +51,7 @@ class Snapshot:
 
 
 class PendingSave:
-    """All ranks begin and commit together; in between, each writes its files without collectives.
+    """A save in progress. Begin and commit are collective; in between, each rank writes its files independently.
 
     Args:
         folder: The checkpoint folder.
@@ -59,8 +59,8 @@ class PendingSave:
         write_files: Writes everything except the shards into the temporary folder; called on rank 0.
         shards: This rank's tensors by subfolder, for sharded checkpoints.
         search: Finds NaN and Inf in this rank's weights and optimizer state.
-        report: Prints a line if a rank takes long to write.
-        copies: Buffers for the state if training overlaps with the write; ``search`` then ends before it.
+        report: Prints a message if a rank takes long to write.
+        copies: Buffers for the state if training overlaps with the write. ``search`` then finishes before the write.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PendingSave:
         copies: HostCopies | None = None,
     ) -> None:
         self.folder, self._snapshot, self._write_files, self._copies = folder, snapshot, write_files, copies
-        self._search: Future[list[str]] | None = search  # None: it has ended without a finding
+        self._search: Future[list[str]] | None = search  # None: finished, all values are finite
         self._report = report
         self._tmp: Path | None = None
         self._error: Exception | None = None
@@ -105,7 +105,7 @@ class PendingSave:
         return ranks.WaitReporter(f"save {self.folder.name}", self._report)
 
     def write_on_all_ranks(self) -> None:
-        """Write the files of all ranks before training continues; collective."""
+        """Write the files of all ranks while training waits. Collective."""
         try:
             ranks.run_with_heartbeat(self.write, self.wait_reporter())
         except BaseException:
@@ -113,7 +113,7 @@ class PendingSave:
             raise
 
     def write(self) -> None:
-        """Write this rank's files, in any thread; :meth:`commit` raises its error."""
+        """Write this rank's files, in any thread. :meth:`commit` raises errors."""
         assert self._tmp is not None
         try:
             if self._copies is not None:
@@ -135,11 +135,11 @@ class PendingSave:
             return sync_and_checksum(tmp, local)
         except OSError as error:
             if self._shards:
-                return error  # all ranks will raise it
+                return error  # commit raises it on all ranks
             raise
 
     def commit(self, keep_last: int) -> Path:
-        """Publish the checkpoint when every rank has written, and delete the oldest; collective."""
+        """Publish the checkpoint after every rank has written, and delete the oldest ones. Collective."""
         with self._raise_on_all_ranks():
             if self._error is not None:
                 raise self._error
@@ -156,7 +156,7 @@ class PendingSave:
         return self.folder
 
     def commit_alone(self, keep_last: int) -> Path:
-        """Publish an unsharded checkpoint on rank 0 without the other ranks, which may have exited."""
+        """Publish an unsharded checkpoint on rank 0 without the other ranks, because they may have exited."""
         assert self._tmp is not None and not self._shards and ranks.global_rank() == 0 and self._search is None
         with delete_on_error(self._tmp, self.folder):
             if self._error is not None:
@@ -166,12 +166,12 @@ class PendingSave:
         return self.folder
 
     def abandon(self) -> None:
-        """Delete what is written so far, on rank 0."""
+        """Delete the temporary folder on rank 0."""
         if self._tmp is not None and ranks.global_rank() == 0:
             discard(self._tmp)
 
     def _checksums_of_all(self) -> dict[str, Checksum]:
-        """Return the checksums of the files of all ranks; collective."""
+        """Gather the checksums of all ranks' files. Collective."""
         checksums: dict[str, Checksum] = {}
         for rank, rank_checksums in enumerate(ranks.all_gather_object(self._checksums)):
             if isinstance(rank_checksums, OSError):
@@ -183,14 +183,14 @@ class PendingSave:
         assert self._tmp is not None
         for save in self._shards:
             save.finish()
-            check_sharded(save.folder)  # fails where the nodes do not share the disk
+            check_sharded(save.folder)  # fails if the nodes do not share the disk
         commit_checkpoint(self._tmp, self.folder, checksums)
         prune(self.folder.parent, keep_last)
 
     @contextmanager
     def _raise_on_all_ranks(self) -> Iterator[None]:
-        """Raise an error of the block on all ranks; all ranks enter the block. It must not contain a collective after
-        code that may fail on a single rank."""
+        """Context that raises on all ranks if its block fails on any. All ranks must enter it. The block must not run
+        a collective after code that may fail on a single rank."""
         error: Exception | None = None
         try:
             tmp = self._tmp if ranks.global_rank() == 0 else None

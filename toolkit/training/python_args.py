@@ -1,4 +1,4 @@
-"""Runs from Python: turn models, datasets, optimizers and options into the arguments of a command's run."""
+"""Convert models, datasets, optimizers and options from Python into run arguments."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from toolkit.ui.loggers import read_metrics
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended; the same on every rank.
+    """Result of a run, the same on every rank.
 
     Args:
-        out_dir: The folder of the run; its local staging folder if it is on remote storage.
-        checkpoint: The folder of the last weights, ``out_dir/final``.
-        step: Optimizer steps done.
+        out_dir: Run folder; with remote storage, the local staging folder.
+        checkpoint: Folder of the final checkpoint, ``out_dir/final``.
+        step: Number of completed optimizer steps.
         tokens: Input tokens so far, over all ranks.
-        metrics: The last row of metrics.csv: loss, val_loss where there was held-out data, ...
+        metrics: The last row of metrics.csv: loss, val_loss with validation data, ...
     """
 
     out_dir: Path
@@ -58,7 +58,7 @@ class TrainResult:
 
 @contextmanager
 def names_arguments() -> Iterator[None]:
-    """Name arguments in messages as Python does: the names of the command line without the dashes."""
+    """Context that rewrites flags in error messages as Python argument names, without dashes."""
     try:
         yield
     except UserError as error:
@@ -78,13 +78,13 @@ def read_run_args(
     num_workers: int = 0,
     allow_duplicate_data: bool = False,
 ) -> RunArgs:
-    """Return the arguments of a run.
+    """Convert Python arguments to RunArgs.
 
     Args:
-        command: The command that has the options.
-        options: Its options by name; groups are dictionaries or objects.
+        command: The training command.
+        options: The command's options by name; groups are dictionaries or objects.
 
-    The others: see :func:`toolkit.train`.
+    For the other arguments see :func:`toolkit.train`.
     """
     if not isinstance(strategy := options.get("strategy", AUTO), str):
         raise UserError(f"strategy {type(strategy).__name__}: give a name, such as 'fsdp', and options as fsdp={{...}}")
@@ -102,7 +102,7 @@ def read_run_args(
 def run_from_python(
     args: RunArgs, callbacks: Iterable[Callback], run: Callable[[RunArgs, list[Callback]], None]
 ) -> TrainResult:
-    """Train with ``run`` in a Python script, and return the result on all ranks."""
+    """Call ``run`` to train from a Python script; return the result on all ranks."""
     callbacks = list(callbacks)
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -115,19 +115,19 @@ def run_from_python(
             run(args, callbacks)
         return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: read_result(args.run_dir)))
     except PeerShutdownError as error:
-        raise SystemExit(error.exit_code) from None  # rank 0 prints the reason; a traceback here would hide it
+        raise SystemExit(error.exit_code) from None  # a traceback here would hide the reason that rank 0 prints
 
 
 def read_result(out_dir: Path) -> TrainResult:
     checkpoint = out_dir / FINAL
     meta, rows = read_meta(checkpoint), read_metrics(out_dir / "logs" / "metrics.csv")
-    last = {name: value for name, value in (rows[-1] if rows else {}).items() if value == value}  # NaN: an empty cell
+    last = {name: value for name, value in (rows[-1] if rows else {}).items() if value == value}  # NaN is an empty cell
     metrics = {name: value for name, value in last.items() if name not in ("step", "tokens")}
     return TrainResult(out_dir, checkpoint, meta["step"], meta["tokens"], metrics)
 
 
 def _require_script(args: RunArgs) -> None:
-    """Refuse to start processes where there is no script for them to run."""
+    """Raise UserError if more processes are needed but there is no script file for them to run."""
     _, world = detect_devices(args)
     if world.starts_processes and not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
         raise UserError(
@@ -193,7 +193,7 @@ def _read_data(
     if dataset is None or isinstance(dataset, DataModule):
         if val_dataset is not None or num_workers:
             name = "num_workers" if num_workers else "val_dataset"
-            raise UserError(f"{name}: a DataModule has its own; set it there")
+            raise UserError(f"{name}: has no effect with a DataModule; set it on the DataModule")
         if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length == AUTO:
             raise UserError("train.max_seq_length: must be given, the model's context length is not known")
         return arguments["data"] if dataset is None else dataset
@@ -215,7 +215,7 @@ def _read_data(
 
 
 def _read_optimizer(value: Any) -> tuple[dict[str, Any], type[torch.optim.Optimizer] | None]:
-    """Return the options of ``--optimizer``, and the class where torch.optim has none of that name."""
+    """Return the options of ``--optimizer``, and the class if it is not from torch.optim."""
     if value is None:
         return {}, None
     if inspect.isclass(value) or isinstance(value, str):

@@ -29,12 +29,12 @@ from toolkit.training.checkpoint_meta import RunFingerprint, values_by_flag
 BY_MEMORY = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
 """Options that "auto" chooses from the memory of a device."""
 MAY_DIFFER = (
-    "*_dir", "*path", "*.repo_id", "--from_peft",  # places: what is there is compared
-    "--model_name",  # the architecture is compared
-    "*_workers", "*.max_cache_gb",  # how a node reads
-    "--devices", "--num_nodes", "--accelerator",  # the process group counts its ranks
+    "*_dir", "*path", "*.repo_id", "--from_peft",  # paths: their contents are compared instead
+    "--model_name",  # the architecture is compared instead
+    "*_workers", "*.max_cache_gb",  # only affects how a node reads data
+    "--devices", "--num_nodes", "--accelerator",  # the process group checks the number of ranks
     "--logger_name", "--log.*",  # only rank 0 logs
-    "--extensions",  # their code is compared
+    "--extensions",  # their code is compared instead
 )  # fmt: skip
 """Options that may differ between nodes. All others are compared."""
 SEED_ALIKE = "build the same rows on every rank, for example from a generator with a fixed seed"
@@ -60,7 +60,7 @@ def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
 
 
 def flatten(options: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
-    """Return nested options by flag, such as ``--data.sources.web.weight``."""
+    """Flatten nested options to {flag: value}, with flags such as ``--data.sources.web.weight``."""
     flags: dict[str, Any] = {}
     for name, value in options.items():
         flag = prefix[:-1] if name in ("class_path", "init_args") else prefix + name
@@ -69,7 +69,7 @@ def flatten(options: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
 
 
 def code_versions(args: RunArgs) -> dict[str, str]:
-    """Return the versions of the code that trains, by name. Except for torch and Lightning, with a source hash."""
+    """Return code versions by name, with source hashes except for torch and Lightning."""
     version = f"{__version__} (sources {hash_sources(['toolkit'])})"
     versions = {"toolkit": version, "torch": torch.__version__, "lightning": lightning.__version__}
     versions |= {f"extension {name}": version for name, version in extension_versions().items()}
@@ -84,7 +84,7 @@ def require_own_samples(rows: TokenDataset) -> None:
 
 
 def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: Path | None) -> None:
-    """Check that all ranks load the same weights, by the checksums on disk."""
+    """Check by checksums on disk that all ranks load the same weights."""
     if ranks.world_size() == 1:
         return
     loaded: dict[str, tuple[str, str]] = {}  # by flag: the folder on this node, and its fingerprint
@@ -99,13 +99,13 @@ def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: P
 
 
 def require_same_manifest(folder: Path) -> None:
-    """Check that the file ``COMPLETE`` of a checkpoint to resume is the same on all nodes, or missing on all."""
+    """Check that the manifest ``COMPLETE`` of the checkpoint to resume is the same on all nodes, or missing on all."""
     digest = hashlib.sha256(manifest_bytes(folder)).hexdigest()
     require_same_values({"--resume": (str(folder.resolve()), digest)})
 
 
 def require_same_values(loaded: dict[str, tuple[str, str]]) -> None:
-    """Compare what each rank loads, by flag: the folder on this node, and a fingerprint of its content."""
+    """Raise UserError if ranks load different content. ``loaded`` maps flags to (folder on this node, fingerprint)."""
     host = socket.gethostname()
     everywhere = ranks.all_gather_object(
         {flag: (f"{folder} (on {host})", value) for flag, (folder, value) in loaded.items()}
@@ -123,7 +123,7 @@ def require_same_values(loaded: dict[str, tuple[str, str]]) -> None:
 
 
 def require_shared_disk(out_dir: Path) -> None:
-    """Check that every rank sees the folder that rank 0 made: each writes its shards there."""
+    """Check that every rank sees rank 0's run folder, because each rank writes shards there."""
     ranks_without_access = [rank for rank, sees in enumerate(ranks.all_gather_object(out_dir.is_dir())) if not sees]
     if ranks_without_access:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Build a run from its arguments."""
+"""Define the state of a run, and resolve its configuration and devices."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from toolkit.training.throughput import StepTimes
 
 @dataclass
 class Launch:
-    """A run whose processes are launched and whose data is prepared.
+    """A run after process launch and data preparation.
 
     Args:
-        launched_at: ``--train.max_time`` counts from here.
-        remote: The run's folder, if it is on remote storage.
-        sampler: Prints samples, with ``--eval.max_new_tokens``.
+        launched_at: Start of ``--train.max_time``, in seconds of time.perf_counter().
+        remote: The run's remote folder; None without remote storage.
+        sampler: Prints samples if ``--eval.max_new_tokens`` is set.
     """
 
     config: ResolvedConfig
@@ -72,14 +72,14 @@ class Launch:
 
 @dataclass
 class Run(Launch):
-    """A run with its model, and what the loop counts.
+    """A run with model, optimizer and the counters of the training loop.
 
     Args:
-        token_bytes: UTF-8 bytes of each token, where there is a tokenizer.
-        optimizer: As Fabric has wrapped it.
-        seconds_before: Seconds of earlier launches.
-        ready_at: When this rank last left a collective: what it does until the next one delays all ranks.
-        skipped_steps: Steps of this launch that the fp16 scaler skipped.
+        token_bytes: Number of UTF-8 bytes per token; None without a tokenizer.
+        optimizer: The optimizer as Fabric wraps it.
+        seconds_before: Total seconds of earlier launches.
+        ready_at: Time when this rank last left a collective. Its work until the next one delays all ranks.
+        skipped_steps: Steps that the fp16 GradScaler skipped in this launch.
     """
 
     padding: Padding
@@ -88,7 +88,7 @@ class Run(Launch):
     model: FabricModule
     checkpointer: Checkpointer
     optimizer: Any
-    update: Update = field(init=False)  # both need the callbacks, which need the rest
+    update: Update = field(init=False)  # update and saver need the callbacks, which need the other fields
     saver: Saver = field(init=False)
     seconds_before: float = 0.0
     ready_at: float = 0.0
@@ -104,7 +104,7 @@ class Run(Launch):
         return self.args.objective
 
     def advance(self, n_inputs: int) -> None:
-        """Count a step of ``n_inputs`` input tokens over all ranks."""
+        """Advance the progress by one step of ``n_inputs`` input tokens (all ranks)."""
         progress, total = self.state.progress, self.state.limits.total_samples
         progress.step += 1
         progress.tokens += n_inputs
@@ -119,7 +119,7 @@ class Run(Launch):
 
 
 def resolve_run(args: RunArgs, callbacks: Sequence[Callback] = ()) -> tuple[ResolvedConfig, WorldInfo, list[Callback]]:
-    """Return the configuration of a run, its processes, and its callbacks, ``--callbacks`` first."""
+    """Return the resolved configuration, the processes, and the callbacks (``--callbacks`` first)."""
     device, world = detect_devices(args)
     config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
     all_callbacks = [*load_callbacks(args.callbacks), *callbacks]
@@ -138,6 +138,6 @@ def _refuse_callbacks_before_the_step(callbacks: Sequence[Callback]) -> None:
 
 
 def detect_devices(args: RunOptions) -> tuple[str, WorldInfo]:
-    """Return the kind of device of a run ("cpu", "cuda", "mps") and its processes."""
+    """Return the run's device type ("cpu", "cuda" or "mps") and its processes."""
     device = pick_accelerator(args.accelerator)
     return device, detect_world(args.devices, args.num_nodes, count_devices(device))

@@ -1,4 +1,4 @@
-"""Save checkpoints: training waits for the write, or with ``--train.async_save`` overlaps with it."""
+"""Save checkpoints while training waits, or concurrently with ``--train.async_save``."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from toolkit.training.trace import SAVE
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
-REPORT_WAITS_OVER_S = 1.0  # waits for the previous checkpoint
+REPORT_WAITS_OVER_S = 1.0  # minimum wait for the previous checkpoint to report
 
 
 class Saver:
     """Saves the checkpoints of a run. Every rank calls each method at the same step.
 
-    At most one checkpoint is written at a time. All ranks commit it when all have written; callbacks run after that.
+    At most one checkpoint is written at a time. It is committed after all ranks have written; then callbacks run.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -54,7 +54,7 @@ class Saver:
         return folder
 
     def start(self, name: str) -> None:
-        """Save as :meth:`save` does; with ``--train.async_save`` return before the files are written."""
+        """Save ``out_dir/name``. With ``--train.async_save`` return before the files are written."""
         if self._copies is None:
             self.save(name)
             return
@@ -79,8 +79,8 @@ class Saver:
     def finish_after(self, error: BaseException, is_on_all_ranks: bool = False) -> None:
         """Complete the save in progress, if possible, when the run ends with ``error``.
 
-        The saved state was finite. After an error on one rank, the other ranks may have exited: rank 0 then commits an
-        unsharded checkpoint without them and deletes a sharded one.
+        The saved state was finite. After an error on one rank, the other ranks may have exited. Rank 0 then commits an
+        unsharded checkpoint alone, and deletes a sharded one.
         """
         if (pending := self._pending) is None:
             return
@@ -95,13 +95,13 @@ class Saver:
                     folder = pending.commit_alone(self._keep_last)
                     self._trainer.display.message(f"saved {folder}")
                     submit_upload(self._trainer.callbacks, folder)
-        except Exception as second:  # the first error is what ends the run
+        except Exception as second:  # report the first error, which ended the run
             warnings.warn(f"after {type(error).__name__}: {second}", stacklevel=2)
         finally:
             self._pending = None
 
     def _wait(self, pending: PendingSave, is_alone: bool = False) -> None:
-        """Wait until the files of all ranks are written; of this rank only if ``is_alone``."""
+        """Wait until all ranks' files are written, or only this rank's if ``is_alone``."""
         thread, started = self._thread, time.perf_counter()
         assert thread is not None
 

@@ -1,4 +1,4 @@
-"""Run the first steps of a run without writing anything, to compare them with another run."""
+"""Run the first steps of a run without checkpoints or metrics files, to compare them with another run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ShortRunTrainer(Trainer):
 def short_run_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
     """Return the arguments of the first ``steps`` optimizer steps of a run.
 
-    Model, data, batch, precision, strategy and optimizer are the run's. The learning rate is at its peak from the first
-    step to change the weights. LoRA dropout is 0, because its random numbers differ by rank. There are no validations,
+    Model, data, batch, precision, strategy and optimizer do not change. The learning rate is at its peak from the first
+    step, so the weights change. LoRA dropout is 0, because its random numbers differ by rank. There are no validations,
     checkpoints, loggers, samples or profiles. ``out_dir`` is an empty folder for callbacks that write there.
     """
     train = replace(
@@ -55,7 +55,7 @@ def short_run_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
 
 
 def single_process_args(args: RunArgs, micro_batch_size: int | None = None) -> RunArgs:
-    """Return the arguments of the same run on one device, with the same or another micro-batch size."""
+    """Return the arguments of the run on one device, optionally with another micro-batch size."""
     train = args.train if micro_batch_size is None else replace(args.train, micro_batch_size=micro_batch_size)
     return replace(
         args, train=train, devices=1, num_nodes=1, strategy="auto", fsdp=FSDPArgs(), ddp=DDPArgs(), timeout=AUTO

@@ -1,4 +1,4 @@
-"""Where a run starts and where it will end: resolved from its options, its data and the checkpoint it resumes from."""
+"""Resolve start and end of a run from its options, its data and the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class StartState:
     """Start and end of a run.
 
     Args:
-        progress: Progress of the checkpoint ``resume_from``.
-        base: The base of the adapters; None if all weights are trained.
+        progress: Progress stored in the checkpoint ``resume_from``.
+        base: LoRA adapter information; None if all weights are trained.
         fingerprint: Values that must not change on resume.
         limits, schedule: Limits and LR schedule over all launches.
         mean_length: Mean input tokens per row.
-        longest_ragged: Input tokens of the longest row where rows differ in length; 0 where they do not.
-        flops: Per token, counted before layers are packed or sharded; None for a user-provided model.
+        longest_ragged: Input tokens in the longest row if row lengths vary; otherwise 0.
+        flops: FLOPs per token, counted before layers are packed or sharded; None for a user-provided model.
         damaged: Newer checkpoints of the run that were skipped.
-        callbacks: Callback states by name, from the checkpoint.
+        callbacks: Callback states from the checkpoint, by name.
     """
 
     resume_from: Path | None
@@ -54,7 +54,7 @@ class StartState:
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def is_finished(self, args: RunArgs) -> bool:
-        """Whether nothing is left to do: a limit is reached and ``final/`` is written."""
+        """Whether the run is finished: a limit or early stopping is reached and ``final/`` is written."""
         patience = args.train.patience
         reached = self.limits.reached(self.progress.step, self.progress.tokens)
         stale = self.callbacks.get("EarlyStopping", {}).get("stale_validations", 0)
@@ -65,7 +65,7 @@ class StartState:
 def prepare_start_state(
     resolved: ResolvedConfig, data: PreparedData, resume_from: Path | None, damaged: list[Path]
 ) -> StartState:
-    """Resolve start and end of the run, and check that all ranks agree."""
+    """Resolve start and end of the run, and check that all ranks have the same options, data and weights."""
     args = resolved.args
     require_own_samples(data.train)
     config = with_vocabulary(resolved.model, data)
@@ -101,7 +101,7 @@ def prepare_start_state(
 
 
 def keep_fused_qkv(config: ResolvedConfig, resume_from: Path | None) -> ResolvedConfig:
-    """Keep q, k and v fused in Muon if the checkpoint was trained so, unless the user set ``split_qkv``."""
+    """Keep q, k and v fused in Muon if the checkpoint was trained that way, unless the user set ``split_qkv``."""
     is_default = "split_qkv" in config.optimizer and "split_qkv" not in config.args.optimizer.options
     if resume_from is None or not is_default or "split_qkv" in read_meta(resume_from)["identity"]["optimizer"]:
         return config
@@ -109,20 +109,20 @@ def keep_fused_qkv(config: ResolvedConfig, resume_from: Path | None) -> Resolved
 
 
 def read_progress(folder: Path, fingerprint: RunFingerprint) -> Progress:
-    """Read the progress of a checkpoint, and check that the checkpoint belongs to the same run."""
+    """Read a checkpoint's progress, and check that its fingerprint matches the run."""
     meta = read_meta(folder)
     fingerprint.check_matches(meta["identity"], folder)
     return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
 
 
 def longest_ragged(data: PreparedData, limit: int | None) -> int:
-    """Return the tokens of the longest row, ``limit`` if lengths are unknown; 0 if all rows have the same length."""
+    """Return the tokens in the longest row, or ``limit`` if unknown; 0 if all rows have the same length."""
     row_lengths_by_split = [row_lengths(rows) for rows in (data.train, data.val) if is_ragged(rows)]
     return max(((limit or 1) if lengths is None else int(lengths.max()) for lengths in row_lengths_by_split), default=0)
 
 
 def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:
-    """Check that there are validations, where ``--train.keep_best`` or ``--train.patience`` decides by them."""
+    """Check that validation is enabled if ``--train.keep_best`` or ``--train.patience`` needs it."""
     flags = {"keep_best true": train.keep_best, f"patience {train.patience}": train.patience is not None}
     for flag in (flag for flag, is_given in flags.items() if is_given):
         if data.val is None or not len(data.val):

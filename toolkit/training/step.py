@@ -1,4 +1,4 @@
-"""One optimizer step: the gradient of the global batch's loss (N2), checked before it is used (N7)."""
+"""Run one optimizer step with the gradient of the global batch's loss (N2), after checking it for NaN and Inf (N7)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from toolkit.optim.update import Update
 from toolkit.training.trace import BACKWARD, FORWARD
 
 MAX_SKIPPED_IN_A_ROW = 50
-"""An fp16 scaler that finds no scale within this many steps never will."""
+"""Fail after more skipped steps in a row, because the fp16 GradScaler will not find a finite scale."""
 
 
 class StepResult(NamedTuple):
     loss: float
-    """Mean over the global batch; for next-token prediction per supervised token, in nats (N2)."""
+    """Mean over the global batch. For next-token prediction: per supervised token, in nats (N2)."""
     grad_norm: float
-    """Norm of the complete gradient before clipping, the same on all ranks."""
+    """Global gradient norm before clipping, the same on all ranks."""
     skipped: bool
-    """The fp16 scaler skipped the update and lowered its scale."""
+    """Whether the fp16 GradScaler skipped the update and lowered its scale."""
     parts: Mapping[str, float]
     """Means of the objective's other parts."""
 
@@ -45,16 +45,18 @@ def train_step(
 
     Args:
         update: Clips and applies the gradient.
-        counts: The objective's normalizers, summed over all ranks. Strategies average gradients over ranks, therefore
-            the loss sum is multiplied by (world size / count) to give the gradient of the global mean.
+        counts: The objective's normalizers, summed over all ranks. Strategies average gradients over ranks, so loss
+            sums are multiplied by (averaged ranks / count) to get the gradient of the global mean.
         overlap: Host work to do while the device computes.
 
     Raises:
-        GuardError: the loss or the gradient is not finite. The weights are untouched; with
-            ``--optimizer.in_backward`` they are finite.
+        GuardError: the loss or the gradient is not finite. The weights are unchanged, or with
+            ``--optimizer.in_backward`` finite.
     """
     model, parts = update.model, objective.parts(original_module(update.model))
-    parts = tuple(sorted(parts, key=lambda part: part.weight == 0))  # the sums that N7 checks come first
+    parts = tuple(
+        sorted(parts, key=lambda part: part.weight == 0)
+    )  # parts with a weight come first, because N7 checks only those
     scale, totals = scales(parts, counts, ranks.layout().loss_ranks), dict[str, torch.Tensor]()
     for i, batch in enumerate(micro_batches):
         with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
@@ -80,7 +82,7 @@ def train_step(
 
 
 def describe_nonfinite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:
-    """Describe the ranks with a non-finite loss, or all ranks if only the gradient is not finite; collective."""
+    """Describe the ranks with a non-finite loss, or all ranks if only the gradient is non-finite. Collective."""
     ids = [row for batch in micro_batches for row in batch.ids if row >= 0]
     by_rank = list(enumerate(ranks.all_gather_object((loss_sum, ids))))
     nonfinite_ranks = [entry for entry in by_rank if not math.isfinite(entry[1][0])] or by_rank

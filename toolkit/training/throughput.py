@@ -1,4 +1,4 @@
-"""N8 honest-throughput: tokens per second, MFU and peak memory of a run; FLOPs: toolkit.planning.speed.flops."""
+"""N8 honest-throughput: measure tokens per second, MFU and peak memory. See toolkit.planning.speed.flops for FLOPs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory so far in GB (1e9 bytes): the allocator's on CUDA, otherwise the resident set size."""
+    """Return the peak memory so far in GB (1e9 bytes): the CUDA allocator's, or the process's resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     try:
@@ -46,10 +46,10 @@ class Throughput:
 
 
 class StepTimes:
-    """Wall time of training steps, and the rank that delays the others, since the last :meth:`read`.
+    """Measures step wall time and the slowest rank since the last :meth:`read`.
 
     A rank's host time in a step is its callbacks, logging and data loading between the last collective and the step's
-    all-reduce. After the all-reduce, collectives synchronize the ranks: only a profile (``--profile``) shows which rank
+    all-reduce. After that, collectives synchronize the ranks, so only a profile (``--profile``) shows a rank that
     computes slowly.
     """
 
@@ -67,7 +67,7 @@ class StepTimes:
         """Add a step.
 
         Args:
-            microseconds: Host time of each rank, and the part of it spent on data loading.
+            microseconds: For each rank, host time and the part spent on data loading.
             seconds: Seconds from the step's all-reduce to its end.
         """
         own, data = np.array(microseconds).T / 1e6
@@ -76,8 +76,11 @@ class StepTimes:
         self._seconds += own.max() + seconds
 
     def read(self) -> dict[str, float]:
-        """Return the means per step, and reset them: step_s, the wall time without validation and saving; slowest_rank,
-        with the most own time; data_wait_s, that rank's data loading."""
+        """Return per-step means and reset them.
+
+        step_s is the wall time without validation and saving. slowest_rank has the most host time. data_wait_s is
+        that rank's data loading time.
+        """
         slowest = int(np.argmax(self._own))
         data = float(np.atleast_1d(self._data)[slowest])
         values = {"data_wait_s": data / self._steps, "step_s": self._seconds / self._steps, "slowest_rank": slowest}

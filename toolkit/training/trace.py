@@ -1,4 +1,4 @@
-"""Where the time of profiled steps went, from the Chrome traces that torch.profiler writes."""
+"""Compute a time breakdown of profiled steps from torch.profiler's Chrome traces."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DATA_WAIT, FORWARD, BACKWARD = "toolkit::data_wait", "toolkit::forward", "toolki
 VALIDATE, SAVE = "toolkit::validate", "toolkit::save"
 """Names of the ranges that the training loop adds to a trace."""
 
-MAX_TRACE_BYTES = 50_000_000  # compressed; ten to twenty times that as text, more as Python objects
-_DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories
-_COLLECTIVES = ("gloo:", "nccl")  # how the names of a process group's work and of NCCL's kernels begin
-_NO_COMPUTE = ("c10d::", "autograd::", "torch::autograd::")  # namespaces; the last two contain FSDP's hooks
+MAX_TRACE_BYTES = 50_000_000  # compressed; 10 to 20 times larger as text, more as Python objects
+_DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}  # trace categories
+_COLLECTIVES = ("gloo:", "nccl")  # name prefixes of Gloo operations and NCCL kernels
+_NO_COMPUTE = ("c10d::", "autograd::", "torch::autograd::")  # operator namespaces; the last two contain FSDP's hooks
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
@@ -24,16 +24,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time of the profiled steps went on one rank, as fractions. The first four of them add up to 1.
+    """Time breakdown of the profiled steps on one rank, in fractions. The first four add up to 1.
 
-    Each moment outside validation and saving counts once, for the first that applies:
+    Time outside validation and saving counts for the first category that applies:
 
     Args:
-        compute: A kernel or a copy runs on the GPU. Without one: an operator runs on the CPU, other than collectives.
+        compute: A kernel or copy runs on the GPU. Without a GPU: an operator other than a collective runs on the CPU.
         communication: A collective runs or waits for other ranks.
-        data_wait: The loop waits for its next batch.
-        host: None of them: Python, kernel launches, callbacks, logging.
-        hidden_communication: Collectives while something is computed; part of ``compute``.
+        data_wait: The training loop waits for the next batch.
+        host: Everything else: Python, kernel launches, callbacks, logging.
+        hidden_communication: Collectives that overlap with compute; part of ``compute``.
         step_s: Seconds per step.
     """
 
@@ -46,7 +46,7 @@ class Shares:
 
 
 def read_shares(path: Path, n_steps: int) -> Shares:
-    """Return the shares of the first ``n_steps`` steps of a trace."""
+    """Read a trace and return the time breakdown of its first ``n_steps`` steps."""
     if path.stat().st_size > MAX_TRACE_BYTES:
         raise ValueError(f"{path} is too large to be read during the run; open it in ui.perfetto.dev")
     with gzip.open(path) as file:
@@ -54,7 +54,7 @@ def read_shares(path: Path, n_steps: int) -> Shares:
 
 
 def compute_shares(events: Iterable[Event], n_steps: int) -> Shares:
-    """Return the shares of the first ``n_steps`` steps of trace events."""
+    """Return the time breakdown of the first ``n_steps`` steps from trace events."""
     ranges = [event for event in events if event.get("ph") == "X"]
     named = [event for event in ranges if _category(event) == "user_annotation"]
     steps = sorted(_interval(event) for event in named if event["name"].startswith("ProfilerStep#"))[:n_steps]
@@ -88,7 +88,7 @@ def compute_shares(events: Iterable[Event], n_steps: int) -> Shares:
 
 
 def _find_compute(ranges: list[Event]) -> tuple[list[Event], list[Event]]:
-    """Return the computing operators; without a GPU, first the CPU's operators that only communicate."""
+    """Return (blocking CPU collectives, compute events). The first list is empty with a GPU."""
     if work := [e for e in ranges if _category(e) in _DEVICE_WORK and not e["name"].startswith(_COLLECTIVES)]:
         return [], work
     operators = [e for e in ranges if _category(e) == "cpu_op"]

@@ -1,4 +1,4 @@
-"""One training run, from its arguments to ``final/``: :meth:`Trainer.start` reads from top to bottom."""
+"""Run training from arguments to ``final/``. Start reading at :meth:`Trainer.start`."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ from toolkit.training.validate import batches_by_source, validate
 
 
 class Trainer:
-    """One training run: the arguments of :func:`toolkit.train` one by one, and what callbacks get as ``trainer``.
+    """A training run with the arguments of :func:`toolkit.train`. Callbacks get it as ``trainer``.
 
-    Options of the group ``train`` may be given by themselves, as ``max_steps=100``, and the arguments of
-    OpenLanguageModel's trainers where they mean the same: dataloader, device, context_length, grad_accum_steps,
-    weight_decay, grad_clip_norm, sharding_strategy and others.
+    Options of the group ``train`` may be keyword arguments, such as ``max_steps=100``. Equivalent arguments of
+    OpenLanguageModel's trainers also work: dataloader, device, context_length, grad_accum_steps, weight_decay,
+    grad_clip_norm, sharding_strategy and others.
 
     Args:
         model: See :func:`toolkit.train`.
-        dataset: See :func:`toolkit.train`. With ``grad_accum_steps``, a DataLoader's batch size is the micro-batch's.
-        val_dataset: Held-out rows.
+        dataset: See :func:`toolkit.train`. With ``grad_accum_steps``, a DataLoader gives the micro-batch size.
+        val_dataset: Validation dataset.
         preset: "balanced", "memory" or "speed", see ``--preset``.
         strategy: "auto", "single", "ddp" or "fsdp".
-        options: As described above, and every other argument of :func:`toolkit.train`.
+        options: The options above, and all other arguments of :func:`toolkit.train`.
 
     Raises:
-        UserError: an unknown name, with the nearest known one, or an argument that is given twice.
+        UserError: an argument is unknown or set twice.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Trainer:
     # ---- the run
 
     def fit(self, **limits: Any) -> TrainResult:
-        """Train, and return how the run ended; ``limits`` are further options, such as ``max_steps=100``.
+        """Train and return the result. ``limits`` are additional options, such as ``max_steps=100``.
 
         Raises:
             See :func:`toolkit.train`.
@@ -96,14 +96,14 @@ class Trainer:
     train = fit
 
     def save_checkpoint(self, path: Any = None, **options: Any) -> None:
-        """Refuse this name of other trainers, with what to use here."""
+        """Raise UserError with the alternative to this method of other trainers."""
         raise UserError(
             "save_checkpoint: fit saves automatically; in a callback use trainer.save(name), and for shards "
             "fsdp={'state_dict_type': 'sharded'}"
         )
 
     def arguments(self, **limits: Any) -> dict[str, Any]:
-        """Return the arguments of :func:`toolkit.train` that :meth:`fit` would train with."""
+        """Return the equivalent arguments of :func:`toolkit.train` for :meth:`fit`."""
         for name in limits.keys() & self._options.keys():
             raise UserError(f"{name}: is given to Trainer, too; remove one of them")
         return self._objects | translate(self._options | limits, self._objects["dataset"])
@@ -115,9 +115,9 @@ class Trainer:
 
         Raises:
             GuardError: the loss, the gradient or the weights are not finite, or replicas differ.
-            StoppedBySignalError: a signal came; the state has been saved.
+            StoppedBySignalError: a signal was received; the state has been saved.
             PeerLostError, PeerShutdownError: see :func:`toolkit.distributed.launch.launch_processes`.
-            DataError: data cannot be read in the midst of the run; the state has been saved.
+            DataError: data could not be read during the run; the state has been saved.
             CallbackError: a callback failed.
         """
         with ExitStack() as stack:
@@ -129,11 +129,11 @@ class Trainer:
             self.callbacks = self._build_callbacks(run, callbacks, stack)
             if run.state.resume_from is not None:
                 load_callback_states(self.callbacks, run.state.callbacks, run.display.message)
-            callback_states(self.callbacks)  # what cannot be saved is an error now
+            callback_states(self.callbacks)  # fail now if a state cannot be saved
             run.update, run.saver = build_update(self), Saver(self)
             if run.checkpointer.sharded:
                 require_shared_disk(run.out_dir)
-            disable_malloc_trim(run.config.device)  # only now: what loading has freed is returned (M3)
+            disable_malloc_trim(run.config.device)  # after loading, so that memory freed by loading is returned (M3)
             self._train()
 
     def _train(self) -> None:
@@ -145,9 +145,9 @@ class Trainer:
                     self._log(metrics)
                     notify(self.callbacks, "on_validation_end", self, metrics)
                 self._loop(signals)
-                self.save(FINAL)  # still under the watch: a signal must not cut short the run's last save
+                self.save(FINAL)  # inside SignalWatch, so that a signal does not interrupt the final save
         except BaseException as error:
-            ranks.set_timeout(self.run.timeouts.first)  # a logger may have much to send
+            ranks.set_timeout(self.run.timeouts.first)  # loggers may need long to upload
             self.run.saver.finish_after(error)
             notify_exception(self.callbacks, self, error)
             raise
@@ -155,7 +155,7 @@ class Trainer:
         notify(self.callbacks, "on_train_end", self)
 
     def _loop(self, signals: SignalWatch) -> None:
-        """Run optimizer steps until a limit is reached, with what is due in between."""
+        """Run optimizer steps until a limit is reached; validate, log and save when due."""
         run, progress, limits = self.run, self.progress, self.run.state.limits
         if limits.reached(progress.step, progress.tokens):
             return
@@ -206,11 +206,11 @@ class Trainer:
         started_at: float,
         step_seconds: float,
     ) -> tuple[dict[str, int], list[list[int]]]:
-        """Sum over the ranks what they must agree on, in one all-reduce per step.
+        """Sum counts and flags over all ranks, in one all-reduce per step.
 
         Returns:
-            The sums by name, and for each rank its microseconds since the last step, in which the others wait for it,
-            and how many of them it waited for data.
+            The sums by name, and for each rank its host time since the last step and the part of it spent waiting for
+            data, in microseconds.
         """
         run, data_ready_at, max_seconds = self.run, time.perf_counter(), self.run.state.limits.max_seconds
         seconds_left = math.inf if max_seconds is None else run.launched_at + max_seconds - started_at
@@ -228,7 +228,7 @@ class Trainer:
         )
 
     def _stops_before_step(self, agreed: dict[str, int], signals: SignalWatch, is_first: bool) -> bool:
-        """Whether a callback has requested the end; after a signal, or where data cannot be read, raise."""
+        """Whether a callback requested a stop. Raises after a signal or a read error."""
         if agreed["signalled"]:
             self._stop_for_signal(signals)
         if agreed["cannot_read"]:
@@ -241,7 +241,7 @@ class Trainer:
     def _after_step(
         self, metrics: dict[str, float], agreed: dict[str, int], intervals: Intervals, is_last: bool
     ) -> None:
-        """Validate, log and save where it is due."""
+        """Validate, log and save when due."""
         step, evaluation = self.progress.step, self.args.eval
         is_eval_due = is_due(intervals.eval_steps, step) or agreed["eval_is_due"] > 0
         should_validate = evaluation.final_validation if is_last else is_eval_due
@@ -271,11 +271,11 @@ class Trainer:
         run.skipped_steps += result.skipped
         return result
 
-    # ---- what callbacks see
+    # ---- interface for callbacks
 
     @property
     def run(self) -> Run:
-        """The run's parts and progress; available from its first callback on."""
+        """The run's parts and progress. Available from ``on_train_start`` on."""
         if self._run is None:
             raise UserError("Trainer: the run has not started; call fit() first")
         return self._run
@@ -310,7 +310,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> Any:
-        """As Fabric has wrapped it."""
+        """The optimizer as Fabric wraps it."""
         return self.run.optimizer
 
     @property
@@ -318,7 +318,7 @@ class Trainer:
         return self.run.state.progress
 
     def save(self, name: str) -> Path:
-        """Write the checkpoint ``out_dir/name`` (S1); every rank calls this.
+        """Write the checkpoint ``out_dir/name`` (S1). Collective.
 
         Raises:
             GuardError: weights or optimizer state are not finite.
@@ -326,7 +326,7 @@ class Trainer:
         return self.run.saver.save(name)
 
     def validate(self) -> dict[str, float]:
-        """Return the metrics of the held-out data (N6), nothing where there is none; every rank calls this.
+        """Return the validation metrics (N6); empty without validation data. Collective.
 
         Raises:
             GuardError: the loss is not finite.
@@ -334,7 +334,7 @@ class Trainer:
         if self.data.val is None or not row_count(self.data.val):
             return {}
         self.display.phase("validating")
-        self.run.reader.pause()  # held-out and training rows may be of one store
+        self.run.reader.pause()  # validation and training rows may share a store
         batch, max_iters = self.config.batch, self.args.eval.max_iters
         batches = batches_by_source(
             self.data.val_sources or {"": self.data.val},
@@ -356,10 +356,10 @@ class Trainer:
         return metrics
 
     def request_stop(self, reason: str) -> None:
-        """End the run before the next step, with ``final/``. One rank that asks is enough."""
+        """Stop the run before the next step and write ``final/``. One rank may call this alone."""
         self.run.stop_reason = reason
 
-    # ---- what a run that only compares its first steps does otherwise
+    # ---- overridden by ShortRunTrainer
 
     def _build_callbacks(self, run: Run, user_callbacks: Sequence[Callback], stack: ExitStack) -> list[Callback]:
         return build_callbacks(run, user_callbacks, stack)
@@ -367,10 +367,10 @@ class Trainer:
     def _resume_hint(self, out_dir: Path) -> str:
         return f"--resume auto continues from {newest(out_dir) or 'the newest checkpoint, if one was saved'}"
 
-    # ---- parts of the loop
+    # ---- helpers of the loop
 
     def _log(self, metrics: dict[str, float]) -> None:
-        """Hand a row of metrics to the callbacks."""
+        """Pass a row of metrics to the callbacks."""
         if metrics:
             self._count_seconds()
             self.progress.logged_rows += 1
@@ -378,7 +378,7 @@ class Trainer:
             notify(self.callbacks, "on_log", self, axes | metrics)
 
     def update_progress(self) -> None:
-        """Bring up to date what of the progress only checkpoints need."""
+        """Update the progress fields that only checkpoints need."""
         self._count_seconds()
         self.progress.data = self.run.reader.state(self.progress.samples)
 
@@ -388,7 +388,7 @@ class Trainer:
     def _stop_for_signal(self, signals: SignalWatch) -> None:
         signal_number = max(ranks.all_gather_object(signals.received))
         folder = self.save(f"step-{self.progress.step:08d}")
-        finish_uploads(self.callbacks)  # a second Ctrl-C ends the wait
+        finish_uploads(self.callbacks)  # a second Ctrl-C interrupts this wait
         signals.ignore()
         raise StoppedBySignalError(
             signal_number, f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
@@ -403,5 +403,5 @@ class Trainer:
 
 
 def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
-    """Train as the user asked for; every process of the run calls this. ``callbacks`` come after ``--callbacks``."""
+    """Train. Every process of the run calls this. ``callbacks`` run after ``--callbacks``."""
     Trainer().start(*resolve_run(args, callbacks))

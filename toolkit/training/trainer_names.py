@@ -1,4 +1,4 @@
-"""The arguments of ``toolkit.Trainer``, also under OpenLanguageModel's names, as arguments of :func:`toolkit.train`."""
+"""Convert arguments of ``toolkit.Trainer``, including OpenLanguageModel's names, to those of :func:`toolkit.train`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", None: "none"}
 
 
 def _accelerator(device: Any) -> str | None:
-    """Convert "auto", a kind of device, or "cuda:N", where N must be the local rank."""
+    """Convert "auto", a device type, or "cuda:N" to an accelerator. N must be the local rank."""
     kind, _, index = re.sub(":auto$", "", str(device)).partition(":")
     if index and index != str(rank := script.get_local_rank()):
         raise UserError(f"device {device}: each process takes the device of its local rank, here {rank}; use {kind}")
@@ -55,11 +55,11 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "transformer_layer_cls": ("block_classes", lambda cls: [cls]),
     "backward_prefetch": ("fsdp.backward_prefetch", lambda value: _PREFETCH.get(value, value)),
 }
-"""Names of other trainers whose values differ: the option, and its value; None: the option's default."""
+"""Names of other trainers with different values: (option, conversion). None means the option's default."""
 
 
 def find_dataset(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset among the positional arguments after the model, or ``dataloader``, and the other options."""
+    """Return the dataset (a positional argument or ``dataloader``) and the remaining options."""
     dataset, *more = given
     if inspect.isclass(dataset) and issubclass(dataset, Optimizer):  # Trainer(model, optimizer class, loader)
         options = options | {"optimizer": dataset}
@@ -73,7 +73,7 @@ def find_dataset(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, 
 
 
 def translate(arguments: dict[str, Any], dataset: Any) -> dict[str, Any]:
-    """Return the arguments of :func:`toolkit.train`; an unknown name, or an option given twice, is an error."""
+    """Return the arguments of :func:`toolkit.train`. Raise UserError for an unknown name or an option set twice."""
     command = CommandOptions(pretrain)
     options = {name: value for name, value in arguments.items() if name in (*command.parameters, *_OBJECTS)}
     for name, value in arguments.items():
@@ -93,7 +93,7 @@ def translate(arguments: dict[str, Any], dataset: Any) -> dict[str, Any]:
 
 
 def _set(options: dict[str, Any], option: str, value: Any, name: str) -> None:
-    """Set an option by its dotted name; ``name`` is the argument that the user gave."""
+    """Set an option by its dotted name. ``name`` is the user's argument, for error messages."""
     group, _, inner = option.rpartition(".")
     values = options
     if group == "optimizer" and not isinstance(options.get(group), dict):

@@ -1,4 +1,4 @@
-"""N6: validation is a token-weighted mean over all ranks."""
+"""Compute validation metrics as a token-weighted mean over all ranks (N6)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def batches_by_source(
 
     Args:
         sources: Rows by name.
-        max_rows: Limit over all sources; None: all rows. Each source gets a share in proportion to its size, at least
-            one row. The limit then does not change the sources' shares in the total loss.
+        max_rows: Maximum number of rows over all sources; None: all rows. It is split in proportion to source sizes,
+            at least one row each, so the sources' shares in the total loss do not change.
         options: See :func:`toolkit.data.loader.val_batches`.
     """
     total = sum(len(rows) for rows in sources.values())
@@ -35,7 +35,7 @@ def batches_by_source(
 
 
 def rows_of_source(size: int, total: int, max_rows: int | None) -> int:
-    """Return how many of the ``size`` rows of a source to validate, see :func:`batches_by_source`."""
+    """Return how many of a source's ``size`` rows to validate, see :func:`batches_by_source`."""
     return size if max_rows is None or max_rows >= total else max(1, max_rows * size // total)
 
 
@@ -47,18 +47,17 @@ def validate(
     batches: Iterable[Batch] | Mapping[str, Iterable[Batch]],
     token_bytes: np.ndarray | None,
 ) -> dict[str, float]:
-    """Return the metrics of held-out rows.
+    """Return the validation metrics.
 
     Args:
         model: The model as Fabric wraps it.
-        batches: The same number on every rank, some possibly without supervised tokens; or such batches by source, in
-            the same order on every rank.
-        token_bytes: UTF-8 bytes of each token, (vocabulary,).
+        batches: Batches, or batches by source in the same order on every rank. The number must be the same on every
+            rank; some may have no supervised tokens.
+        token_bytes: Number of UTF-8 bytes per token, shape (vocabulary,); None without a tokenizer.
 
     Returns:
-        val_loss over all sources and val_loss_<source>, the means of the objective's further parts as val_<part>, and
-        where the loss is a negative log-likelihood val_ppl and, with ``token_bytes``, val_bpb; an empty dictionary if
-        nothing was supervised.
+        val_loss over all sources, val_loss_<source>, and val_<part> for other parts of the objective. If the loss is a
+        negative log-likelihood, also val_ppl and, with ``token_bytes``, val_bpb. Empty without supervised tokens.
     """
     was_training = model.training
     model.eval()
@@ -70,7 +69,7 @@ def validate(
         for batch in of_source:
             sums = objective.sums(model, batch, fabric.device)
             targets = batch.labels[batch.labels >= 0].numpy()
-            # ids beyond the tokenizer's own (padding of the vocabulary, foreign data) stand for no text
+            # ids beyond the tokenizer's vocabulary (padding, other data) have no text
             n_bytes = int(token_bytes[targets[targets < len(token_bytes)]].sum()) if token_bytes is not None else 0
             counts = total_counts(objective, [batch]).values()
             # nan: the model does not compute this part in validation
@@ -86,7 +85,7 @@ def validate(
 
 
 def _metrics(objective: Objective, parts: tuple[Part, ...], totals: list[float]) -> dict[str, float]:
-    """Return the metrics from the counts, the bytes and the sums of the parts."""
+    """Compute the metrics from totals: counts, bytes and the parts' sums."""
     n = len(objective.normalizers)
     counts, n_bytes = dict(zip(objective.normalizers, totals[:n], strict=True)), totals[n]
     sums = {p.name: value for p, value in zip(parts, totals[n + 1 :], strict=True) if not math.isnan(value) or p.weight}

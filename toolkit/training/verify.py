@@ -1,4 +1,4 @@
-"""S7 verified-bytes: all ranks verify checkpoints together and agree on the one to resume from."""
+"""S7 verified-bytes: verify checkpoints on all ranks and choose the one to resume."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ T = TypeVar("T")
 def require_intact_together(
     folder: Path, is_node_leader: bool, report: Callable[[str], None], model_only: bool = False
 ) -> bool:
-    """Compare a folder's files with its manifest; every rank calls this.
+    """Verify a folder's files against its manifest; return whether there is a manifest. Collective.
 
-    The shards are divided among all ranks; the other files are read once per node, because nodes may have copies.
-    ``is_node_leader`` is true on the first rank of a node. With ``model_only`` the trainer state may be missing. Return
-    whether there is a manifest.
+    Shards are divided among all ranks. Other files are read once per node, because nodes may have copies.
+    ``is_node_leader`` is true on the first rank of a node. With ``model_only`` the trainer state may be missing.
     """
     manifest = _same_on_all(lambda: read_manifest(folder))
     if manifest is None:
@@ -65,7 +64,7 @@ def require_intact_together(
 def fetch_on_other_nodes(
     remote: RemoteRun | None, resume: bool | str, resume_from: Path | None, world: WorldInfo
 ) -> None:
-    """Download the checkpoint that rank 0 resumes from on the first rank of each other node; every rank calls this.
+    """Download the checkpoint to resume on the first rank of each other node. Collective.
 
     Only rank 0's ``resume_from`` counts.
     """
@@ -90,10 +89,9 @@ def fetch_on_other_nodes(
 def find_intact(
     args: RunArgs, resume_from: Path | None, is_node_leader: bool, display: Any
 ) -> tuple[Path | None, list[Path]]:
-    """Return the checkpoint to continue from, and the damaged ones that ``--resume auto`` skipped: the same on every
-    rank; all ranks call this.
+    """Return the checkpoint to resume, and damaged ones that ``--resume auto`` skipped, the same on every rank.
 
-    Only rank 0's ``resume_from`` counts. ``trainer/meta.json`` is checked even if ``verify_checkpoint`` is false.
+    Collective. Only rank 0's ``resume_from`` counts. ``trainer/meta.json`` is always checked.
     """
     is_auto = str(args.resume).lower() == "auto"
     candidates = [] if resume_from is None else newest_first(args.run_dir) if is_auto else [resume_from]
@@ -101,11 +99,11 @@ def find_intact(
         display.phase("verifying the checkpoint")
     damaged: list[Path] = []
     candidates, verify, run_dir = ranks.broadcast_from_rank0((candidates, args.verify_checkpoint, args.run_dir))
-    if is_url(args.out_dir):  # nodes may have their staging folders in different places
+    if is_url(args.out_dir):  # staging folders may have different paths on each node
         candidates = [args.run_dir / folder.name if folder.parent == run_dir else folder for folder in candidates]
     for folder in candidates:
         if verify:
-            require_same_manifest(folder)  # else another node's checkpoint would be taken for a damaged one
+            require_same_manifest(folder)  # otherwise a different checkpoint on another node would look damaged
         try:
             if verify and not require_intact_together(folder, is_node_leader, display.message):
                 _same_on_all(partial(require_finite, folder))
@@ -120,7 +118,7 @@ def find_intact(
 
 
 def _same_on_all(read: Callable[[], T]) -> T:
-    """Return rank 0's result, or raise its UserError, on every rank."""
+    """Call ``read`` on rank 0, and return its result or raise its UserError on every rank."""
     value: T | None = None
     error: UserError | None = None
     if ranks.global_rank() == 0:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the hooks you need; each does nothing by default.
+    """Base class of callbacks. Override the hooks you need; the defaults do nothing.
 
-    Every rank calls every hook at the same step; a callback may use collectives. Metrics are plain numbers, the same on
-    every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, the validation if
-    one is due, ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. The user's callbacks come after
-    the run's checks and before its outputs, in the order given.
+    Every rank calls every hook at the same step, so a callback may use collectives. Metrics are plain numbers, the same
+    on every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, validation if due,
+    ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. User callbacks run in the order given, after the run's
+    checks and before its outputs.
 
     ``trainer`` offers ``model``, ``optimizer``, ``fabric``, ``data``, ``progress`` (``step``, ``tokens``, ``samples``),
     ``config``, ``out_dir``, ``save(name)`` and ``request_stop(reason)``.
@@ -32,32 +32,32 @@ class Callback:
     """Names that ``on_log`` adds to the metrics. They become additional columns of metrics.csv."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Before the first step of this launch; the model has its weights, a resumed run its state."""
+        """Before the first step of this launch, after weights and (on resume) state are loaded."""
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        """The gradient of the global batch is in ``trainer.model``'s parameters, checked and clipped (with
-        bf16-master not clipped yet)."""
+        """After the backward pass: parameters of ``trainer.model`` hold the global batch's gradient, checked and
+        clipped (not yet clipped with bf16-master)."""
 
     def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """After an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens (inputs over
-        all ranks), step_seconds."""
+        """After an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens (input tokens
+        over all ranks), step_seconds."""
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """A row of metrics is due: every ``--train.log_interval`` steps, and with every validation; without ``loss``
-        before the first step. What is added to ``metrics`` here is seen by the callbacks that follow."""
+        """When a row of metrics is logged: every ``--train.log_interval`` steps and with every validation. There is no
+        ``loss`` before the first step. Later callbacks see what this one adds to ``metrics``."""
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """After a validation: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty without
-        held-out data."""
+        """After a validation. Metrics: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty without
+        validation data."""
 
     def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
-        """A checkpoint is complete on disk; with ``--train.async_save`` some steps after its own."""
+        """After a checkpoint is complete on disk. With ``--train.async_save`` this is some steps later."""
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """The run ends with an error, or after a signal."""
+        """When the run ends with an error or after a signal."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """The run has reached its end, and ``final/`` is complete."""
+        """When the run has finished and ``final/`` is complete."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in every checkpoint: tensors and plain values, the same on every rank."""
@@ -73,7 +73,7 @@ def overrides(callback: Callback, hook: str) -> bool:
 
 
 def notify(callbacks: Iterable[Callback], hook: str, *args: Any) -> None:
-    """Call a hook of each callback in order; a failure is a CallbackError that names both."""
+    """Call a hook of each callback in order. A failure raises a CallbackError that names callback and hook."""
     for callback in callbacks:
         _call(callback, hook, *args)
 
@@ -89,7 +89,7 @@ def _call(callback: Callback, hook: str, *args: Any) -> Any:
 
 
 def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
-    """Return the states of the callbacks that have one, by name."""
+    """Return the callback states that are not empty, by name."""
     states = {name: _call(callback, "state_dict") for name, callback in _by_name(callbacks).items()}
     for name, state in states.items():
         if (wrong := _find_unsafe_type(state)) is not None or not isinstance(state, dict):
@@ -113,7 +113,7 @@ def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], 
 
 
 def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
-    """Name callbacks by class; the second of a class is ``NAME 2``."""
+    """Return callbacks by class name. The second one of a class is ``NAME 2``."""
     named: dict[str, Callback] = {}
     for callback in callbacks:
         name = type(callback).__qualname__
@@ -123,7 +123,7 @@ def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
 
 
 def _find_unsafe_type(value: Any) -> str | None:
-    """Return the type of what ``torch.load(weights_only=True)`` would refuse, None where there is nothing."""
+    """Return the first type that ``torch.load(weights_only=True)`` would reject, or None."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if type(value) in (list, tuple):
@@ -132,7 +132,7 @@ def _find_unsafe_type(value: Any) -> str | None:
 
 
 def notify_exception(callbacks: Iterable[Callback], trainer: Trainer, error: BaseException) -> None:
-    """Call ``on_exception`` of each callback; one that fails is a warning, because ``error`` is what ends the run."""
+    """Call ``on_exception`` of each callback. Failures only warn, because ``error`` already ends the run."""
     for callback in callbacks:
         try:
             callback.on_exception(trainer, error)

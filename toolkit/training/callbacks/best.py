@@ -1,6 +1,6 @@
 """Keep the checkpoint with the lowest validation loss in ``best/``, and stop early.
 
-Every checkpoint stores the lowest losses: a resumed run decides as an uninterrupted one.
+Checkpoints store the lowest loss, so a resumed run behaves like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 class KeepBest(Callback):
-    """Saves ``best/`` after every validation with a lower loss than all before, for ``--train.keep_best``."""
+    """Saves ``best/`` after every validation with a new lowest loss, for ``--train.keep_best``."""
 
     def __init__(self) -> None:
         self.val_loss: float | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
         if not ranks.broadcast_from_rank0(has_best(trainer.out_dir)):
-            self.val_loss = None  # it was deleted or damaged, or is another folder's: the next validation is the best
+            self.val_loss = (
+                None  # best/ was deleted or damaged, or is in another folder: save it after the next validation
+            )
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if is_lower(metrics, self.val_loss):
@@ -43,7 +45,7 @@ class EarlyStopping(Callback):
     def __init__(self, patience: int) -> None:
         self.patience = patience
         self.val_loss: float | None = None
-        self.stale_validations = 0  # since the lowest one
+        self.stale_validations = 0  # since the lowest loss
 
     def on_train_start(self, trainer: Trainer) -> None:
         self._stop_if_due(trainer)
@@ -67,6 +69,6 @@ class EarlyStopping(Callback):
 
 
 def is_lower(metrics: dict[str, float], before: float | None) -> bool:
-    """Whether a validation's loss is lower than ``before``; the same on every rank, which all call this."""
+    """Whether the validation loss is lower than ``before``. Collective; returns rank 0's answer."""
     loss = metrics.get("val_loss")
     return ranks.broadcast_from_rank0(loss is not None and (before is None or loss < before))

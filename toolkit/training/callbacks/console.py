@@ -42,12 +42,12 @@ class Console(Callback):
 
 
 def final_model(trainer: Trainer) -> Path | str:
-    """The folder of the run's model, or its URL."""
+    """Return the folder or URL of the final model."""
     return trainer.out_dir / FINAL if trainer.run.remote is None else f"{trainer.run.remote.url}/{FINAL}"
 
 
 def next_commands(trainer: Trainer) -> list[str]:
-    """Commands for the model that the run has written; none for a module from Python."""
+    """Return commands to run next with the trained model; empty for a custom nn.Module."""
     state, data = trainer.run.state, trainer.data
     if state.model.config is None or not trainer.args.is_repeatable:
         return []

@@ -1,4 +1,4 @@
-"""Callbacks by class path, for ``--callbacks`` and YAML files."""
+"""Create callbacks from class paths, for ``--callbacks`` and YAML files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from toolkit.training.callbacks.base import Callback
 
 
 def load_callbacks(value: str | list[Any] | None) -> list[Callback]:
-    """Create the callbacks of ``--callbacks``: class paths or names of extensions, also with ``init_args``.
+    """Create the callbacks of ``--callbacks``: class paths or names from extensions, optionally with ``init_args``.
 
-    Modules are also searched in the current folder.
+    Modules may be in the current folder.
     """
     return [_load(entry) for entry in callback_entries(value)]
 
@@ -24,7 +24,8 @@ def _load(entry: Any) -> Callback:
         entry = {"class_path": entry}
     if not isinstance(entry, dict) or not isinstance(entry.get("class_path"), str):
         raise UserError(
-            f"--callbacks {entry}: give a class path such as my_module.MyCallback, or class_path, init_args"
+            f"--callbacks {entry}: must be a class path such as my_module.MyCallback, or a mapping with class_path and "
+            "init_args"
         )
     path, arguments = entry["class_path"], entry.get("init_args") or {}
     cls = _import(path)

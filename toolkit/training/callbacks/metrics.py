@@ -1,4 +1,4 @@
-"""Where metrics come from and where they go: throughput, ``logs/metrics.csv`` with its plot, and other loggers."""
+"""Measure throughput and write metrics to ``logs/metrics.csv``, its plot and other loggers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class ThroughputMonitor(Callback):
-    """Adds tokens_per_sec, mfu (where the device's peak is known), peak_memory_gb and the times of the steps to every
-    row."""
+    """Adds tokens_per_sec, mfu (if the device's peak FLOP/s is known), peak_memory_gb and step times to every row."""
 
     columns = ("tokens_per_sec", "mfu", "peak_memory_gb", *StepTimes.COLUMNS)
 
@@ -27,13 +26,13 @@ class ThroughputMonitor(Callback):
         self.throughput.add(int(metrics["step_tokens"]), metrics["step_seconds"])
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if "loss" in metrics:  # not for a validation before the first step
+        if "loss" in metrics:  # none for a validation before the first step
             metrics |= self.throughput.read() | {"peak_memory_gb": peak_memory_gb(trainer.fabric.device)}
             metrics |= trainer.run.step_times.read()
 
 
 class MetricsFile(Callback):
-    """Writes metrics.csv, and loss.png at the end. On rank 0."""
+    """Writes metrics.csv, and loss.png at the end, on rank 0."""
 
     def __init__(self, csv: MetricsCSV) -> None:
         self.csv = csv
@@ -50,7 +49,7 @@ class MetricsFile(Callback):
 
 
 def is_plot_current(out_dir: Path) -> bool:
-    """Whether ``loss.png`` is there and not older than the metrics: a run may be killed before it draws it."""
+    """Whether ``loss.png`` exists and is not older than the metrics. A run may be killed before it is drawn."""
     csv, plot = out_dir / "logs" / "metrics.csv", out_dir / "loss.png"
     return plot.exists() and not (csv.exists() and plot.stat().st_mtime_ns < csv.stat().st_mtime_ns)
 
@@ -61,7 +60,7 @@ def plot_run(out_dir: Path) -> None:
 
 
 class ExternalLoggers(Callback):
-    """Hands metrics to the loggers of ``--logger_name``. On rank 0."""
+    """Passes metrics to the loggers of ``--logger_name`` on rank 0."""
 
     def __init__(self, loggers: list[Any]) -> None:
         self.loggers = loggers

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MixtureShares(Callback):
-    """Adds each source's share of the tokens so far to the metrics, and reports them with the epochs at the end."""
+    """Adds each source's share of the tokens so far to the metrics; reports shares and epochs at the end."""
 
     def __init__(self, order: MixtureOrder) -> None:
         self.order = order

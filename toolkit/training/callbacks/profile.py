@@ -1,4 +1,4 @@
-"""``--profile``: traces of a few steps, their slowest operators, and where the time went, on every rank."""
+"""``--profile``: record a trace, the slowest operators and a time breakdown of a few steps on every rank."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
 SHOWN_OPERATORS, SHOWN_RANKS = 10, 8
-SECONDS_TO_WRITE = 30 * 60.0  # the trace of a large model takes minutes
+SECONDS_TO_WRITE = 30 * 60.0  # writing the trace of a large model takes minutes
 
 
 class Profile(Callback):
     """Profiles the scheduled steps of this launch into ``out_dir/profile/step-FIRST/``.
 
-    Every rank writes ``rank-0000.json.gz``, a Chrome trace, and ``rank-0000.txt``, its operators; rank 0 also
-    ``shares.csv``, see :class:`toolkit.training.trace.Shares`. A run does not fail where these cannot be written.
+    Every rank writes ``rank-0000.json.gz`` (a Chrome trace) and ``rank-0000.txt`` (operators). Rank 0 also writes
+    ``shares.csv``, see :class:`toolkit.training.trace.Shares`. The run continues if these cannot be written.
 
-    On CUDA the allocations are recorded as well, and a process that runs out of memory writes them to
+    On CUDA allocations are also recorded. A process that runs out of memory writes them to
     ``memory-rank-0000.pickle`` (not tried on CUDA).
     """
 
@@ -42,19 +42,19 @@ class Profile(Callback):
         self._profiler: profiler.profile | None = None
         self._operators: list[str] = []
         self._result: Shares | str = "nothing was recorded"
-        """The shares of this rank, or why there are none."""
+        """This rank's time breakdown, or the reason why there is none."""
 
     # ---- hooks
 
     def on_train_start(self, trainer: Trainer) -> None:
         args, on_cuda = self.args, trainer.fabric.device.type == "cuda"
-        self._first = trainer.progress.step + args.wait + args.warmup + 1  # active step
+        self._first = trainer.progress.step + args.wait + args.warmup + 1  # first active step
         self._last = self._first + args.active - 1
         self._on_cuda = on_cuda
         self.folder = trainer.out_dir / "profile" / f"step-{self._first:08d}"
         if on_cuda:
             record_memory_history()
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would print when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints at start and stop
         activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_cuda else [])]
         self._profiler = self._stack.enter_context(
             profiler.profile(
@@ -80,7 +80,7 @@ class Profile(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         if self._profiler is not None:
             self._end(trainer)
-            if trainer.progress.step >= self._first:  # on every rank
+            if trainer.progress.step >= self._first:  # the same on every rank
                 self._report(trainer)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
@@ -96,7 +96,7 @@ class Profile(Callback):
     # ---- parts
 
     def _end(self, trainer: Trainer) -> None:
-        """Stop profiling; what is recorded is written, also where the run ends before the last active step."""
+        """Stop profiling. Recorded steps are written even if the run ends before the last active step."""
         step = trainer.progress.step
         self._stack.close()
         self._profiler = None
@@ -105,9 +105,9 @@ class Profile(Callback):
         if step < self._last:
             n = max(0, step - self._first + 1)
             trainer.display.message(
-                f"--profile: the run ended after step {step}, and steps {self._first} to {self._last} were to be "
-                f"profiled; {f'the trace has {n} of them' if n else 'there is no trace'}. Lower --profiler.wait, "
-                "--profiler.warmup or --profiler.active, or train longer"
+                f"--profile: the run ended at step {step}, before the profiled range (steps {self._first} to "
+                f"{self._last}) was complete; {f'the trace has {n} of them' if n else 'there is no trace'}. Lower "
+                "--profiler.wait, --profiler.warmup or --profiler.active, or train longer"
             )
 
     def _path(self, name: str, suffix: str) -> Path:
@@ -115,10 +115,10 @@ class Profile(Callback):
         return self.folder / f"{name}{ranks.global_rank():04d}.{suffix}"
 
     def _write(self, step: int) -> None:
-        """Write the files of this rank; ``step`` is the last complete one of the run."""
+        """Write this rank's files. ``step`` is the last completed step of the run."""
         assert self._profiler is not None
         if (n_steps := min(step, self._last) - self._first + 1) < 1:
-            return  # only the end of the run was recorded
+            return  # the run ended before the first active step
         try:
             trace = self._path("rank-", "json.gz")
             self._profiler.export_chrome_trace(str(trace))
@@ -127,7 +127,7 @@ class Profile(Callback):
             self._path("rank-", "txt").write_text(table)
             self._operators = format_operators(averages, self._self_time, n_steps)
             self._result = read_shares(trace, n_steps)
-        except Exception as error:  # the run is worth more than its profile
+        except Exception as error:  # a profiling failure must not end the run
             self._result = f"{type(error).__name__}: {error}"
 
     @property
@@ -135,7 +135,7 @@ class Profile(Callback):
         return "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
 
     def _report(self, trainer: Trainer) -> None:
-        """Write and show the shares of all ranks, and the slowest operators of rank 0; every rank calls this."""
+        """Print the time breakdown of all ranks and rank 0's slowest operators; write shares.csv. Collective."""
         results = ranks.all_gather_object(self._result)
         shares = {rank: result for rank, result in enumerate(results) if isinstance(result, Shares)}
         last = min(trainer.progress.step, self._last)
@@ -155,7 +155,7 @@ class Profile(Callback):
 
 
 def format_shares(found: dict[int, Shares]) -> list[str]:
-    """Return the shares by rank as lines of a table; of many ranks those that wait least for the others."""
+    """Format the time breakdown by rank as table lines. With many ranks, show those that communicate least."""
     least = sorted(found, key=lambda rank: found[rank].communication)[:SHOWN_RANKS]
     columns = [f.name for f in fields(Shares)]
     headings = [name.replace("_", " ") for name in columns[:-1]]
@@ -170,7 +170,7 @@ def format_shares(found: dict[int, Shares]) -> list[str]:
 
 
 def format_operators(averages: Any, self_time: str, n_steps: int) -> list[str]:
-    """Return the operators with the most self time as lines of a table; ``self_time`` names the attribute with it."""
+    """Format the operators with the most self time as table lines. ``self_time`` names the attribute to use."""
     operators = [a for a in averages if a.device_type == DeviceType.CPU and not a.is_user_annotation]
     total = sum(getattr(a, self_time) for a in operators) or 1
     operators.sort(key=lambda a: -getattr(a, self_time))

@@ -1,4 +1,4 @@
-"""N4 synchronized-replicas: copies of the model are compared after the first step of each launch."""
+"""N4 synchronized-replicas: compare model replicas after the first step of each launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaCheck(Callback):
-    """Compares checksums of the shards over the replicas, once. ``shards``: ranks that hold one model replica."""
+    """Compares shard checksums between replicas, once. ``shards`` is the number of ranks per model replica."""
 
     def __init__(self, spec: ModelSpec, shards: int) -> None:
         self.spec, self.shards, self.is_done = spec, shards, False

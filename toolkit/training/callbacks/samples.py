@@ -1,4 +1,4 @@
-"""Samples during training: the continuation of one fixed prompt, for ``--eval.max_new_tokens``."""
+"""Generate samples during training from a fixed prompt, for ``--eval.max_new_tokens``."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from toolkit.training.callbacks.base import Callback
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
-PLAIN_PROMPT = 32  # tokens, for plain text
-_SHOWN = 60  # characters of the prompt
-_NEW_TOKENS = 64  # of --eval.max_new_tokens auto
+PLAIN_PROMPT = 32  # prompt tokens for plain text
+_SHOWN = 60  # prompt characters printed
+_NEW_TOKENS = 64  # maximum for --eval.max_new_tokens auto
 
 
 @dataclass(frozen=True)
 class Sampler(Callback):
-    """Has a model continue a prompt.
+    """Generates a sample from a fixed prompt after each validation.
 
     Args:
-        prompt: Its tokens.
+        prompt: Token ids of the prompt.
         max_new_tokens: See :func:`toolkit.inference.generate.generate`.
-        tokenizer: Makes text of tokens; without one they are shown as numbers.
+        tokenizer: Decodes the sample; if None, token ids are printed.
     """
 
     prompt: list[int]
@@ -46,17 +46,17 @@ class Sampler(Callback):
         self.show(trainer.model, trainer.progress.step, trainer.display)
 
     def show(self, model: nn.Module, step: int, display: Any) -> None:
-        """Print a greedy sample; every rank calls it (S6). It draws no random numbers and does not change training.
+        """Print a greedy sample. Collective (S6). Draws no random numbers and does not change training.
 
         Args:
             model: The model as Fabric wraps it.
-            step: Optimizer steps done.
-            display: The run's display; silent on all ranks but the first.
+            step: Number of completed optimizer steps.
+            display: The run's display, silent except on rank 0.
         """
         display.phase("sampling")
         was_training = model.training
         model.eval()
-        # every token has another length of the cache, for which compiled blocks would be compiled anew
+        # the cache length changes with every token, so compiled blocks would recompile
         with torch.compiler.set_stance("force_eager"):
             tokens = list(
                 generate(
@@ -64,14 +64,14 @@ class Sampler(Callback):
                     torch.tensor(self.prompt),
                     max_new_tokens=self.max_new_tokens,
                     temperature=0,
-                    cuda_graph=False,  # training needs the memory
+                    cuda_graph=False,  # a CUDA graph would take memory from training
                     eos_ids=() if self.tokenizer is None else stop_tokens(self.tokenizer),
                     notice=lambda line: None,
                 )
             )
         model.train(was_training)
         prompt = " | ".join(" ".join(line.split()) for line in self._text(self.prompt).splitlines() if line.strip())
-        prompt = prompt if len(prompt) <= _SHOWN else f"... {prompt[-_SHOWN:].partition(' ')[2]}"  # complete words
+        prompt = prompt if len(prompt) <= _SHOWN else f"... {prompt[-_SHOWN:].partition(' ')[2]}"  # do not cut words
         answer = self._text(tokens).strip() or "(no tokens before EOS)"
         display.phase("training")
         display.message(f'sample after step {step}, to "{prompt}":\n{textwrap.indent(answer, "    ")}')
@@ -80,13 +80,13 @@ class Sampler(Callback):
         if self.tokenizer is None:
             return " ".join(map(str, ids))
         text = self.tokenizer.decode(ids)
-        return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)  # nothing that moves the cursor
+        return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)  # no terminal control characters
 
 
 def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens: int | Auto) -> Sampler | None:
-    """Take the prompt from the first held-out row, or from the first training row if nothing is held out.
+    """Build a sampler. Its prompt is from the first validation row, or the first training row without validation data.
 
-    ``config`` is None for a user-provided model. Return None if ``max_new_tokens`` is 0.
+    ``config`` is None for a user-provided model. Returns None if ``max_new_tokens`` is 0.
     """
     if not max_new_tokens:
         return None
@@ -108,10 +108,12 @@ def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens:
 
 
 def first_prompt(rows: TokenDataset) -> list[int]:
-    """The tokens of the first row up to the first that is learned; of text, all of which is, its first tokens."""
+    """Return the first row's tokens through its first supervised token. For plain text, return its first tokens."""
     row = rows_of(rows[0])[0]
     ids, learned = row["input_ids"].tolist(), (row["labels"] >= 0).tolist()
-    size = int((row["documents"] == 0).sum()) if "documents" in row else len(ids)  # of a packed row the first document
+    size = (
+        int((row["documents"] == 0).sum()) if "documents" in row else len(ids)
+    )  # in a packed row, use the first document
     if not any(learned[:size]) or learned[0]:
         return ids[: max(1, min(PLAIN_PROMPT, size // 2))]
     return ids[: learned.index(True) + 1]

@@ -16,16 +16,15 @@ from toolkit.training.callbacks.base import Callback
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
-MAX_WAITING = 2  # checkpoints that training may be ahead of the uploads
-SECONDS_AFTER_FAILURE = 20.0  # less than the time that other ranks wait
+MAX_WAITING = 2  # maximum number of checkpoints waiting for upload
+SECONDS_AFTER_FAILURE = 20.0  # less than the timeout of the other ranks
 
 
 class Upload(Callback):
-    """Uploads every checkpoint, and all other files of the run at its end.
+    """Uploads every checkpoint, and the run's other files at its end.
 
     The staging folder keeps the newest step checkpoint, ``best``, ``final`` and at most :data:`MAX_WAITING` checkpoints
-    that are not uploaded yet.
-    ``uploader`` is None on all ranks but the first.
+    that are not uploaded yet. ``uploader`` is None except on rank 0.
     """
 
     def __init__(self, uploader: Uploader | None, args: RunArgs, display: Any) -> None:
@@ -50,7 +49,7 @@ class Upload(Callback):
         self.finish()
 
     def finish(self) -> None:
-        """Upload what is left; every rank calls this."""
+        """Upload the remaining files. Collective."""
         self.wait()
         if self.uploader is None:
             return
@@ -68,7 +67,7 @@ class Upload(Callback):
             self._finish()
 
     def wait(self, at_most: int = 0) -> None:
-        """Wait until at most so many checkpoints are left to upload; every rank calls this."""
+        """Wait until at most ``at_most`` checkpoints are not uploaded. Collective."""
         ranks.wait_for_all(
             lambda seconds: self.uploader is None or self.uploader.wait(seconds, at_most),
             lambda _: self.display.phase("uploading"),
@@ -87,14 +86,14 @@ class Upload(Callback):
 
 
 def submit_upload(callbacks: Iterable[Callback], folder: Path) -> None:
-    """Upload a checkpoint that rank 0 completed without the other ranks; not collective."""
+    """Upload a checkpoint that rank 0 committed without the other ranks. Not collective."""
     for callback in callbacks:
         if isinstance(callback, Upload) and callback.uploader is not None:
             callback.uploader.submit(folder)
 
 
 def finish_uploads(callbacks: Iterable[Callback]) -> None:
-    """Wait for all uploads; every rank calls this."""
+    """Wait for all uploads. Collective."""
     for callback in callbacks:
         if isinstance(callback, Upload):
             callback.wait()
