@@ -37,7 +37,7 @@ def setup(
         device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
             It determines a strategy and micro-batch of auto. Default: the memory of the GPU of --speed, else of this
             machine's devices.
-        host_memory_gb: CPU memory of one node in GB, to check whether offloaded state fits. Default: this machine's.
+        host_memory_gb: CPU memory of one node in GB, to check whether the run fits. Default: this machine's.
         speed: Also predict the time of a step, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and what
             would be faster. A prediction: nothing is measured.
         format: Text table, or JSON.

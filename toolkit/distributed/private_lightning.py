@@ -25,7 +25,7 @@ __all__ = ["AccumulateInFP32", "BackwardSyncControl", "FabricModule", "LauncherM
 class LauncherMixin(ParallelStrategy):
     """Mixin for Fabric's multi-process strategies that launches processes without creating the process group.
 
-    Fabric creates the group at launch, before the data is prepared. A strategy has no public launcher option.
+    Fabric creates the group at launch, before the data is prepared. A strategy cannot publicly set its launcher.
     """
 
     def _configure_launcher(self) -> None:
