@@ -1,4 +1,5 @@
-"""Checkpoints on disk: the atomic store, model folders, adapters, and one package per foreign or larger format.
+"""Checkpoints on disk: atomic storage, model folders and adapters.
 
-``run`` holds the training state and sharded files, ``hf`` and ``peft`` convert from and to those libraries.
+``run`` saves and loads training state and sharded checkpoints. ``remote`` stores checkpoints on remote storage. ``hf``
+and ``peft`` convert between formats.
 """

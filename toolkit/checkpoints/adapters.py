@@ -1,8 +1,8 @@
-"""LoRA adapters on disk, and a reference to their base model.
+"""Read and write LoRA adapter checkpoints.
 
-An adapter checkpoint holds ``lit_model.pth.lora`` (adapter tensors only) and ``adapter.yaml`` instead of
-``lit_model.pth``; its other files are as in any model folder. If ``lit_model.pth`` exists as well, it holds the
-merged weights and takes precedence.
+An adapter checkpoint holds ``lit_model.pth.lora`` (adapter tensors only) and ``adapter.yaml`` (which names the base
+model) instead of ``lit_model.pth``. All other files are the same as in a model folder. If ``lit_model.pth`` exists as
+well, it holds the merged weights and takes precedence.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class AdapterInfo:
     base: Path
     """Checkpoint folder of the base model."""
     base_hash: str
-    """Its :func:`~toolkit.checkpoints.fingerprint.base_fingerprint`."""
+    """:func:`~toolkit.checkpoints.fingerprint.base_fingerprint` of the base model."""
     quantize: Quantize | None = None
-    """Quantization of the base in training, if any. Merging uses the unquantized base."""
+    """Quantization of the base model during training, if any. Merging uses the unquantized base model."""
 
 
 def is_adapter_dir(folder: str | Path) -> bool:
@@ -52,7 +52,7 @@ def has_adapters_only(folder: str | Path) -> bool:
 
 
 def require_adapters(folder: str | Path, **flags: Any) -> None:
-    """Reject flags that only apply to adapters without merged weights if the folder holds a complete model."""
+    """Raise UserError if a flag for unmerged adapters is set and the folder holds a complete model."""
     flag = next((name for name, value in flags.items() if value not in (None, False)), None)
     if flag is not None and not has_adapters_only(folder):
         value = str(flags[flag]).lower() if flags[flag] is True else flags[flag]
@@ -74,7 +74,7 @@ def write_adapter_files(folder: Path, adapters: dict[str, Tensor], info: Adapter
 
 
 def read_adapter_info(folder: str | Path) -> AdapterInfo:
-    """Read ``adapter.yaml``; the base may be missing."""
+    """Read ``adapter.yaml``. The base model's folder need not exist."""
     folder = Path(folder)
     if not is_adapter_dir(folder):
         raise UserError(f"checkpoint_dir {folder}: holds no {ADAPTERS}; give a folder that finetune_lora wrote")
@@ -95,9 +95,10 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
 
 
 def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = None) -> AdapterInfo:
-    """Read ``adapter.yaml`` and check that the base model exists and is the one used in training.
+    """Read ``adapter.yaml``, and check that the base model exists and has the fingerprint recorded in training.
 
-    ``base_checkpoint_dir`` is a folder or a name below ``checkpoints/``; by default the path recorded in training.
+    ``base_checkpoint_dir`` is a path, a name below ``checkpoints/`` or a URL. By default, it is the path in
+    ``adapter.yaml``.
     """
     info = read_adapter_info(folder)
     base = info.base
@@ -109,14 +110,14 @@ def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = No
         raise UserError(f"{folder}: its base {base} no longer exists; give its new location with --base_checkpoint_dir")
     if base_fingerprint(base) != info.base_hash:
         raise UserError(
-            f"{folder}: was trained on a different checkpoint than {base} (fingerprint mismatch); "
-            "give that checkpoint with --base_checkpoint_dir"
+            f"{folder}: these adapters were not trained on {base} (fingerprint mismatch); set --base_checkpoint_dir to "
+            "the checkpoint they were trained on"
         )
     return AdapterInfo(info.lora, base, info.base_hash, info.quantize)
 
 
 def find_base_dir(base_checkpoint_dir: str | Path) -> Path:
-    """Return the folder that --base_checkpoint_dir names, whether or not it exists."""
+    """Resolve --base_checkpoint_dir to a local folder, which may not exist. URLs are downloaded."""
     if is_url(base_checkpoint_dir):
         return local_copy(str(base_checkpoint_dir), "--base_checkpoint_dir")
     folder = Path(base_checkpoint_dir).expanduser()
@@ -124,7 +125,7 @@ def find_base_dir(base_checkpoint_dir: str | Path) -> Path:
 
 
 def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:
-    """Load a folder's adapters, in fp32 on the CPU, and check that they match ``model`` (on any device)."""
+    """Load adapter tensors as fp32 on the CPU. Check names and shapes against ``model`` (on any device)."""
     path = Path(folder) / ADAPTERS
     adapters = only_tensors(load_state(path), path, "adapters")
     expected = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}

@@ -1,4 +1,4 @@
-"""Find the folder that ``checkpoint_dir`` names. Imports no torch."""
+"""Resolve ``checkpoint_dir`` to a model folder. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
 
 
 def find_checkpoint_dir(value: str | Path) -> Path:
-    """Return the model folder that ``value`` names: a path, a name below ``checkpoints/``, or a URL (downloaded)."""
+    """Resolve ``value`` to a model folder: a path, a name below ``checkpoints/``, or a URL (downloaded)."""
     path = local_copy(str(value), "checkpoint_dir") if is_url(value) else Path(value).expanduser()
     folder = path if path.is_dir() else Path("checkpoints") / value
     if path.is_file():
@@ -41,7 +41,7 @@ def find_checkpoint_dir(value: str | Path) -> Path:
 
 
 def _suggest_folder(folder: Path) -> str:
-    """Return a hint for a folder that holds no model."""
+    """Return a suggestion for the error message about a folder without a model."""
     converted = "checkpoints" / folder
     if model := newest(folder) or (converted if (converted / CONFIG).is_file() else None):
         return f"did you mean {model}?"

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: adapters store their base's, and ranks compare fingerprints before a run."""
+"""Compute fingerprints of weights. Adapters store the base model's; ranks compare fingerprints before a run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from toolkit.io.safe_parse import open_regular
 
 
 def base_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over names, shapes, dtypes and byte checksums of the weights.
+    """Return the SHA-256 (hex) of the weights' names, shapes, dtypes and CRC-32 checksums.
 
-    The checksums (CRC-32) come from the files' zip directories; the weights are not read. The fingerprint depends on
-    the layout (one file or shards), not on the path.
+    The checksums come from the zip directories, without reading the weights. The fingerprint depends on the layout (one
+    file or shards), but not on the path.
     """
     path = Path(folder) / WEIGHTS
     return _hash(_shard_lines(path) if path.is_dir() else _file_lines(path))
 
 
 def resume_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over weights and trainer state; of tensors only checksums, as :func:`base_fingerprint`."""
+    """Return the SHA-256 (hex) of weights and trainer state.
+
+    As in :func:`base_fingerprint`, tensor data is represented by CRC-32 checksums.
+    """
     return _hash(_resume_lines(Path(folder)))
 
 
 def peft_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over the (small) files of adapters in peft's format."""
+    """Return the SHA-256 (hex) of the ``adapter_*`` files of a peft folder."""
     return _hash(_bytes_line(path) for path in sorted(Path(folder).glob("adapter_*")))
 
 
@@ -91,7 +94,7 @@ def _shard_lines(path: Path) -> Iterator[str]:
 
 
 def _checksums(file: BinaryFile, path: Path, prefix: str = "data/") -> list[str]:
-    """Return a line for every entry of a file in torch's zip format; ``data/`` holds the bytes of the tensors."""
+    """Return a line (name, size, CRC-32) per zip entry below ``prefix``. torch stores tensor data in ``data/``."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = [(info.filename.partition("/")[2], info) for info in archive.infolist()]

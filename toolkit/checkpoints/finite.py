@@ -1,4 +1,4 @@
-"""N7 finite-or-stop for checkpoints: checks that weights and optimizer state contain no NaN or Inf."""
+"""N7 finite-or-stop for checkpoints: check weights and optimizer state for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.private_torch import local_shard, tensor_norms
 
 
 def nonfinite_tensors(tensors: Mapping[str, Tensor], weights: Collection[str] = ()) -> list[str]:
-    """Return the names of the tensors that contain NaN or Inf, in one pass over each on its device.
+    """Return the names of tensors that contain NaN or Inf. Each tensor is checked on its device.
 
     Tensors named in ``weights`` are also listed if their norm overflows float32.
     """
@@ -37,9 +37,9 @@ def _is_finite(tensor: Tensor, is_weight: bool) -> bool:
 
 
 def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return this rank's trainable weights, and ``weight|key`` of the optimizer state, that contain NaN or Inf.
+    """Return the names of this rank's trainable weights and optimizer tensors that contain NaN or Inf.
 
-    Scalars of the optimizer state are ignored: some are initialized to infinity.
+    Optimizer tensors are named ``weight|key``. Scalars are ignored because some are initialized to infinity.
     """
     weights: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
@@ -53,7 +53,10 @@ def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def require_finite(folder: Path) -> None:
-    """Read and check all tensors of a checkpoint without a manifest: early versions saved non-finite values."""
+    """Raise DamagedCheckpointError if the weights or trainer state contain NaN or Inf.
+
+    For checkpoints without a manifest, because early versions saved non-finite values.
+    """
     try:
         weights = load_state(folder / ADAPTERS) if (folder / ADAPTERS).is_file() else load_weights(folder)
         nonfinite = nonfinite_tensors(weights, weights.keys())
@@ -72,5 +75,5 @@ def require_finite(folder: Path) -> None:
 
 
 def nonfinite_warning(names: list[str], folder: object) -> str:
-    """Return a one-line warning about NaN or Inf in a converted folder."""
+    """Return a one-line warning about converted tensors that contain NaN or Inf."""
     return f"warning: NaN or Inf in {len(names)} tensor(s) of {folder}: {join_first(names)}"

@@ -1,4 +1,4 @@
-"""Model folders: what every command takes as ``checkpoint_dir``, in toolkit's or LitGPT's format."""
+"""Find, load and write model folders (``checkpoint_dir``), in toolkit's or LitGPT's format."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _HEAD = "lm_head.weight"
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read the architecture of a model folder, in toolkit's or LitGPT's format."""
+    """Read the architecture from a folder's ``model_config.yaml``, in toolkit's or LitGPT's format."""
     path = Path(folder) / CONFIG
     try:
         values = read_yaml(path)
@@ -71,9 +71,9 @@ def find_model(
     report: Callable[[str], None] | None = None,
     editable: tuple[str, ...] = EDITABLE,
 ) -> Path:
-    """Return the model folder that ``checkpoint_dir`` names, for :func:`load_model`.
+    """Resolve ``checkpoint_dir`` to a model folder, for :func:`load_model`.
 
-    ``verify`` verifies its checksums, see :func:`require_intact_model` for ``report`` and ``editable``.
+    ``verify`` verifies the checksums. For ``report`` and ``editable``, see :func:`require_intact_model`.
     """
     folder = find_checkpoint_dir(checkpoint_dir)
     require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
@@ -88,9 +88,9 @@ def require_intact_model(
     report: Callable[[str], None] | None = None,
     editable: tuple[str, ...] = EDITABLE,
 ) -> None:
-    """Verify a model's files against its manifest, and the base's files if the folder holds adapters only.
+    """Verify a model folder against its manifest. For unmerged adapters, also verify the base model.
 
-    See :func:`toolkit.checkpoints.manifest.require_intact`; without ``report``, notes go to stderr.
+    See :func:`toolkit.checkpoints.manifest.require_intact`. By default, ``report`` prints to stderr.
     """
     report = report or partial(print, file=sys.stderr)
     require_intact(folder, report, (*editable, TRAINER_STATE))
@@ -106,13 +106,13 @@ def load_model(
     dtype: torch.dtype | None = None,
     base_checkpoint_dir: str | Path | None = None,
 ) -> GPT:
-    """Load the model of a folder; on the CPU and without ``dtype`` its weights are memory-mapped.
+    """Load a model folder. On the CPU, weights stay memory-mapped unless ``dtype`` converts them.
 
-    Unmerged adapters are loaded together with their base; merged weights in the same folder take precedence.
+    Unmerged adapters are loaded together with the base model. Merged weights in the same folder take precedence.
 
     Args:
         folder: A model folder (see :func:`find_checkpoint_dir`).
-        device: Device to load the weights on, one at a time.
+        device: Device for the weights, which are moved one at a time.
         dtype: Dtype of the weights; by default the file's. Adapters are always fp32.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
     """
@@ -134,7 +134,7 @@ def load_model(
 
 
 def load_compatible_weights(folder: Path, model: GPT) -> dict[str, Tensor]:
-    """Read a folder's weights by the names of ``model`` (on any device, adapters excluded); check names and shapes.
+    """Load a folder's weights. Check names and shapes against ``model`` (on any device), without adapters.
 
     Tied weights share memory; untied weights do not.
     """
@@ -156,9 +156,10 @@ def write_model_files(
     hyperparameters: dict[str, Any] | None,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Write the files of a model folder: weights, architecture, the run's options, all tokenizer files.
+    """Write a model folder's weights, architecture, hyperparameters and tokenizer files.
 
-    Each may be None: weights that are written in shards, or the architecture of a user-defined module.
+    Arguments that are None are skipped: for example, ``state_dict`` if the weights are sharded, or ``config`` for a
+    user-defined module.
     """
     if state_dict is not None:
         save_weights(state_dict, folder / WEIGHTS)

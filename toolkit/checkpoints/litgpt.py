@@ -1,7 +1,7 @@
 """Read LitGPT's ``model_config.yaml`` and ``lit_model.pth`` where they differ from toolkit's format.
 
-Weights have the same names and layout except for experts, and for attention in older LitGPT files. LitGPT never ties
-embedding and head: tied models have two equal tensors there, and stay untied here. Compared with LitGPT 0.5.13.
+Names and layout of weights differ only for experts, and for attention in older LitGPT files. LitGPT never ties
+embedding and head: it saves two equal tensors for tied models, which stay untied here. Compared with LitGPT 0.5.13.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 
-# LitGPT always writes these fields, whose defaults differ here: a file without one was not written by LitGPT.
+# LitGPT always writes these fields. toolkit's defaults differ, so a missing field is an error.
 _ALWAYS_THERE = (
     "block_size", "n_layer", "n_head", "n_embd", "rotary_percentage", "parallel_residual", "bias", "norm_class_name",
     "mlp_class_name",
 )  # fmt: skip
-# LitGPT fields without a counterpart, with their neutral value; for all others that is None.
+# LitGPT fields without a counterpart in toolkit, with their neutral value; for all others, it is None.
 _NEUTRAL = {"rope_condense_ratio": 1}
 # Unsupported: toolkit stores their weights in another layout. None of LitGPT's named models uses them.
 _UNSUPPORTED = ("latent_attention", "n_expert_groups")
@@ -44,7 +44,7 @@ def config_from_litgpt(values: dict[str, Any]) -> ModelConfig:
 
 
 def _with_condensed_positions(values: dict[str, Any]) -> dict[str, Any]:
-    """Express rope_condense_ratio (divided positions) as linear RoPE scaling (divided frequencies)."""
+    """Convert rope_condense_ratio (divides positions) to linear RoPE scaling (divides frequencies)."""
     ratio = values.get("rope_condense_ratio", 1)
     if ratio == 1 or values.get("rope_adjustments") or values.get("rope_local_base_freq"):
         return values
@@ -52,7 +52,7 @@ def _with_condensed_positions(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _implicit_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that LitGPT's derives from the model's name (``norm_class`` in its config.py) or others."""
+    """Return fields that LitGPT derives from the model's name (``norm_class`` in its config.py) or other fields."""
     name, is_rms = str(values.get("name")), values.get("norm_class_name") == "RMSNorm"
     implied = {"norm_offset": is_rms and "Gemma" in name, "norm_affine": is_rms or "OLMo" not in name}
     listed = values.get("sliding_window_indices") or []  # written even if all layers are alike
@@ -98,7 +98,7 @@ def to_native_layout(weights: dict[str, Tensor], config: ModelConfig) -> None:
 
 
 def _ungroup_attention(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Convert the older ``attn.attn``, a [q..., k, v] per query group, to ``attn.qkv``: all q, then k, then v."""
+    """Convert the older ``attn.attn`` ([q..., k, v] per query group) to ``attn.qkv`` (all q, all k, all v)."""
     size, groups = config.head_size, config.n_query_groups
     per_group = config.n_head // groups
     for old in [name for name in weights if ".attn.attn." in name]:
@@ -111,7 +111,7 @@ def _ungroup_attention(weights: dict[str, Tensor], config: ModelConfig) -> None:
 
 
 def _stack_experts(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Stack tensors per expert, ``mlp.experts.0.fc_1.weight``, into one, ``mlp.experts.fc_1.weight``."""
+    """Stack per-expert tensors (``mlp.experts.0.fc_1.weight``) into one (``mlp.experts.fc_1.weight``)."""
     for first in [name for name in weights if ".mlp.experts.0." in name]:
         names = [first.replace(".experts.0.", f".experts.{i}.") for i in range(config.n_expert)]
         if all(name in weights and weights[name].shape == weights[first].shape for name in names):

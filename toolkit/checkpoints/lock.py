@@ -1,4 +1,4 @@
-"""The lock of a run's folder: only one process at a time writes checkpoints there (S1)."""
+"""Lock a run's folder, so that only one process at a time writes checkpoints there (S1)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LOCK = ".lock"
 
 @contextmanager
 def exclusive_lock(out_dir: Path) -> Iterator[None]:
-    """Hold the run folder's lock, so that no second process runs in it.
+    """Hold an exclusive lock on a run's folder.
 
-    The operating system releases the lock when the process ends. Without support for locks (Windows, some network file
-    systems), nothing is locked.
+    The operating system releases the lock when the process ends. Has no effect if locks are not supported (Windows,
+    some network file systems).
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ if hasattr(os, "register_at_fork"):  # a forked data worker that kept the file o
 
 
 def is_lock_lost(out_dir: Path) -> bool:
-    """Whether the lock file that this process holds was removed with its folder."""
+    """Whether this process's lock file was deleted. Raise UserError if another run has replaced it."""
     for file in _locks:
         if Path(file.name) == out_dir / LOCK:
             file.seek(0)
@@ -74,7 +74,7 @@ def _open_lock(out_dir: Path, flags: int = 0) -> IO[str]:
 
 
 def _lock(file: IO[str], out_dir: Path) -> bool:
-    """Lock the file until it is closed; return False where locks are not supported."""
+    """Lock the file until it is closed. Return False if locks are not supported."""
     is_locked = lock(file, wait=False)
     if is_locked is False:
         file.seek(0)
@@ -84,6 +84,6 @@ def _lock(file: IO[str], out_dir: Path) -> bool:
 
 
 def require_unlocked(out_dir: Path) -> None:
-    """Check that no other process is running in the folder, before reading files that it could delete."""
+    """Raise UserError if another process runs in the folder, because it could delete files being read."""
     with suppress(OSError), _open_lock(out_dir) as file:  # no such file: no run has used the folder
         _lock(file, out_dir)

@@ -1,7 +1,7 @@
 """S7 verified-bytes: the manifest ``COMPLETE`` of a checkpoint folder lists size and checksums of all other files.
 
-It is written last and also marks the folder as complete. An empty one (of older versions) is only that mark. LitGPT
-folders have none. Neither can be verified.
+It is written last and also marks the folder as complete. Folders with an empty manifest (older versions) or without one
+(LitGPT) cannot be verified.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 MAX_SIZE = MAX_BYTES["JSON"]
 # Files that users may edit and that do not affect results (only `evaluate` reads the first one).
 EDITABLE = ("hyperparameters.yaml", "README.md")
-TRAINER_STATE = "trainer/"  # two thirds of the bytes, and no part of the model
+TRAINER_STATE = "trainer/"  # two thirds of the bytes; not part of the model
 
 
 class DamagedCheckpointError(UserError):
@@ -36,7 +36,7 @@ def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Checksum] | None:
-    """Return the checksums of a folder's files, by relative path; None if the manifest is missing or empty."""
+    """Return {relative path: checksum} from a folder's manifest; None if it is missing or empty."""
     path = folder / COMPLETE
     try:
         content = manifest_bytes(folder)
@@ -46,7 +46,7 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
 
 
 def manifest_bytes(folder: Path) -> bytes:
-    """Return the content of ``COMPLETE``, cut to a size that :func:`parse_manifest` rejects; empty if missing."""
+    """Return the content of ``COMPLETE``, at most ``MAX_SIZE + 1`` bytes; empty if missing."""
     path = folder / COMPLETE
     if not path.is_file():
         return b""
@@ -55,7 +55,7 @@ def manifest_bytes(folder: Path) -> bytes:
 
 
 def parse_manifest(content: bytes, path: Path | str) -> dict[str, Checksum]:
-    """Return the checksums in the content of a manifest, by relative path; ``path`` is for messages."""
+    """Parse a manifest into {relative path: checksum}. Error messages name ``path``."""
     try:
         if len(content) > MAX_SIZE:
             raise ValueError(f"larger than {MAX_SIZE:,} bytes")
@@ -76,7 +76,7 @@ def _crc32(files: Mapping[str, Checksum]) -> str:
 
 
 def replace_in_manifest(folder: Path, name: str, replace: Callable[[], None]) -> None:
-    """Replace or add a file of the folder, and its checksum in the manifest, if there is one.
+    """Call ``replace`` to write a file, and update its checksum in the manifest, if there is one.
 
     A crash in between may leave the file without a checksum, never with a wrong one.
     """
@@ -88,9 +88,9 @@ def replace_in_manifest(folder: Path, name: str, replace: Callable[[], None]) ->
         write_manifest(folder, files | checksum_files(folder, [name]))
 
 
-def describe_damage(folder: Path | str, damage: Mapping[str, str]) -> str:
-    """Return a one-line message: the damaged files, the reasons and the fix."""
-    return f"{folder}: damaged: {join_first([f'{name} ({why})' for name, why in damage.items()])}{_FIX}"
+def describe_damage(folder: Path | str, damaged_files: Mapping[str, str]) -> str:
+    """Return a one-line message with {damaged file: reason} and a suggested fix."""
+    return f"{folder}: damaged: {join_first([f'{name} ({why})' for name, why in damaged_files.items()])}{_FIX}"
 
 
 _FIX = (
@@ -100,10 +100,10 @@ _FIX = (
 
 
 def require_intact(folder: Path, report: Callable[[str], None], editable: tuple[str, ...] = EDITABLE) -> None:
-    """Verify the folder's files against its manifest; raise DamagedCheckpointError if one differs.
+    """Verify a folder's files against its manifest. Raise DamagedCheckpointError if one differs.
 
     ``report`` receives a note if there is no manifest. Paths that start with one of ``editable`` are not verified.
-    Reading in several threads also fills the page cache.
+    Files are read in several threads, which also fills the page cache.
     """
     files = read_manifest(folder)
     if files is None:

@@ -1,4 +1,4 @@
-"""Merge adapters into the base's weights: in fp32, rounded once, into the unquantized base on disk."""
+"""Merge LoRA adapters into the unquantized base weights: computed in fp32, rounded once."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from toolkit.models.moe import resolve_weight_dtype
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """A lazy mapping of the merged weights; each is computed on access (M2).
+    """A lazy mapping of merged weights. Each weight is computed on access (M2).
 
     Args:
         folder: Adapter checkpoint.
         base_checkpoint_dir: See :func:`toolkit.checkpoints.adapters.read_adapter`.
-        dtype: Dtype to which the sum is rounded once; by default the base weight's.
+        dtype: Dtype of the merged weights; by default the base weight's.
 
-    ``config`` is the merged model's architecture: adapters of a tied head untie it. ``nonfinite`` lists the written
+    ``config`` is the merged model's architecture: untied if the head has adapters. ``nonfinite`` lists the written
     weights that contain NaN or Inf.
     """
 
@@ -54,7 +54,7 @@ class MergedWeights(Mapping[str, Tensor]):
             self.config = replace(self.config, tie_embeddings=False)
 
     def is_adapted(self, name: str) -> bool:
-        """Whether the weight differs from the base's."""
+        """Whether the weight has adapters."""
         return name in self._layers
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class MergedWeights(Mapping[str, Tensor]):
 def merge_in_place(
     folder: Path, base_checkpoint_dir: str | Path | None = None, dtype: torch.dtype | None = None
 ) -> MergedWeights:
-    """Write the merged weights atomically into the folder of the adapters.
+    """Write the merged weights atomically into the adapters' folder.
 
     ``base_checkpoint_dir``, ``dtype``: see :class:`MergedWeights`.
     """
@@ -83,7 +83,7 @@ def merge_in_place(
         )
     merged = MergedWeights(folder, base_checkpoint_dir, dtype)
     if merged.config != read_model_config(folder):
-        # Before the weights: until they exist, loading uses the configuration in the base's folder.
+        # Written before the weights: until these exist, loading uses the base folder's config.
         write_file(folder / CONFIG, lambda tmp: write_model_config(merged.config, tmp), flag="checkpoint_dir")
     write_file(folder / WEIGHTS, lambda tmp: _write_weights(merged, tmp), flag="checkpoint_dir")
     return merged
@@ -92,7 +92,7 @@ def merge_in_place(
 def merge_to(
     folder: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None, dtype: torch.dtype | None = None
 ) -> MergedWeights:
-    """Write a separate model folder: merged weights, architecture, tokenizer and generation files.
+    """Write a new model folder with merged weights, architecture, tokenizer and generation files.
 
     ``base_checkpoint_dir``, ``dtype``: see :class:`MergedWeights`.
     """
@@ -109,7 +109,7 @@ def merge_to(
 
 
 def copy_files(source: Path, target: Path, patterns: tuple[str, ...], exclude: Container[Path] = ()) -> None:
-    """Copy the files of a folder that match one of the patterns, keeping their relative paths."""
+    """Copy files that match one of the patterns, with their relative paths, except those in ``exclude``."""
     for file in sorted({match for pattern in patterns for match in source.glob(pattern)}):
         if any(path in exclude for path in (file, *file.parents)):
             continue
@@ -122,8 +122,10 @@ def copy_files(source: Path, target: Path, patterns: tuple[str, ...], exclude: C
 
 @torch.no_grad()
 def logit_difference(folder: Path, merged_dir: Path, base_checkpoint_dir: str | Path | None = None) -> float:
-    """Return a merge's rounding error: the largest fp32 logit difference between merged and unmerged adapters, relative
-    to the largest logit."""
+    """Return the largest fp32 logit difference between merged and unmerged adapters, relative to the largest logit.
+
+    It measures the rounding error of the merge.
+    """
     merged = MergedWeights(folder, base_checkpoint_dir)
     exact = load_model(merged.info.base, dtype=torch.float32)
     add_lora(exact, merged.info.lora)
@@ -135,18 +137,18 @@ def logit_difference(folder: Path, merged_dir: Path, base_checkpoint_dir: str | 
 
 
 def random_tokens(config: ModelConfig) -> Tensor:
-    """Return reproducible random token ids, (2, at most 64), to compare two models."""
+    """Return reproducible random token ids, (2, min(block_size, 64)), for comparing two models."""
     shape, generator = (2, min(config.block_size, 64)), torch.Generator().manual_seed(0)
     return torch.randint(config.vocab_size or config.padded_vocab_size or 1, shape, generator=generator)
 
 
 def relative_difference(logits: Tensor, expected: Tensor) -> float:
-    """Return the largest difference relative to the largest of the ``expected`` logits."""
+    """Return the maximum of ``|logits - expected|``, divided by the maximum of ``|expected|``."""
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def _write_weights(merged: MergedWeights, path: Path) -> None:
-    """Write the merged weights. torch.save needs all tensors at once, so new ones are mapped from unnamed files."""
+    """Write merged weights. torch.save needs all tensors at once, so merged ones are buffered in temporary files."""
     weights = {}
     for name in merged:
         weight = merged[name]

@@ -1,4 +1,4 @@
-"""File-backed tensors in unnamed temporary files, which the system can page out (M2)."""
+"""Create tensors in memory-mapped temporary files, which the system can page out (M2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL_NUMEL = 65_536  # elements; smaller tensors stay in memory
 
 
 def mmap_empty(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
-    """Return an empty tensor in an unnamed file, or in memory if it is small.
+    """Return an empty tensor in a temporary file, or in memory if it is small.
 
     The file is created in the parent of ``folder`` if possible: the system's temporary folder is often in memory.
     """

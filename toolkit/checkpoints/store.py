@@ -1,6 +1,6 @@
 """S1 atomic-checkpoints: create folders atomically, and list a run's checkpoints.
 
-Names that begin with ``.tmp-`` are being written or deleted and are never listed; see :mod:`toolkit.io.tempfiles`.
+Files and folders named ``.tmp-*`` are being written or deleted and are never listed; see :mod:`toolkit.io.tempfiles`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXI
 def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
     """Write a checkpoint folder atomically (S1). Only one process may write to a run's folder at a time.
 
-    ``write`` fills the temporary folder that it receives. An existing checkpoint of that name is readable until the new
-    one replaces it. :func:`begin_checkpoint` and :func:`commit_checkpoint` do the first and the last part.
+    ``write`` receives a temporary folder to fill. An existing checkpoint of that name stays readable until it is
+    replaced. :func:`begin_checkpoint` and :func:`commit_checkpoint` are the first and last step.
     """
     tmp = begin_checkpoint(folder)
     with delete_on_error(tmp, folder):
@@ -55,9 +55,9 @@ def begin_checkpoint(folder: Path) -> Path:
 
 
 def commit_checkpoint(tmp: Path, folder: Path, files: Mapping[str, Checksum]) -> None:
-    """Write the manifest into the folder that :func:`begin_checkpoint` returned, and rename that to ``folder``.
+    """Write the manifest into ``tmp``, from :func:`begin_checkpoint`, and rename ``tmp`` to ``folder``.
 
-    ``files`` are checksums of files in ``tmp``, by relative path; missing ones are computed.
+    ``files`` is {relative path: checksum} of files in ``tmp``. Missing checksums are computed.
     """
     was_removed = is_lock_lost(folder.parent)
     others = [name for name in file_names(tmp) if name not in files]
@@ -87,7 +87,7 @@ def file_names(folder: Path) -> list[str]:
 
 
 def sync_and_checksum(folder: Path, names: Collection[str]) -> dict[str, Checksum]:
-    """Sync files of a folder to disk, with the folders that contain them, and return their checksums."""
+    """Sync files and their folders to disk. Return {name: checksum}."""
     paths = [folder / name for name in names]
 
     def sync_all() -> None:
@@ -138,13 +138,13 @@ def delete_on_error(tmp: Path, folder: Path, flag: str = "--out_dir") -> Iterato
 
 
 def discard(tmp: Path) -> None:
-    """Rename and delete a temporary folder: a thread that still writes to it must not publish the rest."""
+    """Delete a temporary folder. Renamed first, so that a thread still writing to it cannot publish the rest."""
     with suppress(OSError):
         _delete_atomically(tmp)
 
 
 def require_new_folder(out_dir: Path) -> None:
-    """Reject an output folder that is in use."""
+    """Raise UserError unless ``out_dir`` is an empty folder or does not exist."""
     try:
         is_file = out_dir.exists() and not out_dir.is_dir()
         is_used = is_file or (out_dir.exists() and any(out_dir.iterdir()))
@@ -244,7 +244,7 @@ def prune(out_dir: Path, keep_last: int) -> None:
 
 
 def checkpoint_folders(out_dir: Path) -> Iterator[Path]:
-    """Yield the folders with names of checkpoints, complete or not."""
+    """Yield folders that are named like a checkpoint, complete or not."""
     if out_dir.is_dir():
         names = (FINAL, BEST)
         yield from sorted(p for p in out_dir.iterdir() if p.is_dir() and (_STEP.fullmatch(p.name) or p.name in names))
@@ -327,7 +327,7 @@ def disk_full_reason(error: BaseException | None) -> str | None:
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder."""
+    """Return the size in bytes of a file, or of all files in a folder."""
     if folder.is_file():
         return folder.stat().st_size
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

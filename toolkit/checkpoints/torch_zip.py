@@ -1,4 +1,4 @@
-"""S4 no-code-from-files: what torch's zip format may contain before :func:`torch.load` reads it."""
+"""S4 no-code-from-files: check the contents of torch's zip files before :func:`torch.load` reads them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def describe_load_error(error: Exception) -> str:
 
 
 class FileSlice(io.RawIOBase):
-    """A read-only view of a part of a file (torch's own one fails to seek from the end)."""
+    """A read-only view of a part of a file. torch's version fails to seek from the end."""
 
     def __init__(self, file: BinaryFile, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0

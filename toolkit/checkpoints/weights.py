@@ -50,7 +50,7 @@ def load_weights(checkpoint_dir: Path) -> dict[str, Tensor]:
 
 
 def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> dict[str, Tensor]:
-    """Check that the content of a file is named tensors, and return it; ``what`` they are, for messages."""
+    """Return ``state``. Raise UserError unless it is {name: tensor}. Error messages call the tensors ``what``."""
     for name, value in state.items():
         if not (isinstance(name, str) and isinstance(value, Tensor)):
             raise UserError(f"{path}: {name!r:.100} is not a plain tensor; the file must hold {what} only")
@@ -58,7 +58,7 @@ def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> di
 
 
 def require_compatible(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path, what: str) -> None:
-    """Compare names and shapes of the weights in ``path`` with the model that the file ``what`` describes."""
+    """Raise UserError if names or shapes differ from ``wanted``. ``what`` is the file that defines the model."""
     missing = [f"missing {name} {_shape(wanted[name])}" for name in wanted.keys() - weights.keys()]
     extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - wanted.keys()]
     mismatched = [
@@ -92,7 +92,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested containers with their paths."""
+    """Yield (path, tensor) for each tensor in nested containers."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
@@ -120,7 +120,7 @@ def _require_zip(path: Path) -> None:
 
 
 def _detach(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Detach the tensors and copy views of larger storages, which torch.save would write completely."""
+    """Detach tensors. Copy views of larger storages, because torch.save would write the complete storages."""
     copies: dict[tuple, Tensor] = {}
     for name, tensor in weights.items():
         tensor = tensor.detach()

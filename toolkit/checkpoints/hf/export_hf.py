@@ -42,7 +42,7 @@ def export_hf(
     check: Callable[[Path], None] | None = None,
     family_options: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Write a complete Hugging Face folder with checksums atomically, with about one weight in memory at a time.
+    """Write a Hugging Face folder with checksums, atomically. About one weight is in memory at a time.
 
     Args:
         checkpoint_dir: A model folder.
@@ -51,10 +51,10 @@ def export_hf(
         merge: Whether to merge adapters during the export if the folder holds no merged weights.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
         check: Called with the written folder before it is renamed to out_dir; if it raises, nothing is created.
-        family_options: Options of an extension's family to change; weights that the changed model lacks are dropped.
+        family_options: Options of an extension's family to override. Weights that the new model lacks are dropped.
 
     Returns:
-        The names of the tensors in the new folder that contain NaN or Inf.
+        The names of exported tensors that contain NaN or Inf.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
@@ -83,7 +83,7 @@ def export_hf(
 
 @torch.no_grad()
 def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_dir: str | Path | None = None) -> float:
-    """Return the largest difference between the logits of both folders in float32, relative to the largest logit.
+    """Return the largest fp32 logit difference between the two folders, relative to the largest logit.
 
     The native weights are merged and rounded to the exported dtype first, so one tolerance (1e-4) fits every dtype.
     Raises GuardError if transformers cannot load the folder.
@@ -103,7 +103,7 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
 
 
 def require_transformers(config: ModelConfig | None = None) -> None:
-    """Raise a ``UserError`` if transformers is not installed, or has no class for models of this config."""
+    """Raise UserError if transformers is not installed or has no class for this model family."""
     if config is not None and not family_of(config).is_in_transformers:
         raise UserError(f"--verify true: transformers has no class for {config.family!r} to compare with; remove it")
     try:
@@ -156,7 +156,7 @@ def _change_options(
 def _write_weights(
     folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
 ) -> list[str]:
-    """Write the weights' files, and return the names of the tensors that contain NaN or Inf."""
+    """Write the safetensors files. Return the names of tensors that contain NaN or Inf."""
     maps = _complete_weight_map(config, weights)
     # The header precedes the tensors: convert on the meta device first to get shapes and dtypes.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
@@ -174,7 +174,7 @@ def _write_weights(
 
 
 def _complete_weight_map(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[WeightMapping]:
-    """Return the family's weight map, which must list exactly these weights."""
+    """Return the family's weight map. Raise UserError unless it lists exactly these weights."""
     maps = family_of(config).weight_map(config)
     listed = {name for entry in maps for name in entry.native}
     present = weights.keys() - ({"lm_head.weight"} if config.tie_embeddings else set())
@@ -210,11 +210,13 @@ def _split(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
-    """Write the ``expected`` tensors from the iterator to a file, one at a time; return those with NaN or Inf.
+    """Stream tensors to a safetensors file. Return the names of tensors that contain NaN or Inf.
 
-    safetensors' ``save_file`` needs all tensors in memory and loses the errno of a full disk. The format
-    (https://huggingface.co/docs/safetensors): 8 bytes little-endian length of the header; the header, JSON with dtype,
-    shape and offsets of every tensor; the tensors' bytes, in C order, without gaps.
+    ``expected`` has the names, shapes and dtypes of the next items of ``tensors``. safetensors' ``save_file`` needs all
+    tensors in memory and loses the errno of a full disk.
+
+    Format (https://huggingface.co/docs/safetensors): header length (8 bytes, little-endian), JSON header (dtype, shape
+    and offsets of each tensor), tensor data in C order without gaps.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -240,7 +242,10 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
 
 
 def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return BOS, EOS and PAD ids: the tokenizer's, else the original Hugging Face config's."""
+    """Return BOS, EOS and PAD token ids.
+
+    BOS and EOS come from the tokenizer if it defines them, PAD from the original Hugging Face config if there is one.
+    """
     original, generation = _original_config(folder, base), read_json_object(folder / GENERATION_FILE, optional=True)
     from_tokenizer: dict[str, Any] = {}
     if tokenizer is not None:
@@ -253,14 +258,14 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
 
 
 def _embedded_ids(ids: Any, config: ModelConfig) -> int | list[int] | None:
-    """Return an id, or the ids of a list, if the model embeds them; None without any."""
+    """Drop token ids outside the padded vocabulary. Return None if none remains."""
     listed = ids if isinstance(ids, list) else [ids]
     embedded = [i for i in listed if type(i) is int and 0 <= i < config.padded_vocab_size]
     return embedded if isinstance(ids, list) and embedded else next(iter(embedded), None)
 
 
 def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:
-    """Return the config.json kept from the import of the model, or of the adapters' base; empty if there is none."""
+    """Return the original config.json of the model or of its base model; empty if there is none."""
     folders = [folder] if base is None else [folder, base]
     values = next(filter(None, (read_json_object(one / CONFIG, optional=True) for one in folders)), {})
     text = values.get("text_config")  # of a multimodal model

@@ -1,4 +1,4 @@
-"""Open the weights files of a Hugging Face folder: safetensors, or pickles restricted to tensors."""
+"""Open the weight files of a Hugging Face folder: safetensors, or pickles restricted to tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from toolkit.checkpoints.weights import load_state, only_tensors
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import open_regular
 
-# Names of dtypes in the safetensors format.
+# Dtype names in the safetensors format.
 FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
-DTYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()} | QUANTIZED
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES_BY_NAME = {name: dtype for dtype, name in FORMAT_NAMES.items()} | QUANTIZED
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, under its name in the file."""
+    """Name, shape and dtype of a tensor in a weight file."""
 
     file: Path
     name: str
@@ -31,13 +31,13 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """Return the tensor, memory-mapped."""
+        """Return the memory-mapped tensor."""
         opened = _open(self.file)
         return opened[self.name].contiguous() if isinstance(opened, dict) else opened.get_tensor(self.name)
 
 
 class Dequantized(NamedTuple):
-    """A quantized weight, dequantized to bfloat16 in memory when it is read."""
+    """A quantized weight. ``read`` dequantizes it to bfloat16 in memory."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
@@ -48,15 +48,15 @@ Weight = StoredTensor | Dequantized  # read on demand
 
 
 def close() -> None:
-    """Close the files."""
+    """Close all open weight files."""
     _open.cache_clear()
 
 
 def list_weights(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield name, shape and the safetensors format's name of the dtype of a file's tensors."""
+    """Yield (name, shape, safetensors dtype name) of each tensor in a file."""
     opened = _open(path)
     if isinstance(opened, dict):
-        yield from ((name, tuple(t.shape), NAMES.get(t.dtype, str(t.dtype))) for name, t in opened.items())
+        yield from ((name, tuple(t.shape), DTYPE_NAMES.get(t.dtype, str(t.dtype))) for name, t in opened.items())
     else:
         parts = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 (not a dictionary)
         yield from ((name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts)
@@ -64,7 +64,7 @@ def list_weights(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 @functools.cache
 def _open(path: Path) -> Any:
-    """Open a file: ``safe_open``'s object, or the tensors of a pickle by name; it stays open until :func:`close`."""
+    """Open a weight file until :func:`close`. Return a ``safe_open`` handle, or {name: tensor} for a pickle."""
     try:
         with open_regular(path) as file:
             if file.read(24).startswith(b"version https://git-lfs"):

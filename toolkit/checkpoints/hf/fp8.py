@@ -1,7 +1,8 @@
-"""Block-scaled FP8 weights, as published for DeepSeek-V3, dequantized to bfloat16 on reading.
+"""Dequantize block-scaled FP8 weights (the format of DeepSeek-V3) to bfloat16 when they are read.
 
-A file holds ``X``, (out, in), in float8_e4m3fn, and ``X_scale_inv``, fp32: one scale for each block of config.json's
-``weight_block_size``, usually 128 x 128. The last blocks of a row or column may be smaller.
+A file holds the weight ``X``, (out, in), in float8_e4m3fn, and the fp32 scales ``X_scale_inv``, one per block. The
+block size is ``weight_block_size`` in config.json, usually 128 x 128. The last blocks of a row or column may be
+smaller.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SCALES = "_scale_inv"
 
 
 def block_size(config_json: dict[str, Any]) -> tuple[int, int] | None:
-    """Return (rows, columns) of the blocks that a ``config.json`` specifies; None if it has no such weights."""
+    """Return the block size (rows, columns) from ``config.json``; None if it specifies no block-scaled FP8."""
     quantization = config_json.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         return None
@@ -31,7 +32,7 @@ def block_size(config_json: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def join_scales(tensors: dict[str, StoredTensor], block: tuple[int, int]) -> dict[str, Dequantized]:
-    """Move each pair of 8-bit weight and matching scales from ``tensors`` to one weight."""
+    """Remove FP8 weights with matching scales from ``tensors``. Return them as dequantized weights by name."""
     weights = {}
     for name in [name for name in tensors if f"{name}{_SCALES}" in tensors]:
         weight, scales = tensors[name], tensors[f"{name}{_SCALES}"]
@@ -52,7 +53,7 @@ def _n_blocks(weight: StoredTensor, block: tuple[int, int]) -> tuple[int, ...]:
 
 
 def describe_load_error(name: str, tensors: dict[str, StoredTensor], block: tuple[int, int]) -> str:
-    """Describe why an 8-bit weight could not be joined with its scales."""
+    """Return why the scales of an FP8 weight are missing or do not match."""
     scales, shape = tensors.get(f"{name}{_SCALES}"), _n_blocks(tensors[name], block)
     if scales is None:
         return f"{name}{_SCALES} {shape}, the scales of its blocks, is missing"
@@ -61,10 +62,10 @@ def describe_load_error(name: str, tensors: dict[str, StoredTensor], block: tupl
 
 
 def dequantize(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Dequantize (out, in) in float8_e4m3fn, with fp32 scales of its blocks, to (out, in) in bf16.
+    """Dequantize a float8_e4m3fn weight, (out, in), with fp32 block scales to bf16.
 
-    Products are computed in fp32 and rounded once, as in DeepSeek's ``fp8_cast_bf16.py`` and transformers. One row of
-    blocks at a time, because the intermediate tensors are several times as large.
+    Products are computed in fp32 and rounded once, as in DeepSeek's ``fp8_cast_bf16.py`` and transformers. Processes
+    one row of blocks at a time, because the intermediate tensors are several times larger.
     """
     result = torch.empty(weight.shape, dtype=torch.bfloat16)
     for rows, part, scale in zip(result.split(block[0]), weight.split(block[0]), scales, strict=True):

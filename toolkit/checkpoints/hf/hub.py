@@ -32,14 +32,14 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Repository(NamedTuple):
-    """A repository at one commit."""
+    """A hub repository at one commit."""
 
     repo_id: str
     revision: str
     """The requested branch, tag or commit."""
     commit: str
     sizes: dict[str, int]
-    """Bytes by path; 0 if unknown."""
+    """File size in bytes by path; 0 if unknown."""
 
 
 def download(
@@ -50,21 +50,21 @@ def download(
     convert: bool = True,
     tokenizer_only: bool = False,
 ) -> list[str]:
-    """Download a repository's model into a model folder, and record the commit in ``download.yaml``; print progress.
+    """Download a model from the hub to a model folder. Record the commit in ``download.yaml`` and print progress.
 
     Files are downloaded to ``.download-NAME`` in out_dir's parent. After an interruption, the next call downloads only
     the missing files.
 
     Args:
-        repo_id: ``organization/name`` or a name without an organization.
+        repo_id: Hub repository, ``organization/name`` or ``name``.
         out_dir: The new folder; an existing one must be empty.
         revision: A branch, a tag or a commit.
         dtype: Dtype of the weights; unchanged by default.
         convert: If false, keep the downloaded files as a Hugging Face folder.
-        tokenizer_only: Download only the files of the tokenizer.
+        tokenizer_only: Download only tokenizer files.
 
     Returns:
-        Notes of the conversion for the user.
+        Conversion notes for the user.
     """
     out_dir = Path(out_dir)
     require_new_folder(out_dir)
@@ -126,7 +126,7 @@ def _select_tokenizer(repository: Repository) -> list[str]:
 
 
 def _select_files(repository: Repository, folder: Path) -> list[str]:
-    """Return the files that the conversion needs; this downloads config.json and the index to ``folder``."""
+    """Return the names of files to download. Downloads config.json and the weight index to ``folder``."""
     sizes, where = repository.sizes, f"repo_id {repository.repo_id}"
     if CONFIG not in sizes:
         raise UserError(f"{where}: holds no {CONFIG}; give the repository of a Hugging Face model")
@@ -149,7 +149,7 @@ def _select_files(repository: Repository, folder: Path) -> list[str]:
 
 @contextmanager
 def _name_repository(where: str, folder: Path) -> Iterator[None]:
-    """Name the repository instead of the temporary folder in error messages."""
+    """Replace the temporary folder with the repository name in error messages."""
     try:
         yield
     except UserError as error:
@@ -173,7 +173,7 @@ def _missing_weights_hint(repository: Repository) -> str:
 
 
 def _conversion_size_ratio(folder: Path, dtype: torch.dtype | None) -> float:
-    """Return the size of the converted weights relative to the hub's, from the dtype in config.json."""
+    """Return the size of converted weights relative to the hub's, based on the dtype in config.json."""
     values = read_json_object(folder / CONFIG)
     if (bits := quantized_bits(values)) is not None:
         return (2 if dtype is None else dtype.itemsize) * 8 / bits
@@ -182,7 +182,7 @@ def _conversion_size_ratio(folder: Path, dtype: torch.dtype | None) -> float:
 
 
 def _require_disk_space(repository: Repository, names: list[str], folder: Path, size_ratio: float) -> None:
-    """Check that the download and the converted weights, ``size_ratio`` times as large, fit on the disk."""
+    """Raise UserError unless the download and converted weights (``size_ratio`` times as large) fit on disk."""
     weights = sum(repository.sizes[name] for name in names if name.endswith(".safetensors"))
     present = sum(repository.sizes[name] for name in names if _is_complete(repository, name, folder))
     needed = sum(repository.sizes[name] for name in names) - present + int(size_ratio * weights)
@@ -214,7 +214,7 @@ def _fetch(repository: Repository, names: list[str], folder: Path, hint: str = "
             allow_patterns=[glob.escape(name) for name in names],
             tqdm_class=tqdm_class,
         )
-        # Without network access it returns an existing folder with only a warning.
+        # Without network access, snapshot_download only warns and returns an existing folder.
         if missing := [name for name in names if not _is_complete(repository, name, folder)]:
             raise OSError(f"{missing[0]} is incomplete")
         if changed := find_changed(folder):
@@ -225,7 +225,7 @@ def _fetch(repository: Repository, names: list[str], folder: Path, hint: str = "
 
 @contextmanager
 def _progress(folder: Path, size: int, is_silent: bool) -> Iterator[type | None]:
-    """Yield a tqdm class: None (the default) on a terminal; elsewhere a disabled one, and print lines instead."""
+    """Yield a tqdm class: None (default) on a terminal, else a disabled one, and print lines unless silent."""
     if not is_silent and sys.stderr.isatty():
         yield None
         return

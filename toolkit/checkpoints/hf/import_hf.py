@@ -31,7 +31,7 @@ from toolkit.models.families import config_from_hf, family_of
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
 
-ORIGIN_FILE = "download.yaml"  # where the model came from: a hub repository at a commit, or a folder
+ORIGIN_FILE = "download.yaml"  # records the model's origin: a hub repository and commit, or a folder
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 
@@ -40,17 +40,16 @@ def import_hf(
 ) -> list[str]:
     """Convert a Hugging Face folder to a model folder, atomically and with about one weight in memory at a time.
 
-    Converted weights are buffered in unnamed files on out_dir's disk, which need additional free space.
+    Converted weights are buffered in temporary files on out_dir's disk, which need additional free space.
 
     Args:
-        hf_dir: Holds ``config.json`` and safetensors (or pickles that load with weights_only), one file or several with
-            an index.
+        hf_dir: Folder with ``config.json`` and weights: safetensors, or pickles that load with weights_only.
         out_dir: The new folder; an existing one must be empty.
         dtype: Dtype of the weights; unchanged by default.
-        verify: Compare the files with their checksums, where the folder has some.
+        verify: Verify checksums if the folder has any.
 
     Returns:
-        Notes for the user.
+        Notes and warnings for the user.
     """
     hf_dir, out_dir = Path(hf_dir).expanduser(), Path(out_dir)
     require_new_folder(out_dir)
@@ -81,14 +80,15 @@ def import_hf(
 
 
 def write_origin(folder: Path, origin: dict[str, str]) -> None:
-    """Record the origin of a model: repo_id, revision and commit, or hf_dir."""
+    """Write ``download.yaml`` with a model's origin: repo_id, revision and commit, or hf_dir."""
     (folder / ORIGIN_FILE).write_text(yaml.safe_dump(origin, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def read_origin(folder: Path) -> tuple[str, str | None] | None:
-    """Return the hub name (with its revision) or the Hugging Face folder that a model was imported from.
+    """Return (hub name or Hugging Face folder, revision) that a model was imported from.
 
-    None if neither is recorded, or if that folder no longer exists.
+    The revision is None for ``main`` and for folders. Returns None if no origin is recorded or the folder no longer
+    exists.
     """
     try:
         origin = read_yaml(folder / ORIGIN_FILE)
@@ -103,7 +103,7 @@ def read_origin(folder: Path) -> tuple[str, str | None] | None:
 def is_import_of(folder: Path, hf_dir: Path) -> bool:
     """Whether a model folder was imported from a Hugging Face folder.
 
-    Compares what is quick to read: the architecture, and the weights of the first block up to rounding.
+    For speed, compares only the architecture and the first block's weights (up to rounding).
     """
     config, hf_config = read_model_config(folder), read_hf_config(hf_dir, name="hf")
     if _architecture(config) != _architecture(hf_config):
@@ -123,7 +123,7 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
-    """Return the config fields that determine the weights: without context length and tying."""
+    """Return the Hugging Face config fields that determine the weights (not context length or tying)."""
     values = family_of(config).to_hf_config(config)
     return {k: v for k, v in values.items() if k not in ("max_position_embeddings", "tie_word_embeddings")}
 
@@ -133,7 +133,7 @@ def _equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
 
 
 def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
-    """Read the architecture of a Hugging Face folder; ``name`` is used if config.json has none."""
+    """Read the architecture of a Hugging Face folder. ``name`` is the default if config.json has no name."""
     if not hf_dir.is_dir():
         raise UserError(f"hf_dir {hf_dir}: no such folder; give the one that holds {CONFIG} and the weights")
     if not (hf_dir / CONFIG).is_file():
@@ -194,8 +194,11 @@ def _vocab_size_warning(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
 
 
 def _add_prefix(hf_weights: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:
-    """Normalize names of weights that were saved from the model without its head (openai-community/gpt2), or as a part
-    of a multimodal model (google/gemma-3-4b-it)."""
+    """Normalize weight name prefixes to those of the complete text model.
+
+    Weights saved without the head (openai-community/gpt2) lack a prefix; those of a multimodal model
+    (google/gemma-3-4b-it) have an additional one.
+    """
     expected = {name for entry in family_of(config).weight_map(config) for name in entry.hf}
     prefix = _hf_name(config, _EMBEDDING).split(".")[0]
     renamed = {}
@@ -217,7 +220,7 @@ def _hf_name(config: ModelConfig, native: str) -> str:
 
 
 def resolve_tied_head(hf_weights: dict[str, Weight], config: ModelConfig) -> tuple[ModelConfig, list[str]]:
-    """Keep one tensor for a tied head and embedding, whichever is stored (N10).
+    """Keep only the embedding if head and embedding are tied (N10). A head stored alone becomes the embedding.
 
     If both are stored and differ, untie them, as transformers 5 does (version 4 drops the head).
     """
@@ -244,7 +247,10 @@ def _require_compatible(hf_weights: dict[str, Weight], config: ModelConfig, hf_d
 def resolve_dtype(
     hf_weights: dict[str, Weight], config: ModelConfig, dtype: torch.dtype | None
 ) -> tuple[torch.dtype, list[str]]:
-    """Return the dtype of all weights: as requested, else as stored (promoted if several); and notes for the user."""
+    """Return the dtype to convert weights to, and notes for the user.
+
+    By default, it is the stored dtype, promoted if there are several.
+    """
     entries = family_of(config).weight_map(config)
     fixed = {name for entry in entries if resolve_weight_dtype(entry.native[0], None) is not None for name in entry.hf}
     types = {stored.dtype for name, stored in hf_weights.items() if name not in fixed}
@@ -260,9 +266,9 @@ def resolve_dtype(
 def _convert(
     hf_weights: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, out_dir: Path
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights under native names, and the names of weights that contain NaN or Inf.
+    """Return the weights by native name, and the names of weights that contain NaN or Inf.
 
-    Each weight stays in a file: the original one if it is unchanged, else an unnamed one.
+    Large weights are memory-mapped: from the original file if unchanged, else from a temporary file.
     """
     weights: dict[str, Tensor] = {}
     nonfinite: list[str] = []
@@ -276,7 +282,7 @@ def _convert(
             nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL_NUMEL:
                 malloc_trim()
-        del originals  # dequantized weights are in memory
+        del originals  # free dequantized weights
     if config.tie_embeddings:
         weights[_HEAD] = weights[_EMBEDDING]
     return weights, nonfinite

@@ -1,9 +1,9 @@
-"""MXFP4 expert weights, as published for gpt-oss, dequantized to bfloat16 on reading.
+"""Dequantize MXFP4 expert weights (the format of gpt-oss) to bfloat16 when they are read.
 
-MXFP4 (Open Compute Project, Microscaling Formats 1.0): values of one sign, two exponent and one mantissa bit, with a
-shared power-of-two scale for each 32 of them. A file holds ``X_blocks``, (experts, out, in / 32, 16), two values per
-byte, the lower bits first, and ``X_scales``, (experts, out, in / 32), exponents plus 127, both uint8. Dequantized, the
-weight is X, (experts, in, out).
+MXFP4 (Open Compute Project, Microscaling Formats 1.0) values have one sign, two exponent and one mantissa bit. Each
+group of 32 values shares a power-of-two scale. A file holds two uint8 tensors per weight: ``X_blocks``, (experts, out,
+in / 32, 16), with two values per byte, lower bits first, and ``X_scales``, (experts, out, in / 32), with exponents plus
+127. The dequantized weight ``X`` is (experts, in, out).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_packed(config_json: dict[str, Any]) -> bool:
 
 
 def join_blocks(tensors: dict[str, StoredTensor]) -> dict[str, Dequantized]:
-    """Move each pair of matching blocks and scales from ``tensors`` to one weight."""
+    """Remove matching blocks and scales from ``tensors``. Return them as dequantized weights by name."""
     weights = {}
     for weight in [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]:
         blocks, scales = tensors[f"{weight}{_BLOCKS}"], tensors.get(f"{weight}{_SCALES}")
@@ -47,10 +47,11 @@ def _read(blocks: StoredTensor, scales: StoredTensor) -> Tensor:
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize (experts, out, in / 32, 16) and (experts, out, in / 32), uint8, to a view (experts, in, out) in bf16.
+    """Dequantize blocks and scales (uint8) to a bf16 view of shape (experts, in, out).
 
-    Bit-equal to transformers' ``convert_moe_packed_tensors``. One expert at a time, because the intermediate tensors
-    are several times as large.
+    Blocks are (experts, out, in / 32, 16), scales (experts, out, in / 32). Bit-equal to transformers'
+    ``convert_moe_packed_tensors``. Processes one expert at a time, because the intermediate tensors are several times
+    larger.
     """
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
     weights = torch.empty(*blocks.shape[:2], 32 * blocks.size(2), dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoints.hf import fp8, mxfp4
-from toolkit.checkpoints.hf.files import DTYPES, NAMES, QUANTIZED, StoredTensor, Weight, list_weights
+from toolkit.checkpoints.hf.files import DTYPE_NAMES, DTYPES_BY_NAME, QUANTIZED, StoredTensor, Weight, list_weights
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object
@@ -22,9 +22,9 @@ _BUFFERS = re.compile(r"(.+\.)?(attn|attention)\.(masked_)?bias|(.+\.)?rotary_em
 
 
 def find_weights(hf_dir: Path) -> dict[str, Weight]:
-    """List the tensors in a folder's files, preferring safetensors over pickles. Call :func:`~.files.close` afterwards.
+    """Return a folder's weights by name, without reading them. Prefers safetensors over pickles.
 
-    A quantized weight and its scales are listed as one 16-bit weight.
+    A quantized weight and its scales become one 16-bit weight. Call :func:`~.files.close` afterwards.
     """
     where: dict[str, Any] = {}
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
@@ -42,9 +42,9 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
         for name, shape, dtype in list_weights(hf_dir / file):
             if (name in tensors and where.get(name) != file) or _BUFFERS.fullmatch(name):
                 continue
-            if dtype not in DTYPES:
+            if dtype not in DTYPES_BY_NAME:
                 raise _unsupported_dtype(hf_dir / file, name, dtype)
-            tensors[name] = StoredTensor(hf_dir / file, name, shape, DTYPES[dtype])
+            tensors[name] = StoredTensor(hf_dir / file, name, shape, DTYPES_BY_NAME[dtype])
     joined: dict[str, Weight] = {**mxfp4.join_blocks(tensors)}
     if (block := fp8.block_size(read_json_object(hf_dir / CONFIG))) is not None:
         joined |= fp8.join_scales(tensors, block)
@@ -53,7 +53,7 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
             reason = fp8.describe_load_error(name, tensors, block)
             raise UserError(f"{stored.file}: {reason}; copy or download it again")
         if stored.dtype in QUANTIZED.values():
-            raise _unsupported_dtype(stored.file, name, NAMES[stored.dtype])
+            raise _unsupported_dtype(stored.file, name, DTYPE_NAMES[stored.dtype])
     return tensors | joined
 
 
@@ -62,14 +62,14 @@ def _unsupported_dtype(file: Path, name: str, dtype: str) -> UserError:
 
 
 def quantized_bits(config_json: dict[str, Any]) -> float | None:
-    """Return bits per weight as specified by ``config.json``; None if not quantized, or in an unsupported format."""
+    """Return bits per weight from ``config.json``; None if unquantized or in an unsupported format."""
     if mxfp4.is_packed(config_json):
         return mxfp4.BITS
     return None if fp8.block_size(config_json) is None else fp8.BITS
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index of weights: {name: file in the same folder}."""
+    """Read a weight index: {tensor name: file in the same folder}."""
     where = read_json_object(path).get("weight_map")
     if not (isinstance(where, dict) and where and all(isinstance(file, str) for file in where.values())):
         raise UserError(f"{path}: holds no weight_map of names to files; copy or download it again")

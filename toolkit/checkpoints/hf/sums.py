@@ -1,4 +1,4 @@
-"""Checksums of a Hugging Face folder: the file ``SHA256SUMS`` and the hub's ETags.
+"""Write and verify checksums of a Hugging Face folder: ``SHA256SUMS`` and the hub's ETags.
 
 Exports write ``SHA256SUMS`` for ``sha256sum --check``. ``hf download`` and ``toolkit download`` keep the hub's ETag of
 each file: SHA-256 for large files, git's SHA-1 for others.
@@ -20,7 +20,7 @@ HUB_METADATA = Path(".cache", "huggingface", "download")
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _PIECE = 2**20  # bytes
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-_MAX_BYTES = 2**22  # of SHA256SUMS, a line per file
+_MAX_BYTES = 2**22  # maximum size of SHA256SUMS, which has a line per file
 
 
 def write_sums(folder: Path) -> None:
@@ -32,14 +32,14 @@ def write_sums(folder: Path) -> None:
 
 
 def find_changed(folder: Path) -> list[str]:
-    """Return the names of files that differ from their checksums; none if the folder has no checksums."""
+    """Return the names of files that differ from their checksums; empty if the folder has no checksums."""
     expected = _hub_sums(folder) | _read_sums(folder)
     actual = _hash(folder, [name for name in expected if (folder / name).is_file()], expected)
     return [name for name, value in expected.items() if name in actual and actual[name] != value]
 
 
 def require_intact(folder: Path, where: str) -> list[str]:
-    """Compare the files with their checksums; return a warning for each file that was edited."""
+    """Raise UserError if a weight file differs from its checksum. Return warnings for other changed files."""
     changed = find_changed(folder)
     if weights := [name for name in changed if name.endswith(WEIGHT_SUFFIXES)]:
         hint = "copy or download it again; --verify_checkpoint false accepts it"
@@ -77,7 +77,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _hash(folder: Path, names: Iterable[str], expected: Mapping[str, str] = {}) -> dict[str, str]:
-    """Return the checksum of each file: git's SHA-1 if the expected one has 40 digits, else SHA-256."""
+    """Return {name: checksum}: git's SHA-1 if the expected checksum has 40 hex digits, else SHA-256."""
 
     def checksum(name: str) -> tuple[str, str]:
         is_git = len(expected.get(name, "")) == 40

@@ -1,4 +1,4 @@
-"""Convert SentencePiece tokenizers, which Hugging Face folders may contain instead of a tokenizer.json."""
+"""Convert a Hugging Face folder's SentencePiece tokenizer to tokenizer.json."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from toolkit.errors import one_line
 
-# File names that transformers looks for; FILE_PATTERNS, which downloads fetch, must include all of them.
+# File names that transformers looks for. FILE_PATTERNS (the files to download) must include all of them.
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 # Texts that both tokenizers must encode identically: spaces, other scripts, unknown characters, line ends, digits. No
-# leading space: there transformers differs from SentencePiece.
+# leading space, which transformers encodes differently.
 _PROBES = ("Hello world", "two  spaces ", "Grüße, 你好, مرحبا 🎉", "a\nb\n\n\tc", "1234567.89 + x_i == y", "")
 
 
@@ -23,9 +23,9 @@ def find_sentencepiece(hf_dir: Path) -> Path | None:
 
 
 def convert_sentencepiece(model: Path) -> bytes:
-    """Convert a SentencePiece model with its config files using transformers; return the content of tokenizer.json.
+    """Convert a SentencePiece model with transformers. Return the content of tokenizer.json.
 
-    It encodes all probe texts like SentencePiece; a ValueError has the reason if the conversion fails.
+    Raises ValueError if the conversion fails or a probe text is not encoded as by SentencePiece.
     """
     try:
         import sentencepiece

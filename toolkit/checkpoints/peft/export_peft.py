@@ -1,4 +1,4 @@
-"""Export adapters to peft's format, through the families' weight maps; see :mod:`.layers`."""
+"""Export adapters to peft's format. :mod:`.layers` maps native layers to Hugging Face layers."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class ExportResult(NamedTuple):
     base: str
     """``base_model_name_or_path`` of the new folder."""
     is_known: bool
-    """Whether transformers can load that base: the user named it, or its import recorded it."""
+    """Whether ``base`` is a hub name or Hugging Face folder, which transformers can load."""
     is_checked: bool
-    """Whether the base exists and its fingerprint matches."""
+    """Whether the base model exists and its fingerprint was verified."""
     wrapper_type: str | None
-    """Model type of the multimodal model whose text model is the base; the tensors have that model's names."""
+    """Model type of the multimodal model that contains the base model. Tensor names are those of that model."""
     nonfinite: list[str]
-    """The names of the tensors in the new folder that contain NaN or Inf."""
+    """The names of exported tensors that contain NaN or Inf."""
 
 
 def export_peft(
@@ -108,7 +108,7 @@ def export_peft(
 def _convert_layer(
     layer: Layer, placed: list[PlacedAdapter], weight_of: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in peft, tensor) for the adapters of one layer, if it has any."""
+    """Yield (peft name, tensor) for the adapters of one layer, if any."""
     adapters = [one.adapter for one in placed]
     covers = [layer.covers(one.rows) for one in placed]
     factors = [layer.to_hf(scatter_rows(one.adapter.B.detach(), one.rows, layer)) for one in placed]
@@ -124,7 +124,7 @@ def _convert_layer(
 
 
 def _magnitudes(layer: Layer, placed: list[PlacedAdapter], weight_of: Callable[[str], Tensor]) -> list[Tensor]:
-    """Return DoRA's magnitudes for each Hugging Face layer, (out, 1); rows without adapters keep their norms."""
+    """Return DoRA magnitudes per Hugging Face layer, (out, 1). Rows without adapters get the base weight's norms."""
     full, adapted = torch.zeros(layer.out_features), torch.zeros(layer.out_features, 1)
     for one in placed:
         adapted[one.rows.start : one.rows.stop] = 1
@@ -169,7 +169,7 @@ def _alpha(lora: LoRAConfig, rank: int) -> int | float:
 
 
 def _targets(ranks: dict[str, int], modules: list[str]) -> dict[str, int]:
-    """Return {shortest suffix of layer names that selects adapted layers only: rank}."""
+    """Return {target: rank}. A target is the shortest name suffix that matches only adapted layers of that rank."""
     targets = {}
     for module, rank in ranks.items():
         parts = module.split(".")
@@ -196,10 +196,10 @@ def _wrapper_type(base: Path) -> str | None:
 
 
 def _hf_base(base: Path) -> tuple[str, str | None] | None:
-    """Return where the base was imported from, with the revision of a hub name unless it is main.
+    """Return (hub name or Hugging Face folder, revision) of the base model; None if unknown.
 
-    Falls back to the hub name of a folder checkpoints/ORGANIZATION/NAME. The ``_name_or_path`` of config.json is not
-    used: there transformers records the parent of a finetuned model.
+    Falls back to the hub name in a path checkpoints/ORGANIZATION/NAME. Ignores ``_name_or_path`` in config.json,
+    because transformers records the parent of a finetuned model there.
     """
     parts = base.resolve().parts
     return read_origin(base) or (("/".join(parts[-2:]), None) if "checkpoints" in parts[-3:-2] else None)

@@ -1,4 +1,4 @@
-"""Import adapters from peft's format, through the families' weight maps; see :mod:`.layers`."""
+"""Import adapters from peft's format. :mod:`.layers` maps native layers to Hugging Face layers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from toolkit.models.lora import adapted_on_meta, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
 from toolkit.models.lora_layers import Adapter
 
-# Unsupported settings of peft, with their neutral values.
+# Unsupported peft settings, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",), "modules_to_save": (None, []), "layers_to_transform": (None, []),
     "layer_replication": (None, []), "lora_bias": (None, False), "use_qalora": (None, False),
     "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "alora_invocation_tokens": (None, []),
 }  # fmt: skip
-# Initializations that also change the base's weights, so that the adapters alone are not sufficient.
+# Initializations that also change the base weights, so the adapters alone are not sufficient.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class _PeftAdapters(NamedTuple):
-    """A folder of adapters: the settings, the tensors by Hugging Face layer and kind, and the model's layers."""
+    """A loaded peft folder: settings, tensors by Hugging Face layer and kind, and the model's layers."""
 
     folder: Path
     settings: dict[str, Any]
@@ -57,7 +57,7 @@ class _PeftAdapters(NamedTuple):
         )
 
     def rank(self, lora: LoRAConfig, fused: list[Layer]) -> int:
-        """Return the rank of fused layers; refuse patterns that select other layers or change the scaling."""
+        """Return the rank of fused layers. Reject patterns that match other layers or change the scaling."""
         ranks, alphas = (self.settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
         pattern_ranks = set()
         try:
@@ -77,8 +77,8 @@ class _PeftAdapters(NamedTuple):
             raise self.pattern_error()
         return pattern_ranks.pop() if pattern_ranks else lora.r
 
-    def used_columns(self, layers: list[Layer], parts: dict[str, range], rank: int) -> dict[str, Tensor]:
-        """Return {part: mask of the columns of lora_B that are nonzero in the part's rows, (rank,)} over the layers."""
+    def nonzero_column_masks(self, layers: list[Layer], parts: dict[str, range], rank: int) -> dict[str, Tensor]:
+        """Return {part: mask, (rank,)} of lora_B columns that are nonzero in the part's rows in any layer."""
         used = torch.zeros(layers[0].out_features, rank, dtype=torch.bool)
         for layer in layers:
             b = self.tensors.get(layer.modules[0], {}).get("lora_B")
@@ -88,28 +88,28 @@ class _PeftAdapters(NamedTuple):
 
 
 class _Fused(NamedTuple):
-    """The layout of adapters of layers that hold several parts in the Hugging Face model."""
+    """Adapter layout of layers that are fused in the Hugging Face model."""
 
     rank: int
     parts: tuple[str, ...] = ()
-    """Parts whose adapters were concatenated, with equally many columns of lora_B each; empty if all share them."""
+    """Parts with concatenated adapters, each with the same number of lora_B columns; empty if parts share columns."""
 
     def columns(self, part: str) -> slice:
-        """Return the part's columns of lora_B, which are its rows of lora_A."""
+        """Return the part's columns of lora_B, which are also its rows of lora_A."""
         width = self.rank // max(1, len(self.parts))
         first = self.parts.index(part) * width if self.parts else 0
         return slice(first, first + width)
 
 
 def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, dict[str, Tensor], str | None]:
-    """Read adapters that peft saved, for a base of this architecture.
+    """Read peft adapters for a base model of this architecture.
 
-    An adapter of a layer that is fused in the Hugging Face model is split into the parts from which
-    :func:`~.export_peft.export_peft` concatenated it. Otherwise queries, keys and values (or Phi-3's two MLP layers)
-    get a copy each, which compute the same function with the same rank.
+    The adapter of a fused Hugging Face layer is split into the parts that :func:`~.export_peft.export_peft`
+    concatenated. If it has no such parts, queries, keys and values (or Phi-3's two MLP layers) each get a copy, which
+    computes the same function with the same rank.
 
     Returns:
-        The LoRA configuration, the adapters in fp32 by native names, and a note if one adapter became several.
+        The LoRA configuration, fp32 adapters by native name, and a note if an adapter was copied to several parts.
     """
     folder = Path(folder)
     settings, tensors = _read_settings(folder), _read_tensors(folder, config)
@@ -142,7 +142,7 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
 
 
 def check_base(folder: str | Path, base: Path) -> str | None:
-    """Compare ``base`` with the base that peft's adapters name; return a note if that one cannot be read locally."""
+    """Raise UserError if ``base`` is not the adapters' base model. Return a note if that cannot be checked."""
     named = _read_settings(Path(folder)).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return f"--from_peft {folder}: does not name its base model; not verified against {base}"
@@ -159,7 +159,7 @@ def check_base(folder: str | Path, base: Path) -> str | None:
 
 
 def _is_same_model(named: str, base: Path) -> bool | None:
-    """Whether ``named`` is the model in ``base``; None if it names no folder, directly or below checkpoints/."""
+    """Whether ``named`` is the model in ``base``; None if no such folder exists, directly or below checkpoints/."""
     folder = next((p for p in (Path(named).expanduser(), Path("checkpoints") / named) if p.is_dir()), None)
     if folder is None:
         return None
@@ -188,7 +188,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tensor]]:
-    """{Hugging Face layer: {"lora_A" or "lora_B" or "lora_magnitude_vector": tensor}}"""
+    """Return {Hugging Face layer: {"lora_A", "lora_B" or "lora_magnitude_vector": tensor}}."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -212,7 +212,7 @@ def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tens
 
 
 def _adapted_parts(layers: list[Layer], tensors: dict[str, Any], config: ModelConfig) -> set[str]:
-    """Return the parts of LoRAConfig that are adapted in the file."""
+    """Return the parts of LoRAConfig that have adapters in the file."""
     selected: set[str] = set()
     for layer in layers:
         for i, module in enumerate(layer.modules):
@@ -222,7 +222,7 @@ def _adapted_parts(layers: list[Layer], tensors: dict[str, Any], config: ModelCo
 
 
 def _parts(layer: Layer, config: ModelConfig) -> dict[str, range]:
-    """Return the parts of LoRAConfig that a layer belongs to, and their rows."""
+    """Return {part of LoRAConfig: row range} of a layer."""
     name = layer.names[0].rpartition(".")[2]
     if ".attn." in layer.names[0] and name != "proj":
         return attention_rows(config).get(name, {})
@@ -258,7 +258,7 @@ def _is_fused(layer: Layer) -> bool:
 
 
 def _split_fused_qkv(peft: _PeftAdapters, lora: LoRAConfig, config: ModelConfig) -> tuple[LoRAConfig, _Fused]:
-    """Find the parts of the adapters of QKV layers that are fused both natively and in Hugging Face.
+    """Detect the parts in the adapters of QKV layers that are fused both natively and in Hugging Face.
 
     ``lora`` is the configuration of all other layers. Returns the configuration with a separate adapter for each part,
     and the layout of the fused adapters.
@@ -267,7 +267,7 @@ def _split_fused_qkv(peft: _PeftAdapters, lora: LoRAConfig, config: ModelConfig)
     rank = peft.rank(lora, layers)
     parts: tuple[str, ...] = ()
     if layers:
-        columns = peft.used_columns(layers, _parts(layers[0], config), rank)
+        columns = peft.nonzero_column_masks(layers, _parts(layers[0], config), rank)
         used = tuple(part for part in columns if columns[part].any())
         parts = used if _are_in_blocks(columns, _Fused(rank, used)) else ()
     n = max(1, len(parts))
@@ -288,7 +288,7 @@ def _split_hf_fused(peft: _PeftAdapters, lora: LoRAConfig) -> _Fused:
     rank = peft.rank(lora, layers)
     if rank == lora.r:
         return _Fused(rank)
-    columns = peft.used_columns(layers, layers[0].rows, rank)
+    columns = peft.nonzero_column_masks(layers, layers[0].rows, rank)
     fused = _Fused(rank, tuple(columns))
     if rank != lora.r * len(columns) or not _are_in_blocks(columns, fused):
         raise peft.pattern_error()
@@ -306,7 +306,7 @@ def _are_in_blocks(columns: dict[str, Tensor], fused: _Fused) -> bool:
 
 
 def _convert_layer(layer: Layer, placed: list[PlacedAdapter], peft: _PeftAdapters, fused: _Fused) -> dict[str, Tensor]:
-    """Return the adapters of one layer, by native names."""
+    """Return the adapter tensors of one layer by native name."""
     outs = [part.size(0) for part in layer.to_hf(torch.empty(layer.out_features, 1))]
     adapters: dict[str, Tensor] = {}
     for name, part, at, adapter in placed:
@@ -323,7 +323,7 @@ def _convert_layer(layer: Layer, placed: list[PlacedAdapter], peft: _PeftAdapter
 
 
 def _part_to_native(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Tensor:
-    """Return (out, k) with the rows of the i-th Hugging Face layer, zeros elsewhere."""
+    """Return a native tensor (out, k) with the rows of the i-th Hugging Face layer, zeros elsewhere."""
     return layer.to_native([tensor if k == i else tensor.new_zeros(out, tensor.size(1)) for k, out in enumerate(outs)])
 
 

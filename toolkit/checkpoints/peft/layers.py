@@ -1,10 +1,10 @@
-"""Shared by export and import of peft adapters: names, and the correspondence of linear layers.
+"""Map native linear layers to Hugging Face layers, for import and export of peft adapters.
 
-Layers that are fused only natively (Llama's q_proj, k_proj, v_proj): each part's adapter maps to one layer of Hugging
-Face's.
-Layers that are fused on both sides (GPT-NeoX, GPT-2), or only in Hugging Face (Phi-3's gate_up_proj): the parts'
-adapters are combined, with A stacked and B block-diagonal. The rank is the sum of the parts' ranks, and alpha is scaled
-to keep the same scaling factor.
+Fused only natively (Llama's q_proj, k_proj, v_proj): each part's adapter maps to one Hugging Face layer.
+
+Fused on both sides (GPT-NeoX, GPT-2), or only in Hugging Face (Phi-3's gate_up_proj): the parts' adapters are combined,
+with A stacked and B block-diagonal. The rank is the sum of the parts' ranks, and alpha is scaled to keep the same
+scaling factor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RENAMED = {"embed_out": "lm_head"}
 
 
 class PlacedAdapter(NamedTuple):
-    """An adapter of a :class:`Layer`: its name, its part, and the part's rows in the layer."""
+    """An adapter in a :class:`Layer`, with its name, part and row range."""
 
     name: str
     part: str
@@ -41,9 +41,10 @@ class PlacedAdapter(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """A native linear layer, or several that are fused in Hugging Face: names, rows of each, the weight map's entry.
+    """A native linear layer, or several that are fused in Hugging Face.
 
-    Several layers are treated as one, with their rows concatenated.
+    Several layers are treated as one, with their rows concatenated. ``sizes`` has the number of rows of each layer, and
+    ``entry`` is the weight map entry.
     """
 
     names: tuple[str, ...]
@@ -65,7 +66,7 @@ class Layer:
 
     @property
     def is_fused_in_hf(self) -> bool:
-        """Whether it consists of several native layers."""
+        """Whether several native layers are fused in Hugging Face."""
         return len(self.names) > 1
 
     @property
@@ -74,7 +75,7 @@ class Layer:
         return [name.removesuffix(".weight") for name in self.entry.hf]
 
     def adapters(self, model: GPT) -> list[PlacedAdapter]:
-        """Return its adapters in a model, ordered by rows; for several native layers, each layer is a part."""
+        """Return the layer's adapters in ``model``, ordered by rows. If several layers are fused, each is a part."""
         placed = []
         for name, (last, rows) in zip(self.names, self.rows.items(), strict=True):
             layer = model.get_submodule(name)
@@ -91,12 +92,12 @@ class Layer:
         return self.entry.to_hf(list(probe.split(self.sizes)))[0].size(0) == self.out_features + 1
 
     def to_hf(self, rows: Tensor) -> list[Tensor]:
-        """Split (out, k) into the rows of each Hugging Face layer."""
+        """Split a native tensor (out, k) into one tensor per Hugging Face layer."""
         parts = self.entry.to_hf(list(rows.split(self.sizes)))
         return [part.t() if self.is_transposed else part for part in parts]
 
     def to_native(self, parts: list[Tensor]) -> Tensor:
-        """The inverse of :meth:`to_hf`."""
+        """Invert :meth:`to_hf`."""
         return torch.cat(self.entry.from_hf([part.t() if self.is_transposed else part for part in parts]))
 
     def covers(self, rows: range) -> list[bool]:
@@ -117,7 +118,7 @@ def linear_layers(config: ModelConfig) -> list[Layer]:
 
 
 def scatter_rows(values: Tensor, rows: range, layer: Layer) -> Tensor:
-    """Return (out, k) with the values in the given rows, zeros elsewhere."""
+    """Return a tensor (out, k) with ``values`` in ``rows`` and zeros elsewhere."""
     full = values.new_zeros(layer.out_features, values.size(1))
     full[rows.start : rows.stop] = values
     return full

@@ -1,1 +1,1 @@
-"""Checkpoints and metrics of a run on remote storage: any file system of fsspec. Imports no torch."""
+"""Store a run's checkpoints and metrics on any fsspec file system. Does not import torch."""

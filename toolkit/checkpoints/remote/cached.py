@@ -1,4 +1,4 @@
-"""Copies of remote checkpoints in the user's cache, for commands such as ``toolkit generate s3://bucket/run/final``."""
+"""Cache remote checkpoints locally, for commands such as ``toolkit generate s3://bucket/run/final``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from toolkit.io.storage import Storage, StorageError
 
 @cache  # once per process: a run asks for the folder of its base several times
 def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
-    """Download a checkpoint, or a run's newest one, into the user's cache unless it is there; return its folder.
+    """Download a checkpoint, or a run's newest one, to the user's cache if needed. Return the local folder.
 
-    Messages name the option ``flag``. The trainer state, which only resuming needs, is downloaded with
-    ``with_trainer``.
+    Error messages name the option ``flag``. ``with_trainer`` also downloads the trainer state, which resuming needs.
     """
     storage = Storage(url, flag)
     target = local_name(url, "checkpoints" if with_trainer else "models")
@@ -38,7 +37,7 @@ def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
 
 
 def find_folder(storage: Storage) -> str:
-    """Return the newest checkpoint of a run, by its name in the run's folder."""
+    """Return the folder name of a run's newest checkpoint."""
     newest = next(checkpoints.newest_first(storage), None)
     if newest is not None:
         return newest.folder

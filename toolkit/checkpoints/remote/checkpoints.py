@@ -1,8 +1,8 @@
-"""S1 atomic-checkpoints on remote storage: a checkpoint exists once its ``COMPLETE`` does, which is written last.
+"""S1 atomic-checkpoints on remote storage: ``COMPLETE`` is written last and marks a checkpoint as complete.
 
-Object stores cannot rename. To replace a checkpoint, the new one is uploaded to ``.new-NAME``; once complete there, it
-counts as the checkpoint NAME and is copied to NAME within the storage. Deletion starts with ``COMPLETE``. All functions
-raise ``StorageError`` if a request fails.
+Object stores cannot rename. A replacement of checkpoint NAME is uploaded to ``.new-NAME``. Once complete, it counts as
+NAME and is copied there within the storage. Deletion starts with ``COMPLETE``. All functions raise ``StorageError`` if
+a request fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class RemoteCheckpoint(NamedTuple):
-    """A complete checkpoint on remote storage; the newest is the largest."""
+    """A checkpoint on remote storage. Newer ones compare greater."""
 
     step: int
     is_final: bool
@@ -46,13 +46,13 @@ def newest_first(storage: Storage) -> Iterator[RemoteCheckpoint]:
 
 
 def find(storage: Storage, name: str) -> RemoteCheckpoint | None:
-    """Return the complete checkpoint of that name, its replacement first; None if there is none."""
+    """Return the complete checkpoint ``name``, preferring a complete replacement; None if there is none."""
     complete = (folder for folder in (f"{NEW}{name}", name) if is_complete(storage, folder))
     return next((_read_checkpoint(storage, folder) for folder in complete), None)
 
 
 def first_use(storage: Storage) -> str | None:
-    """Return the name of a checkpoint (complete or not) or metrics file in the folder; None if no run has used it."""
+    """Return a checkpoint (complete or not) or metrics file in the folder; None if no run has used it."""
     names = storage.entries()
     used = filter(_is_checkpoint_name, names)
     return next(used, METRICS if "logs" in names and storage.exists(METRICS) else None)
@@ -75,7 +75,7 @@ def is_complete(storage: Storage, folder: str) -> bool:
 
 
 def upload(storage: Storage, source: Path, name: str, before_complete: Callable[[], None] = lambda: None) -> bool:
-    """Upload a complete checkpoint folder atomically; return False if the storage has it already.
+    """Upload a complete checkpoint folder atomically. Return False if the storage already has it.
 
     ``before_complete`` is called after all other files are uploaded, before ``COMPLETE`` is written.
     """
@@ -97,7 +97,7 @@ def upload(storage: Storage, source: Path, name: str, before_complete: Callable[
 
 
 def finish_replacements(storage: Storage) -> None:
-    """Finish or undo replacements that an earlier process did not complete."""
+    """Complete or delete replacements that an earlier process left unfinished."""
     for folder, is_folder in storage.entries().items():
         if is_folder and folder.startswith(NEW):
             if is_complete(storage, folder):
@@ -118,7 +118,7 @@ def _promote(storage: Storage, name: str) -> None:
 
 
 def delete(storage: Storage, folder: str) -> None:
-    """Delete a checkpoint, complete or not: ``COMPLETE`` first."""
+    """Delete a checkpoint, complete or not, starting with ``COMPLETE``."""
     storage.delete(f"{folder}/{COMPLETE}")
     for file in list(storage.files(folder)):
         storage.delete(f"{folder}/{file}")
@@ -126,9 +126,10 @@ def delete(storage: Storage, folder: str) -> None:
 
 
 def prune(storage: Storage, keep_last: int, is_over: bool = False) -> None:
-    """Delete all but the last ``keep_last`` step checkpoints, and incomplete ones between them; 0 keeps all.
+    """Delete all but the newest ``keep_last`` step checkpoints, and incomplete ones older than the newest; 0 keeps all.
 
-    With ``is_over`` (the run has ended) all incomplete checkpoints are deleted, unless they are marked as damaged.
+    If ``is_over`` (the run has ended), delete incomplete checkpoints of any age. Checkpoints marked as damaged are kept
+    until there are ``keep_last`` newer ones.
     """
     if not (keep_last or is_over):
         return
@@ -143,7 +144,7 @@ def prune(storage: Storage, keep_last: int, is_over: bool = False) -> None:
 
 
 def mark_damaged(storage: Storage, folder: str) -> None:
-    """Make a damaged checkpoint incomplete, so that no run resumes from it: its manifest is renamed."""
+    """Mark a checkpoint as damaged by renaming its manifest. It is then incomplete, so no run resumes from it."""
     if is_complete(storage, folder):
         storage.copy(f"{folder}/{COMPLETE}", f"{folder}/{DAMAGED}")
         storage.delete(f"{folder}/{COMPLETE}")

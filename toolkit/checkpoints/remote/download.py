@@ -1,6 +1,6 @@
 """Download checkpoints, verified against their manifest (S7) and resumable after an interruption.
 
-Files are requested in the chunks that the manifest has checksums for. Chunks of an interrupted download are kept in
+Files are read in the chunks of the manifest's checksums. Chunks of an interrupted download are kept in
 ``.download-NAME``. Functions raise ``StorageError`` if a request fails.
 """
 
@@ -40,10 +40,11 @@ def has_same_manifest(storage: Storage, folder: str, local: Path) -> bool:
 def download(
     storage: Storage, folder: str, target: Path, report: Callable[[str], None], model_only: bool = False
 ) -> None:
-    """Download a checkpoint and replace the local folder ``target``, whose intact files are reused.
+    """Download a checkpoint and replace the local folder ``target``. Reuses intact files in ``target``.
 
-    Only one process may do so at a time. ``report`` receives a line with the size. ``model_only`` omits the trainer
-    state. Raises DamagedCheckpointError if the checkpoint is incomplete or its bytes do not match its manifest.
+    Only one process at a time may download to ``target``. ``report`` receives a message with the size. ``model_only``
+    omits the trainer state. Raises DamagedCheckpointError if the checkpoint is incomplete or its bytes do not match its
+    manifest.
     """
     where, manifest = _location(storage, folder), _read_complete(storage, folder)
     checksums = parse_manifest(manifest, f"{where}/{COMPLETE}")
@@ -66,7 +67,7 @@ def download(
 
 
 def remote_manifest(storage: Storage, folder: str) -> dict[str, Checksum]:
-    """Return the checksums of a checkpoint's files, by name."""
+    """Return {relative path: checksum} of a remote checkpoint."""
     return parse_manifest(_read_complete(storage, folder), f"{_location(storage, folder)}/{COMPLETE}")
 
 
@@ -83,9 +84,10 @@ def _location(storage: Storage, folder: str) -> str:
 
 
 def fetch_files(storage: Storage, folder: str, files: dict[str, Checksum], target: Path | None) -> dict[str, str]:
-    """Read a checkpoint's files in several threads, compare them with ``files``, return {damaged file: reason}.
+    """Download and verify a checkpoint's files in several threads. Return {damaged file: reason}.
 
-    They are written to the folder ``target``, whose intact chunks are not requested; None only compares.
+    Files are written to ``target``, and chunks that are intact there are not requested. If ``target`` is None, files
+    are only verified.
     """
     damage: dict[str, str] = {}
     if target is not None:
@@ -115,14 +117,14 @@ def fetch_files(storage: Storage, folder: str, files: dict[str, Checksum], targe
 
 
 def _chunks(files: dict[str, Checksum]) -> Iterator[tuple[str, int, int, str]]:
-    """Yield (name, first byte, end, CRC-32) of all chunks."""
+    """Yield (name, start, stop, CRC-32) of each chunk, in bytes."""
     for name, entry in sorted(files.items()):
         for index, crc32 in enumerate(entry["crc32"]):
             yield name, index * CHUNK, min(entry["size"], (index + 1) * CHUNK), crc32
 
 
 def _reuse(files: dict[str, Checksum], source: Path, partial: Path) -> None:
-    """Link the intact files of an existing folder."""
+    """Hard-link intact files of ``source`` into ``partial``."""
     if not source.is_dir():
         return
     missing = {name: entry for name, entry in files.items() if not (partial / name).exists()}
@@ -134,7 +136,7 @@ def _reuse(files: dict[str, Checksum], source: Path, partial: Path) -> None:
 
 
 def _read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
-    """Return bytes of a file; none if it does not exist."""
+    """Return bytes ``start`` to ``stop`` of a file; empty if it does not exist."""
     try:
         with open(path, "rb") as file:
             file.seek(start)

@@ -1,8 +1,8 @@
-"""The lease of a run's folder on remote storage: an object that says which process runs there, refreshed by it.
+"""Lease a run's folder on remote storage. An object names the process that owns it, which refreshes the object.
 
-Object stores have no locks. The lease keeps a second launch of the same command from writing to the first's folder; if
+Object stores have no locks. The lease keeps a second launch of the same command from writing to the same folder. If
 both start within the same second, the later write wins. Clocks of different machines are not compared: a lease is stale
-if another process has watched it for :data:`STALE` seconds and saw no refresh.
+if another process sees no refresh for :data:`STALE` seconds.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from toolkit.io.tempfiles import has_ended, temporary_prefix
 LEASE = ".lease.json"
 REFRESH = 10.0  # seconds
 STALE = 35.0  # seconds without a refresh
-SETTLE = 1.0  # seconds after which the last of several writers is known
+SETTLE = 1.0  # seconds to wait before checking which of several writers was last
 
 
 class Lease:
-    """This process's lease of a folder. Methods raise :class:`StorageError` if a request fails."""
+    """This process's lease on a folder. Methods raise :class:`StorageError` if a request fails."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.id = storage, secrets.token_hex(8)
         self.taken_by: str | None = None
-        """The process that took the folder over from this one."""
+        """Description of the process that took over the folder, if any."""
         self._count = 0
         self._stale: bytes | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def require_free(self, report: Callable[[str], None]) -> None:
-        """Check that no other run is alive in the folder. Takes :data:`STALE` seconds after a crash elsewhere."""
+        """Raise UserError if another run is active in the folder. Takes :data:`STALE` s after a crash elsewhere."""
         first = self.storage.read(LEASE)
         if first in (None, self._stale) or has_ended(str(_parse(first).get("process", ""))):
             return
@@ -58,7 +58,7 @@ class Lease:
         self._stale = first
 
     def acquire(self, report: Callable[[str], None]) -> None:
-        """Take the folder for this process, and keep refreshing the lease in the background."""
+        """Acquire the lease, and refresh it in a background thread."""
         self.require_free(report)
         self._write()
         time.sleep(SETTLE)
@@ -68,7 +68,7 @@ class Lease:
         self._thread.start()
 
     def require_held(self) -> None:
-        """Check on the storage that no other process has taken the folder over; raise StorageError if one has."""
+        """Raise StorageError if another process has taken over the folder."""
         if self.taken_by is None:
             self._find_owner()
         if self.taken_by is not None:
@@ -108,7 +108,7 @@ class Lease:
         self.storage.write(LEASE, json.dumps(values).encode())
 
     def _other_owner(self) -> bytes | None:
-        """Return the content of the lease if it is another process's."""
+        """Return the lease's content if another process holds it, else None."""
         content = self.storage.read(LEASE)
         return None if content is None or _parse(content).get("id") == self.id else content
 

@@ -1,6 +1,6 @@
-"""A run whose ``--out_dir`` is on remote storage: it works in a local staging folder.
+"""Runs with ``--out_dir`` on remote storage, which work in a local staging folder.
 
-Before training, the checkpoint to resume from is downloaded; during training, checkpoints and metrics are uploaded.
+Before training, the checkpoint to resume from is downloaded. During training, checkpoints and metrics are uploaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from toolkit.io.storage import Storage, StorageError
 
 
 def check_out_dir(out_dir: str, staging_dir: str | None) -> None:
-    """Check that the package for the storage is installed, and that --staging_dir has an effect."""
+    """Raise UserError if the storage's package is not installed or --staging_dir has no effect."""
     if is_url(out_dir):
         Storage(out_dir, "--out_dir")
     elif staging_dir is not None:
@@ -49,12 +49,12 @@ def local_name(url: str, kind: str) -> Path:
 
 
 class RemoteRun:
-    """The folder of a run on remote storage (``url``), and its staging folder on this machine (``out_dir``)."""
+    """A run on remote storage (``url``) with a local staging folder (``out_dir``)."""
 
     def __init__(self, url: str, out_dir: Path) -> None:
         self.url, self.out_dir = url.rstrip("/"), out_dir
         self.damaged: list[RemoteCheckpoint] = []
-        """Skipped checkpoints, whose bytes do not match their manifest."""
+        """Checkpoints skipped because they do not match their manifest."""
 
     @cached_property
     def storage(self) -> Storage:
@@ -67,10 +67,10 @@ class RemoteRun:
     def prepare(
         self, resume: bool | str, report: Callable[[str], None], *, keep_best: bool = False, verify: bool = True
     ) -> None:
-        """Download what the run resumes from to the staging folder. On rank 0, before the run starts.
+        """Download the checkpoint to resume from to the staging folder. Called on rank 0 before the run starts.
 
-        ``keep_best`` also downloads ``best/``; ``verify`` verifies checkpoints that the staging folder has. Raises
-        DamagedCheckpointError if all checkpoints are damaged, or the newest is and ``resume`` is true.
+        ``keep_best`` also downloads ``best/``. ``verify`` verifies checkpoints that are already in the staging folder.
+        Raises DamagedCheckpointError if all checkpoints are damaged, or if the newest is and ``resume`` is true.
         """
         resume = {"false": False, "true": True}.get(resume.lower(), resume) if isinstance(resume, str) else resume
         self.storage.probe()
@@ -86,8 +86,8 @@ class RemoteRun:
     def fetch(self, name: str, manifest: bytes, report: Callable[[str], None]) -> None:
         """Download a checkpoint on nodes without rank 0, unless the staging folder (on a shared disk) has it.
 
-        A download deletes the other checkpoints of the staging folder. ``manifest`` is the content of ``COMPLETE`` on
-        rank 0: the storage may have an older checkpoint of this name.
+        A download deletes all other checkpoints in the staging folder. ``manifest`` is the content of ``COMPLETE`` on
+        rank 0, because the storage may have an older checkpoint of this name.
         """
         target = self.out_dir / name
         with self._one_line_errors():
@@ -105,7 +105,7 @@ class RemoteRun:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def start_uploads(self, keep_last: int, report: Callable[[str], None]) -> Uploader:
-        """Acquire the lease and start uploads, first of local checkpoints that the storage lacks."""
+        """Acquire the lease and start the uploader. Queue local checkpoints that the storage lacks."""
         with self._one_line_errors(), ExitStack() as after_failure:
             after_failure.callback(self.lease.release)
             self.lease.acquire(report)
@@ -122,7 +122,7 @@ class RemoteRun:
     # ---- parts
 
     def _not_uploaded(self) -> list[Path]:
-        """Return the newest local checkpoint and ``best`` if they are newer than on the storage."""
+        """Return the newest local checkpoint and ``best``, except those that the storage has (or newer ones)."""
         local = newest_first(self.out_dir)
         missing = []
         for folder in [*local[:1], *(path for path in local[1:] if path.name == BEST)]:
@@ -178,7 +178,7 @@ class RemoteRun:
             self._download_metrics()
 
     def _download_metrics(self) -> None:
-        """Replace the local metrics.csv, which may lack rows that another launch has written."""
+        """Replace the local metrics.csv, which may lack rows from other launches."""
         if (content := self.storage.read(METRICS)) is not None:
             write_atomic(self.out_dir / METRICS, content)
 

@@ -1,6 +1,6 @@
-"""Uploads a run's staging folder to remote storage, in the background.
+"""Upload a run's staging folder to remote storage in the background.
 
-Checkpoints are uploaded from hard links to their files, because the run may delete or replace a checkpoint meanwhile.
+Checkpoints are uploaded from hard links, because the run may delete or replace a checkpoint during the upload.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.errors import one_line
 from toolkit.io.storage import Storage, StorageError
 
 LINKS = ".uploads"
-_MAX_EARLY = 64 * 1024 * 1024  # bytes of a log file that is uploaded with every checkpoint, and not only at the end
+_MAX_EARLY = 64 * 1024 * 1024  # bytes; larger log files (except metrics.csv) are uploaded only at the end
 
 
 class _Task(NamedTuple):
@@ -29,19 +29,19 @@ class _Task(NamedTuple):
 
 
 class Uploader:
-    """Uploads checkpoints one after the other in a background thread.
+    """Uploads checkpoints sequentially in a background thread.
 
     Args:
         storage: The run's folder on remote storage.
-        lease: The lease of that folder, acquired.
-        out_dir: The staging folder, which this process has locked.
+        lease: The acquired lease on that folder.
+        out_dir: The staging folder, locked by this process.
         keep_last: Number of step checkpoints to keep on the storage; 0 keeps all.
     """
 
     def __init__(self, storage: Storage, lease: Lease, out_dir: Path, keep_last: int) -> None:
         self.storage, self.lease, self.out_dir, self.keep_last = storage, lease, out_dir, keep_last
         self.failed: dict[str, str] = {}
-        """Reason by checkpoint whose last upload failed after all retries."""
+        """{checkpoint: reason} of uploads that failed after all retries."""
         self._messages: deque[str] = deque()
         self._tasks: deque[_Task] = deque()
         self._changed = threading.Condition()
@@ -52,7 +52,7 @@ class Uploader:
         self._thread.start()
 
     def submit(self, folder: Path) -> None:
-        """Queue a complete checkpoint of ``out_dir``; raises OSError if the disk is full."""
+        """Queue a complete checkpoint in ``out_dir`` for upload. Raises OSError if the disk is full."""
         self._n_links += 1
         links = self.out_dir / LINKS / str(self._n_links) / folder.name
         for path in sorted(folder.rglob("*")):
@@ -68,16 +68,16 @@ class Uploader:
             self._changed.notify_all()
 
     def wait(self, seconds: float | None, at_most: int = 0) -> bool:
-        """Wait until at most ``at_most`` checkpoints are queued or being uploaded; return whether that is so."""
+        """Wait until at most ``at_most`` uploads are pending. Return False after a timeout of ``seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._tasks) <= at_most, seconds)
 
     def take_messages(self) -> list[str]:
-        """Return new log lines: one for each checkpoint that failed."""
+        """Return and clear new log messages, one per failed upload."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def upload_outputs(self) -> str | None:
-        """Upload all other files of the run, such as logs and profiles, and wait; return the reason of a failure."""
+        """Upload all files outside checkpoints, such as logs and profiles. Return the error message, if any."""
         try:
             for path in self._outputs(self.out_dir):
                 self._upload_log(path)
@@ -86,7 +86,7 @@ class Uploader:
         return None
 
     def close(self) -> None:
-        """Drop the queue and release the lease."""
+        """Discard queued uploads and release the lease."""
         with self._changed:
             self._tasks.clear()
             self._changed.notify_all()
@@ -128,7 +128,7 @@ class Uploader:
         self.lease.require_held()  # the upload may have taken long
 
     def _upload_logs(self) -> None:
-        """Upload changed logs; metrics.csv then has the rows up to the checkpoint that is being uploaded."""
+        """Upload changed logs, so that metrics.csv has all rows up to the checkpoint being uploaded."""
         for path in self._outputs(self.out_dir / "logs"):
             try:
                 if path.stat().st_size <= _MAX_EARLY or path == self.out_dir / METRICS:
@@ -149,7 +149,7 @@ class Uploader:
         self._versions[name] = version
 
     def _outputs(self, folder: Path) -> list[Path]:
-        """Return the files below a folder that belong to no checkpoint, without hidden files and links."""
+        """Return files below a folder that are outside checkpoints, without hidden files and symbolic links."""
         skipped = {path.name for path in checkpoint_folders(self.out_dir)}
         paths = []
         for root, folders, names in os.walk(folder):

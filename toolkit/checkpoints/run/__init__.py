@@ -1,1 +1,1 @@
-"""A run's training state: optimizer and loop, in one file or sharded, and where to resume."""
+"""Save and load training state (optimizer and loop), in one file or sharded, and resolve ``--resume``."""

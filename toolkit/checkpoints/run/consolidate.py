@@ -21,10 +21,10 @@ _STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")
 
 
 def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
-    """Write the checkpoint with its weights in one file and its optimizer in ``trainer/state.pth``.
+    """Write a copy of a sharded checkpoint with weights in one file and optimizer state in ``trainer/state.pth``.
 
-    Creates the folder atomically, marks it complete if the source is, and returns the names of the weights that contain
-    NaN or Inf. Needs no process group, and as much memory as :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
+    Creates the folder atomically, and marks it complete if the source is. Returns the names of weights that contain NaN
+    or Inf. Needs no process group, and as much memory as :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_new_folder(out_dir)
@@ -72,7 +72,7 @@ def _write_state(tmp: Path, source: Path) -> None:
 
 
 def _optimizer_state(tensors: dict[str, Any], source: Path) -> dict[str, dict[str, Any]]:
-    """{"<parameter>|<key>": tensor or number} -> {parameter: {key: tensor or number}}"""
+    """Convert {"<parameter>|<key>": tensor or number} to {parameter: {key: tensor or number}}."""
     state: dict[str, dict[str, Any]] = {}
     for flat, tensor in tensors.items():
         name, bar, key = flat.rpartition(SEPARATOR)

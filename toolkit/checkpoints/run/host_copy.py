@@ -1,4 +1,4 @@
-"""Copies of a training state in host memory, from which a checkpoint is written while training changes the state."""
+"""Copy training state to host memory, so that a checkpoint can be written while training continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.private_torch import local_shard
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which is kept for the next checkpoint.
+    """Host-memory copies of tensors. Buffers are reused for the next checkpoint.
 
     CUDA tensors are copied to pinned memory while training continues. (Not tried on CUDA.)
     """
@@ -36,7 +36,7 @@ class HostCopies:
         self._live = {local_shard(tensor).untyped_storage().data_ptr() for tensor in tensors}
 
     def copy(self, value: Any, name: str) -> Any:
-        """Copy the tensors of nested containers; tensors that training does not use are returned as they are.
+        """Copy all tensors in nested containers. CPU tensors that training does not use are returned uncopied.
 
         ``name`` identifies the buffer that the next checkpoint reuses.
         """
@@ -61,19 +61,19 @@ class HostCopies:
         return self._copied[key]
 
     def end(self) -> None:
-        """Record the end of the copies, for :meth:`wait`."""
+        """Record a CUDA event after the last copy, for :meth:`wait`."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._copied_event = torch.cuda.Event()
             self._copied_event.record()
 
     def wait(self) -> None:
-        """Wait until the copies are complete; in any thread."""
+        """Wait until all copies are complete. Can be called from any thread."""
         if self._copied_event is not None:
             self._copied_event.synchronize()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested containers; some optimizers keep lists of them for a parameter."""
+    """Yield all tensors in nested containers. Some optimizers keep lists of tensors for a parameter."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):

@@ -1,7 +1,7 @@
-"""Restore optimizer state from a checkpoint, one parameter at a time and in place, so that memory holds one copy.
+"""Restore optimizer state from a checkpoint in place, one parameter at a time, with one copy in memory.
 
-torch's ``set_optimizer_state_dict`` holds two copies: it initializes an empty optimizer with a step and replaces the
-result. That step also advances the counters that an optimizer keeps in its groups.
+torch's ``set_optimizer_state_dict`` holds two copies: it runs an optimizer step to initialize the state, and then
+replaces it. That step also advances counters in the optimizer's param_groups.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class _LazyTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class _LocalParameter:
-    """This rank's part of a parameter."""
+    """This rank's shard of a parameter."""
 
     names: list[str]
     """Canonical names; several if the parameter is tied."""
     parameter: nn.Parameter
     group: int
-    """Index of its optimizer group."""
+    """Index of its param_group in the optimizer."""
     shape: torch.Size
     """Shape of the unsharded parameter."""
     start: int
@@ -68,7 +68,7 @@ class _LocalParameter:
 
 
 def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``param_groups`` with parameter names, and ``param_groups_by_rank`` without them if ranks differ.
+    """Return ``param_groups`` with parameter names, and ``param_groups_by_rank`` if values differ between ranks.
 
     Collective.
     """
@@ -92,19 +92,18 @@ def load_optimizer(
     may_be_empty: bool,
     weights: Path | None = None,
 ) -> None:
-    """Restore the saved state of an optimizer; every rank loads its part.
+    """Restore optimizer state. Each rank loads its own shards.
 
-    Values that only the configuration determines are not restored: the learning rate, and all options of torch's own
-    optimizers.
+    The learning rate, and all options of torch's own optimizers, come from the configuration and are not restored.
 
     Args:
         module: The wrapped module.
         optimizer: A new optimizer.
-        saved: The entry ``optimizer`` of the state file, of :mod:`toolkit.checkpoints.run.state_dicts`.
+        saved: The ``optimizer`` entry of the state file; see :mod:`toolkit.checkpoints.run.state_dicts`.
         file: The state file, for messages.
-        folder: The optimizer's shards, used if ``saved`` contains no tensors.
+        folder: Folder of optimizer shards, used if ``saved`` contains no tensors.
         may_be_empty: Whether the checkpoint may predate the first optimizer step.
-        weights: The weights' file or shards, for an optimizer with masters.
+        weights: Weight file or folder of shards, for an optimizer with fp32 masters.
     """
     parts = _local_parameters(module, optimizer)
     by_name = {name: part for part in parts for name in part.names}
@@ -235,7 +234,7 @@ def _load_groups(
 
 
 def _create_state(optimizer: torch.optim.Optimizer, part: _LocalParameter) -> dict[str, Any]:
-    """Return the state that the optimizer's first step creates, from a step with lr 0 on a copy of the parameter."""
+    """Return a parameter's initial optimizer state, created by a step with lr 0 on a copy of the parameter."""
     twin = nn.Parameter(part.parameter.detach().clone())
     twin.grad = torch.zeros_like(twin)
     group = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[part.group].items() if k != "params"}
@@ -279,8 +278,8 @@ def _describe(value: Any) -> str:
 def _load_tensor(
     key: str, stored: _LazyTensor, target: Tensor | None, part: _LocalParameter, is_torch_optimizer: bool
 ) -> Tensor:
-    """Read this rank's part of a saved tensor into ``target``, or into a new tensor."""
-    if target is not None and (shard := local_shard(target)) is not target:  # a DTensor, which has the same memory
+    """Read this rank's shard of a saved tensor into ``target``, or into a new tensor."""
+    if target is not None and (shard := local_shard(target)) is not target:  # a DTensor, which shares memory with it
         _load_tensor(key, stored, shard, part, is_torch_optimizer)
         return target
     is_scalar, has_param_shape = stored.shape == (), stored.shape in (part.shape, (part.shape.numel(),))

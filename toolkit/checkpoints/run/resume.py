@@ -1,4 +1,4 @@
-"""S2 exact-resume: which checkpoint ``--resume`` continues from."""
+"""S2 exact-resume: resolve ``--resume`` to a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from toolkit.io.paths import is_url
 def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
     """Return the checkpoint folder to resume from, or None for a new run.
 
-    ``resume`` is False; "auto" (the newest checkpoint of out_dir, if any); True (the newest, which must exist); a run's
-    folder; a checkpoint folder or its ``lit_model.pth``.
+    ``resume`` is False, "auto" (the newest checkpoint in out_dir, if any), True (the newest, which must exist), or the
+    path or URL of a run's folder, a checkpoint folder or its ``lit_model.pth``.
     """
     try:
         os.listdir(out_dir)

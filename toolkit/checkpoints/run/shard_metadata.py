@@ -55,7 +55,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Restricted to numbers, strings, containers, dtypes and records."""
+    """Unpickler restricted to numbers, strings, containers, dtypes and records."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
@@ -84,13 +84,13 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return shape, dtype and chunks of each tensor; :func:`read_metadata` refuses everything else."""
+    """Return shape, dtype and chunks of each tensor. :func:`read_metadata` rejects all other entries."""
     entries = metadata.state_dict_metadata.items()
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def _metadata(record: _Record) -> Metadata:
-    """Build torch's metadata from the record."""
+    """Convert the record to torch's ``Metadata``."""
     tensors: dict[str, STORAGE_TYPES] = {
         str(name): _tensor(name, value) for name, value in record.fields["state_dict_metadata"].items()
     }

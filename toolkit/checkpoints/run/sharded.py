@@ -39,10 +39,10 @@ def is_sharded(path: Path) -> bool:
 
 
 def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write tensors, one file per rank with its shards; collective if a process group is initialized.
+    """Write tensors, one file of shards per rank. Collective if a process group is initialized.
 
-    ``tensors`` has the same names on every rank: DTensor, ShardedTensor or plain (equal on all ranks, stored once).
-    If a rank fails to write, all ranks raise a ``RuntimeError`` with that rank's exception as its cause.
+    ``tensors`` has the same names on every rank. Values are DTensor, ShardedTensor or plain (equal on all ranks, stored
+    once). If a rank fails to write, all ranks raise a ``RuntimeError`` with that rank's exception as its cause.
     """
     save = ShardedSave(tensors, folder)
     save.write()
@@ -51,9 +51,9 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 class ShardedSave:
-    """:func:`save_sharded` (``dcp.save``) in four steps, of which :meth:`write` and :meth:`finish` are not collective.
+    """:func:`save_sharded` (``dcp.save``) in four steps. :meth:`write` and :meth:`finish` are not collective.
 
-    ``__init__`` and :meth:`gather_results` raise the errors of all ranks.
+    If a rank fails, ``__init__`` and :meth:`gather_results` raise its error on all ranks.
     """
 
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -79,7 +79,7 @@ class ShardedSave:
         return self._writer.prepare_global_plan(plans)
 
     def copy(self, copies: HostCopies) -> None:
-        """Copy what this rank will write, so that the tensors may change. Not collective."""
+        """Copy this rank's shards, so that training may change the tensors. Not collective."""
         for item in self._plan.items:
             name = f"{self.folder.name}/{item.index.fqn}/{item.index.offset}"
             self._planner.copies[item.index] = copies.copy(self._planner.lookup_object(item.index), name)
@@ -98,7 +98,7 @@ class ShardedSave:
             self._ranks.all_reduce("write", self._result, self._results.extend)
 
     def finish(self) -> None:
-        """Write the metadata. On rank 0, not collective."""
+        """Write ``.metadata``. Call on rank 0 only."""
         assert self._metadata is not None
         self._writer.finish(self._metadata, self._results)
 
@@ -119,10 +119,10 @@ class ShardedSave:
 
 
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill ``tensors`` in place, each rank its own shards; collective if a process group is initialized.
+    """Load shards into ``tensors`` in place. Collective if a process group is initialized.
 
-    All ranks pass the same names; layout (DTensor, ShardedTensor or plain) and dtype may differ from the folder's,
-    which any number of ranks may have written and which may hold more tensors.
+    All ranks pass the same names. Layout (DTensor, ShardedTensor or plain), dtype and number of ranks may differ from
+    those of the save. Other tensors in the folder are ignored.
     """
     metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, Path(folder)))
     _read(tensors, Path(folder), metadata)
@@ -134,10 +134,10 @@ def check_sharded(folder: Path) -> None:
 
 
 def read_sharded(folder: Path) -> dict[str, Tensor]:
-    """Read complete tensors, one at a time, in this process only (not collective).
+    """Read unsharded tensors, one at a time, in this process only (not collective).
 
-    They are memory-mapped from unnamed files, which the system can page out: resident memory stays a small multiple of
-    the largest tensor (M2). Needs free disk space of the checkpoint's size.
+    They are memory-mapped from temporary files, which the system can page out: resident memory stays a small multiple
+    of the largest tensor (M2). Needs free disk space of the checkpoint's size.
     """
     folder = Path(folder)
     metadata = read_metadata(folder)
@@ -149,7 +149,7 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
 
 
 class ShardReader:
-    """Reads parts of tensors in this process only. ``tensors`` maps each name to shape and dtype."""
+    """Reads parts of tensors in this process only. ``tensors`` is {name: (shape, dtype)}."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._metadata = Path(folder), read_metadata(Path(folder))
@@ -181,7 +181,7 @@ class ShardReader:
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner; writes copies of tensors that may have changed since they were planned."""
+    """torch's planner. Writes the copies from :meth:`ShardedSave.copy` instead of the tensors, if there are any."""
 
     def __init__(self) -> None:
         super().__init__()

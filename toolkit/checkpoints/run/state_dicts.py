@@ -58,7 +58,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 def sharded_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str], offload: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Return this rank's shards of the weights, by name, and of the optimizer, by ``parameter|key``; and the rest.
+    """Return this rank's shards of weights (by name) and optimizer (by ``parameter|key``), and a dict of the rest.
 
     The rest is ``{"values": {"parameter|key": number}, "param_groups": [...], ...}``; ``values`` is None before the
     first step. fp32 masters replace the weights as in :func:`full_state`. ``offload`` moves the shards to CPU memory.
@@ -89,7 +89,7 @@ def adapter_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the adapters and their optimizer state, by canonical name, in CPU memory.
 
-    torch's functions would also gather the base.
+    torch's functions would also gather the base model.
     """
     adapters = {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
     whole = StateDictOptions(full_state_dict=True)
@@ -119,7 +119,7 @@ def _optimizer_state(
 
 
 def _placed(value: Any, options: StateDictOptions) -> Any:
-    """Return a value of the optimizer as torch's functions do with these options; collective."""
+    """Gather and offload an optimizer value as torch's functions do with these options. Collective."""
     if options.full_state_dict and hasattr(value, "full_tensor"):
         value = value.full_tensor()
         if options.cpu_offload and ranks.global_rank() > 0:
@@ -128,7 +128,7 @@ def _placed(value: Any, options: StateDictOptions) -> Any:
 
 
 def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's groups, and the names of the parameters that have no state."""
+    """Return the optimizer's param_groups and the names of parameters without state."""
     groups = group_values(module, optimizer)
     names = [name for group in groups["param_groups"] for name in group["params"]]
     with_state = {canonical_name(name) for name, values in state.items() if values}
@@ -138,14 +138,14 @@ def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dic
 def _with_masters(
     weights: dict[str, torch.Tensor], state: dict[str, dict[str, Any]], tied: dict[str, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Move the fp32 masters from the optimizer state to the weights, where they replace the bf16 copies."""
+    """Replace bf16 weights with the fp32 masters, and remove the masters from the optimizer state."""
     masters = {tied.get(name, name): values[MASTER] for name, values in state.items() if MASTER in values}
     rest = {name: {k: v for k, v in values.items() if k != MASTER} for name, values in state.items()}
     return weights | masters, rest
 
 
 def _has_no_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has not stepped yet; torch's functions would then create state by a step."""
+    """Whether the optimizer state is empty. torch's functions would then run a step to create it."""
     return not any(optimizer.state.values())
 
 
@@ -159,7 +159,7 @@ def _on_cuda(module: nn.Module) -> bool:
 
 
 def _flatten(state: dict[str, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and the other values, by ``parameter|key``."""
+    """Split optimizer state into tensors and other values, both by ``parameter|key``."""
     flat = {f"{name}{SEPARATOR}{key}": value for name, values in state.items() for key, value in values.items()}
     tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {name: value for name, value in flat.items() if name not in tensors}
