@@ -91,7 +91,7 @@ CASES = [
     ({"fsdp.cpu_offload": True, **NF4, **LORA}, CUDA,
      "--fsdp.cpu_offload true is not supported with --quantize bnb.nf4: 4-bit weights stay on the device"),
     ({"strategy": "fsdp", **MODULE}, FSDP,
-     "--strategy fsdp is not supported with a module without known blocks: FSDP shards block by block; name them: "
+     "--strategy fsdp is not supported with a module without known blocks: FSDP shards block by block; set "
      "block_classes"),
     ({"train.activation_checkpointing": "full", **MODULE}, {},
      "--train.activation_checkpointing full is not supported with a module without known blocks"),

@@ -1,4 +1,4 @@
 """Optimizers, learning rate schedules, clipping and parameter groups."""
 
 HYBRID_OPTIMIZERS = ("Muon", "AdamW8bit")
-"""Optimizers of :mod:`toolkit.optim.hybrid`, by name: that module imports torch."""
+"""Names of the optimizers in :mod:`toolkit.optim.hybrid`. They are here because that module imports torch."""

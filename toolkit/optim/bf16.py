@@ -1,4 +1,4 @@
-"""Updates in fp32 of weights and moments that are stored in bf16; weights have an fp32 master copy in the state."""
+"""Update bf16 weights and moments in fp32. Weights have an fp32 master copy in the optimizer state."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from toolkit.private_torch import copy_
 
 MASTER = "master"
-"""Key of the fp32 copy of a bf16 weight in the optimizer state. Checkpoints save it as the weight, and only there."""
+"""Optimizer state key of a weight's fp32 master copy. Checkpoints save it as the weight, not in the state."""
 ROUNDING = "rounding"
-"""Seed of the last stochastic rounding of a parameter's moments; in the state, so that a resume is bit-equal."""
+"""Optimizer state key of a parameter's last stochastic rounding seed. Saved for a bit-exact resume."""
 SEED_STEP = 2654435761
-"""Distance of the first seeds of two parameters: a prime near 2^32 divided by the golden ratio. A CPU generator uses
-only the lower 32 bits of a seed; the seeds of 1,000 parameters are a million steps apart."""
+"""Difference between the initial seeds of consecutive parameters: a prime near 2^32 divided by the golden ratio. A CPU
+generator uses only the lower 32 bits of a seed; the seeds of 1,000 parameters are a million steps apart."""
 UPDATE_CHUNK = 2**27
-"""Elements of bf16 tensors that an optimizer step holds in fp32 at once; or one parameter, if larger."""
+"""Maximum bf16 elements that an optimizer step converts to fp32 at once, or one parameter if larger."""
 
 
 class Sized(Protocol):
@@ -31,23 +31,22 @@ T = TypeVar("T", bound=Sized)
 
 
 class BF16Optimizer(torch.optim.Optimizer):
-    """Gives fp32 tensors, in place of the stored bf16 ones, to an optimizer that updates each weight independently.
+    """Wraps an optimizer that updates each weight independently, and gives it fp32 copies of bf16 tensors.
 
-    With ``has_masters`` the optimizer updates an fp32 copy of each weight, ``state[weight]["master"]``, as it would
-    update fp32 weights with the same gradients, and the weight is that copy, rounded. Gradients in bf16 are cast for
-    some weights at a time, so that no second copy of all of them exists.
+    With ``has_masters``, the optimizer updates an fp32 copy of each weight, ``state[weight]["master"]``. The weight is
+    that copy, rounded. Gradients are cast one chunk of weights at a time, to avoid an fp32 copy of all of them.
 
-    With ``has_bf16_moments`` the parts of the state that have the weight's shape are stored in bf16, rounded
-    stochastically: rounding to the nearest would discard updates below 1/256 of the value, which are most updates
-    of a moment with a decay rate of 0.999. Random numbers depend on weight and step only: all ranks draw the same.
+    With ``has_bf16_moments``, state tensors with the weight's shape are stored in bf16 with stochastic rounding.
+    Rounding to nearest would discard updates below 1/256 of the value: most updates of a moment with a decay rate of
+    0.999. Random numbers depend only on weight and step, so all ranks draw the same.
 
     Args:
-        inner: One of torch's optimizers, or of :mod:`toolkit.optim.hybrid`, over the weights.
+        inner: An optimizer from torch or :mod:`toolkit.optim.hybrid`, over the weights.
         has_masters: Whether the weights are bf16.
         has_bf16_moments: Whether to store the moments in bf16.
 
     Attributes:
-        divisor: Divides the gradients in the next step; fp32, None: 1.
+        divisor: fp32 scalar that divides the gradients in the next step; None does not divide.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, *, has_masters: bool, has_bf16_moments: bool) -> None:
@@ -96,7 +95,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
     def _store(self, parameter: Tensor, values: dict[str, Any]) -> None:
-        """Store the inner optimizer's state of a weight in this optimizer's."""
+        """Copy a weight's state from the inner optimizer to this one."""
         stored = self.state[parameter]
         generator = self._generator(parameter) if self._has_bf16_moments else None
         for key, value in values.items():
@@ -109,21 +108,21 @@ class BF16Optimizer(torch.optim.Optimizer):
                 stored[key] = round_stochastically(value, generator)
 
     def _generator(self, parameter: Tensor) -> torch.Generator:
-        """Return a generator of random numbers that differ from step to step and from weight to weight.
+        """Return a random generator with a different seed for each step and weight.
 
-        They do not depend on the other weights of the step, because ``in_backward`` updates each weight alone.
+        The seed does not depend on the other weights, because ``in_backward`` updates one weight at a time.
         """
         state = self.state[parameter]
-        # a copy of a weight, on resume, is not among the indices: its seed is replaced by the saved one
+        # On resume, a copied weight is not in ``_indices``. The saved seed replaces its seed.
         state[ROUNDING] = state.get(ROUNDING, SEED_STEP * self._indices.get(parameter, 0)) + 1
         return torch.Generator(device=parameter.device).manual_seed(state[ROUNDING])
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round fp32 values to one of the two nearest bf16 values, with probabilities whose mean is the value itself.
+    """Round fp32 values to bf16 stochastically, without bias.
 
-    bf16 is the upper half of fp32: a random number below 2^16 carries into it with the probability that the lower half
-    is of 2^16. NaN and Inf stay.
+    bf16 is the upper 16 bits of fp32. Adding a random integer below 2^16 carries into them with the probability
+    (lower 16 bits) / 2^16. NaN and Inf are unchanged.
     """
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
@@ -131,7 +130,7 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def chunks(parameters: Iterable[T], limit: int = UPDATE_CHUNK) -> Iterator[list[T]]:
-    """Yield the parameters in parts of at most ``limit`` elements, or of one parameter."""
+    """Yield the parameters in chunks of at most ``limit`` elements, or one parameter if larger."""
     part: list[T] = []
     for parameter in parameters:
         if part and sum(p.numel() for p in part) + parameter.numel() > limit:

@@ -26,7 +26,7 @@ UNSUPPORTED = {
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class by case-insensitive name: of ``torch.optim``, of :data:`HYBRID`, or of an extension."""
+    """Return an optimizer class by case-insensitive name, from ``torch.optim``, :data:`HYBRID` or an extension."""
     base = torch.optim.Optimizer
     classes = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)} | HYBRID
     match = next((n for n in classes if n.lower() == name.lower()), None)
@@ -48,9 +48,9 @@ def resolve_optimizer(
     defaults: CommandDefaults,
     given_class: type[torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
-    """Return the resolved options of the optimizer, with its ``name``.
+    """Return the optimizer's resolved options, including ``name``.
 
-    The class must take the user's options; those that are "auto" apply if it does. ``defaults`` are the command's.
+    The class must accept the user's options. The command's ``defaults`` apply to "auto" options that the class accepts.
     ``given_class`` is a class outside torch.optim.
     """
     cls = given_class or optimizer_class(args.name)
@@ -70,7 +70,7 @@ def resolve_optimizer(
     names = ("weight_decay",) if args.name in registered("optimizers") else ("weight_decay", "betas")
     resolved = {k: getattr(defaults, k) for k in names if k in takes} | requested
     if cls is Muon and not resolved.setdefault("split_qkv", True):
-        del resolved["split_qkv"]  # as in the checkpoints of versions without it
+        del resolved["split_qkv"]  # for compatibility with older checkpoints, which lack it
     if args.state_dtype != AUTO:
         resolved["state_dtype"] = args.state_dtype
     return {"name": args.name if given_class else cls.__name__, **resolved}
@@ -85,7 +85,7 @@ def build_optimizer(
     given_class: type[torch.optim.Optimizer] | None = None,
     in_blocks: Mapping[str, tuple[int, ...]] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer from :func:`resolve_optimizer`'s options, fused where class and device support it.
+    """Build the optimizer from :func:`resolve_optimizer`'s options, fused if the class and device support it.
 
     It is not fused under 16-mixed: a fused optimizer unscales the gradients itself, after clipping. ``no_decay`` and
     ``in_blocks`` are the results of ``no_decay_params`` and ``block_params`` in :mod:`toolkit.optim.groups`.
@@ -115,7 +115,7 @@ def build_optimizer(
 
 
 def has_moments(options: dict[str, Any]) -> bool:
-    """Whether the optimizer that has :func:`resolve_optimizer`'s options keeps state of the weights' shape."""
+    """Whether the optimizer keeps state with the shape of the weights; ``options``: see :func:`resolve_optimizer`."""
     cls = optimizer_class(options["name"])
     parameter = nn.Parameter(torch.zeros(4, 4))
     parameter.grad = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters decay (N5), and which the primary optimizer of a hybrid one updates."""
+"""Build parameter groups: with or without weight decay (N5), and by main or other optimizer in a hybrid optimizer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from toolkit.optim.hybrid import HybridOptimizer
 def no_decay_params(model: nn.Module) -> frozenset[str]:
     """Return the canonical names of the parameters without weight decay (N5): biases, norms and embeddings.
 
-    Tied heads are embeddings; experts' biases are matrices. Call this before a strategy wraps the model, because shards
-    are all one-dimensional.
+    Tied heads count as embeddings. Stacked expert biases are matrices and are matched by name. Call this before a
+    strategy wraps the model, because shards are one-dimensional.
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
 
@@ -31,9 +31,9 @@ def no_decay_params(model: nn.Module) -> frozenset[str]:
 
 
 def block_params(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[str, tuple[int, ...]]:
-    """Return the canonical names of the parameters inside blocks, and the rows of each of the matrices stacked in one.
+    """Return {canonical name: row counts of its stacked matrices} for the parameters inside blocks.
 
-    These are queries, keys and values; ``()`` for other parameters. Call this before a strategy wraps the model.
+    Fused queries, keys and values have row counts; others have ``()``. Call this before a strategy wraps the model.
     """
     inside = {id(p) for m in model.modules() if isinstance(m, blocks) for p in m.parameters()}
     rows: dict[str, tuple[int, ...]] = {}
@@ -58,10 +58,11 @@ def parameter_groups(
     """Split the trainable parameters, sharded or not, into groups with and without weight decay.
 
     Args:
-        hybrid_class: Splits each group into its main optimizer's parameters, ``main`` true, and the rest.
+        hybrid_class: Hybrid optimizer; splits each group into its main optimizer's parameters (``main`` True) and the
+            rest.
         in_blocks: See :func:`block_params`.
-        split_qkv: Give the main optimizer weights with stacked matrices in groups of the same ``rows``.
-        b_lr_ratio: Learning rate of the adapters' B relative to the others, ``lr_ratio`` of its groups.
+        split_qkv: Group the main optimizer's weights by the ``rows`` of their stacked matrices.
+        b_lr_ratio: Learning rate of the adapters' B relative to other parameters; ``lr_ratio`` in the groups.
     """
     in_blocks = in_blocks or {}
     parts: dict[tuple[bool, bool, tuple[int, ...], float], list[nn.Parameter]] = {}

@@ -1,4 +1,4 @@
-"""Hybrid optimizers: a main optimizer for some parameters of a model, AdamW for the others, as one object."""
+"""Hybrid optimizers: a main optimizer for some parameters, AdamW for the others."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Betas = tuple[float, float]
 NS_STEPS = 5
 """Newton-Schulz iterations of Muon."""
 MIN_8BIT_SIZE = 4096
-"""bitsandbytes keeps the state of smaller tensors in fp32."""
+"""Minimum elements of a tensor for 8-bit state in bitsandbytes; smaller ones have fp32 state."""
 QUANTIZED_BLOCK = 256
-"""Elements of the state that share a scale in bitsandbytes."""
+"""Elements per scale in bitsandbytes' 8-bit state."""
 
 
 class HybridOptimizer(torch.optim.Optimizer):
-    """The main optimizer for the groups with ``main`` true, AdamW for the others.
+    """Updates the groups with ``main`` True with the main optimizer, and the others with AdamW.
 
-    The two share this object's state and its current groups, which may be replaced between steps.
+    Both share this object's state and groups. The groups may be replaced between steps.
 
     Args:
-        params: Groups; without ``main`` all parameters are the main optimizer's.
-        build_main: Builds the main optimizer from groups.
+        params: Parameter groups; ``main`` is True by default.
+        build_main: Builds the main optimizer from its groups.
         lr, weight_decay, betas, eps: Passed to AdamW, which is fused.
     """
 
@@ -53,7 +53,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def is_main(parameter: nn.Parameter, is_in_block: bool, decays: bool) -> bool:
-        """Whether the main optimizer takes a parameter."""
+        """Whether the main optimizer updates a parameter."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -72,14 +72,13 @@ class HybridOptimizer(torch.optim.Optimizer):
 class Muon(HybridOptimizer):
     """``torch.optim.Muon`` for the matrices of the blocks, AdamW for all other parameters.
 
-    With ``adjust_lr_fn`` "match_rms_adamw" Muon's updates have the size of AdamW's, so that one learning rate and one
-    weight decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+    With ``adjust_lr_fn`` "match_rms_adamw", Muon's updates match the RMS of AdamW's updates. Both then use the same
+    learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 
     Args:
         betas, eps: Passed to AdamW.
         momentum, nesterov, ns_steps, adjust_lr_fn: Passed to Muon.
-        split_qkv: Orthogonalize fused queries, keys and values one by one: the matrices whose rows a group counts in
-            ``rows``.
+        split_qkv: Orthogonalize fused queries, keys and values separately. A group's ``rows`` are their row counts.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Muon(HybridOptimizer):
 
 
 class AdamW8bit(HybridOptimizer):
-    """bitsandbytes' AdamW with 8-bit moments; fp32 moments for embeddings, norms and biases, which are less robust.
+    """Uses bitsandbytes' 8-bit AdamW for matrices, and AdamW for embeddings, norms and biases, which are less robust.
 
     See Dettmers et al. 2022 (arXiv 2110.02861), sections 2.1 and 2.3.
     """
@@ -142,7 +141,7 @@ class AdamW8bit(HybridOptimizer):
 
 
 def state_bytes_8bit(elements: int) -> float:
-    """Return the bytes of bitsandbytes' state of a parameter, without the tables of 2 KB that all of them share."""
+    """Return the bytes of bitsandbytes' state for one parameter, without the 2 KB of shared lookup tables."""
     if elements < MIN_8BIT_SIZE:
         return 2 * 4 * elements
     return 2 * (elements + 4 * -(-elements // QUANTIZED_BLOCK))

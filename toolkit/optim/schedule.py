@@ -9,7 +9,7 @@ from toolkit.config import AUTO, CommandDefaults, TrainArgs
 from toolkit.errors import UserError
 
 WSD_DECAY_FRACTION = 0.2
-"""Fraction of a warm-up, stable, decay run in which the learning rate decays."""
+"""Decay phase of a warm-up-stable-decay schedule, as a fraction of the run."""
 
 WARMUP_WITHOUT_HORIZON = 100
 """Warm-up steps of a run that only max_time limits."""
@@ -28,8 +28,8 @@ class Schedule:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of update ``step``, counted from 0.
 
-        The warm-up is linear from above zero and reaches the peak at its last step. The last step of the run, and steps
-        beyond it, have the minimum.
+        The linear warm-up starts above zero and reaches the peak at its last step. The rate is the minimum from the
+        run's last step on.
         """
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
@@ -48,13 +48,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class LRScaling:
-    """How ``--train.lr_scaling`` adapts a schedule tuned at ``base`` sequences per step to ``ratio`` times as many.
+    """Scaling by ``--train.lr_scaling`` of a schedule tuned at ``base`` sequences per step to ``ratio`` times as many.
 
     Learning rates are multiplied by ``factor``: the ratio for SGD (Goyal et al. 2017, arXiv 1706.02677), its square
     root for Adam and other adaptive optimizers (Granziol et al. 2022, arXiv 2006.09092; Malladi et al. 2022, arXiv
-    2205.10287). Under both rules the same training takes 1 / ratio of the steps, so that a warm-up keeps its samples:
-    numbers of warm-up steps are divided by the ratio, fractions of the run stay. Both rules end at the critical batch
-    size; betas and eps, which Malladi et al. also scale, stay as given.
+    2205.10287). The same training takes 1 / ratio of the steps, so warm-up steps are divided by the ratio; a warm-up
+    fraction is unchanged. Both rules hold up to the critical batch size. Betas and eps, which Malladi et al. also
+    scale, are unchanged.
     """
 
     base: int
@@ -62,12 +62,12 @@ class LRScaling:
     factor: float
 
     def scale_steps(self, steps: int) -> int:
-        """Return the number of steps with the samples of ``steps`` steps of the base batch; at least 1, or 0 of 0."""
+        """Convert steps at the base batch to steps with as many samples; at least 1, unless ``steps`` is 0."""
         return 0 if steps == 0 else max(1, round(steps / self.ratio))
 
 
 def lr_scaling(args: TrainArgs, defaults: CommandDefaults) -> LRScaling:
-    """Return how the learning rates and the warm-up of a run follow from the ones given."""
+    """Return the scaling of a run's learning rates and warm-up."""
     base = defaults.global_batch_size if args.lr_base_batch == AUTO else args.lr_base_batch
     ratio = args.global_batch_size / base
     if args.lr_scaling == "none":
@@ -88,7 +88,7 @@ def describe_scaling(args: TrainArgs, schedule: Schedule, defaults: CommandDefau
 
 
 def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
-    """Build the LR schedule of a run, scaled to its global batch; ``defaults`` are its command's."""
+    """Build a run's LR schedule, scaled to its global batch. ``defaults`` are the command's defaults."""
     if total_steps is None and args.lr_schedule != "constant":
         raise UserError(
             f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, which --train.max_time alone does "

@@ -1,9 +1,9 @@
 """Clip the gradient and update the weights. A run chooses one :class:`Update` when it is built.
 
-torch's fused Adam and AdamW divide gradients by ``grad_scale``, and leave weights, moments and step counters alone
-where ``found_inf`` is set, as ``torch.amp.GradScaler`` uses them. So :class:`FusedUpdate` clips without a pass over the
-gradients, and the host reads norm and loss while the update runs. :class:`Update` divides in the same way: a callback
-that looks at the gradients changes no update of fp32 weights. Not tried on CUDA.
+torch's fused Adam and AdamW divide gradients by ``grad_scale`` and skip the update if ``found_inf`` is set, as for
+``torch.amp.GradScaler``. :class:`FusedUpdate` uses this to clip without a pass over the gradients, and the host reads
+norm and loss while the update runs. :class:`Update` divides in the same way, so updates of fp32 weights are equal with
+and without a gradient callback. Not tested on CUDA.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.private_torch import divide_, tensor_norms
 
 
 class Update:
-    """Clips the gradient, and updates the weights after the host has read that norm and loss are finite.
+    """Clips the gradient, and updates the weights after the host has checked that norm and loss are finite.
 
     Args:
         model, optimizer: The objects that Fabric returned.
@@ -49,7 +49,7 @@ class Update:
         """Complete the reduction of the gradient and clip it.
 
         Returns:
-            Its norm before clipping, an fp32 scalar, the same on every rank.
+            The gradient norm before clipping, an fp32 scalar, the same on every rank.
         """
         if not norm_before_clip(self.fabric):
             # max_norm=inf computes the norm without clipping
@@ -70,19 +70,19 @@ class Update:
             overlap: Host work to do before the host waits for the device.
 
         Returns:
-            The totals: the step's one synchronization.
+            The totals as floats. Reading them is the step's only host synchronization.
         """
         overlap()
         values = totals.tolist()
         if self.accepts(values[:n_checked]):
             if self.before_update is not None:
                 self.before_update()
-            self.optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite
+            self.optimizer.step()  # a scaler skips the update if the gradient is not finite
             self.optimizer.zero_grad(set_to_none=True)
         return values
 
     def accepts(self, values: list[float]) -> bool:
-        """Whether the losses are finite, and the norm, which a GradScaler checks itself."""
+        """Whether the losses are finite, and the norm if no GradScaler checks it."""
         return all(map(math.isfinite, values[1:] if self.scaler is not None else values))
 
 
@@ -116,21 +116,20 @@ class FusedUpdate(Update):
 
 
 class BackwardUpdate(Update):
-    """``--optimizer.in_backward``: updates each weight in the backward pass, and frees its gradient.
+    """Updates each weight in the backward pass and frees its gradient (``--optimizer.in_backward``).
 
-    Its state is the same as after ``optimizer.step()``, bit for bit: torch's optimizers update each parameter
-    independently. So checkpoints do not depend on it.
+    Weights and state are bit-identical to ``optimizer.step()``, because torch's optimizers update each parameter
+    independently. Checkpoints do not depend on this option.
 
-    N7: whether a gradient is finite is known on the device only, and asking would wait for it at every parameter. A
-    gradient with NaN or Inf is therefore set to zero there; :meth:`norm` is not finite then, and the run stops before
-    anything is saved.
+    N7: a check on the host would synchronize at every parameter. Instead, the device sets a gradient with NaN or Inf to
+    zero. :meth:`norm` is then not finite, and the run stops before anything is saved.
     """
 
     def __init__(self, fabric: Fabric, model: FabricModule, optimizer: Any, max_norm: float | None) -> None:
         super().__init__(fabric, model, optimizer, max_norm)
         self._inner = optimizer.optimizer
         self._parameters = [p for group in self._inner.param_groups for p in group["params"]]
-        self._norms: dict[int, Tensor] = {}  # by id of the parameter, of this step
+        self._norms: dict[int, Tensor] = {}  # norms in this step, by parameter id
         for group in self._inner.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(partial(self._update, group))
@@ -177,12 +176,12 @@ def choose_update(
 
 
 def norm_before_clip(fabric: Fabric) -> bool:
-    """Whether the norm is known before clipping: not with a GradScaler, nor with strategies of extensions."""
+    """Whether the norm is available before clipping. False with a GradScaler or an extension's strategy."""
     return getattr(fabric.strategy.precision, "scaler", None) is None and knows_gradient_norm(fabric)
 
 
 def clip_gradients(optimizer: Any, norm: Tensor, max_norm: float) -> None:
-    """Clip the gradients of Fabric's ``optimizer`` from ``norm``, an fp32 scalar, in place or in its next step."""
+    """Clip the gradients of Fabric's ``optimizer``, in place or in the next step. ``norm`` is an fp32 scalar."""
     divisor = _divisor(norm, max_norm)
     if isinstance(optimizer.optimizer, BF16Optimizer) and optimizer.optimizer.has_masters:
         optimizer.optimizer.divisor = divisor  # gradients may be bf16, which dividing would round again
@@ -196,7 +195,7 @@ def clip_gradients(optimizer: Any, norm: Tensor, max_norm: float) -> None:
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    """Set the learning rate of all groups."""
+    """Set the learning rate of all groups, times a group's ``lr_ratio``."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
 

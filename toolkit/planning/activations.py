@@ -1,8 +1,8 @@
-"""Measure the bytes of a training step's activations and of a chunk of logits, on a model without memory.
+"""Measure the activation and logits memory of a training step, without allocating tensors.
 
-A forward pass of a model with one block of each kind runs on meta tensors that pass for CUDA tensors, or on fake CPU
-tensors. The backward pass needs the tensors that exist when it has returned: those that autograd saves and, with
-activation checkpointing, the inputs of blocks and the outputs that "selective" keeps. This covers any layer.
+The forward pass of a model with one block of each kind runs on meta tensors that look like CUDA tensors, or on fake CPU
+tensors. The tensors that are alive afterwards are the saved activations: autograd's saved tensors and, with activation
+checkpointing, the block inputs and the outputs that "selective" keeps. This works for any layer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from toolkit.private_torch import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 
 class Activations(NamedTuple):
-    """Bytes on one device.
+    """Activation bytes on one device.
 
     Args:
-        kept: Tensors of the forward pass that the backward pass needs, without ``cast_weights``.
+        kept: Tensors saved for the backward pass, without ``cast_weights``.
         cast_weights: Autocast's 16-bit copies of weights.
-        recomputed: With activation checkpointing, what recomputing the largest block adds.
+        recomputed: With activation checkpointing, extra bytes while the largest block is recomputed.
     """
 
     kept: float
@@ -47,9 +47,9 @@ class Activations(NamedTuple):
 
 
 def measure_activations(setup: MemoryInputs) -> Activations:
-    """Return the activations of a micro-batch.
+    """Return the activation memory of a micro-batch.
 
-    They are linear in the number of rows: some tensors, such as masks, are common to all rows.
+    Extrapolates linearly from 2 and 3 rows. Some tensors, such as masks, are shared by all rows.
     """
     few, more = _measure(setup, 2), _measure(setup, 3)
     rows = setup.micro_batch_size - 2
@@ -71,7 +71,7 @@ def _measure(setup: MemoryInputs, n_rows: int) -> Activations:
 
 
 class Part(NamedTuple):
-    """Where a tensor was made, in a layer or outside of all (None); if it is an output or a cast weight."""
+    """Origin of a tensor: its layer (None: outside the blocks), and whether it is a block output or a cast weight."""
 
     layer: int | None
     is_output: bool = False
@@ -84,7 +84,7 @@ _cache: dict[str, defaultdict[Part, int]] = {}
 def _live_bytes(
     setup: MemoryInputs, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
 ) -> defaultdict[Part, int]:
-    """Return the bytes that exist after the forward pass of a model with this config, by part."""
+    """Return the bytes that are alive after the forward pass, by part."""
     same = (config, setup.precision, setup.strategy.kind == "fsdp", setup.seq_length, setup.device, setup.lora)
     key = f"{same} {setup.quantize} {setup.packed} {n_rows} {mode}"
     if key not in _cache:
@@ -119,7 +119,7 @@ def _run(
 
 
 class _Storages(TorchDispatchMode):
-    """Follows the storages that operators make in a forward pass of ``model``, except its weights' storages."""
+    """Tracks the storages that operators allocate in a forward pass of ``model``, except weights and buffers."""
 
     def __init__(self, model: GPT, setup: MemoryInputs) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Storages(TorchDispatchMode):
         self._storages[key] = (*self._storages[key][:2], Part(layer, is_output=True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() == "aten::_local_scalar_dense":  # a value that the model asks for
+        if func.name() == "aten::_local_scalar_dense":  # ``.item()`` in the model
             return True
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -153,7 +153,7 @@ class _Storages(TorchDispatchMode):
             if key in self._weights or (key in self._storages and not self._storages[key][0].expired()):
                 continue
             source = _key(args[0]) if func.name() == "aten::_to_copy" else None
-            size = 0 if source in self._in_4_bits else storage.nbytes()  # dequantized for each product
+            size = 0 if source in self._in_4_bits else storage.nbytes()  # dequantized again for each matmul
             part = Part(self._layer, is_cast=source in self._cast)
             self._storages[key] = StorageWeakRef(storage), size, part
         return out
@@ -171,10 +171,10 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def logits_bytes(setup: MemoryInputs) -> float:
-    """Return the bytes of one chunk of logits with its gradient, cast under 16-bit products, and of the loss gradients.
+    """Return the bytes of the chunked cross-entropy: one chunk of logits, and the gradients of head and input.
 
-    See models/loss.py: the head's gradient accumulates in fp32 between forward and backward, from 16-bit chunks; the
-    input is cast, masked and gets a gradient.
+    See models/loss.py. The head's gradient accumulates in fp32, from 16-bit chunks under 16-bit compute. The input is
+    cast and masked.
     """
     config, c, n = setup.config, setup.compute_bytes, setup.tokens
     vocabulary, head = config.padded_vocab_size, config.padded_vocab_size * config.n_embd

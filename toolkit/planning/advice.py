@@ -1,4 +1,4 @@
-"""Changes that make a run fit its devices, before it starts or when it is out of memory."""
+"""Suggest changes that make a run fit in memory, before it starts or after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIN_ADVISED_LENGTH = 256  # tokens
 
 @dataclass(frozen=True)
 class Advice:
-    """A change in addition to the previous ones: the flags, the resulting memory, and whether it fits."""
+    """One change on top of the previous ones: its flags, the resulting memory, and whether the run fits."""
 
     change: str
     memory_gb: float
@@ -36,14 +36,14 @@ class Advice:
 
 
 class Limits(NamedTuple):
-    """Bytes that a run may take."""
+    """Memory limits in bytes."""
 
     device: float
     node: float
     """CPU memory of a node, see :attr:`RunPlan.node_memory`."""
 
     def excess(self, plan: RunPlan) -> float:
-        """Return how much more the run takes, relative to the limits; 0 if it fits."""
+        """Return the relative excess over the limits, summed over device and node; 0 if the run fits."""
         return max(plan.memory.total / self.device - 1, 0) + max(plan.node_memory / self.node - 1, 0)
 
 
@@ -52,12 +52,11 @@ Step = Callable[[RunPlan], Iterator[Change]]
 
 
 def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = math.inf) -> list[Advice]:
-    """Return changes, in order, after which the run fits; empty if it already fits.
+    """Return an ordered list of changes that make the run fit; empty if it already fits.
 
-    Changes without effect on the result come first, then those that reduce precision, then offloading, which is slow,
-    then changes that train less or need more hardware. Changes that do not help or are not needed are omitted. If no
-    combination suffices, the last one does not fit. ``device_memory_gb`` and ``host_memory_gb`` (CPU memory of a
-    node) are in GB (1e9 bytes).
+    Changes that keep the result come first, then lower precision, then CPU offloading (slow), then changes that train
+    less or need more hardware. Unhelpful and unneeded changes are omitted. If no combination fits, the last entry has
+    ``fits`` False. ``device_memory_gb`` and ``host_memory_gb`` (CPU memory of a node) are in GB (1e9 bytes).
     """
     limits = Limits(device_memory_gb * 1e9, host_memory_gb * 1e9)
     if not limits.excess(plan):
@@ -71,7 +70,7 @@ def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = m
             if not limits.excess(current):
                 break
     changes_made = _apply_steps(steps, plan, limits)
-    for step in steps[-2::-1]:  # the changes with the most effect on the result first
+    for step in steps[-2::-1]:  # try to drop each change, starting with the largest effect on the result
         fewer = [other for other in steps if other is not step]
         changes = _apply_steps(fewer, plan, limits)
         fits = bool(changes) and not limits.excess(changes[-1][1])
@@ -100,7 +99,7 @@ def _apply_steps(steps: list[Step], plan: RunPlan, limits: Limits) -> list[tuple
 
 
 def _apply_step(step: Step, plan: RunPlan, limits: Limits) -> tuple[str, RunPlan] | None:
-    """Return the first variant of a change that fits, otherwise the smallest; None if no variant helps."""
+    """Return the first variant of a change that fits, otherwise the one with the least excess; None if none helps."""
     best, least = None, limits.excess(plan)
     for text, args, spec in step(plan):
         try:
@@ -126,7 +125,7 @@ def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
 
 
 def _fsdp_compatible(plan: RunPlan) -> Iterator[Change]:
-    """Replace options that FSDP does not support, where every device has a copy."""
+    """Under ddp, replace the options that FSDP does not support."""
     changes = fsdp_incompatible_options(plan.args)
     if changes and plan.config.strategy.kind == "ddp":
         changes |= {} if plan.args.strategy == AUTO else {"strategy": "fsdp"}
@@ -156,13 +155,13 @@ def _checkpointing(plan: RunPlan) -> Iterator[Change]:
 
 
 def _bf16_masters(plan: RunPlan) -> Iterator[Change]:
-    """Refused with shards and with adapters."""
+    """Store weights in bf16 with fp32 masters. Refused with sharding and with LoRA."""
     if plan.config.precision != "bf16-master":
         yield "--precision bf16-master", replace(plan.args, precision="bf16-master"), plan.config.devices
 
 
 def _smaller_moments(plan: RunPlan) -> Iterator[Change]:
-    """Refused with shards, and for other optimizers than those with two moments."""
+    """Store moments in bf16. Refused with sharding and for optimizers without moments."""
     args = plan.args
     if args.lora is None and args.optimizer.state_dtype == AUTO and plan.config.precision != "bf16-true":
         optimizer = replace(args.optimizer, state_dtype="bf16")
@@ -170,13 +169,13 @@ def _smaller_moments(plan: RunPlan) -> Iterator[Change]:
 
 
 def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
-    """Round the frozen base of adapters."""
+    """Store the frozen base model of a LoRA run in bf16."""
     if plan.config.precision != "bf16-true" and plan.args.lora is not None:
         yield "--precision bf16-true", replace(plan.args, precision="bf16-true"), plan.config.devices
 
 
 def _rounded_weights(plan: RunPlan) -> Iterator[Change]:
-    """Store all weights in bf16 if adapters are not possible; the run reports how many updates round away."""
+    """Store all weights in bf16 in a run without LoRA. The run reports how many updates round away."""
     args = plan.args
     if args.lora is None and plan.config.precision not in ("bf16-true", "bf16-master"):
         optimizer = replace(args.optimizer, state_dtype=AUTO)
@@ -185,7 +184,7 @@ def _rounded_weights(plan: RunPlan) -> Iterator[Change]:
 
 
 def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
-    """Under accumulation gradients are in memory together with activations."""
+    """Use one micro-batch per step. With accumulation, gradients and activations are in memory together."""
     batch = plan.config.batch
     if plan.config.strategy.kind == "fsdp" and batch.accumulation > 1:
         size = batch.micro_batch_size * batch.data_parallel
@@ -193,13 +192,13 @@ def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
 
 
 def _step_in_backward(plan: RunPlan) -> Iterator[Change]:
-    """Possible without clipping and accumulation."""
+    """Update weights during the backward pass. Refused with clipping or accumulation."""
     optimizer = replace(plan.args.optimizer, in_backward=True)
     yield "--optimizer.in_backward true", replace(plan.args, optimizer=optimizer), plan.config.devices
 
 
 def _adapters(plan: RunPlan) -> Iterator[Change]:
-    """Train adapters, without the masters and bf16 moments that earlier changes may have set."""
+    """Train LoRA adapters. Resets the masters and bf16 moments that earlier changes may have set."""
     args = plan.args
     if args.command == "finetune_full":
         precision = AUTO if args.precision == "bf16-master" else args.precision
@@ -215,7 +214,7 @@ def _quantized(plan: RunPlan) -> Iterator[Change]:
 
 
 def _offloaded(plan: RunPlan) -> Iterator[Change]:
-    """Slow, with the same result; 4-bit weights are better for adapters."""
+    """Offload to the CPU: slow, with the same result. For LoRA, 4-bit weights are better."""
     if plan.args.lora is None:
         yield from _cpu_offload(plan)
 
@@ -243,7 +242,7 @@ def _more_devices(plan: RunPlan) -> Iterator[Change]:
 
 
 def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
-    """Train a smaller model, the last resort."""
+    """Train a model with fewer layers, as the last resort."""
     args, layers = plan.args, plan.model.n_layer // 2
     while args.initial_checkpoint_dir is None and args.lora is None and layers:
         config = ModelOverrides(**{**vars(args.model_config), "n_layer": layers})
@@ -263,12 +262,12 @@ _STEPS: list[Step] = [
 
 
 def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> UserError:
-    """Return the error for a run that is out of memory: its memory by part, and the changes to make.
+    """Return an out-of-memory error with a memory breakdown and suggested changes.
 
     Args:
         args: The resolved options, with the micro-batch that did not fit.
         spec: The devices of the run.
-        is_auto: Whether that micro-batch was "auto", which would become larger again with less memory.
+        is_auto: Whether the micro-batch was "auto". The advice then sets it, because "auto" would raise it again.
     """
     size = args.train.micro_batch_size
     start = f"--train.micro_batch_size {size}: out of memory on {spec.device}"
@@ -290,7 +289,7 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> Use
 
 @contextmanager
 def oom_advice(config: ResolvedConfig) -> Iterator[None]:
-    """Turn an out-of-memory error into a UserError with the memory of the run and changes that make it fit."""
+    """Convert an out-of-memory error to a UserError with a memory breakdown and suggested changes."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

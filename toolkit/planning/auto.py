@@ -1,4 +1,4 @@
-"""Choose the strategy and the micro-batch from the memory of the run, where they are "auto" or ``--preset`` sets them.
+"""Choose strategy and micro-batch size by estimated memory, where they are "auto" or ``--preset`` sets them.
 
 Pure functions of the options, the devices and the memory estimates.
 """
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs
 
 MAX_DDP_MEMORY_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
-"""Largest fractions of a device's memory for gathered weights, and for a larger micro-batch; memory is an estimate."""
+"""Maximum fractions of device memory for SHARD_GRAD_OP and for a larger micro-batch. Memory is an estimate."""
 MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
-"""Tokens of a micro-batch: the minimum that keeps a GPU busy, and the maximum that makes it faster."""
+"""Tokens per micro-batch: the minimum that keeps a GPU busy, and the maximum above which speed does not improve."""
 MICRO_BATCH_SIZE = "train.micro_batch_size"
 FSDP_COMPATIBLE = {"precision": "bf16-mixed", "optimizer.name": "AdamW", "optimizer.state_dtype": AUTO}
-"""Values that FSDP supports, of options with values that it does not support."""
+"""Replacements for option values that FSDP does not support."""
 UNKNOWN = "where the memory is not known before the run"
 
 Changes = dict[str, Any]
 """Values by option, such as ``{"train.micro_batch_size": 8}``."""
 MemoryEstimate = Callable[["RunArgs"], float]
-"""Returns the bytes of a run on a device; NaN if unknown before the run, infinity if the run would be refused."""
+"""Returns a run's bytes per device; NaN if unknown before the run, infinity if the run would be refused."""
 
 
 @dataclass(frozen=True)
 class AutoChoices:
-    """The options of a run, with values for "auto".
+    """Run options with values chosen for "auto".
 
     Args:
         args: The options.
-        reasons: Reason of each chosen value, by option, for display.
+        reasons: Reason for each chosen value, by option, for display.
         preset: The changes of ``--preset``, for display.
     """
 
@@ -52,9 +52,9 @@ class AutoChoices:
 def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: MemoryEstimate) -> AutoChoices:
     """Choose the strategy and the micro-batch where they are "auto", and the options that ``--preset`` sets.
 
-    The strategy: fsdp, or ddp where the other options do not support fsdp; with the preset "speed" SHARD_GRAD_OP where
-    that fits with room. Then the largest micro-batch that fits with room: on CUDA, and with the preset "speed".
-    "memory" takes the combination that needs the least. Only options that have the command's default are set.
+    The strategy is fsdp, or ddp if the other options do not support fsdp. The preset "speed" uses SHARD_GRAD_OP if it
+    fits with a margin. On CUDA and with "speed", the micro-batch is the largest that fits with a margin. The preset
+    "memory" takes the combination with the least memory. Only options that have the command's default are changed.
 
     Args:
         devices: The devices of the run, a :class:`toolkit.planning.resolve.DeviceSpec`.
@@ -106,12 +106,12 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
 
 
 def choose_size(needed: Mapping[int, float], default: int, length: int, memory: float) -> tuple[int, str]:
-    """Return the largest micro-batch that fits with room, up to :data:`MAX_TOKENS`, and the reason.
+    """Return the largest micro-batch size that fits with a margin, up to :data:`MAX_TOKENS`, and the reason.
 
-    If none fits, the smallest one; if the memory is unknown, ``default``.
+    If none fits, return the smallest size. If the memory is unknown, return ``default``.
 
     Args:
-        needed: Bytes by size in increasing order, see :data:`MemoryEstimate`.
+        needed: Bytes by size, in increasing order of size, see :data:`MemoryEstimate`.
         default: The command's default size.
         length: Tokens per sequence.
         memory: Bytes of a device.
@@ -148,7 +148,7 @@ def fsdp_incompatible_options(args: RunArgs) -> Changes:
 
 
 def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]:
-    """Return the strategies to try; no change if the strategy is given, or there is only one."""
+    """Return the strategy changes to try, fastest first. An empty change keeps the current strategy."""
     user_strategy = implied_strategy(args.fsdp, args.ddp) if args.strategy == AUTO else args.strategy
     gathers = is_speed and world_size > 1 and args.fsdp.sharding_strategy == AUTO
     if user_strategy is not None or world_size == 1:
@@ -158,16 +158,16 @@ def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]
 
 
 def _sizes(args: RunArgs, world_size: int) -> list[int]:
-    """Return the micro-batches that divide the global batch."""
+    """Return the micro-batch sizes that divide a device's share of the global batch; 1 if the share is uneven."""
     per_device, rest = divmod(args.train.global_batch_size, world_size)
     return [1] if rest else [size for size in range(1, per_device + 1) if per_device % size == 0]
 
 
-# ---- the least memory
+# ---- preset memory
 
 
 def _minimize_memory(args: RunArgs, world_size: int, num_nodes: int, estimate: MemoryEstimate) -> AutoChoices:
-    """Return the combination that needs the least memory; if the memory is unknown, all changes."""
+    """Return the combination with the least memory. If memory is unknown, return the one with the most changes."""
     sizes, default = _sizes(args, world_size), args.defaults.micro_batch_size
     choices: dict[str, list[Any]] = {
         MICRO_BATCH_SIZE: [size for size in sizes if size <= default],
@@ -199,7 +199,7 @@ def _get(args: RunArgs, option: str) -> Any:
 
 
 def with_options(args: RunArgs, changes: Changes) -> RunArgs:
-    """Return the options of a run with other values."""
+    """Return a copy of ``args`` with the changes applied."""
     for option, value in changes.items():
         group, _, name = option.rpartition(".")
         args = replace(args, **({group: replace(getattr(args, group), **{name: value})} if group else {name: value}))

@@ -1,4 +1,4 @@
-"""N1 exact-accumulation: division of a global batch into micro-batches."""
+"""N1 exact-accumulation: divide a global batch into micro-batches."""
 
 from __future__ import annotations
 

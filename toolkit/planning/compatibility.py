@@ -1,4 +1,4 @@
-"""The options that are not supported together, or have no effect together: one table. Imports no torch."""
+"""Table of options that are not supported together or have no effect together. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a run that the table checks; None, "" and 0 are unknown. Rows about unknown facts do not apply.
+    """Facts about a run that the table checks. None, "" and 0 mean unknown; rows about unknown facts do not apply.
 
     Args:
         precision: The resolved precision.
@@ -29,7 +29,7 @@ class Facts:
         world_size: Processes of the run.
         strategy: The resolved strategy.
         batch: The division of the global batch.
-        has_moments: Whether the optimizer has state of the shape of the weights.
+        has_moments: Whether the optimizer keeps state with the shape of the weights.
     """
 
     args: RunArgs
@@ -46,12 +46,12 @@ class Facts:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether weights are sharded, also by a strategy of an extension."""
+        """Whether weights are sharded, including by an extension's strategy."""
         return self.strategy is not None and self.strategy.kind == "fsdp"
 
     @property
     def needs_plain_updates(self) -> bool:
-        """Whether the strategy shards the optimizer state, or an extension decides where it is."""
+        """Whether the strategy shards the optimizer state or comes from an extension."""
         return self.is_fsdp or (self.strategy is not None and self.strategy.extension is not None)
 
     @property
@@ -87,7 +87,7 @@ class Facts:
 
     @property
     def unused_fsdp(self) -> str:
-        """The first option of FSDP that has no effect, with its value; "" if there is none."""
+        """The first FSDP option that has no effect, as a flag with value; "" if there is none."""
         if self.strategy is None or self.strategy_name == "fsdp":
             return ""
         allowed = ["state_dict_type"]
@@ -101,7 +101,7 @@ class Facts:
 
     @property
     def only_fsdp1(self) -> str:
-        """The first option that FSDP2 does not have, with its value; "" if there is none."""
+        """The first option that FSDP2 does not have, as a flag with value; "" if there is none."""
         only = ("buffer_dtype", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
         supported = [field.name for field in fields(self.args.fsdp) if field.name not in only]
         return _first_changed("fsdp", self.args.fsdp, supported) if self.is_fsdp2 else ""
@@ -115,15 +115,15 @@ class Facts:
         return self.args.optimizer_class is None and self.args.optimizer.name.lower() in optimizers
 
     def text(self, name: str) -> str:
-        """Return a value as the command line takes it; ``name`` is dotted, an attribute of this object or an option."""
+        """Format a value as on the command line. ``name`` is a dotted attribute of this object or of ``args``."""
         value = attrgetter(name)(self if hasattr(self, name.partition(".")[0]) else self.args)
         return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Row(NamedTuple):
-    """Two options, or an option and a circumstance, that are not supported together.
+    """An option that is not supported with another option or a condition.
 
-    In both texts ``{name:words}`` is the value of ``name`` (:meth:`Facts.text`) in a message, ``words`` in the table.
+    In texts, ``{name:words}`` shows the value of ``name`` (:meth:`Facts.text`) in a message, ``words`` in the table.
     """
 
     option: str
@@ -146,7 +146,7 @@ def _no_effect(
 
 
 def _dtypes() -> Iterator[Row]:
-    """Yield the compute dtypes of FSDP that a precision does not have."""
+    """Yield a row for each FSDP compute dtype that some precisions do not support."""
     for dtype, precisions, others, fix in (
         ("bf16", ("bf16-true", "bf16-master", "bf16-mixed"), "32-true, 16-mixed", "bf16-mixed"),
         ("fp16", ("16-mixed",), "32-true, bf16-true, bf16-master, bf16-mixed", "16-mixed"),
@@ -170,7 +170,7 @@ _NAME = "--optimizer.name {optimizer.name:NAME}"
 _SHARDED = "{strategy_name:fsdp, and strategies of extensions}"
 _FOREIGN = "an optimizer of yours or of an extension"
 _NO_BLOCKS = "a module without known blocks"
-_NAME_BLOCKS = "name them: block_classes"
+_SET_BLOCK_CLASSES = "set block_classes"
 
 
 def _is_recomputed(f: Facts) -> bool:
@@ -227,14 +227,14 @@ ROWS: tuple[Row, ...] = (
         "FSDP cannot add to gradients in CPU memory", "use micro-batches as large as the global batch"),
     Row(_OFFLOAD, _QUANTIZE, lambda f: f.offloads and f.args.quantize is not None,
         "4-bit weights stay on the device"),
-    # modules of users
+    # user-provided modules
     Row("--strategy fsdp", _NO_BLOCKS,
         lambda f: f.has_no_blocks and f.is_fsdp and f.args.fsdp.auto_wrap == "block",
-        "FSDP shards block by block", _NAME_BLOCKS),
+        "FSDP shards block by block", _SET_BLOCK_CLASSES),
     Row(_CHECKPOINTING, _NO_BLOCKS, lambda f: f.has_no_blocks and _is_recomputed(f),
-        "the blocks are recomputed", _NAME_BLOCKS),
+        "the blocks are recomputed", _SET_BLOCK_CLASSES),
     Row("--optimizer.name Muon", _NO_BLOCKS, lambda f: f.has_no_blocks and f.uses("muon"),
-        "Muon updates the matrices of blocks", _NAME_BLOCKS),
+        "Muon updates the matrices of blocks", _SET_BLOCK_CLASSES),
     # adapters
     Row(_QUANTIZE, "--precision 16-mixed", lambda f: f.args.quantize is not None and f.precision == "16-mixed",
         "4-bit layers compute in bf16 or fp32", "use bf16-true, or 32-true on a GPU without bfloat16"),
@@ -300,19 +300,19 @@ def find_conflicts(facts: Facts, rows: Iterable[Row] = ROWS) -> Iterator[str]:
 
 
 def check_rows(facts: Facts, rows: Iterable[Row] = ROWS) -> None:
-    """Refuse a run that violates a row, with the message of the first one."""
+    """Raise UserError with the message of the first row that a run violates."""
     for message in find_conflicts(facts, rows):
         raise UserError(message)
 
 
 def require_compatible(facts: Facts) -> None:
-    """Check the options of a run against the table, and let extensions check their options."""
+    """Check a run's options against the table, and run the extensions' checks."""
     run_checks(facts.args)
     check_rows(facts)
 
 
 def _first_changed(group: str, args: FSDPArgs | DDPArgs, allowed: list[str]) -> str:
-    """Return the first option of a group that does not have its default, as a flag with its value."""
+    """Return the first option of a group with a non-default value, as a flag with value. Skips ``allowed`` names."""
     for field in fields(args):
         value = getattr(args, field.name)
         if field.name not in allowed and value != field.default:

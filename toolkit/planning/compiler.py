@@ -9,14 +9,14 @@ from toolkit.extension import registered
 from toolkit.planning.resolve import ResolvedConfig
 
 MIN_STEPS, MIN_MINUTES = 100, 10
-"""Length of a run that repays the compilation, about a minute: an estimate, not measured on CUDA."""
+"""Minimum run length that repays the compilation of about a minute. Estimates, not measured on CUDA."""
 
 
 def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | None) -> tuple[str, str]:
     """Return the compiler of a run, and the reason where ``--compiler`` is "auto".
 
     On CUDA it is torch if all rows have the same length and the run is long. On a CPU nothing is compiled: the gain was
-    7 % at most, after hundreds of steps. ``steps`` are the complete run's, so that a resumed run decides alike.
+    7 % at most, after hundreds of steps. ``steps`` counts the complete run, so a resumed run makes the same choice.
     """
     if config.args.compiler != AUTO:
         return config.args.compiler, ""
@@ -35,7 +35,7 @@ def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | Non
 
 
 def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:
-    """Return for what auto does not compile, and whether the run has it."""
+    """Return the features that auto does not compile, each with whether the run uses it."""
     args, strategy = config.args, config.strategy
     family = "" if config.model is None else config.model.family
     return {
@@ -49,12 +49,12 @@ def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:
 
 
 def planned_steps(train: TrainArgs, seq_length: int) -> int | None:
-    """Return the steps of a run whose data has not been read; None if its rows or its time decide."""
+    """Return the optimizer steps set by max_steps and max_tokens; None without either. Does not read the data."""
     by_tokens = None if train.max_tokens is None else -(-train.max_tokens // (train.global_batch_size * seq_length))
     return min((steps for steps in (train.max_steps, by_tokens) if steps is not None), default=None)
 
 
 def has_ragged_rows(data: DataModule) -> bool:
-    """Whether a data module, which has not been read, has rows of different lengths: instructions do."""
+    """Whether a data module has rows of different lengths, as instruction data does. Does not read the data."""
     modules = data.modules.values() if isinstance(data, Mixture) else [data]
     return any(hasattr(module, "packing") for module in modules)

@@ -22,8 +22,8 @@ class Progress:
     Args:
         step: Optimizer steps done.
         tokens: Input tokens so far, over all ranks.
-        samples: The position in the stream of samples, over all ranks.
-        seconds: Wall time of all launches together.
+        samples: Position in the sample stream, over all ranks.
+        seconds: Wall time in seconds, summed over all launches.
         logged_rows: Rows of metrics.csv.
         data: State of the sample order at ``samples``, see :meth:`toolkit.data.order.SampleOrder.state`.
     """
@@ -44,9 +44,9 @@ class Limits:
         total_steps: Optimizer steps of the run, over all launches; None if only max_time limits it.
         total_samples: Samples of the run if epochs limit it; the last global batch may be short.
         max_tokens: Input tokens of the run.
-        last_step: The last step of the run. Equal to ``total_steps``, unless that is an estimate from ``max_tokens``
-            and the mean length of ragged rows, which only determines the LR schedule.
-        max_seconds: Wall time of this launch.
+        last_step: The last step of the run. Differs from ``total_steps`` if that is an estimate from ``max_tokens``
+            and the mean length of ragged rows. The estimate only determines the LR schedule.
+        max_seconds: Wall-time limit of this launch in seconds.
     """
 
     total_steps: int | None
@@ -100,7 +100,7 @@ def build_limits(
 def require_ahead(args: TrainArgs, done: Progress, limits: Limits, longest_row: int, checkpoint: Path) -> None:
     """Check that ``checkpoint``, with progress ``done``, is not past a limit.
 
-    The last step of a run may exceed ``max_tokens`` by less than a global batch of its longest row.
+    The last step may exceed ``max_tokens`` by less than a global batch with ``longest_row`` tokens per row.
     """
     checks = {
         "max_steps": (args.max_steps, args.max_steps is not None and done.step > args.max_steps),
@@ -130,11 +130,11 @@ def require_profiled_steps(profiler: ProfilerArgs, total_steps: int | None) -> N
 
 @dataclass(frozen=True)
 class Intervals:
-    """How often a run validates and saves before its end; None disables.
+    """Intervals between validations and between checkpoints; None disables.
 
     Args:
-        eval_steps, save_steps: Optimizer steps; due at multiples, so that a resumed run keeps the same steps.
-        eval_seconds, save_seconds: Wall time since the previous one, or since the launch.
+        eval_steps, save_steps: Interval in optimizer steps. Due at its multiples, also after a resume.
+        eval_seconds, save_seconds: Wall time in seconds since the previous one, or since the launch.
     """
 
     eval_steps: int | None

@@ -1,4 +1,4 @@
-"""Memory of a training run on one device, by part.
+"""Estimate the memory of a training run on one device, by part.
 
 Nothing is allocated and no device is queried. Parameters are counted on the model on the meta device, activations by
 :mod:`toolkit.planning.activations`. Sizes are in bytes.
@@ -6,7 +6,7 @@ Nothing is allocated and no device is queried. Parameters are counted on the mod
 The peak is after the forward pass, when everything that the backward pass needs is in memory. Gradients of earlier
 micro-batches add to it; without accumulation, gradients replace activations during the backward pass, and the larger of
 the two counts. With activation checkpointing, the backward pass also has the activations of one block in memory, but no
-longer the copies of the weights that autocast makes. torch.compile may need less.
+longer autocast's copies of the weights. torch.compile may need less.
 """
 
 from __future__ import annotations
@@ -40,26 +40,23 @@ class Memory:
 
     Args:
         weights: Unquantized parameters of the base model on this device.
-        quantized_base: 4-bit weights with their scales, and the largest of them dequantized for its matrix product.
-        adapters: LoRA's parameters.
-        gradients: Gradients of trainable parameters, in the dtype of the parameters; bf16-master's accumulate in
-            fp32.
-        optimizer: Optimizer state, with the fp32 masters of bf16-master.
-        update: Temporary tensors of an optimizer step: fp32 gradients and moments that are stored in bf16, and the
-            matrices of Muon's iteration.
-        cast_weights: Autocast's 16-bit copies of the blocks' weights.
-        unsharded_unit: FSDP's all-gathered root unit and two blocks, with the gradients of root and one block.
+        quantized_base: 4-bit weights with scales, plus the largest weight dequantized for its matmul.
+        adapters: LoRA parameters.
+        gradients: Gradients of trainable parameters, in the dtype of the parameters; bf16-master accumulates in fp32.
+        optimizer: Optimizer state, including bf16-master's fp32 masters.
+        update: Temporary tensors of an optimizer step: fp32 copies of bf16 gradients and moments, and Muon's matrices.
+        cast_weights: Autocast's 16-bit copies of the block weights.
+        unsharded_unit: All-gathered FSDP root unit and two blocks, plus the gradients of the root and one block.
         activations: Tensors saved for the backward pass.
-        recomputed_block: With activation checkpointing, the further activations of a block, and autocast's copies of
-            its weights, while they are recomputed.
-        logits: A chunk of logits, and the head's gradients, which are computed with it.
-        checkpoint_copy: On a CPU, the copy of the state that --train.async_save writes.
+        recomputed_block: With activation checkpointing, extra activations and autocast weight copies while a block is
+            recomputed.
+        logits: A chunk of logits, and the gradients of the head.
+        checkpoint_copy: On a CPU, the state copy that --train.async_save writes.
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
-        host: FSDP's offloaded shards of weights, gradients and optimizer, per process in CPU memory; no part of
-            ``total``.
-        host_copy: The copy of the state that --train.async_save writes, in CPU memory next to a GPU; no part of
-            ``total``. Only rank 0 has it for unsharded checkpoints.
+        host: CPU memory per process for FSDP's offloaded weights, gradients and optimizer state; not in ``total``.
+        host_copy: On a GPU, the CPU memory for the state copy that --train.async_save writes; not in ``total``. For
+            unsharded checkpoints, only rank 0 has it.
     """
 
     weights: float
@@ -81,7 +78,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The peak; see the module docstring."""
+        """Peak bytes; see the module docstring."""
         step = max(self.cast_weights, self.recomputed_block) + self.activations + self.logits
         persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.unsharded_unit
         persistent += self.checkpoint_copy
@@ -91,7 +88,7 @@ class Memory:
 
     @property
     def training_state(self) -> float:
-        """Parameters, gradients and optimizer state: the minimum in every optimizer step, without activations."""
+        """Bytes of parameters, gradients and optimizer state: a lower bound without activations."""
         parameters = self.weights + self.quantized_base + self.adapters
         return parameters + self.gradients + self.optimizer + self.checkpoint_copy
 
@@ -106,9 +103,9 @@ class Parameters:
     """Parameter counts.
 
     Args:
-        total: All parameters, adapters included; tied parameters once.
+        total: All parameters, including adapters; tied parameters count once.
         trained: Trainable parameters.
-        matmul: Parameters in a matrix product for every token (see :mod:`toolkit.planning.speed.flops`).
+        matmul: Parameters used in a matmul for every token (see :mod:`toolkit.planning.speed.flops`).
     """
 
     total: int
@@ -123,9 +120,9 @@ def count_parameters(model: nn.Module) -> Parameters:
 
 
 def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations: bool = True) -> Memory:
-    """Return the memory of one device.
+    """Estimate the memory of one device.
 
-    ``model`` is on the meta device. Without ``with_activations``, which take most of the time, they count as zero.
+    ``model`` is on the meta device. ``with_activations`` False skips the activations, the slowest part to estimate.
     """
     model = model_of(setup.config, setup.lora) if model is None else model
     quantized = quantized_weights(setup, model)
@@ -196,7 +193,7 @@ def _sharded_elements(setup: MemoryInputs, parameters: list[nn.Parameter]) -> fl
 
 
 def _host_bytes(setup: MemoryInputs, base: list[nn.Parameter], trained: list[nn.Parameter]) -> float:
-    """Return the bytes of offloaded shards; FSDP allocates gradients for frozen weights, too."""
+    """Return the bytes of offloaded shards. FSDP also allocates gradients for frozen weights."""
     if not setup.strategy.offloads:
         return 0.0
     shape = (round(_sharded_elements(setup, trained)),)
@@ -207,8 +204,8 @@ def _host_bytes(setup: MemoryInputs, base: list[nn.Parameter], trained: list[nn.
 def _copied_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
     """Return the bytes of weights and optimizer state that a process copies to write a checkpoint.
 
-    For an unsharded checkpoint rank 0 copies everything except the adapters' base and bf16 weights that have masters;
-    for a sharded one each process copies the shards that it writes.
+    For an unsharded checkpoint, rank 0 copies everything except the adapters' base and bf16 weights that have masters.
+    For a sharded checkpoint, each process copies the shards that it writes.
     """
     adapters = [p for name, p in model.named_parameters() if is_adapter(name)]
     saved = [p for p in base if not (p.requires_grad and setup.has_masters)]
@@ -231,7 +228,7 @@ def _is_replicated(setup: MemoryInputs, parameter: nn.Parameter) -> bool:
 
 
 def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter]:
-    """Return the 4-bit weights: the blocks' linear layers."""
+    """Return the 4-bit weights by name: the linear layers of the blocks."""
     if setup.quantize is None:
         return {}
     refuse_experts(setup.config, setup.quantize)
@@ -240,8 +237,10 @@ def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter
 
 
 def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) -> float:
-    """Return the bytes of the 4-bit weights, which FSDP shards, of their scales, which all devices keep, and of the
-    largest weight dequantized for its matrix product."""
+    """Return the bytes of 4-bit weights and scales, and of the largest weight dequantized for its matmul.
+
+    FSDP shards the weights, but every device keeps all scales.
+    """
     if setup.quantize is None:
         return 0.0
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
@@ -252,9 +251,9 @@ def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) ->
 def _unsharded_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
     """Return the bytes of FSDP1's unsharded tensors (torch.distributed.fsdp, _runtime_utils).
 
-    The root unit (embedding, head, final norm) stays unsharded during the step. Of the others, usually blocks, the
-    current and the next one are unsharded; with SHARD_GRAD_OP or without limit_all_gathers, all of them. A unit's
-    gradient is unsharded until it is reduced, and copied if it is reduced in another dtype.
+    The root unit (embedding, head, final norm) stays unsharded during the step. Of the other units (usually blocks),
+    the current and the next are unsharded, or all with SHARD_GRAD_OP or without limit_all_gathers. A unit's gradient
+    is unsharded until it is reduced, and copied if it is reduced in another dtype.
     """
     if setup.strategy.kind != "fsdp":
         return 0
@@ -279,7 +278,7 @@ def _unsharded_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Pa
 
     gathered = sum(map(gathered_bytes, units))
     if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers:
-        # a unit, those around it, and the next one
+        # a unit, its enclosing units, and the next unit
         together = [
             [*(other for other in units if part.is_inside(other)), *units[i : i + 2]] for i, part in enumerate(units)
         ]

@@ -25,7 +25,7 @@ class MemoryInputs:
     """The properties of a run that determine its memory.
 
     Args:
-        config: The architecture, with its vocabulary.
+        config: The architecture, including the vocabulary size.
         micro_batch_size: Sequences per forward pass on one device.
         accumulation: Micro-batches per optimizer step.
         seq_length: Tokens per sequence.
@@ -35,7 +35,7 @@ class MemoryInputs:
         quantize: One of :data:`toolkit.planning.memory.QUANTIZED_BYTES`; None does not quantize.
         packed: Whether several documents share a row, without attention between them.
         fsdp: FSDP options; ``accumulate`` is resolved.
-        optimizer_class: A class outside torch.optim.
+        optimizer_class: User-provided optimizer class outside torch.optim.
         in_backward: Whether weights are updated, and gradients freed, during the backward pass.
         async_save: Whether checkpoints are written from a copy of the state.
     """
@@ -99,7 +99,7 @@ class MemoryInputs:
 
 
 def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
-    """Return the config with the vocabulary size of the given tokenizer, or of the one trained on the data."""
+    """Return the config with a vocabulary size, from the config, the tokenizer or the data module."""
     assert config is not None, "user-provided modules have no plan"
     if config.vocab_size is not None:
         return config

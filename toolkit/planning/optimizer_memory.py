@@ -1,4 +1,4 @@
-"""Memory of the optimizer: its state, and what a step needs in addition. Sizes are in bytes."""
+"""Estimate optimizer memory: the state, and the temporary tensors of a step. Sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from toolkit.planning.memory_inputs import FP32, MemoryInputs
 
 BF16 = 2
 TABLES_8BIT = 2 * 256 * FP32
-"""bitsandbytes' two tables of the values of 8 bits, which all parameters share."""
+"""Bytes of bitsandbytes' two 8-bit lookup tables, which all parameters share."""
 
 
 def optimizer_bytes(setup: MemoryInputs, model: GPT, adapters_only: bool = False) -> float:
-    """Return the bytes of the optimizer state of unsharded parameters, masters of bf16-master included."""
+    """Return the bytes of the optimizer state for unsharded parameters, including bf16-master's masters."""
     main, kinds = main_params(setup, model), dict[tuple[tuple[int, ...], torch.dtype, bool], int]()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (is_adapter(name) or not adapters_only):
@@ -39,12 +39,12 @@ def optimizer_bytes(setup: MemoryInputs, model: GPT, adapters_only: bool = False
 
 
 def update_bytes(setup: MemoryInputs, model: GPT) -> float:
-    """Return the temporary bytes of a step, beyond gradients and state; see :class:`toolkit.optim.bf16.BF16Optimizer`.
+    """Return the temporary bytes of a step, in addition to gradients and state.
 
-    Under bf16-master or with bf16 moments: fp32 gradients and moments of some parameters; for one parameter the random
-    numbers, the rounded values in fp32 and bf16, and a mask of finite values. Muon: the update of one matrix in fp32
-    and bf16 and three products in bf16 (``torch.optim._muon``), on a CPU all in fp32. An optimizer that is not fused:
-    on CUDA, intermediate values of all weights of a group.
+    With bf16-master or bf16 moments: fp32 gradients and moments of one chunk of parameters, see
+    :class:`toolkit.optim.bf16.BF16Optimizer`. With bf16 moments also, for one parameter: random numbers, rounded values
+    in fp32 and bf16, and a mask of finite values. Muon: the update of one matrix in fp32 and bf16 and three products in
+    bf16 (``torch.optim._muon``), on a CPU all in fp32. Unfused on CUDA: intermediate values for a group's weights.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     largest = max(p.numel() for p in trained.values())
@@ -74,7 +74,7 @@ def update_bytes(setup: MemoryInputs, model: GPT) -> float:
 
 
 def _is_foreach(setup: MemoryInputs) -> bool:
-    """Whether the optimizer updates a group of weights at once on CUDA, with intermediate values of their size.
+    """Whether the optimizer uses foreach kernels on CUDA, with intermediates as large as a group's weights.
 
     See :func:`toolkit.optim.classes.build_optimizer` for which ones are fused.
     """
@@ -88,9 +88,9 @@ def _is_foreach(setup: MemoryInputs) -> bool:
 
 
 def orthogonalization_flops(setup: MemoryInputs, model: GPT) -> float:
-    """Return the FLOPs of Muon's iterations in a step; 0 for other optimizers.
+    """Return the FLOPs of Muon's Newton-Schulz iterations per step; 0 for other optimizers.
 
-    An iteration computes G = X X^T, G^2 and (b G + c G^2) X for a matrix X of r <= c.
+    An iteration computes G = X X^T, G^2 and (b G + c G^2) X for an r x c matrix X with r <= c.
     """
     if setup.optimizer["name"] != Muon.__name__:
         return 0.0
@@ -149,7 +149,7 @@ def state_bytes(
 
 
 class _Probe:
-    """Creates an optimizer's state for a parameter of a given shape; cached by shape."""
+    """Measures the optimizer state of a small parameter; cached by shape."""
 
     _cache: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""Mistakes in the options of a run that show without torch, which takes seconds to import."""
+"""Check a run's options without torch, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def check_options(args: RunArgs) -> None:
-    """Check the options of a run, as far as they need neither its devices nor its files."""
+    """Check the options that depend on neither devices nor files."""
     if not args.out_dir:
         raise UserError("--out_dir '': give the name of a folder")
     check_out_dir(args.out_dir, args.staging_dir)
@@ -54,9 +54,9 @@ def check_options(args: RunArgs) -> None:
 
 
 def check_start(args: RunArgs, *, writes: bool = True) -> None:
-    """Check what a run needs before it starts: processes, packages, files, and the folder that it ``writes``.
+    """Check processes, packages and files before a run starts. ``writes``: also check --out_dir and --resume.
 
-    Files are not checked in a process that a launcher started: rank 0 may have begun to write.
+    Skips files in a process that a launcher started, because rank 0 may already be writing.
     """
     detect_world(args.devices, args.num_nodes, None)
     check_loggers(args.logger_name, args.log)
@@ -77,7 +77,7 @@ def check_start(args: RunArgs, *, writes: bool = True) -> None:
         return
     check_files(data)
     if writes and isinstance(args.resume, str) and is_url(args.resume):
-        Storage(args.resume, "--resume")  # is its package installed?
+        Storage(args.resume, "--resume")  # checks that the file system's package is installed
     elif writes and not is_url(args.out_dir):
         resolve_resume(args.resume, Path(args.out_dir))
 
@@ -87,7 +87,7 @@ def _is_launched() -> bool:
 
 
 def _known_batch(args: RunArgs) -> BatchPlan | None:
-    """Return the division of the global batch; None if it depends on the devices that are found, or on the memory."""
+    """Return the batch plan; None if it depends on detected devices or on memory."""
     train = args.train
     micro, nodes = (1 if value == AUTO else value for value in (train.micro_batch_size, args.num_nodes))
     devices = 1 if (args.devices, args.accelerator) == (AUTO, "cpu") else args.devices
@@ -99,7 +99,7 @@ def _known_batch(args: RunArgs) -> BatchPlan | None:
 
 
 def _check_optimizer_name(name: str) -> None:
-    """Check the name of an optimizer by the text of torch.optim."""
+    """Check an optimizer name against the source of torch.optim, without importing torch."""
     if name == "AdamW8bit":
         require_bitsandbytes("--optimizer.name AdamW8bit")
     spec = importlib.util.find_spec("torch")
@@ -119,7 +119,7 @@ def _check_callbacks(callbacks: object) -> None:
 
 
 def check_files(data: DataModule) -> None:
-    """Check the paths of toolkit's data modules."""
+    """Check the paths of a data module from toolkit or an extension."""
     if type(data) not in classes_of(DataModule).values():
         return
     if getattr(data, "prompt_style", None):

@@ -29,14 +29,14 @@ from toolkit.planning.sample_model import model_of
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The settings and memory of a run.
+    """Settings and memory estimate of a run.
 
     Args:
         args: The user's options.
         config: The resolved config; its model may lack the vocabulary size.
         model: The architecture, with the vocabulary size.
         memory: The memory of one device.
-        units: FSDP's wrap plan in words; None for other strategies.
+        units: Description of FSDP's wrap plan; None for other strategies.
         compiler: The compiler, with the reason where it is "auto".
     """
 
@@ -70,17 +70,17 @@ class RunPlan:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps of the run; None if its rows or its time decide."""
+        """Optimizer steps of the run; None if only epochs or max_time limit it."""
         return planned_steps(self.args.train, self.seq_length)
 
     @property
     def tokens_per_step(self) -> int:
-        """Upper bound: rows may be shorter than the longest one."""
+        """Maximum tokens per optimizer step; rows may be shorter than the longest one."""
         return self.config.batch.global_batch_size * self.seq_length
 
 
 def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
-    """Plan a run."""
+    """Resolve a run and estimate its memory, without starting it."""
     try:
         args = with_length(args)
     except UserError:  # the length does not matter for the memory; an epoch has an unknown number of steps
@@ -97,7 +97,7 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:
-    """Check that weights, gradients and optimizer state fit the memory of the devices.
+    """Check that weights, gradients and optimizer state fit in device memory.
 
     Otherwise the run would initialize weights for minutes until the operating system kills it without a message.
     ``model`` includes the vocabulary size; ``module`` is on the meta device.
@@ -123,9 +123,9 @@ def format_needs(memory: Memory) -> str:
 
 
 def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> DeviceSpec:
-    """Return the devices of a run: GPUs, present or not, unless another accelerator is set.
+    """Return the devices of a run. With --accelerator auto, assume GPUs, even if this machine has none.
 
-    ``device_memory_gb`` is the memory of one device in GB (1e9 bytes); None: this machine's device, if it has one.
+    ``device_memory_gb`` is the memory of one device in GB (1e9 bytes); None takes this machine's, if known.
     """
     device = "cuda" if args.accelerator == "auto" else args.accelerator
     available = count_devices(device) if args.devices == "auto" else None

@@ -29,15 +29,15 @@ from toolkit.planning.memory_inputs import MemoryInputs, with_known_vocabulary
 from toolkit.planning.run_args import RunArgs, hyperparameters
 
 DEFAULT_MODEL_TOKENS = 700_000
-"""Length of pretraining the default model without a limit."""
+"""Training tokens for the default model if no limit is set."""
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The devices of a run: ``devices`` per node of a kind ("cuda", "cpu" or "mps").
+    """The devices of a run: ``devices`` per node of type ``device`` ("cuda", "cpu" or "mps").
 
-    ``memory`` is one device's in bytes; infinity if unknown. ``has_bf16``: whether a GPU has bfloat16; None: as this
-    machine's GPUs, True without one.
+    ``memory`` is bytes per device; infinity if unknown. ``has_bf16``: whether the GPU supports bfloat16; None checks
+    this machine's GPU, and assumes True if it has none.
     """
 
     device: str
@@ -48,25 +48,25 @@ class DeviceSpec:
 
     @classmethod
     def of_this_machine(cls, device: str, devices: int = 1, num_nodes: int = 1) -> DeviceSpec:
-        """Return devices with this machine's memory; processes share the CPU's."""
+        """Return devices with this machine's memory. CPU memory is divided among the processes."""
         return cls(device, devices, num_nodes, device_memory(device) / (devices if device == "cpu" else 1))
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A run before anything is started. Its data and checkpoint are in the trainer's ``StartState``.
+    """Resolved run configuration, before anything starts. The trainer's ``StartState`` has data and checkpoint.
 
     Args:
         args: The options, with at least one limit of the run.
         devices: The devices of the run.
-        precision: The precision of the compute; a "-true" one is also the precision of the weights.
+        precision: Compute precision; "-true" precisions also store the weights in it.
         strategy: The distributed strategy with its mesh.
         batch: The division of the global batch.
         model: The architecture; None for a user-provided module. The data may define its vocabulary.
-        max_seq_length: Tokens of the longest row; None where the rows of a user-provided module decide.
+        max_seq_length: Tokens of the longest row; None for a user-provided module if not set.
         optimizer: See :func:`toolkit.optim.classes.resolve_optimizer`.
-        accumulate: FSDP's mode of gradient accumulation.
-        reasons: Reason of each "auto" option's value, for display.
+        accumulate: FSDP's gradient accumulation mode.
+        reasons: Reason for each "auto" option's value, for display.
         preset: The options set by ``--preset``, for display.
     """
 
@@ -92,7 +92,7 @@ class ResolvedConfig:
         return replace(self.args.fsdp, accumulate=self.accumulate)
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the options that repeat this run, see :func:`toolkit.planning.run_args.hyperparameters`."""
+        """Return the options that reproduce this run, see :func:`toolkit.planning.run_args.hyperparameters`."""
         names = ("weight_decay", "betas", "eps")
         optimizer = replace(self.args.optimizer, **{n: v for n, v in self.optimizer.items() if n in names})
         if self.optimizer["name"] == Muon.__name__:
@@ -108,7 +108,7 @@ class ResolvedConfig:
 def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     """Resolve options that are "auto", and check that the options are compatible.
 
-    This is the second stage, which needs torch; the first one is :func:`toolkit.planning.run_args.run_args`.
+    This second stage needs torch. The first stage is :func:`toolkit.planning.run_args.run_args`.
     """
     args = with_length(args)
     requested = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
@@ -179,10 +179,9 @@ def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: Dev
 
 
 def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]:
-    """Return how FSDP keeps gradients between micro-batches: sharded if requested, or if unsharded ones do not fit.
+    """Return FSDP's gradient accumulation mode: sharded if requested or if unsharded gradients do not fit.
 
-    Unsharded where that is not known before the run: the memory of the device, the vocabulary, a user-provided module
-    or optimizer.
+    Unsharded if memory cannot be estimated: unknown device memory or vocabulary, a user-provided module or optimizer.
     """
     args, model, memory = config.args, config.model, config.devices.memory
     if args.fsdp.accumulate != AUTO:
@@ -220,7 +219,7 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
 
 
 def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
-    """Return the precision of the run; auto is one that its other options support."""
+    """Return the precision of the run. "auto" picks one that the other options support."""
     on_cuda: Precision = "bf16-mixed" if args.lora is None else "bf16-true"
     has_bf16 = True if devices.has_bf16 is None and not torch.cuda.is_available() else devices.has_bf16
     precision = pick_precision(args.precision, devices.device, on_cuda, has_bf16)
@@ -230,12 +229,12 @@ def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
 
 
 def has_length(train: TrainArgs) -> bool:
-    """Whether a limit is given."""
+    """Whether the user limits the run."""
     return any(limit is not None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time))
 
 
 def with_length(args: RunArgs) -> RunArgs:
-    """Give a run without a limit its default length."""
+    """Set the default length if the run has no limit."""
     if has_length(args.train):
         return args
     if args.defaults.epochs is not None:
@@ -250,7 +249,10 @@ def with_length(args: RunArgs) -> RunArgs:
 
 
 def choose_model(args: RunArgs) -> ModelConfig | None:
-    """The named architecture or the initial checkpoint's, with the user's changes; None for a user-provided module."""
+    """Return the architecture, by name or from the initial checkpoint, with the user's overrides.
+
+    For a user-provided module, return the config of a GPT, otherwise None.
+    """
     if args.module is not None:
         return args.module.config if isinstance(args.module, GPT) else None
     if args.base_dir is not None:
@@ -265,7 +267,7 @@ def choose_model(args: RunArgs) -> ModelConfig | None:
 
 
 def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
-    """Tokens per sequence; None where the data decides."""
+    """Return the tokens per sequence; None if the data decides."""
     user_length = none_if_auto(train.max_seq_length)
     if config is None:
         return user_length

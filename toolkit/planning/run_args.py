@@ -1,4 +1,4 @@
-"""The options of a training command, with ready objects from Python. Imports no torch."""
+"""Options of a training command, including objects passed from Python. Does not import torch."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunArgs(RunOptions):
-    """A run as the user asked for it; :func:`toolkit.planning.resolve.resolve` decides the rest.
+    """The user's options of a run. :func:`toolkit.planning.resolve.resolve` resolves "auto".
 
     Args:
-        command: It decides the defaults that depend on the run: its length, the warm-up, the optimizer's options.
+        command: The training command. It sets the defaults for run length, warm-up and optimizer options.
         initial_checkpoint_dir: Weights to start from, or the frozen base of adapters.
         lora: Train low-rank adapters; None trains all weights.
-        quantize: How the base of adapters is quantized.
-        loraplus_lr_ratio: Learning rate of the adapters' B relative to A's.
+        quantize: 4-bit format of the adapters' base model; None does not quantize.
+        loraplus_lr_ratio: Learning rate of the adapters' B matrices, relative to A.
         from_peft: A peft folder with adapters to start from.
-        module: A user-provided model with its weights; then there is no ``model_name``.
-        block_classes: The blocks of that model.
-        optimizer_class: A class outside torch.optim; ``optimizer.name`` is its name.
+        module: A user-provided model with weights; replaces ``model_name``.
+        block_classes: Block classes of ``module``.
+        optimizer_class: User-provided optimizer class outside torch.optim, with the name ``optimizer.name``.
         objective: The training objective.
         groups: Options of extensions by group, see :class:`toolkit.extension.Extension`.
     """
@@ -92,7 +92,7 @@ class RunArgs(RunOptions):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the options define the run completely: no object from Python takes part."""
+        """Whether the options alone reproduce the run, without a model, optimizer class or data from Python."""
         return self.module is None and self.optimizer_class is None and not isinstance(self.data, PythonData)
 
     @property
@@ -158,12 +158,12 @@ def read_lora(adapters: LoRAOptions, checkpoint_dir: str, verify_checkpoint: boo
 
 
 def hyperparameters(args: RunArgs) -> dict[str, Any]:
-    """Return the options of a run as ``toolkit SUB --config`` takes them; data from Python is named by class."""
+    """Return a run's options in the format of ``toolkit SUB --config``. Data from Python is named by class."""
     values: dict[str, Any] = {"checkpoint_dir": args.initial_checkpoint_dir}
     if not args.is_finetune:
         values = {name: getattr(args, name) for name in ("model_name", "model_config", "initial_checkpoint_dir")}
     if args.lora is not None:
-        lora = args.lora if args.from_peft is None else LoRAConfig()  # which --from_peft defines
+        lora = args.lora if args.from_peft is None else LoRAConfig()  # --from_peft defines the values
         values |= lora.to_options() | {n: getattr(args, n) for n in ("loraplus_lr_ratio", "from_peft", "quantize")}
     shared = [f.name for f in fields(RunOptions)]
     names = ["data", "train", "eval", "optimizer", "out_dir", "precision", *shared]
@@ -180,7 +180,7 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
 
 
 def objective_entry(objective: Objective) -> dict[str, Any]:
-    """Return class and options (its fields) of an objective as in YAML; empty for next-token prediction."""
+    """Return an objective's YAML entry, class_path and init_args; empty for next-token prediction."""
     if objective == NextToken():
         return {}
     options = {f.name: getattr(objective, f.name) for f in fields(cast("Any", objective)) if f.init}
@@ -188,7 +188,7 @@ def objective_entry(objective: Objective) -> dict[str, Any]:
 
 
 def data_modules(data: DataModule) -> list[DataModule]:
-    """Return the data module, and the sources' modules of a mixture."""
+    """Return the data module and, for a mixture, its source modules."""
     return [data, *(data.modules.values() if isinstance(data, Mixture) else ())]
 
 
@@ -198,7 +198,7 @@ def callback_entries(value: str | list[Any] | None) -> list[Any]:
 
 
 def callback_paths(args: RunArgs) -> list[str]:
-    """Return the class paths of ``--callbacks``, and names from extensions."""
+    """Return the class paths and extension names in ``--callbacks``."""
     return [entry if isinstance(entry, str) else entry.get("class_path") for entry in callback_entries(args.callbacks)]
 
 

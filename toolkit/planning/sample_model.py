@@ -1,4 +1,4 @@
-"""A model with one block of each kind, in which tensors have shapes but no memory: what plans count on."""
+"""Build a model with one block of each kind and tensors without memory, for memory and speed estimates."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from toolkit.planning.memory_inputs import MemoryInputs
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Autocast's dtype by precision."""
 _PER_LAYER = ("sliding_window_indices", "rope_indices", "moe_indices")
-"""Lists of the config with an entry per layer; otherwise layers are equal."""
+"""Config fields with an entry per layer. Layers with equal entries are identical."""
 
 
 def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 0) -> tuple[ModelConfig, list[int]]:
-    """Return a config with one layer of each kind, and how many layers of the model each of them represents.
+    """Return a config with one layer of each kind, and the number of model layers that each represents.
 
     Args:
         config: The architecture.
-        n_first: Layers at the beginning that represent no others: the first one's input may need no gradient.
-        n_last: Likewise at the end: the final norm may save the last one's output.
+        n_first: First layers that represent only themselves: the first layer's input may need no gradient.
+        n_last: Last layers that represent only themselves: the final norm may save the last layer's output.
     """
     if family_of(config).model_class() is not None:  # an extension's model may treat any layer differently
         return config, [1] * config.n_layer
@@ -50,19 +50,19 @@ _built: dict[str, GPT] = {}
 
 
 def model_of(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
-    """Return the complete model on the meta device, for its parameters; the same one for the same config."""
+    """Return the complete model on the meta device. The last model is cached."""
     key = f"{config} {lora}"
     if key not in _built:
-        _built.clear()  # plans of one model follow each other
+        _built.clear()  # consecutive plans use the same model
         _built[key] = adapted_on_meta(config, lora)
     return _built[key]
 
 
 def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
-    """Return a model with weights in the dtypes of the run; those that FSDP gathers in 16 bits have 16 bits.
+    """Return a model with weights in the run's dtypes. Weights that FSDP gathers in 16 bits are 16-bit.
 
     Args:
-        setup: The run.
+        setup: The inputs of the memory estimate.
         config: The architecture, see :func:`one_layer_of_each_kind`.
         device: "meta", or any device in a FakeTensorMode.
     """
@@ -85,7 +85,7 @@ def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
 
 
 def quantized_linears(model: GPT, setup: MemoryInputs) -> list[nn.Linear]:
-    """Return the linear layers with 4-bit weights: the blocks'."""
+    """Return the linear layers with 4-bit weights: all in the blocks if --quantize is set."""
     if setup.quantize is None:
         return []
     return [m for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]

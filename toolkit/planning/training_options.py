@@ -1,7 +1,7 @@
-"""The options of the training commands: the parameters of a function each, which returns the run's arguments.
+"""Define each training command's options as the parameters of a function that returns :class:`RunArgs`.
 
-They are the command line's flags, and the options of :func:`toolkit.train` and :func:`toolkit.finetune`. Imports no
-torch.
+They are also the command-line flags, and the options of :func:`toolkit.train` and :func:`toolkit.finetune`. Does not
+import torch.
 """
 
 from __future__ import annotations
