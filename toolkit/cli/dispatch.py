@@ -25,7 +25,7 @@ INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, S
 def main(argv: list[str] | None = None) -> int:
     """Run ``toolkit ARGV`` and return its exit code (see tutorials/reference.md)."""
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):  # the process is this command
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: text that its encoding lacks ends no command
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: unencodable text must not end a command
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -83,7 +83,7 @@ def run(name: str, argv: list[str]) -> int:
 
 
 def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
-    """Check the folder and the packages of a command that does not train."""
+    """Check checkpoint folder and packages before importing torch. Some commands check the folder themselves."""
     from toolkit.checkpoints.find import find_checkpoint_dir
     from toolkit.io.paths import is_url
 

@@ -1,4 +1,4 @@
-"""The help of a subcommand: one screen for a command of many options, and groups of them; everything for the others."""
+"""Format a subcommand's help. Commands with many options show the frequent ones first; others show all."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from toolkit.config.types import describe, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean
 from toolkit.io.paths import is_path_option
 
-MAX_OPTIONS_SHOWN = 40  # options of a command whose help is one screen
+MAX_OPTIONS_SHOWN = 40  # commands with more options show the frequent ones first
 ORDER = ("", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "profiler", "model_config")
 FREQUENT = (
     "command", "checkpoint_dir", "model_name", "initial_checkpoint_dir", "data", "train.learning_rate",
     "train.global_batch_size", "train.micro_batch_size", "train.max_steps", "train.epochs", "train.max_seq_length",
     "lora_r", "devices", "precision", "out_dir", "resume", "device_memory_gb", "steps", "config",
 )  # fmt: skip
-"""The options of the first screen, in the order of use, as are the groups."""
+"""The options of the first screen, in display order."""
 
-Entries = dict[str, tuple[str, str]]  # option -> its value and its text
+Entries = dict[str, tuple[str, str]]  # option -> (value placeholder, help text)
 
 
 def format_help(name: str, command: CommandOptions, usage: str, positionals: tuple[str, ...], topic: str | None) -> str:
@@ -61,7 +61,7 @@ def format_help(name: str, command: CommandOptions, usage: str, positionals: tup
 
 
 def _groups(command: CommandOptions) -> dict[str, Entries]:
-    """Return the texts of all options by group, the groups in the order of use."""
+    """Return the help entries by group, with the groups in display order."""
     groups: dict[str, Entries] = {name: {} for name in ORDER}
     for name in filter(command.has_choice, command.class_options):
         text = f"Class: {', '.join(command.choices(name))}. `--{name} NAME --help {name}` shows its options."
@@ -75,7 +75,7 @@ def _groups(command: CommandOptions) -> dict[str, Entries]:
 
 
 def _value(key: str, kind: Any) -> str:
-    """Return a word for the value of an option: N, PATH."""
+    """Return the placeholder for an option's value, such as N or PATH."""
     bases = {getattr(part, "_type", get_origin(part) or part) for part in parts(kind)}
     if bases & {int, float}:
         return "N"

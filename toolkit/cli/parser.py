@@ -83,7 +83,7 @@ def parse(
 
 
 def _wrapped_command(name: str, argv: list[str]) -> str:
-    """Return the training command that the words after ``toolkit plan`` begin with."""
+    """Return the training command: the first of the words in ``argv``."""
     commands = f"the command to {name.partition('_')[0]} must come first, one of {', '.join(TRAINING)}"
     if not argv:
         raise UserError(f"COMMAND: must be given; {commands}")
@@ -95,9 +95,9 @@ def _wrapped_command(name: str, argv: list[str]) -> str:
 def read_words(
     argv: list[str], positionals: tuple[str, ...], switches: Collection[str] = ()
 ) -> list[tuple[str, str | None]]:
-    """Split the command line into (option, text). Each option takes one value; text is None where it is missing.
+    """Split the command line into (option, text) pairs; text is None if the value is missing.
 
-    The word after one of the ``switches``, which are true or false, may instead be a positional argument.
+    ``switches`` are boolean options. The word after a switch may be a positional argument instead of its value.
     """
     words: list[tuple[str, str | None]] = []
     left, rest = list(positionals), list(argv)
@@ -182,14 +182,14 @@ def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator
 
 
 def take_extensions(values: dict[str, Any], source: str = "--extensions") -> list[str]:
-    """Make the extensions known that options name, and remove the option; return the names."""
+    """Remove ``extensions`` from the options, add these extensions, and return their names."""
     names = split_names(values.pop("extensions", None), source)
     add_extensions(names, source)
     return names
 
 
 def dump(command: CommandOptions, values: dict[str, Any], extensions: list[str]) -> str:
-    """Return all options as YAML; ``toolkit SUB --config`` with it gives the same configuration."""
+    """Return all options as YAML, which ``toolkit SUB --config`` reads as the same configuration."""
     import yaml
 
     for name, cls in command.selected.items():

@@ -1,7 +1,7 @@
-"""The options of a command by dotted name, and their values as the arguments of its ``setup`` function.
+"""Collect a command's options by dotted name, and convert their values to arguments of its ``setup`` function.
 
-jsonargparse resolves the signature and converts the values. It cannot do the rest: its result depends on the order of
-files, classes and flags, it keeps options of a class that another class replaces, and its errors take many lines.
+jsonargparse resolves the signature and converts the values. The rest is done here: jsonargparse's result depends on the
+order of files, classes and flags, it keeps the options of a replaced class, and its errors take many lines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Option(NamedTuple):
 
 
 class OptionValue(NamedTuple):
-    """The value that the user gave an option. ``source`` is "" for a flag, None for Python, else the YAML file."""
+    """A user's value of an option. ``source`` is "" for a flag, None for Python, otherwise the YAML file."""
 
     source: str | None
     value: Any
@@ -65,7 +65,7 @@ class OptionValue(NamedTuple):
 def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments for ``setup`` from Python values by name.
 
-    Groups may be dictionaries or dataclasses, paths strings or path objects; choices are objects.
+    Groups may be dictionaries or dataclasses. Paths may be strings or path objects. Class options are objects.
     """
     values = dict(values)
     add_extensions(values.pop("extensions", None), "extensions")
@@ -80,13 +80,13 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
 
 
 def classes_of(base: type) -> dict[str, type]:
-    """Return the classes derived from ``base`` by short name: its package's exports and the extensions' classes."""
+    """Return {short name: class} for the subclasses of ``base`` that its package and extensions export."""
     package = importlib.import_module(base.__module__.rpartition(".")[0])
     exported = {name: getattr(package, name) for name in package.__all__}
     derived = {name: c for name, c in exported.items() if inspect.isclass(c) and issubclass(c, base)}
     classes = {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
     for name in registered(kind := _kind_of(base), list(classes)):
-        with suppress(UserError):  # it does not import: an error only where it is chosen
+        with suppress(UserError):  # report an import error only if the class is chosen
             classes[name] = load_registered(kind, name)
     return classes
 
@@ -97,18 +97,18 @@ def _kind_of(base: type) -> str:
 
 
 def class_path(cls: type, base: type) -> str:
-    """Return how options name a class: the short name of toolkit's own, otherwise module and name."""
+    """Return a class's name in options: the short name if there is one, otherwise the import path."""
     return cls.__name__ if cls in classes_of(base).values() else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parameters of a function or class by name, also those that its ``**kwargs`` are passed to.
+    """Return the parameters of a function or class by name, including those forwarded through ``**kwargs``.
 
-    Uses a private function of jsonargparse (tried: 4.53), which offers the same only as arguments of a parser.
+    Uses a private function of jsonargparse (tested with 4.53). The public API offers this only for parsers.
     """
     parameters = {p.name: p for p in get_signature_parameters(function, logger=False)}
     for name in parameters.keys() & (declared := inspect.signature(function).parameters).keys():
-        # a data module as written; jsonargparse makes a dictionary of it
+        # keep the data module, which jsonargparse converts to a dictionary
         parameters[name].default = declared[name].default
     return parameters
 
@@ -116,9 +116,9 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
 class CommandOptions:
     """The options of a command, the selected classes, and the user's values.
 
-    Of two ``functions``, the first takes the second's arguments as ``run``, and its parameter counts if both have one
-    of the same name. Parameters are scalars, dataclasses (groups of options; a flat one's fields have no prefix), and
-    abstract base classes (choices of a class with its options).
+    With two ``functions``, the first takes the second's arguments as ``run``. If both have a parameter of one name, the
+    first function's is used. Parameters are scalars, dataclasses (option groups; fields of flat groups have no prefix),
+    and abstract base classes (class options).
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
@@ -129,7 +129,7 @@ class CommandOptions:
             del self.parameters[name]
             self.parameters |= parameters_of(cls)
         self.extension_groups: dict[str, type] = {}
-        # ``run`` and ``groups`` hold options; they are none themselves
+        # ``run`` and ``groups`` hold options, but are not options
         self.holders = {name for name, p in self.parameters.items() if p.default is NO_GROUPS}
         for name in self.holders:
             del self.parameters[name]
@@ -170,15 +170,15 @@ class CommandOptions:
         return classes_of(self.class_options[name])
 
     def has_choice(self, name: str) -> bool:
-        """Whether a parameter has several known classes, or is another class than the only one."""
+        """Whether a parameter has several known classes, or a class other than the only known one."""
         return [self.selected[name]] != list(self.choices(name).values())
 
-    # ---- what the user gives
+    # ---- user values
 
     def flatten(self, values: Mapping[str, Any], source: str | None) -> Iterator[tuple[str, OptionValue]]:
         """Yield the values of a YAML file or of Python by dotted name.
 
-        A choice is a mapping with ``class_path`` and ``init_args``; its class name or its options alone suffice.
+        A class option is a mapping with ``class_path`` and ``init_args``, only a class name, or only options.
         """
         for key, value in values.items():
             if key in self.class_options and isinstance(value, dict):
@@ -204,10 +204,10 @@ class CommandOptions:
                 self.problems.append(problem)
 
     def update(self, layer: Iterable[tuple[str, OptionValue]]) -> None:
-        """Merge values; they override those given before.
+        """Merge values, which override earlier ones.
 
-        Another class drops earlier options of the previous class, because they do not exist or have another meaning in
-        the new one.
+        Selecting another class drops the previous class's options, because the new class may lack them or give them
+        another meaning.
         """
         layer = list(layer)
         for key, value in layer:
@@ -277,7 +277,7 @@ class CommandOptions:
         ready = vars(self._parser.instantiate(config))
         plain = (
             self.parameters.keys() - self.groups.keys() - self.class_options.keys()
-        )  # others may look like a class to make
+        )  # other values may look like a class to instantiate
         ready |= {name: value for name, value in config.as_dict().items() if name in plain}
         for values in (ready, *(vars(value) for value in ready.values() if is_dataclass(value))):
             # restricted numbers have special classes, which YAML does not write
@@ -287,13 +287,13 @@ class CommandOptions:
             arguments[name] = cls(**{key: arguments.pop(key) for key in parameters_of(cls)})
         if "groups" in self.holders:
             arguments["groups"] = {name: arguments.pop(name) for name in self.extension_groups}
-        if len(self.functions) > 1:  # the second one's are the first one's parameter ``run``
+        if len(self.functions) > 1:  # the second function's arguments become ``run``
             own_parameters = inspect.signature(self.functions[0]).parameters
             arguments["run"] = {name: arguments.pop(name) for name in [*arguments] if name not in own_parameters}
         return arguments
 
     def _merge_into_mappings(self, options: Mapping[str, Option]) -> None:
-        """Put values for an entry of a mapping, such as of --data.sources.web.weight, into the mapping given before."""
+        """Set entries of mapping options, such as --data.sources.web.weight, in the mapping's earlier value."""
         mappings = [
             name for name in options if get_origin(parts(options[name].kind)[0]) is dict and name in self.values
         ]
@@ -318,9 +318,9 @@ class CommandOptions:
         return parser
 
     def _check(self, key: str, options: dict[str, Option]) -> None:
-        """Raise UserError for an option that has no value, or has a URL in place of a path.
+        """Raise UserError for a missing value, or for a URL where a local path is required.
 
-        A flag without a value means true; null means the default where the type does not take null.
+        A boolean flag without a value means true. null means the default if the type does not allow null.
         """
         value, kind = self.values[key], options[key].kind if key in options else Any
         group = key.partition(".")[0]
@@ -365,7 +365,7 @@ class CommandOptions:
         return did_you_mean(key, names, cutoff=0.75, margin=0.05, compared=compared, show=show) or "; see --help"
 
     def _explain(self, error: ArgumentError, options: dict[str, Option]) -> str:
-        """Return jsonargparse's error as one line with option, value and what it must be."""
+        """Convert jsonargparse's error to one line with option, value and valid values."""
         message = one_line(error)
         named = re.search(r'[Kk]ey "([^"]+)"', message)
         key = named[1] if named else ""
@@ -385,7 +385,7 @@ class CommandOptions:
 
 
 def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """Return a group of options from Python, a dictionary or dataclass, as a mapping."""
+    """Convert an option group from Python, a dictionary or dataclass, to a mapping."""
     if is_dataclass(value) and not inspect.isclass(value):
         return vars(value)
     if not isinstance(value, Mapping):

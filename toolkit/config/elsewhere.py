@@ -1,6 +1,6 @@
-"""Names of other tools, such as transformers, TRL, Lightning, LitGPT, Axolotl and DeepSpeed, and what they are here.
+"""Map option names of transformers, TRL, Lightning, LitGPT, Axolotl, DeepSpeed and other tools to toolkit's options.
 
-A line is ``name name ... = option value; note``: the option must exist in the command; ``-`` is no option.
+A line is ``name name ... = option value; note``. The option must exist in the command; ``-`` means no option.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ help = -; --data NAME --help shows the options of a class
 
 
 def elsewhere(key: str, known: Container[str], show: Callable[[str], str]) -> str:
-    """Return a hint such as ``; did you mean --train.save_interval?`` for the name of another tool, or an empty string.
+    """Return a hint such as ``; did you mean --train.save_interval?`` for another tool's option name, or "".
 
-    ``key`` is a dotted name; if the table lacks it, its last part counts. ``show`` formats an option.
+    ``key`` is a dotted name; if it is not in the table, its last part is looked up. ``show`` formats an option.
     """
     key = key.replace("-", "_")
     for name in (key, key.rpartition(".")[2]):
@@ -92,7 +92,7 @@ VALUES = {
     ("fsdp.sharding_strategy", "zero3"): "; use FULL_SHARD, or HYBRID_SHARD on several nodes",
     ("fsdp.state_dict_type", "local"): "; use sharded: a file per device, too, and readable on any number of devices",
 }
-"""Hints for values of other tools, in lower case."""
+"""Hints for other tools' option values; values are in lower case."""
 
 COMMANDS = {
     **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),

@@ -1,4 +1,4 @@
-"""Values inside an option that is a mapping, such as ``--data.sources.web.weight``."""
+"""Set values inside a mapping option, such as ``--data.sources.web.weight``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from toolkit.io.safe_parse import parse_yaml
 
 
 def with_entry(mapping: Any, path: Sequence[str], value: Any, named: str) -> dict[str, Any]:
-    """Return a copy of a mapping, an object or YAML text, with another value at ``path``.
+    """Return a copy of ``mapping`` (a dict or YAML text) with ``value`` set at ``path``.
 
-    ``mapping`` has the first key of the path; ``named`` is the option in messages.
+    ``mapping`` must have the first key of the path. ``named`` is the option's name in messages.
     """
     with suppress(ValueError):
         mapping = parse_yaml(mapping) if isinstance(mapping, str) else copy.deepcopy(mapping)

@@ -3,7 +3,7 @@
 Defaults are pretrain's; the finetuning commands override some in their signatures. ``None`` means off or
 unlimited. "auto" is resolved by :mod:`toolkit.planning`, as the help of the option describes.
 
-The checks are in ``__post_init__``, not in the types: so they also hold for a group that Python code creates.
+The checks are in ``__post_init__`` rather than in the types, so they also apply to groups created in Python.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ COMPILERS = (AUTO, "none", "torch")
 
 @dataclass(frozen=True)
 class CommandDefaults:
-    """Defaults that depend on the command. Those of options that are "auto" apply in planning.
+    """Defaults that depend on the command. Planning applies them to "auto" options.
 
     Args:
         global_batch_size: Sequences per optimizer step; ``lr_scaling`` is relative to it.
-        micro_batch_size: Sequences per forward pass on one device, where the memory of the run is not known.
-        epochs: Length of a run without a limit; None: it must be given.
+        micro_batch_size: Sequences per forward pass on one device, if the memory of the run is unknown.
+        epochs: Length of a run without a limit; None requires a limit.
         warmup: LR warm-up as a fraction of the run.
         max_warmup_steps: Maximum optimizer steps of that warm-up.
         weight_decay, betas: Passed to optimizers that have them.

@@ -1,4 +1,4 @@
-"""Types of options: what their values may be, in words and as numbers."""
+"""Describe the types of options for help and messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def parts(kind: Any) -> tuple[Any, ...]:
 
 
 def is_restricted(kind: Any) -> bool:
-    """Whether it is a number with limits, such as jsonargparse's PositiveInt."""
+    """Whether ``kind`` is a number type with limits, such as jsonargparse's PositiveInt."""
     return hasattr(kind, "_restrictions")
 
 
 def limits(kind: Any) -> str:
-    """Return the limits of a restricted number: ``greater than zero``."""
+    """Describe the limits of a restricted number, such as ``greater than zero``."""
     text = kind._expression
     for sign, words in {"v>=": "at least ", "v<=": "at most ", "v>": "greater than ", "v<": "less than "}.items():
         text = text.replace(sign, words)
@@ -27,7 +27,7 @@ def limits(kind: Any) -> str:
 
 
 def describe(kind: Any) -> str:
-    """Describe the values of a type: ``an integer or auto``."""
+    """Describe the valid values of a type, such as ``an integer or auto``."""
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     names |= {dict: """a mapping such as '{"name": 1}'"""}
     descriptions = []
@@ -43,7 +43,7 @@ def describe(kind: Any) -> str:
 
 
 def expand_integer(text: str, kind: Any) -> str:
-    """Return ``1000000`` for ``1e6`` if the type is an integer."""
+    """Rewrite ``1e6`` as ``1000000`` if the type is an integer."""
     kinds = {getattr(part, "_type", part) for part in parts(kind)}
     if int in kinds and float not in kinds and re.fullmatch(r"[+-]?\d[\d_]*(\.\d*)?([eE][+-]?\d+)?", text):
         number = float(text)

@@ -1,8 +1,8 @@
-"""Configuration files of other tools as toolkit's options: an FSDP guide's YAML, and minGPT's hydra file.
+"""Convert configuration files of other tools to toolkit options: an FSDP guide's YAML and minGPT's hydra file.
 
-A file is recognized by its groups. toolkit's own keys may stand next to them, unless both set the same option. A key
-becomes options, or has no effect for a reason, or is an error; a line reports each. Flags and later files override
-keys, which are then not even checked. Batch sizes of both formats are per device.
+A file is recognized by its groups. It may also contain toolkit's keys, unless both set the same option. A key sets
+options, has no effect for a stated reason, or is an error; each is reported in one line. Flags and later files override
+keys, which are then not checked. Batch sizes of both formats are per device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REPLACED_BY = {
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the groups of other tools in a file, and the rest; hydra's group belongs to minGPT's."""
+    """Split a file into the groups of other tools and the rest. ``hydra`` counts only with minGPT's groups."""
     groups = {name: inner for name, inner in values.items() if name in FORMATS}
     if any(name.endswith("_config") for name in groups) and "hydra" in values:
         groups["hydra"] = values["hydra"]
@@ -63,7 +63,7 @@ def translate(file: File) -> list[tuple[str, OptionValue]]:
 
 
 def _check_names(file: File, group: str) -> None:
-    """Check the names of keys: before anything that takes time."""
+    """Check the key names of a group, before slower checks."""
     keys, rules = file.groups[group], FORMATS.get(group)
     if rules is None:
         return
@@ -76,7 +76,7 @@ def _check_names(file: File, group: str) -> None:
 
 
 def _translate_key(file: File, group: str, key: str) -> tuple[Options, str]:
-    """Return the options of a key, and what became of it, for display."""
+    """Return the options that a key sets, and the outcome for display."""
     rule, given, name = FORMATS[group][key], OptionValue(file.source, file.groups[group][key]), f"{group}.{key}"
     overrides = [file.override(option) for option in rule.options]
     if all(overrides):
@@ -107,7 +107,7 @@ def _merge(source: str, found: dict[str, tuple[str, Any]], key: str, options: Op
 
 
 def _is_open(file: File, option: str) -> bool:
-    """Whether nothing decides an option that a group implies."""
+    """Whether neither the file nor an override sets an option that a group implies."""
     names = _REPLACED_BY.get(option, (option,))
     return not any(name in file.own or file.override(name) for name in names)
 

@@ -1,7 +1,7 @@
 """An FSDP guide's YAML: the groups ``training`` and ``distributed``.
 
-FSDP's options act between devices. On one device, with another ``--strategy``, and with no_shard they have no effect:
-a file for eight GPUs runs on a laptop, too. What acts on one device as well, such as the precision, stays.
+FSDP's options have no effect on one device, with another ``--strategy``, or with no_shard, so a file for eight GPUs
+also runs on a laptop. Options that apply on one device, such as the precision, are kept.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _without_shards(file: File) -> str:
 
 
 def _under_fsdp(option: str) -> Convert:
-    """Return the conversion of a key that counts under FSDP, also on one device."""
+    """Return the converter for a key that applies under FSDP, also on one device."""
     return lambda file, value: _without_fsdp(file) or {option: value}
 
 
 def _between_devices(option: str) -> Convert:
-    """Return the conversion of a key that counts only where several devices share the model."""
+    """Return the converter for a key that applies only if several devices shard the model."""
     return lambda file, value: _without_shards(file) or {option: value}
 
 
@@ -62,7 +62,7 @@ def _min_num_params(file: File, number: int) -> Options | str:
 
 
 def _mixed_precision(file: File, is_mixed: bool) -> str:
-    """Return the precision of FSDP's dtypes; the guide computes in bfloat16 by default."""
+    """Return the precision for FSDP's dtypes. The guide's default is bfloat16."""
     dtype = file.find("distributed", "fsdp_param_dtype")
     return _PARAM_DTYPE.get(str(dtype), "bf16-mixed") if is_mixed else "32-true"
 
@@ -78,13 +78,13 @@ def _precision(file: File) -> str | None:
 
 
 def _without_dtypes(file: File) -> str:
-    """Return the reason why FSDP's dtypes do not count; "" if they do."""
+    """Return the reason why FSDP's dtypes have no effect; "" if they have one."""
     is_off = file.find("distributed", "fsdp_mixed_precision") is False
     return "no effect, fsdp_mixed_precision is false" if is_off else _without_fsdp(file)
 
 
 def _dtype(option: str) -> Convert:
-    """Return the conversion of a dtype that --precision decides if it is auto."""
+    """Return the converter for a dtype that follows --precision if auto."""
 
     def convert(file: File, dtype: str) -> Options | str:
         if reason := _without_dtypes(file):

@@ -22,7 +22,7 @@ def _block_size(file: File, size: int) -> Options:
 
 
 def _max_epochs(file: File, epochs: float) -> Options:
-    """An epoch there has a row for every position of the text: each token is read once per token of a row."""
+    """Multiply epochs by the row length: a minGPT epoch has one row per position of the text."""
     length = file.option("train.max_seq_length") or file.find("data_config", "block_size")
     if length is None:
         raise ValueError("counts rows of data_config.block_size tokens; give that, or --train.epochs")

@@ -16,7 +16,7 @@ Convert = Callable[["File", Any], Options | str]
 
 
 class Rule(NamedTuple):
-    """How a key of another tool is converted.
+    """Conversion of one key of another tool.
 
     Args:
         read: The option's value by the key's value, or a function that checks and converts it, and raises ValueError
@@ -25,7 +25,7 @@ class Rule(NamedTuple):
         convert: Returns the options, or why the key sets none; raises ValueError with the fix. Default: the one option
             has the value.
         note: Text for the line that reports the key.
-        fixes: Values that cannot be honored, each with the fix.
+        fixes: Unsupported values, each with the fix.
     """
 
     read: Mapping[Any, Any] | Callable[[Any], Any]
@@ -35,7 +35,7 @@ class Rule(NamedTuple):
     fixes: Mapping[str, str] = {}
 
     def apply(self, file: File, value: Any) -> Options | str:
-        """Return the options that a value of the key becomes, or why it sets none.
+        """Return the options that the key sets, or why it sets none.
 
         Raises:
             ValueError: the value is invalid or cannot be honored; the message is the fix.
@@ -75,12 +75,12 @@ class File:
         return self.groups.get(group, {}).get(key)
 
     def option(self, name: str) -> str | None:
-        """Return the text of one of toolkit's own options; None if it is not given or auto."""
+        """Return the text of a toolkit option; None if it is unset or auto."""
         value = self.later.get(name) or self.own.get(name)
         return None if value is None or value.text == "auto" else value.text
 
     def override(self, option: str) -> str | None:
-        """Return the option that overrides another one, for display. A class of data overrides all options of data."""
+        """Return what overrides ``option``, for display. Another data class overrides all data options."""
         data = self.later.get("data") or self.own.get("data")
         if option.startswith("data.") and data is not None and data.text.rpartition(".")[2] != "CharText":
             return data.display("data")

@@ -1,1 +1,1 @@
-"""Speed: FLOPs, cards, and the predicted time of a training step."""
+"""Predict the speed of a training step: FLOPs, GPUs and time."""

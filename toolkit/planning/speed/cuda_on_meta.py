@@ -1,4 +1,4 @@
-"""Meta tensors that pass for CUDA tensors, so that a model runs the code that it runs on a GPU, without a GPU.
+"""Make meta tensors look like CUDA tensors: a model runs its GPU code without a GPU.
 
 torch's fake tensors on "cuda" have no backward pass where torch is built without CUDA: autograd ends the process
 ("PyTorch is not linked with support for cuda devices", torch 2.13). Autograd supports meta tensors everywhere.
@@ -79,14 +79,14 @@ def _cast_up(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
-    """A kernel that saves a boolean mask."""
+    """Apply dropout with a kernel that saves a boolean mask."""
     return torch.native_dropout(x, p, training)[0]
 
 
 def _rms_norm(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """A kernel that reads and writes the same."""
+    """Apply layer norm, which has the same memory traffic."""
     return torch.native_layer_norm(x, shape, weight, None, eps or 1e-6)[0]
 
 
@@ -100,7 +100,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernels of CUDA: flash without a mask (cuDNN's has the same arguments), the efficient one with a mask."""
+    """Choose the kernel as CUDA does: flash for 16 bits without a mask, otherwise memory-efficient."""
     if attn_mask is None and q.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
     if attn_mask is not None:
@@ -113,7 +113,7 @@ def _attention(
 
 @contextmanager
 def cuda_on_meta(autocast: torch.dtype | None) -> Iterator[None]:
-    """Run a model on the meta device as on CUDA, with autocast to a dtype, or without it."""
+    """Run a model on the meta device as on CUDA. ``autocast`` None disables autocast."""
     register_meta_kernels()
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:

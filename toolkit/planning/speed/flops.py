@@ -10,7 +10,7 @@ from toolkit.models.moe import StackedLinear
 
 
 def matmul_parameters(model: nn.Module) -> int:
-    """Count the weights that are in a matrix product for every token: linear layers, including the head.
+    """Count the weights used in a matmul for every token: linear layers, including the head.
 
     A tied head counts once; an untied embedding does not count. Of experts, only the active ones per token count.
     """
@@ -18,7 +18,7 @@ def matmul_parameters(model: nn.Module) -> int:
 
 
 def _matmul_sizes(model: nn.Module) -> list[tuple[int, bool]]:
-    """Return the elements used per token of each weight, and whether it is trainable."""
+    """Return for each weight the elements used per token, and whether it is trainable."""
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     weights += [p for name, p in model.named_parameters() if is_adapter(name) and p.ndim == 2]
     stacks = [m for m in model.modules() if isinstance(m, StackedLinear)]

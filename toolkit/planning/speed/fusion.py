@@ -19,7 +19,7 @@ Key = tuple[int, int]
 
 
 def fuse(ops: list[Op], is_compiled: Callable[[Op], bool]) -> list[Op]:
-    """Return the operators, fused in compiled regions; views in them are free."""
+    """Fuse the operators in compiled regions, where views are free."""
     active = [op for op in ops if op.kind != "view" or not is_compiled(op)]
     fusable = [op.kind == "fusable" and is_compiled(op) for op in active]
     maker: dict[Key, int] = {}
@@ -33,7 +33,7 @@ def fuse(ops: list[Op], is_compiled: Callable[[Op], bool]) -> list[Op]:
     group_of = _groups(active, fusable, users)
 
     def is_written(key: Key) -> bool:
-        """Whether the tensor is in memory, and not only in a fused kernel."""
+        """Whether the tensor is written to memory, not only used inside a fused kernel."""
         i = maker.get(key)
         if i is None or not fusable[i]:
             return True
@@ -52,9 +52,9 @@ def fuse(ops: list[Op], is_compiled: Callable[[Op], bool]) -> list[Op]:
     cache: dict[Key, frozenset[Key]] = {}
 
     def sources(key: Key) -> frozenset[Key]:
-        """Return the tensors in memory from which a tensor is computed: itself, or those that its kernel reads."""
+        """Return the tensors in memory that a tensor is computed from: itself, or its kernel's inputs."""
         if key not in cache:
-            cache[key] = frozenset({key})  # ends circles, which are views of the same memory
+            cache[key] = frozenset({key})  # breaks cycles between views of the same memory
             if not is_written(key):
                 reads = (sources(access.key) for access in active[maker[key]].reads)
                 cache[key] = frozenset().union(*reads)
@@ -72,7 +72,7 @@ def fuse(ops: list[Op], is_compiled: Callable[[Op], bool]) -> list[Op]:
 
 
 def _groups(ops: list[Op], fusable: list[bool], users: Mapping[Key, list[int]]) -> list[int]:
-    """Return the number of each operator's kernel: an operator fuses with the first one that needs its result."""
+    """Return the kernel number of each operator. An operator fuses with the first one that needs its result."""
     numbers, number, region = [], 0, None
     for i, op in enumerate(ops):
         if not fusable[i] or (op.layer, op.is_backward) != region:
@@ -96,7 +96,7 @@ def _fused(
     is_written: Callable[[Key], bool],
     sizes: dict[Key, int],
 ) -> Op:
-    """Return the kernel of a group; ``outputs`` are the tensors that it makes."""
+    """Return the fused kernel of a group. ``outputs`` are the tensors that its operators write."""
     parts: defaultdict[Key, set[Access]] = defaultdict(set)  # a kernel may read a part of a tensor
     for op in members:
         for access in op.reads:

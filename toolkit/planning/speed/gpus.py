@@ -60,7 +60,7 @@ class GpuSpec(NamedTuple):
 
     @property
     def marketed_gb(self) -> int:
-        """Return the memory in the name of the product; the driver reports less, in GiB."""
+        """Memory in the product name. The driver reports slightly less, in GiB."""
         return next(size for size in (16, 24, 32, 40, 48, 80, 94, 96, 141, 180) if size * 2**30 >= self.memory)
 
 
@@ -104,7 +104,7 @@ GPUS = {
 
 
 def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
-    """Return the table's name of a GPU and its specs, from the name that a user, a vendor or a driver writes.
+    """Return the table name and specs of a GPU, by the name that a user, vendor or driver writes.
 
     Case, spaces, hyphens, NVIDIA, GeForce, RTX, SXM and the kind of memory do not matter; GB must match.
     """

@@ -1,4 +1,4 @@
-"""Time of a step's communication over named links, by the strategy, and the part that computation hides."""
+"""Predict a step's communication time by strategy, and the part that computation hides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATENCY = 30e-6
 
 @dataclass(frozen=True)
 class Communication:
-    """Seconds of a step on the links.
+    """Communication seconds per step.
 
     Args:
         sent: All collectives.
@@ -44,8 +44,8 @@ def communication(
     Args:
         model: The model on the meta device.
         devices: Devices per node.
-        forward: Seconds of computation of a forward pass.
-        backward: Seconds of computation of a backward pass, recomputation included.
+        forward: Compute seconds of a forward pass.
+        backward: Compute seconds of a backward pass, including recomputation.
     """
     links = gpu.link_name if num_nodes == 1 else f"{gpu.network_name} between nodes"
     if num_nodes > 1 and devices > 1:
@@ -71,7 +71,7 @@ class _Topology:
     num_nodes: int
 
     def gather(self, size: float, ranks: int) -> float:
-        """Seconds of an all-gather to, or a reduce-scatter of, ``size`` bytes over ``ranks`` consecutive devices."""
+        """Return the seconds to all-gather or reduce-scatter ``size`` bytes over ``ranks`` consecutive devices."""
         if ranks == 1:
             return 0.0
         moved, across = size * (ranks - 1) / ranks, ranks > self.devices
@@ -90,7 +90,7 @@ class _Topology:
 
 
 def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, backward: float) -> tuple[float, float]:
-    """Return the seconds of all collectives and of those that nothing hides."""
+    """Return the seconds of all collectives, and of their exposed part."""
     unit, root = unit_precision(setup.fsdp, setup.precision)
     rest, *units = plan_units(model, setup.fsdp, (Block,))
     whole = [p for n, p in model.named_parameters() if is_adapter(n) or (unit is not None and p.ndim < 2)]

@@ -75,8 +75,8 @@ class Recorder(TorchDispatchMode):
     """Records the operators on meta tensors in ``ops``, as of the current ``layer`` and ``is_backward``.
 
     Args:
-        gradients: Gradients of weights, to which the backward pass adds.
-        quantized: Bytes of 4-bit weights by the storage of the tensor in their place.
+        gradients: Weight gradients that the backward pass accumulates into.
+        quantized: Bytes of 4-bit weights, by the storage of the placeholder tensor.
     """
 
     def __init__(self, gradients: Iterable[torch.Tensor] = (), quantized: dict[int, int] | None = None) -> None:
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         return "other" if any(part in name for part in _KERNELS) else "fusable"
 
     def _dequantize(self, tensor: torch.Tensor) -> None:
-        """Add the kernel that makes 16 bits of a 4-bit weight for a product."""
+        """Record the kernel that dequantizes a 4-bit weight to 16 bits for a matmul."""
         packed = self._quantized.get(self._storage(tensor))
         if packed is not None:
             key = (self._storage(tensor), 0)
@@ -172,7 +172,7 @@ def _flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
 
 
 def _attention_flops(name: str, arguments: dict[str, Any]) -> float:
-    """FLOPs of torch's attention on queries (B, heads, T, width); torch 2.11 counts no groups of queries.
+    """Return the FLOPs of torch's attention on queries (B, heads, T, width). torch 2.11 does not count query groups.
 
     The backward pass computes the scores again: three products as wide as the keys, two as wide as the values.
     """

@@ -36,7 +36,7 @@ FP32_SHARE = 0.75
 SMALL_HEAD_SHARE = 0.65
 """Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100: 395 of 617 TFLOP/s)."""
 MIN_KERNEL_S = 3e-6
-"""Seconds of the smallest kernel with the gap to the next one."""
+"""Minimum seconds per kernel, including the gap to the next one."""
 HOST_OPERATOR, HOST_VIEW = 9e-6, 2e-6
 """Seconds of the host for an operator, with Python, autograd and launch; for a view."""
 HOST_GRAPH, HOST_COMPILED = 80e-6, 5e-6
@@ -53,14 +53,14 @@ class Prediction:
 
     Args:
         products, attention, memory_bound: GPU time of all micro-steps by kind of kernel.
-        launch: The GPU waits for the host.
+        launch: Time that the GPU waits for the host.
         optimizer: Norm, clipping and update.
         communication: Communication that computation does not hide.
         links: All communication, and its links.
         tokens: Tokens of a step, over all devices.
         mfu: See :func:`toolkit.planning.speed.flops.flops_per_token`; None for 32-true, as in a run.
         kernels: Number of kernels of a micro-step on one device.
-        bytes: Bytes that they read and write.
+        bytes: Bytes that the kernels read and write.
         notes: Effects that the prediction ignores.
     """
 
@@ -181,7 +181,7 @@ def _host_seconds(trace: Trace, setup: MemoryInputs, is_compiled: bool) -> float
 
 
 def _sharding_seconds(setup: MemoryInputs, model: GPT, gpu: GpuSpec) -> float:
-    """Return the seconds per micro-batch in which fsdp and ddp copy and cast gradients."""
+    """Return the seconds per micro-batch that fsdp and ddp take to copy and cast gradients."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moved = 0.0
     if setup.strategy.kind == "fsdp" and setup.lora is None:

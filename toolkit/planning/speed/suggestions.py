@@ -21,7 +21,7 @@ MIN_GAIN = 0.02
 
 
 class Suggestion(NamedTuple):
-    """A change of flags, and the predicted speed relative to the run without it, minus 1."""
+    """A change of flags, and its predicted relative gain in speed (0.1: 10 % faster)."""
 
     change: str
     gain: float
@@ -31,7 +31,7 @@ class Suggestion(NamedTuple):
 def suggestions(plan: RunPlan, gpu: GpuSpec, prediction: Prediction) -> list[Suggestion]:
     """Return helpful changes, best first; if several are compatible, the last entry combines them.
 
-    Changes must fit the memory of the GPU with room, and must not change what is trained, except by rounding.
+    Changes must fit in GPU memory with a margin, and may change the result only by rounding.
     """
     helpful = []
     for change in _CHANGES:
@@ -72,7 +72,7 @@ def _best(
 
 
 def _fits(changed: RunPlan, plan: RunPlan) -> bool:
-    """Whether a changed run fits with the room that "auto" leaves, or fits and needs no more than the present one."""
+    """Whether a changed run fits with the margin of "auto", or fits and needs no more memory than the current run."""
     limit = plan.config.devices.memory
     return changed.memory.total <= min(limit, max(MAX_BATCH_MEMORY_FRACTION * limit, plan.memory.total))
 
@@ -82,7 +82,7 @@ def _gain(new: Prediction, old: Prediction) -> float:
 
 
 def _compiler(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    """Compile; no gain where auto would not, because the run is short or rows differ in length."""
+    """Suggest ``--compiler torch``. No gain if auto skips compilation (short run or rows of different lengths)."""
     if plan.config.args.compiler == "none":
         yield "--compiler torch", replace(plan.config.args, compiler=AUTO)
 

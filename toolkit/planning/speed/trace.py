@@ -31,11 +31,11 @@ from toolkit.planning.speed.cuda_on_meta import cuda_on_meta
 from toolkit.planning.speed.operators import Op, Recorder
 
 LOSS = -1
-"""Layer of the operators of the cross-entropy where they are compiled."""
+"""Layer of the compiled cross-entropy's operators."""
 
 
 class Trace(NamedTuple):
-    """Operators of a model in which each kind of block occurs once, and how often each of its blocks counts."""
+    """Operators of a model with one block of each kind, and the number of layers that each block represents."""
 
     ops: list[Op]
     counts: list[int]
@@ -52,8 +52,8 @@ def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool
 
     Args:
         setup: The run.
-        has_gradients: It adds to the gradients of earlier micro-batches.
-        is_compiled: The kernel of the loss is the compiled one. The blocks' operators are the same, see ``fusion.py``.
+        has_gradients: Whether it accumulates into the gradients of earlier micro-batches.
+        is_compiled: Whether the loss is compiled. Blocks have the same operators; ``fusion.py`` fuses them.
     """
     others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, Layout(), "")
     same = replace(setup, strategy=others, accumulation=1, optimizer={}, optimizer_class=None, async_save=False)
@@ -123,7 +123,7 @@ def _nested(first: Any, second: Any) -> Iterator[None]:
 
 
 def _follow_blocks(model: GPT, recorder: Recorder) -> None:
-    """Let the recorder know which block runs.
+    """Set the recorder's ``layer`` to the running block.
 
     A block's backward pass begins with the gradient of its output and ends with the gradient of its input.
     """
@@ -154,7 +154,7 @@ def trace_update(setup: MemoryInputs, shape: torch.Size, dtype: torch.dtype) -> 
     """Return the operators of the optimizer's step for a parameter, fused where the class supports it, as in a run.
 
     Raises:
-        NotImplementedError: it is a hybrid optimizer, or updates copies in fp32.
+        NotImplementedError: the optimizer is hybrid or updates fp32 copies.
     """
     if setup.has_masters or "state_dtype" in setup.optimizer or setup.optimizer["name"] in HYBRID:
         raise NotImplementedError(setup.optimizer["name"])
