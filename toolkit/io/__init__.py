@@ -1,1 +1,1 @@
-"""Files and object storage: the lowest layer. Imports nothing of toolkit but its errors."""
+"""File and object storage access, the lowest layer. Imports only ``toolkit.errors`` from the other packages."""

@@ -21,7 +21,7 @@ def file_error(path: Path, error: OSError) -> UserError:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Atomically replace ``path`` with ``content``; readers and crashes see either the old or the new file.
+    """Atomically replace ``path`` with ``content``. After a crash, the file is either old or new.
 
     Raises:
         OSError: The folder is not writable or the disk is full; the old file is unchanged.
@@ -41,7 +41,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Atomically write a JSON file of a cache. Not synced: it may be lost with the machine's power."""
+    """Atomically write a JSON file of a cache, without fsync. A power failure may lose the file."""
     temporary = temporary_path(path)
     try:
         temporary.write_text(json.dumps(value), encoding="utf-8")
@@ -63,7 +63,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync every file and folder to disk; after a rename they survive a power failure."""
+    """Sync a folder tree to disk. After a rename, it survives a power failure."""
     for root, _, files in os.walk(folder):
         for name in files:
             sync(Path(root) / name)

@@ -1,7 +1,7 @@
-"""Compute and verify checksums of files, in several threads.
+"""Compute and verify file checksums in several threads.
 
-CRC-32 is the fastest checksum of the standard library and detects flipped bits and zeroed sectors; it does not protect
-against intentional changes.
+CRC-32 is the fastest checksum in the standard library. It detects flipped bits and zeroed sectors, but not intentional
+changes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict
 
-CHUNK = 64 * 1024 * 1024  # bytes per checksum, and per task of a thread
-_PIECE = 1024 * 1024  # bytes per read, which fit into a core's cache
+CHUNK = 64 * 1024 * 1024  # bytes per checksum and per thread task
+_PIECE = 1024 * 1024  # bytes per read; fits into a core's cache
 _THREADS = min(16, os.cpu_count() or 1)  # zlib releases the GIL
 
 
@@ -30,7 +30,7 @@ class Checksum(TypedDict):
 
 
 def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
-    """Return the checksums of the files of a folder, by relative path."""
+    """Compute {name: checksum} for files in a folder. Names are relative paths."""
     names = list(names)
     sizes = {name: _size(Path(folder) / name) for name in names}
     chunks = [(name, start) for name in names for start in range(0, sizes[name], CHUNK)]
@@ -43,9 +43,9 @@ def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 
 
 def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
-    """Compare files with the result of :func:`checksum_files`, and return {name: reason} of the damaged ones.
+    """Verify files against :func:`checksum_files`. Return {name: reason} for damaged files.
 
-    Checksums that were read from a file must have passed :func:`check_entries`.
+    Checksums read from a file must first pass :func:`check_entries`.
     """
     damaged = {name: why for name, entry in files.items() if (why := _size_problem(Path(folder) / name, entry["size"]))}
     chunks = [
@@ -74,7 +74,7 @@ def check_entries(files: Any) -> dict[str, Checksum]:
     """Validate names and checksums read from a file, and return them.
 
     Raises:
-        ValueError: they are malformed, or a name points outside the folder.
+        ValueError: An entry is malformed, or a name points outside the folder.
     """
     if not isinstance(files, dict):
         raise ValueError("files must be a mapping of names to checksums")
@@ -106,7 +106,7 @@ def _size_problem(path: Path, expected: int) -> str | None:
 
 
 def _crc32(path: Path, start: int) -> str:
-    """Return the CRC-32 of the chunk that begins at byte ``start``."""
+    """Return the CRC-32 of the chunk at byte ``start``, in hexadecimal."""
     value, remaining, buffer = 0, CHUNK, memoryview(bytearray(_PIECE))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)

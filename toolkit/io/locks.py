@@ -1,4 +1,4 @@
-"""Locks of files, which end with the process that holds them."""
+"""File locks. They are released when the process ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def lock(file: IO[Any], wait: bool = True) -> bool | None:
     """Lock an open file until it is closed.
 
     Returns:
-        False if another process holds it; None where there are no locks (Windows, some network file systems).
+        True if locked, False if another process holds the lock, None without lock support (Windows, some network file
+        systems).
     """
     try:
         import fcntl
@@ -27,9 +28,9 @@ def lock(file: IO[Any], wait: bool = True) -> bool | None:
 
 @contextmanager
 def file_lock(path: Path, wait: bool = True) -> Iterator[IO[str] | None]:
-    """Hold a lock of the processes that share a folder. Yield its file, None if another process holds it.
+    """Hold a lock file. Yield the open file, or None if another process holds the lock.
 
-    Where there are no locks, it counts as held: work may be done twice.
+    Without lock support, the lock counts as acquired, and two processes may do the same work.
     """
     with open(path, "a") as file:
         yield None if lock(file, wait) is False else file

@@ -1,4 +1,4 @@
-"""Checks of path options and URLs of remote storage, and of symbolic links that leave their folder."""
+"""Validate path options, remote storage URLs, and symbolic links that point outside their folder."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from toolkit.errors import UserError
 
 _OPTION = re.compile(r"(.*[._ -])?(dir|path|config|resume|from_peft|chat_template)")
-_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path makes one slash of two
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # one slash, because Path collapses two into one
 
 
 def is_path_option(name: str) -> bool:
-    """Whether the option takes a path; ``name`` may be dotted."""
+    """Whether an option takes a path. ``name`` may be dotted."""
     return _OPTION.fullmatch(name) is not None
 
 
 def is_url(value: Any) -> bool:
-    """Whether an option names remote storage, such as ``s3://bucket/run``."""
+    """Whether a value is a remote storage URL, such as ``s3://bucket/run``."""
     return isinstance(value, str | Path) and _URL.match(str(value)) is not None
 
 
 def require_local(name: str, value: Any) -> None:
-    """Reject a URL as the value of a path option; ``Path`` would create a local folder ``s3:``."""
+    """Raise UserError if a path option is a URL; ``Path`` would create a local folder ``s3:``."""
     if is_path_option(name) and is_url(value):
         raise UserError(f"{name} {mask_url(str(value))}: must not be on remote storage; use a local folder")
 
 
 def require_folder(name: str, value: Any) -> None:
-    """Check the URL of a path option that takes a local folder or one on remote storage."""
+    """Validate the URL of an option that takes a local or remote folder."""
     if not is_url(value):
         return
     shown = mask_url(str(value))
@@ -49,7 +49,7 @@ def require_folder(name: str, value: Any) -> None:
 
 
 def mask_url(url: str) -> str:
-    """Return the URL without what may be a secret: user name, password, and values of the query or fragment."""
+    """Return the URL without possible secrets: user name, password, query and fragment."""
     return re.sub(r"[?#].*=.*", "?***", re.sub(r"(?<=:/)(/?)[^/]*@", r"\1", url, count=1))
 
 
@@ -59,10 +59,10 @@ def user_cache() -> Path:
 
 
 def require_inside(file: Path, folder: Path) -> None:
-    """Reject a file of ``folder`` that a symbolic link resolves to a path outside.
+    """Raise UserError if ``file`` is a symbolic link to a path outside ``folder``.
 
-    An untrusted folder could otherwise copy the user's private files into a published model. Links within the folder,
-    and from the Hugging Face hub's cache to its blobs, are allowed.
+    Otherwise, an untrusted folder could copy the user's private files into a published model. Links within the folder
+    are allowed, and links from a Hugging Face hub cache snapshot to its blobs.
     """
     real, root = file.resolve(), folder.resolve()
     roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]

@@ -1,4 +1,4 @@
-"""Read untrusted files: every read is bounded in size, nesting and time, and never blocks."""
+"""Read untrusted files with limits on size, nesting and time. Reads never block."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import yaml
 from toolkit.errors import UserError, one_line
 
 MAX_BYTES = {"JSON": 2**26, "YAML": 2**18, "tokenizer": 2**28}
-"""Indices of weights have some MB, tokenizers up to 40; parsing YAML takes seconds per MB."""
+"""Maximum file size in bytes. Weight indices take a few MB, tokenizers up to 40. Parsing YAML takes seconds per MB."""
 MAX_ROW = 2**26
-"""Bytes, or characters, of a line or cell of training data."""
+"""Maximum bytes or characters in a line or cell of training data."""
 _MAX_DEPTH = 64
-_MAX_NODES = 200_000  # of a YAML file with its aliases expanded
+_MAX_NODES = 200_000  # YAML nodes after alias expansion
 _MAX_DIGITS = 300  # a longer number overflows a float; model_max_length has up to 31
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; others, such as FIFOs, which could block forever, are an OSError."""
+    """Open a regular file for reading. Raise OSError for other files; a FIFO could block forever."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -36,12 +36,12 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file; OSError or ValueError as :func:`read_bounded` and :func:`parse_json`."""
+    """Read a JSON file. For exceptions, see :func:`read_bounded` and :func:`parse_json`."""
     return parse_json(read_bounded(path, "JSON"))
 
 
 def read_json_object(path: Path, optional: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a file of a model or run; an ``optional`` file that does not exist is empty."""
+    """Read a JSON object from a model or run file. Return {} if an ``optional`` file does not exist."""
     if optional and not path.is_file():
         return {}
     try:
@@ -56,12 +56,12 @@ def read_json_object(path: Path, optional: bool = False) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Read a YAML file; OSError or ValueError as :func:`read_bounded` and :func:`parse_yaml`."""
+    """Read a YAML file. For exceptions, see :func:`read_bounded` and :func:`parse_yaml`."""
     return parse_yaml(read_bounded(path, "YAML"))
 
 
 def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
-    """Yield the lines of an open file; one of more than :data:`MAX_ROW` bytes is a ValueError with its position."""
+    """Yield the lines of an open file. Raise ValueError for a line longer than :data:`MAX_ROW`."""
     start = 0
     while line := file.readline(MAX_ROW + 1):
         if len(line) > MAX_ROW:
@@ -71,7 +71,7 @@ def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. It is a ValueError if nesting is too deep or a number has too many digits."""
+    """Parse JSON. Raise ValueError if it is invalid, nested too deeply, or has a number with too many digits."""
     try:
         values = json.loads(content, parse_int=_int)
         _require_shallow(values)
@@ -81,11 +81,11 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def parse_yaml(content: bytes | str) -> Any:
-    """Parse YAML into plain values. Aliases are accepted if the file stays small with them expanded.
+    """Parse YAML into plain values. Aliases are allowed if the expanded file stays small.
 
     Raises:
-        ValueError: not YAML, a key is given twice, too deeply nested, too large with its aliases expanded, or a number
-            has too many digits.
+        ValueError: The content is not YAML, has a duplicate key or a number with too many digits, is nested too deeply,
+            or is too large after alias expansion.
     """
     try:
         loader = yaml.SafeLoader(content)
@@ -101,12 +101,12 @@ def parse_yaml(content: bytes | str) -> Any:
         mark, texts = error.problem_mark or error.context_mark, (error.context, error.problem)
         place = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(place + ", ".join(text for text in texts if text)) from error
-    except (yaml.YAMLError, TypeError, KeyError, OverflowError) as error:  # all but the first: invalid values
+    except (yaml.YAMLError, TypeError, KeyError, OverflowError) as error:  # the last three: invalid values
         raise ValueError(one_line(error)) from error
 
 
 def read_bounded(path: str | Path, kind: str = "JSON") -> bytes:
-    """Read a file of a :data:`MAX_BYTES` kind; a larger one is a ValueError, an irregular one an OSError."""
+    """Read a file of a :data:`MAX_BYTES` kind. Raise ValueError if too large, OSError if not a regular file."""
     with open_regular(path) as file:
         content = file.read(MAX_BYTES[kind] + 1)
     if len(content) > MAX_BYTES[kind]:
@@ -143,7 +143,7 @@ def _require_unique(node: yaml.MappingNode) -> None:
 
 
 def _require_bounded(root: yaml.Node | None) -> None:
-    """Check a document's nodes, counting each as often as aliases repeat it."""
+    """Check the number of nodes after alias expansion, the nesting depth, the keys and the numbers."""
     level, count = [root] if root is not None else [], 0
     for _ in range(_MAX_DEPTH):
         inner: list[yaml.Node] = []

@@ -1,7 +1,7 @@
-"""One folder on remote storage, such as ``s3://bucket/run``: requests with retries, and errors as one line.
+"""Access a folder on remote storage, such as ``s3://bucket/run``, with retries and one-line errors.
 
-Object stores promise little: one object is written completely or not at all, and what was written is what is read and
-listed next. There are no folders, no renames and no locks, and nothing here relies on them.
+The code relies only on what object stores guarantee: atomic writes of single objects, and read and list consistency
+after a write. It does not rely on folders, renames or locks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ATTEMPTS = 8
-FIRST_DELAY, MAX_DELAY = 0.5, 30.0  # seconds between attempts: doubled each time, up to the maximum
+FIRST_DELAY, MAX_DELAY = 0.5, 30.0  # seconds between attempts, doubled up to the maximum
 PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -34,7 +34,7 @@ PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
 }
-_jitter = random.SystemRandom()  # not the state of `random`, which belongs to the run (S2)
+_jitter = random.SystemRandom()  # keeps the state of `random` unchanged for the run (S2)
 
 _DENIED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403", "401")
 _REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301")
@@ -47,20 +47,20 @@ _UNREACHABLE = (
 
 
 class StorageError(Exception):
-    """A request failed, after its retries. The message is the reason and a fix, on one line, without secrets."""
+    """A request failed after all retries. The one-line message has the reason and a fix, without secrets."""
 
 
 def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, closed: threading.Event | None = None) -> T:
-    """Return a request's result; repeat it after transient failures, with exponential backoff and jitter.
+    """Run a request and return the result. Retry transient failures with exponential backoff and jitter.
 
     Args:
-        request: The request.
+        request: Function to call on each attempt.
         url: URL of the object, for messages.
         attempts: Maximum number of attempts.
-        closed: Setting it ends the wait between attempts.
+        closed: Event that ends the wait between attempts.
 
     Raises:
-        StorageError: it failed for good.
+        StorageError: The request failed permanently.
     """
     closed = closed or threading.Event()
     for attempt in range(attempts):
@@ -75,7 +75,7 @@ def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, closed: 
 
 
 def _with_retries(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
-    """Repeat a method of :class:`Storage` after transient failures."""
+    """Decorate a method of :class:`Storage` to retry transient failures."""
 
     @functools.wraps(method)
     def call(self: Storage, *args: P.args, **options: P.kwargs) -> T:
@@ -85,13 +85,13 @@ def _with_retries(method: Callable[Concatenate[Storage, P], T]) -> Callable[Conc
 
 
 class Storage:
-    """A folder on remote storage. Names are relative to it, with slashes. Threads may share it.
+    """A folder on remote storage. Object names are relative to the folder, with slashes. Thread-safe.
 
-    Requests are retried; a method raises :class:`StorageError` if its request failed for good.
+    Methods retry requests, and raise :class:`StorageError` after a permanent failure.
 
     Args:
         url: URL of the folder.
-        flag: The option that messages name.
+        flag: Option that error messages name.
     """
 
     def __init__(self, url: str, flag: str) -> None:
@@ -100,7 +100,7 @@ class Storage:
         self.root = str(self.fs._strip_protocol(self.url)).rstrip("/")
         self.has_folders = self.url.startswith(("file:", "memory:"))
         self.attempts = ATTEMPTS
-        self.closed = threading.Event()  # ends waiting between attempts
+        self.closed = threading.Event()  # ends the wait between attempts
 
     def error(self, reason: object) -> UserError:
         return UserError(f"{self.flag} {self.url}: {reason}")
@@ -109,7 +109,7 @@ class Storage:
 
     @_with_retries
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
-        """Return the bytes of an object, or a part of them; None if it does not exist."""
+        """Return the bytes of an object, or of a range. Return None if the object does not exist."""
         try:
             return self.fs.cat_file(self._path(name), start=start, end=stop)
         except FileNotFoundError as error:
@@ -117,7 +117,7 @@ class Storage:
         except OSError as error:
             if _response_code(error)[0] != "InvalidRange":
                 raise
-            return b""  # the object ends before
+            return b""  # the range starts after the end of the object
 
     @_with_retries
     def write(self, name: str, content: bytes) -> None:
@@ -127,10 +127,10 @@ class Storage:
         self._require_size(name, len(content))
 
     def upload(self, file: Path, name: str) -> None:
-        """Upload a file, in parts if it is large, and compare sizes.
+        """Upload a file, in parts if it is large, and check its size.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: The file cannot be read.
         """
         self._put(file, name, file.stat().st_size)
 
@@ -142,7 +142,7 @@ class Storage:
 
     @_with_retries
     def copy(self, source: str, target: str) -> None:
-        """Copy an object within the storage, which moves no bytes to this machine."""
+        """Copy an object on the server side, without a download."""
         self._make_parent(target)
         self.fs.cp_file(self._path(source), self._path(target))
         self._require_size(target, self.fs.info(self._path(source))["size"])
@@ -157,7 +157,7 @@ class Storage:
 
     @_with_retries
     def exists(self, name: str) -> bool:
-        """Whether there is such an object."""
+        """Whether an object exists."""
         try:
             return self.fs.info(self._path(name))["type"] == "file"
         except FileNotFoundError:
@@ -167,7 +167,7 @@ class Storage:
 
     @_with_retries
     def entries(self, folder: str = "") -> dict[str, bool]:
-        """Return the names in a folder, and whether each is a folder itself; nothing if there is no such folder."""
+        """Return {name: is_folder} for the entries of a folder, or {} if the folder does not exist."""
         try:
             entries = self.fs.ls(self._path(folder), detail=True)
         except FileNotFoundError as error:
@@ -176,7 +176,7 @@ class Storage:
         return {name: entry["type"] == "directory" for name, entry in sorted(by_name.items()) if name}
 
     def files(self, folder: str) -> Iterator[str]:
-        """Yield all objects below a folder, by names relative to it."""
+        """Yield the names of all objects below a folder, relative to the folder."""
         for name, is_folder in self.entries(folder).items():
             if is_folder:
                 yield from (f"{name}/{inner}" for inner in self.files(f"{folder}/{name}".lstrip("/")))
@@ -184,13 +184,13 @@ class Storage:
                 yield name
 
     def delete_empty(self, folder: str) -> None:
-        """Delete a folder without objects, where the storage has real folders."""
+        """Delete a folder that has no objects, on storage with real folders."""
         if self.has_folders:
             with suppress(FileNotFoundError):
                 self.fs.rm(self._path(folder), recursive=True)
 
     def probe(self) -> None:
-        """Write, read, list and delete a small object, as the run will."""
+        """Check that a small object can be written, read, listed and deleted."""
         name, content = f".probe-{secrets.token_hex(4)}", b"written by toolkit to see whether this is possible\n"
         attempts, self.attempts = self.attempts, 4
         try:
@@ -217,14 +217,14 @@ class Storage:
 
 
 def _missing(error: FileNotFoundError, value: T) -> T:
-    """Return ``value`` for a missing object; a missing bucket is an error."""
+    """Return ``value`` for a missing object. Raise ``error`` for a missing bucket."""
     if _response_code(error)[0] == "NoSuchBucket":
         raise error
     return value
 
 
 def _connect(url: str, flag: str) -> Any:
-    """Return a file system of fsspec for the URL, not shared with other code and without a cache of listings."""
+    """Create an fsspec file system for the URL, without instance and listing caches."""
     scheme = url.partition("://")[0].lower()
     package = PACKAGES.get(scheme)
     try:
@@ -242,20 +242,22 @@ def _connect(url: str, flag: str) -> Any:
         ) from error
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if package == "s3fs":
-        # s3fs repeats requests itself, also the parts of a large file. botocore's own retries would draw from `random`.
+        # s3fs retries requests, including parts of large files. Disable botocore's retries; they draw from `random`.
         from s3fs.core import set_custom_error_handler
 
         set_custom_error_handler(lambda error: _response_code(error)[1] >= 500 and _response_code(error)[1] != 507)
         options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
     try:
         return cls(**options)
-    except Exception as error:  # google's storage connects here
+    except Exception as error:  # gcsfs connects here
         raise UserError(f"{flag} {url}: {describe(error, url)[0]}") from error
 
 
 def describe(error: BaseException, url: str) -> tuple[str, bool]:
-    """Explain an error of a storage with a fix, on one line without credentials; return also whether another attempt
-    may succeed. ``url`` is what the request asked for, or the path of a local file."""
+    """Return a one-line reason with a fix, without credentials, and whether a retry may succeed.
+
+    ``url`` is the requested URL or local path.
+    """
     scheme, is_remote, _ = url.partition("://")
     chain, (code, status) = list(_chain(error)), _response_code(error)
     names = {type(e).__name__ for e in chain}
@@ -304,12 +306,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _response_code(error: BaseException) -> tuple[str, int]:
-    """Return the error code and HTTP status of a response of S3; "" and 0 if the error has none."""
+    """Return the error code and HTTP status of a storage response, or ("", 0) if there is none."""
     for cause in _chain(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return str(response.get("Error", {}).get("Code", "")), int(status or 0)
-        if isinstance(getattr(cause, "code", None), int):  # of gcsfs
+        if isinstance(getattr(cause, "code", None), int):  # gcsfs
             return str(cause.code), int(cause.code)  # type: ignore[attr-defined]
     return "", 0

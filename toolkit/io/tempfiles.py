@@ -1,4 +1,4 @@
-"""Names of temporary files and folders, which contain machine and process, and cleanup after dead processes."""
+"""Name temporary files and folders by machine and process, and clean up after dead processes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 TMP = ".tmp-"  # prefix of every temporary name
-_TOOLKIT = f"{TMP}toolkit-"  # distinguishes them from other programs' files
+_TOOLKIT = f"{TMP}toolkit-"  # not the prefix of other programs' files
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux
-_STALE_SECONDS = 24 * 3600  # without a change for so long, files of another machine's process are stale
+_STALE_SECONDS = 24 * 3600  # files from another machine are stale if unchanged for this long
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the name to write to before renaming to ``path``."""
+    """Return the temporary path to write before renaming it to ``path``."""
     return path.with_name(f"{temporary_prefix()}{path.name}")
 
 
@@ -28,9 +28,9 @@ def temporary_prefix() -> str:
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files of dead processes from ``folder``, never a live one's.
+    """Remove temporary files of dead processes from ``folder``.
 
-    For processes on another machine or in another container, only the age of the files is known.
+    Files from another machine or container are removed by age.
     """
     for path in folder.glob(f"{_TOOLKIT}*"):
         is_old = not path.name.startswith(_prefix()) and time.time() - _last_change(path) > _STALE_SECONDS
@@ -39,13 +39,13 @@ def sweep(folder: Path) -> None:
 
 
 def has_ended(name: str) -> bool:
-    """Whether the process that made a temporary name or :func:`temporary_prefix` ran on this machine and has ended."""
+    """Whether a temporary name or :func:`temporary_prefix` is from a process of this machine that has ended."""
     pid = name.removeprefix(_prefix()).partition("-")[0]
     return name.startswith(_prefix()) and pid.isdigit() and not _is_alive(int(pid))
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Delete files and folders, ignoring errors; of a symbolic link only the link."""
+    """Delete files and folders, ignoring errors. Symbolic links are not followed."""
     for path in paths:
         with suppress(OSError):
             if path.is_dir() and not path.is_symlink():
@@ -56,7 +56,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 @functools.cache
 def machine_name() -> str:
-    """Return a name of this machine since its last boot, and of its PID namespace.
+    """Return a name that identifies the machine, the boot and the PID namespace.
 
     Containers have separate process ids; machines from one image may share a host name.
     """

@@ -1,6 +1,6 @@
-"""Progress of a run on standard output: a live display on a terminal, plain lines everywhere else.
+"""Show training progress on standard output: a live display on a terminal, plain lines elsewhere.
 
-Nothing here waits for a device or the terminal: on a terminal a thread draws the latest numbers four times a second.
+No call synchronizes with a device. On a terminal, a thread draws the latest numbers four times a second.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from toolkit.ui.progress import (
 
 
 def make_progress(*, total_steps: int | None, enabled: bool) -> ProgressDisplay:
-    """Return the display of a run on standard output.
+    """Create the progress display for standard output.
 
     Args:
-        total_steps: Optimizer steps of the run, earlier launches included; ``None`` if another limit ends it. The
+        total_steps: Optimizer steps of the run, including earlier launches. ``None`` if another limit ends the run. The
             attribute of the same name may be set later.
         enabled: True on rank 0; other ranks print nothing.
     """

@@ -6,22 +6,22 @@ import math
 
 
 def format_loss(value: float) -> str:
-    """``3.2145``; two decimals from 10 on: ``10.83``."""
+    """Format a loss with four decimals (``3.2145``), or two from 10 on (``10.83``)."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
 def format_learning_rate(value: float) -> str:
-    """Two significant digits at constant width: ``3.9e-04``."""
+    """Format a learning rate with two significant digits at constant width: ``3.9e-04``."""
     return f"{value:.1e}"
 
 
 def format_norm(value: float) -> str:
-    """``0.87``; very small and very large norms in scientific notation."""
+    """Format a norm: ``0.87``, or scientific notation if very small or large."""
     return f"{value:.2f}" if value == 0 or 0.1 <= abs(value) < 1000 or not math.isfinite(value) else f"{value:.1e}"
 
 
 def format_count(value: float) -> str:
-    """Three significant digits and a unit: ``950``, ``12.3k``, ``5.24M``, ``1.00B``, ``15.0T``."""
+    """Format a count with three significant digits and a unit: ``950``, ``12.3k``, ``5.24M``, ``1.00B``, ``15.0T``."""
     if not math.isfinite(value):
         return str(value)
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -34,12 +34,12 @@ def format_count(value: float) -> str:
 
 
 def format_perplexity(value: float) -> str:
-    """``27.14``; large ones as counts: ``50.3k``."""
+    """Format a perplexity: ``27.14``, or as a count from 1,000 on (``50.3k``)."""
     return f"{value:.2f}" if value < 1000 else format_count(value)
 
 
 def format_seconds(seconds: float) -> str:
-    """``5s``, ``1m 05s``, ``2h 03m``, ``3d 04h``."""
+    """Format a duration: ``5s``, ``1m 05s``, ``2h 03m``, ``3d 04h``."""
     minutes, rest = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -31,7 +31,7 @@ from toolkit.ui.progress import (
 )
 
 MAX_WIDTH = 79  # four cells per line; wider terminals leave the rest empty
-PHASE_WIDTH = len("Validating")  # the bar keeps its place from phase to phase
+PHASE_WIDTH = len("Validating")  # keeps the bar in place across phases
 
 Cell = tuple[str, str]  # label, value
 LABELS = {**STEP_METRICS, **VALIDATION_METRICS}
@@ -88,11 +88,11 @@ class LiveProgress(ProgressDisplay):
 
     def __rich__(self) -> Constrain:
         rows = [Padding(Columns(map(_draw_cell, row), padding=(0, 2)), (0, 0, 0, 1)) for row in self._rows() if row]
-        # the empty line is between messages and display
+        # empty line between messages and display
         return Constrain(Group("", self._headline(), *rows), MAX_WIDTH)
 
     def _headline(self) -> Table:
-        """Return the phase with a bar, or with a spinner before the first step or without a known end."""
+        """Return the phase with a progress bar, or with a spinner before the first step or without a step limit."""
         grid = Table.grid(padding=(0, 1), expand=bool(self.total_steps and self._metrics))
         phase = Text(self._phase, style="bold cyan")
         if self.total_steps and self._metrics:
@@ -140,8 +140,8 @@ def _draw_cell(cell: Cell) -> Text:
 def _restore_output_in_children(live: Live) -> None:
     """Restore the plain standard streams in forked processes (data loader workers).
 
-    A child has no drawing thread, and it may have inherited the display's lock while locked: a worker that prints a
-    warning would wait forever.
+    A child has no drawing thread, and may inherit the display's lock in locked state. A worker that prints a warning
+    would deadlock.
     """
     reference = weakref.ref(live)
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: ``logs/metrics.csv`` always, and optionally Lightning's loggers."""
+"""Log metrics to ``logs/metrics.csv``, and optionally to Lightning loggers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = (
     "loss",  # of this step's global batch, nats per token
     "learning_rate",
     "grad_norm",  # before clipping
-    "tokens_per_sec",  # over all ranks, since the row before
+    "tokens_per_sec",  # over all ranks, since the previous row
     "mfu",  # model FLOPs utilization, 0 to 1
     "peak_memory_gb",
     "val_loss",  # nats per token
@@ -33,19 +33,19 @@ COLUMNS = (
     "seconds",  # wall time of training so far, over all launches
 )
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
-"""Names of the loggers, and of the packages that they need."""
+"""Logger names. All but csv are also the names of required packages."""
 _USED_OPTIONS = {"wandb": {"project", "run", "group"}, "mlflow": {"project", "run"}}
 
 
 class MetricsCSV:
-    """One row per logged step, written immediately, in full precision; empty cells for missing values.
+    """Writes one row per logged step, immediately and in full precision. Missing values are empty cells.
 
     Args:
-        resume_step: Rows beyond this step are removed, atomically; ``None`` starts a new file.
-        more_columns: Columns of callbacks, after :data:`COLUMNS`. Columns of earlier launches stay.
+        resume_step: Remove rows after this step, atomically. ``None`` starts a new file.
+        more_columns: Columns of callbacks, after :data:`COLUMNS`. Columns of earlier launches are kept.
 
     Attributes:
-        n_resumed: Rows of earlier launches.
+        n_resumed: Number of rows from earlier launches.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None, more_columns: Iterable[str] = ()) -> None:
@@ -65,7 +65,7 @@ class MetricsCSV:
             raise file_error(self.path, error) from error
 
     def write(self, row: Mapping[str, float | None]) -> None:
-        """Append a row; columns that are missing or ``None`` stay empty."""
+        """Append a row. Columns that are missing or ``None`` are left empty."""
         if extra := sorted(row.keys() - set(self.columns)):
             raise UserError(f"metric {extra[0]}: is not a column of metrics.csv; list it in the callback's `columns`")
         line = self._line({name: _cell(value) for name, value in row.items()})
@@ -83,12 +83,12 @@ class MetricsCSV:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return the rows of metrics.csv as numbers, NaN for empty cells; no rows if the file is missing."""
+    """Read metrics.csv as numbers. Empty cells are NaN. A missing file has no rows."""
     return [{name: _number(cell) for name, cell in cells.items()} for cells in _read(Path(path))[1]]
 
 
 def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
-    """Split a list such as "csv,tensorboard" and check the names."""
+    """Split a list such as "csv,tensorboard". Check the names, options and packages."""
     names = list(dict.fromkeys(name.strip() for name in logger_name.split(",")))
     valid_names = [*LOGGERS, *registered("loggers", LOGGERS)]
     for name in names:
@@ -111,14 +111,14 @@ def make_loggers(
     hyperparameters: dict[str, Any],
     resume_step: int | None = None,
 ) -> list[Any]:
-    """Start the loggers in addition to metrics.csv; none for "csv". For rank 0 only.
+    """Start the loggers other than metrics.csv. Call this on rank 0 only.
 
     Args:
-        logger_name: One or several names, separated by commas.
-        out_dir: Local files go to ``out_dir/logs``.
-        log_args: Names of the run in W&B and MLflow.
+        logger_name: One or more logger names, separated by commas.
+        out_dir: Run folder. Loggers write local files to ``out_dir/logs``.
+        log_args: Project, run and group names for W&B and MLflow.
         hyperparameters: Hyperparameters to log; must not contain secrets.
-        resume_step: TensorBoard hides points beyond this step, from before an interruption.
+        resume_step: TensorBoard hides points after this step from interrupted launches.
     """
     loggers = []
     for name in check_loggers(logger_name, log_args):
@@ -139,9 +139,9 @@ def make_loggers(
 
 
 def log_metrics(loggers: Iterable[Any], metrics: Mapping[str, float | None], step: int) -> None:
-    """Log metrics to the loggers, without ``None`` values.
+    """Send metrics to the loggers, without ``None`` values.
 
-    A logger that fails during a run (for example, a lost server) only causes a warning; metrics.csv has every row.
+    A logger that fails during a run (for example, a lost connection) only causes a warning. metrics.csv has every row.
     """
     present = {name: float(value) for name, value in metrics.items() if value is not None}
     for logger in loggers:
@@ -159,7 +159,7 @@ def _cell(value: float | None) -> str:
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns, and the cells of each row, without rows that a kill or a full disk truncated."""
+    """Return the columns and the cells of each row. Drop rows truncated by a kill or a full disk."""
     if not path.exists():
         return [], []
     with open_regular(path) as file:

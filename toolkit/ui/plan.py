@@ -1,4 +1,4 @@
-"""Output of `toolkit plan`: as plain values, and as a table."""
+"""Format the output of `toolkit plan` as plain values and as a table."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _PARTS = {
 
 
 def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: float, advice: list[Any]) -> dict[str, Any]:
-    """Return a :class:`toolkit.planning.plan.RunPlan` as plain values, ready for JSON.
+    """Convert a :class:`toolkit.planning.plan.RunPlan` to JSON-serializable values.
 
-    ``memory_gb`` has the parts and ``total``, the peak. The peak is less than the sum if gradients replace activations
-    during the backward pass.
+    ``memory_gb`` has the parts, and the peak as ``total``. The peak is less than the sum of the parts if they are not
+    in memory at the same time, such as activations and gradients in the backward pass.
     """
     total, config = plan.memory.total / _GB, plan.config
     fits = device_memory_gb is not None and total <= device_memory_gb and plan.node_memory / _GB <= node_memory_gb
@@ -79,9 +79,9 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
 def speed_summary(
     card: str, marketed_gb: int, prediction: Any, variants: list[Any], steps: int | None
 ) -> dict[str, Any]:
-    """Return a :class:`toolkit.planning.speed.predict.Prediction` on GPUs of this name as plain values.
+    """Convert a :class:`toolkit.planning.speed.predict.Prediction` to JSON-serializable values.
 
-    ``parts_ms`` add up to ``step_ms``. ``variants`` are changes of flags with their predicted gain in tokens/s.
+    ``parts_ms`` add up to ``step_ms``. ``variants`` are flag changes with the predicted relative gain in tokens/s.
     """
     return {
         "gpu": card,
@@ -106,7 +106,7 @@ def speed_summary(
 
 
 def format_plan(summary: dict[str, Any]) -> str:
-    """Return :func:`plan_summary` as a table."""
+    """Format :func:`plan_summary` as a table."""
     counts, memory = summary["parameters"], summary["memory_gb"]
     world = summary["devices"] * summary["num_nodes"]
     sharded = ", their gradients sharded" if summary["accumulate"] == "sharded" else ""
@@ -146,7 +146,7 @@ def format_plan(summary: dict[str, Any]) -> str:
 
 
 def _speed(summary: dict[str, Any]) -> list[str]:
-    """Return the lines of :func:`speed_summary`, if there is one."""
+    """Format :func:`speed_summary` as lines; empty without a speed prediction."""
     speed = summary.get("speed")
     if speed is None:
         return []
@@ -179,7 +179,7 @@ def _speed(summary: dict[str, Any]) -> list[str]:
 
 
 def _duration(seconds: float) -> tuple[float, str]:
-    """Return a duration in the largest unit in which it is at least two."""
+    """Convert seconds to the largest unit in which the value is at least 2."""
     units = {"days": 86_400, "h": 3_600, "min": 60, "s": 1}
     unit = next((unit for unit, size in units.items() if seconds >= 2 * size), "s")
     return seconds / units[unit], unit

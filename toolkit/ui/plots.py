@@ -1,4 +1,4 @@
-"""Plots of a run."""
+"""Plot the loss of a run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Point = tuple[float, float]  # tokens, loss in nats per token
 
 
 def plot_loss(csv_path: str | Path, png_path: str | Path) -> bool:
-    """Plot the loss over tokens: each step, smoothed, and validation. Return whether the plot was written.
+    """Plot training loss (each step and smoothed) and validation loss over tokens. Return whether it was written.
 
-    It is not without matplotlib, with fewer than two losses in the file, or if a file is not readable or writable: a
-    run does not fail because of its plot.
+    Return False without matplotlib, with fewer than two losses, or if a file is not readable or writable. A run must
+    not fail because of a plot.
     """
     try:
         rows = read_metrics(csv_path)
@@ -36,10 +36,10 @@ def plot_loss(csv_path: str | Path, png_path: str | Path) -> bool:
 
 
 def smooth(losses: list[float]) -> list[float]:
-    """Smooth losses: running medians of five, which remove spikes, then two passes of running means.
+    """Smooth losses with a running median of five against spikes, then two passes of a running mean.
 
-    The windows are centered: a mean of past values would lag where the loss falls steeply. They cover about a tenth of
-    the run, and shrink to their left half at its end.
+    The windows are centered; a trailing mean would lag where the loss falls steeply. They cover about a tenth of the
+    run. At the end of the run, only the left half of each window remains.
     """
     smoothed = [median(losses[first:end]) for first, end in _windows(len(losses), 2 if len(losses) >= 40 else 0)]
     for _ in range(2):
@@ -49,15 +49,15 @@ def smooth(losses: list[float]) -> list[float]:
 
 
 def _windows(length: int, radius: int) -> list[tuple[int, int]]:
-    """Return (first, end) around each index, never wider to the right than to the left."""
+    """Return the window [first, end) around each index, never wider to the right than to the left."""
     return [(i - min(radius, i), min(i + min(radius, i) + 1, length)) for i in range(length)]
 
 
 def loss_limits(losses: list[float], others: list[float]) -> tuple[float, float]:
-    """Return the lowest and highest loss to show, for training losses in order and ``others`` that must be visible.
+    """Return the y-axis limits for training losses in step order. ``others`` must be visible.
 
     The range covers all losses, unless the first twentieth or a few spikes would take more than two thirds of the
-    height and flatten the rest of the curve; these are then cut off at the top.
+    height. Those are cut off at the top.
     """
     rest = sorted(losses[len(losses) // 20 :])
     low = min([rest[0], *others])
@@ -74,8 +74,8 @@ def _points(rows: list[dict[str, float]], column: str) -> list[Point]:
 
 
 def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, float]]) -> bytes:
-    """Return the plot as PNG."""
-    # without pyplot: no window system and no global state, whatever the user's backend
+    """Draw the plot and return PNG bytes."""
+    # without pyplot: no window system and no global state, for any backend
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 

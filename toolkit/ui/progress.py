@@ -1,4 +1,4 @@
-"""Base of progress displays: interface, metrics' labels, remaining time, safe output."""
+"""Base class and helpers of progress displays: metric labels, remaining time, safe output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VALIDATION_METRICS: Labels = {
 
 
 class ProgressDisplay:
-    """Base class of displays, without output. A context manager that closes itself."""
+    """Base class of progress displays. Prints nothing. As a context manager, it closes on exit."""
 
     def __init__(self, total_steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
@@ -52,7 +52,7 @@ class ProgressDisplay:
         """Print a permanent line."""
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Show a completed optimizer step, from 1, with :data:`STEP_METRICS`; some may be missing or None."""
+        """Show a completed optimizer step, counted from 1. :data:`STEP_METRICS` may be missing or None."""
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Show a validation result: ``val_loss``, and optionally val_ppl, val_bpb and val_loss_<source>."""
@@ -61,7 +61,7 @@ class ProgressDisplay:
         """Show that a checkpoint is complete on disk."""
 
     def close(self) -> None:
-        """Show the last state and release the terminal. May be called twice."""
+        """Show the final state and release the terminal. May be called twice."""
 
     def __enter__(self) -> ProgressDisplay:
         return self
@@ -75,12 +75,12 @@ def capitalized(text: str) -> str:
 
 
 def label_values(metrics: Metrics, labels: Labels) -> list[tuple[str, str]]:
-    """Return labels and formatted values, without missing metrics."""
+    """Return (label, formatted value) pairs, without missing metrics."""
     return [(label, write(value)) for key, (label, write) in labels.items() if (value := metrics.get(key)) is not None]
 
 
 def validation_labels(metrics: Metrics) -> list[str]:
-    """Return "label value" for the metrics of a validation: all held-out data, then the loss of each source."""
+    """Return "label value" strings of a validation: overall metrics, then the loss of each source."""
     assert "val_loss" in metrics, f"val_loss is not among {sorted(metrics)}"
     prefix = "val_loss_"
     sources = {k: (f"{k.removeprefix(prefix)} loss", format_loss) for k in metrics if k.startswith(prefix)}
@@ -88,10 +88,10 @@ def validation_labels(metrics: Metrics) -> list[str]:
 
 
 class Pace:
-    """Elapsed time and estimate of the remaining time.
+    """Measures elapsed time and estimates remaining time.
 
     The time per step is smoothed over about the last half minute. Validation and saving are counted separately, as a
-    fraction of the step time: one long validation neither distorts the estimate nor is ignored.
+    fraction of the step time; one long validation does not distort the estimate.
     """
 
     SMOOTHED_OVER_SECONDS = 30.0
@@ -106,7 +106,7 @@ class Pace:
         self._active = self._paused = 0.0  # seconds since the first step
 
     def elapsed(self) -> float:
-        """Seconds since the start of the run."""
+        """Return the seconds since the start of the run."""
         return self._clock() - self._start
 
     def phase(self, name: str) -> None:
@@ -118,7 +118,7 @@ class Pace:
         self._phase, self._phase_since = name, now
 
     def step(self, step: int) -> None:
-        """Record that the steps up to ``step`` are done. Time before the first one (compilation) does not count."""
+        """Record that the steps up to ``step`` are done. Time before the first step (compilation) does not count."""
         now = self._clock()
         self._phase_of_steps = self._phase
         if self._step_end is not None and step > self._step:
@@ -130,7 +130,7 @@ class Pace:
         self._step_end, self._step = now, step
 
     def seconds_left(self, step: int, total_steps: int | None) -> float | None:
-        """Return the seconds from ``step`` to the end of the run, or ``None`` while unknown."""
+        """Estimate the seconds from ``step`` to the end of the run. Return ``None`` while unknown."""
         if total_steps is None or not self._recent_steps:
             return None
         pauses = self._paused / self._active if self._active > 0 else 0.0
@@ -138,7 +138,7 @@ class Pace:
 
 
 class SafeOutput:
-    """Standard output whose failure does not stop a training: a closed pipe only silences it."""
+    """Wraps standard output. A closed pipe silences the output, but does not stop training."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file

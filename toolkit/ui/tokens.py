@@ -1,4 +1,4 @@
-"""Tokens with their labels, and counts: in color on a terminal, with brackets everywhere else."""
+"""Print tokens with the loss mask, and counts. Uses color on a terminal and brackets elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = {"\n": "\\n"}
 
 
 def print_inspection(inspection: dict[str, Any], console: Console) -> None:
-    """Print what :func:`toolkit.data.inspection.inspect_rows` returns."""
+    """Print the result of :func:`toolkit.data.inspection.inspect_rows`."""
     color = console.color_system is not None and not console.no_color
     for number, sample in enumerate(inspection["samples"], 1):
         tokens = sample["tokens"]
@@ -41,7 +41,7 @@ def _legend(color: bool) -> Text:
 
 
 def _lines(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield names and formatted values: counts with percentages, and only reasons that occurred."""
+    """Yield names and formatted counts with percentages. Skip drop reasons that did not occur."""
     for name, value in counts.items():
         share = counts.get(f"{name.removesuffix('_tokens')}_percent")
         if name.endswith("_percent"):
@@ -57,7 +57,7 @@ def _lines(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def colored(tokens: list[dict[str, Any]]) -> Text:
-    """Return the text of a sample; trained tokens on a green background, the others dim."""
+    """Return a sample as text. Trained tokens have a green background; others alternate between dim and normal."""
     shown = Text()
     for number, token in enumerate(tokens):
         style = (TRAINED if token["trained"] else MASKED)[number % 2]
@@ -69,7 +69,7 @@ def colored(tokens: list[dict[str, Any]]) -> Text:
 
 
 def bracketed(tokens: list[dict[str, Any]], encoding: str = "utf-8") -> str:
-    """Return the text of a sample; every trained token in brackets."""
+    """Return a sample as text, with each trained token in brackets."""
     shown = []
     for token in tokens:
         if not token["trained"]:

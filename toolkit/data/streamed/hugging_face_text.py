@@ -26,13 +26,13 @@ class HuggingFaceText(DataModule):
         text_column: Column or JSON key of the text.
         val_split: Split to validate on.
         val_path: Files to validate on.
-        val_rows: Sequences to validate on: the first ones of val_split or val_path, else the last ones of the first
-            segment, but at most a tenth of it; 0 for none.
-        max_cache_gb: Disk space for tokens; the oldest ones are deleted, and tokenized again when they are needed
-            again. By default all are kept.
+        val_rows: Sequences to validate on: the first in val_split or val_path, else the last in the first segment, at
+            most a tenth of that segment. 0 disables validation.
+        max_cache_gb: Disk space for tokens in GB. The oldest are deleted, and tokenized again when needed. By default
+            all are kept.
         on_bad_shard: What to do about a file that cannot be read: end the run, or skip the rest of it.
         prepare_workers: Processes that tokenize ahead of the run, on each node.
-        vocab_size: Size of the byte-level BPE tokenizer trained on the first segment without --tokenizer_dir.
+        vocab_size: Vocabulary size of the byte-level BPE tokenizer to train if there is no --tokenizer_dir.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
