@@ -1,7 +1,5 @@
 """The site's pages that are not in tutorials/, and links to files of the repository that are no page of the site."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -10,8 +10,6 @@ interleaved (A B C A B C ...), so that machine slowdowns affect all products; ra
 benchmark_products.py runs the products; tutorials/performance.md describes how to create the peer environments.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

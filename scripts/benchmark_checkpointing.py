@@ -7,8 +7,6 @@ are CPU time over all threads, on which other processes have little effect. Byte
 without weights and gradients.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ The weights are random, in fp32. Everything is in the page cache before it is re
 disk (fsync) after it is written. Each round runs all of them one after the other.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

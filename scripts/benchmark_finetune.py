@@ -7,8 +7,6 @@ LitGPT infers the model from the folder name. Both train one epoch of the same r
 count the same number of tokens. Runs are interleaved, see benchmark.py. Step times are end to end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ is a separate process, and they take turns; ratios are of one round. Seconds inc
 LitGPT's command continues one prompt at a time and takes part with that only.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ Each part runs a script of this folder in a separate process, which compares the
 of it, that cannot run is listed with the reason. tutorials/performance.md describes the environments of the peers.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -5,8 +5,6 @@
 Does not import toolkit. ``run_transformers`` in benchmark_products.py writes the settings.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

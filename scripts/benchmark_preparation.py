@@ -8,8 +8,6 @@ write chunks for training, datasets an Arrow table with a list of tokens per doc
 round; ratios are of one round. Seconds are end to end in a separate process, without its start and imports.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

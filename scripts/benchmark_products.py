@@ -3,8 +3,6 @@
 Each run is a process of the real product in a folder with ``tokens`` (LitData) and ``tokens.npy``.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

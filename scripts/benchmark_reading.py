@@ -7,8 +7,6 @@ a step takes its tokens divided by the rate. The wait is the run's own record, d
 the first three steps, which start the readers. The long pass reads steps of the highest rate without a pause.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

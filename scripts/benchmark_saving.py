@@ -7,8 +7,6 @@ the seconds for which training waits, the CPU seconds of this wait, and the CPU 
 training goes on. Other processes have little effect on CPU seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import threading

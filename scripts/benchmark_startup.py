@@ -6,8 +6,6 @@ Each is a separate process, and the products take turns. The model is tiny, so t
 of the run; both save it at the end, and LitGPT's compilation is off.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ Duplicates are removed (tech_support repeats ten conversations a hundred times e
 the training data.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

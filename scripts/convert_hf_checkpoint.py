@@ -8,8 +8,6 @@ Equivalent to `toolkit convert_from_hf`, which writes a new folder instead; its 
 The architecture is read from config.json, not from the model name.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -6,8 +6,6 @@ Equivalent to `toolkit convert_to_hf`, whose other options (--dtype, --verify tr
 script, it writes a complete folder with config.json, tokenizer and safetensors that from_pretrained loads.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ python scripts/models_table.py              # names and features; keeps the meas
 python scripts/models_table.py --measure    # also measures the errors, with transformers, in a minute
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

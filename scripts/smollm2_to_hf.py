@@ -10,8 +10,6 @@ model.safetensors in bfloat16 (270 MB), tokenizer, chat template. The weights ar
 differ slightly from the published ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

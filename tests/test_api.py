@@ -1,7 +1,5 @@
 """`import toolkit`: user-provided modules, datasets and optimizers, in one process and in several."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`toolkit.finetune`, `generate` and `load` of adapters, and training of a checkpoint on rows of tokens."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

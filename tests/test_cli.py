@@ -1,7 +1,5 @@
 """The command line: fast help, exit codes, one-line messages. Options: tests/config/test_command.py."""
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools

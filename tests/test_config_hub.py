@@ -1,7 +1,5 @@
 """The configurations in config_hub: each parses, has a plan, and states its command and planned memory."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

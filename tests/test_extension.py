@@ -1,7 +1,5 @@
 """Extensions: a module with one of everything, used through the command line as a package's user would."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 

@@ -1,7 +1,5 @@
 """Untrusted model folders and unwritable paths: one-line errors, bounded time and memory."""
 
-from __future__ import annotations
-
 import io
 import os
 import resource

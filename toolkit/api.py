@@ -1,7 +1,5 @@
 """The Python API: load, train, finetune and generate, with the options of the commands."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path

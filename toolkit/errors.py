@@ -1,7 +1,5 @@
 """Expected errors. The command line turns each into one line and an exit code."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import re

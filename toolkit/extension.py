@@ -4,8 +4,6 @@ An installed package is found by its entry point in the group ``toolkit.extensio
 ``--extensions``. See tutorials/extend.md.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """All uses of private torch APIs. Tested with torch 2.13. None has a public equivalent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta

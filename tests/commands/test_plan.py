@@ -1,7 +1,5 @@
 """`toolkit plan`: it understands every flag of the run, decides as the run would, and its advice holds."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

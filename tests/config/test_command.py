@@ -1,7 +1,5 @@
 """Options of a command: documented spellings, YAML files, one-line errors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """An FSDP guide's YAML and minGPT's hydra file: what each key becomes, and a run of each."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

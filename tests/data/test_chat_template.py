@@ -1,7 +1,5 @@
 """Tokens and loss masks of conversations, compared with transformers' apply_chat_template and marked templates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

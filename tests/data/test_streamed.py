@@ -1,7 +1,5 @@
 """Streamed text: segments, the order of rows, broken files, and the processes that prepare segments."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Streamed text from the Hugging Face hub and from object storage, against local servers."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import re

@@ -1,7 +1,5 @@
 """FlashAttention in plain torch: what aten's operators compute, for CPUs and fp64."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import ExitStack, contextmanager
 from unittest import mock

@@ -1,7 +1,5 @@
 """Adapters with the initial values of a run, without a run."""
 
-from __future__ import annotations
-
 from toolkit.models import lora
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize as initialize

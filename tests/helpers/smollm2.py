@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, made once per machine by scripts/smollm2_to_hf.py."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

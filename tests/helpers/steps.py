@@ -1,7 +1,5 @@
 """One optimizer step, as a run does it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.fabric import Fabric

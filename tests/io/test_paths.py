@@ -1,7 +1,5 @@
 """Path options: no URL becomes a local folder, and no symlink leads out of a model's folder."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

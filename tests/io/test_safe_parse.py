@@ -1,7 +1,5 @@
 """Untrusted files: no size, nesting, number, alias or file type crashes or hangs the process."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Leftovers of killed processes are removed by the next one; files of live processes never are."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Activation checkpointing: the same gradients, bit for bit, from fewer bytes, under every wrapper of a block."""
 
-from __future__ import annotations
-
 import copy
 from functools import partialmethod
 from unittest import mock

@@ -1,7 +1,5 @@
 """Attention sinks: outputs and gradients match a reference implementation and transformers, for all masks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention kernels for CUDA against masks: the same calls on a CPU with flash attention in plain torch."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from unittest import mock

@@ -1,7 +1,5 @@
 """A ``config.json`` gives the results of transformers, or is rejected in one line that names the key."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

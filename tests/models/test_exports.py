@@ -4,8 +4,6 @@ Every field of ModelConfig, including future ones, is varied one at a time with 
 that differ in structure, and in the slow tests in every family and shape.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

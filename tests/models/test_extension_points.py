@@ -1,7 +1,5 @@
 """What a model of an extension builds on: cross-attention, parts of the model, options of its family."""
 
-from __future__ import annotations
-
 import jsonargparse
 import pytest
 import torch

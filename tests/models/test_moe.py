@@ -1,7 +1,5 @@
 """Experts match loops over tokens and transformers' modules; the loss does not depend on the split of a batch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Every named configuration: parameter counts and fields, against transformers and LitGPT."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

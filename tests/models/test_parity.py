@@ -1,7 +1,5 @@
 """Logits match transformers' after import and export through files, for every family."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.cases import slow_except

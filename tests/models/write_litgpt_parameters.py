@@ -4,8 +4,6 @@ Run where the `litgpt` package is installed: ``python tests/models/write_litgpt_
 on LitGPT's own model, on the meta device. It never ties head and embedding.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from pathlib import Path

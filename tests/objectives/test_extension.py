@@ -1,7 +1,5 @@
 """An objective of an extension: pairs of rows, its own normalizer, a part that is only logged."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import shutil

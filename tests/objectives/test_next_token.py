@@ -1,7 +1,5 @@
 """Parts of the loss, and the numbers of samples with which a model draws: the same for every split of a batch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

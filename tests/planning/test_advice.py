@@ -1,7 +1,5 @@
 """Advice: changes that make a run fit, each of which the run would accept."""
 
-from __future__ import annotations
-
 import pytest
 
 from toolkit.commands import finetune_lora, pretrain

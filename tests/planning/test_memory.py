@@ -1,7 +1,5 @@
 """The formulas of `toolkit plan` against real tensors: parameters, gradients, optimizer state, activations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The predicted speed: what is counted, what a compiler fuses, and how the parts add up."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ model) instead of ``lit_model.pth``. All other files are the same as in a model 
 well, it holds the merged weights and takes precedence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Resolve ``checkpoint_dir`` to a model folder. Does not import torch."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compute fingerprints of weights. Adapters store the base model's; ranks compare fingerprints before a run."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from collections.abc import Iterable, Iterator

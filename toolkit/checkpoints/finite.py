@@ -1,7 +1,5 @@
 """N7 finite-or-stop for checkpoints: check weights and optimizer state for NaN and Inf."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Names and layout of weights differ only for experts, and for attention in older 
 embedding and head: it saves two equal tensors for tied models, which stay untied here. Compared with LitGPT 0.5.13.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lock a run's folder, so that only one process at a time writes checkpoints there (S1)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -4,8 +4,6 @@ It is written last and also marks the folder as complete. Folders with an empty 
 (LitGPT) cannot be verified.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Mapping

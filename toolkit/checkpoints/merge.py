@@ -1,7 +1,5 @@
 """Merge LoRA adapters into the unquantized base weights: computed in fp32, rounded once."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Create tensors in memory-mapped temporary files, which the system can page out (M2)."""
 
-from __future__ import annotations
-
 import functools
 import os
 import tempfile

@@ -3,8 +3,6 @@
 Files and folders named ``.tmp-*`` are being written or deleted and are never listed; see :mod:`toolkit.io.tempfiles`.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import math

@@ -1,7 +1,5 @@
 """S4 no-code-from-files: check the contents of torch's zip files before :func:`torch.load` reads them."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

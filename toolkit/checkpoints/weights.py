@@ -1,7 +1,5 @@
 """S4 no-code-from-files: write and read tensor files that load with ``weights_only=True``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

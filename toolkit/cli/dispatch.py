@@ -1,7 +1,5 @@
 """The command line: dispatch to subcommands, and exit codes. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Format a subcommand's help. Commands with many options show the frequent ones first; others show all."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

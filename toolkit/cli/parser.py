@@ -1,7 +1,5 @@
 """Parse a subcommand's words and YAML files into the arguments of its ``setup`` function."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

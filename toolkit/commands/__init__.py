@@ -1,7 +1,5 @@
 """The subcommands of ``toolkit``, one module each, and their table. Fast to import."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 from toolkit.config import TrainingCommand

@@ -1,7 +1,5 @@
 """`toolkit chat`: chat with a model in the terminal."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

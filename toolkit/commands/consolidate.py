@@ -1,7 +1,5 @@
 """`toolkit consolidate`: convert a sharded checkpoint to single files."""
 
-from __future__ import annotations
-
 
 def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> None:
     """Convert a sharded checkpoint to one with unsharded weights in one file and trainer state in another.

@@ -1,7 +1,5 @@
 """`toolkit convert_from_hf`: convert a Hugging Face folder to a checkpoint folder."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 

@@ -1,7 +1,5 @@
 """`toolkit convert_to_hf`: export a checkpoint to a Hugging Face folder."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 # Wrong weights exceed it by orders of magnitude; correct ones stay far below.

@@ -1,7 +1,5 @@
 """`toolkit convert_to_peft`: export adapters to a folder that peft loads."""
 
-from __future__ import annotations
-
 
 def setup(
     checkpoint_dir: str,

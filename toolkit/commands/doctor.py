@@ -1,7 +1,5 @@
 """`toolkit doctor`: print the environment, and check communication and gradients."""
 
-from __future__ import annotations
-
 from jsonargparse.typing import PositiveFloat
 
 from toolkit.config import AUTO, Accelerator, Auto, Strategy

@@ -1,7 +1,5 @@
 """`toolkit download`: download a model from the Hugging Face hub."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 

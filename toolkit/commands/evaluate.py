@@ -1,7 +1,5 @@
 """`toolkit evaluate`: loss on text, or lm-eval tasks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

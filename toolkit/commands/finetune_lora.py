@@ -1,7 +1,5 @@
 """`toolkit finetune_lora`: train low-rank adapters on the frozen weights of a checkpoint."""
 
-from __future__ import annotations
-
 from toolkit.commands.training import trains
 from toolkit.planning.training_options import finetune_lora
 

@@ -1,7 +1,5 @@
 """`toolkit generate`: generate text from a prompt."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

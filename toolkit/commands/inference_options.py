@@ -1,7 +1,5 @@
 """Options shared by generate and chat."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """`toolkit inspect_data`: inspect the training data before a run."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt

@@ -1,7 +1,5 @@
 """`toolkit merge_lora`: merge adapters into the base's weights."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 

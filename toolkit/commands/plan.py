@@ -1,7 +1,5 @@
 """`toolkit plan`: batch, parameters and memory of a run before it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal

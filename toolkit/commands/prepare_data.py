@@ -1,7 +1,5 @@
 """`toolkit prepare_data`: tokenize data before a run."""
 
-from __future__ import annotations
-
 import re
 
 from jsonargparse.typing import PositiveInt

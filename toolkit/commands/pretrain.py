@@ -1,7 +1,5 @@
 """`toolkit pretrain`: train a language model on text."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from functools import wraps

@@ -1,7 +1,5 @@
 """The training commands: functions that train with the options in :mod:`toolkit.planning.training_options`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """`toolkit verify`: verify the checksums of checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`toolkit verify_parallel`: a run on its layout and on one process, side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of the values of options. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

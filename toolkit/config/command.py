@@ -4,8 +4,6 @@ jsonargparse resolves the signature and converts the values. The rest is done he
 order of files, classes and flags, it keeps the options of a replaced class, and its errors take many lines.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -3,8 +3,6 @@
 A line is ``name name ... = option value; note``. The option must exist in the command; ``-`` means no option.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container
 
 _TABLE = """

@@ -1,7 +1,5 @@
 """Set values inside a mapping option, such as ``--data.sources.web.weight``."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import suppress

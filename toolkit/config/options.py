@@ -6,8 +6,6 @@ unlimited. "auto" is resolved by :mod:`toolkit.planning`, as the help of the opt
 The checks are in ``__post_init__`` rather than in the types, so they also apply to groups created in Python.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args

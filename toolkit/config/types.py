@@ -1,7 +1,5 @@
 """Describe the types of options for help and messages."""
 
-from __future__ import annotations
-
 import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin

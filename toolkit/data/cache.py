@@ -3,8 +3,6 @@
 Temporary folders of killed processes are removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Describe Hugging Face hub errors in one line: what is wrong and what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 

@@ -1,7 +1,5 @@
 """Inspect prepared data: tokens and loss mask of sample rows, and dataset counts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

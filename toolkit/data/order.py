@@ -6,8 +6,6 @@ A permutation of n rows is a Feistel network over the smallest even-bit domain w
 (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002) takes under four steps on average.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 

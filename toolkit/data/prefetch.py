@@ -1,7 +1,5 @@
 """Prefetch the next step's micro-batches in a thread while the current step computes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait

@@ -1,7 +1,5 @@
 """Limit text growth in a tokenizer.json. For example, 40 doubling replacements expand one character to 1 TB."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -5,8 +5,6 @@ time; ``busbw`` is ``algbw`` times 2 (n - 1) / n for all-reduce, and times (n - 
 (size: the complete tensor). ``busbw`` is comparable to the hardware's bandwidth for any number of ranks n.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

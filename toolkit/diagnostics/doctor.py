@@ -1,7 +1,5 @@
 """`toolkit doctor`: report environment, topology, communication and gradients on rank 0."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

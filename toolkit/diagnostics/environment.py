@@ -3,8 +3,6 @@
 Imports torch inside functions, so the report works even if torch fails to import.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Run the first steps on one device in a child process, so its memory is freed and a crash becomes an error message."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os

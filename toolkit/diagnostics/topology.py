@@ -1,7 +1,5 @@
 """Read the GPU links of a node from ``nvidia-smi topo -m`` and find slow ones."""
 
-from __future__ import annotations
-
 import re
 from itertools import combinations
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """DDP for bf16 weights. Gradients are accumulated and all-reduced in fp32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Selection of accelerator, precision and kernels. Does not import Lightning, which is slow to import."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

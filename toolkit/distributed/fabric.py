@@ -1,7 +1,5 @@
 """Build Lightning's Fabric."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict

@@ -16,8 +16,6 @@ LoRA adapters are replicated in the same way under every precision. Inside a blo
 as large as the frozen block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

@@ -13,8 +13,6 @@ products in 16 bits (autocast). FSDP2 matches that as follows:
   shards are all-reduced over the replicas once per step in both cases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

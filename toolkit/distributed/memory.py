@@ -1,7 +1,5 @@
 """Tune glibc's allocator for CPU training. A no-op with other C libraries."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable

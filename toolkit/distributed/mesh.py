@@ -4,8 +4,6 @@
 (loss), and all ranks, which synchronize flags and errors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameter names without the prefixes that wrappers add."""
 
-from __future__ import annotations
-
 # DDP, FSDP, torch.compile, activation checkpointing and Fabric store the wrapped module in these attributes.
 _WRAPPERS = {"module", "_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 

@@ -1,7 +1,5 @@
 """All uses of Lightning's private APIs. Tested with Lightning 2.6.6; none has a public equivalent."""
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Callable, Iterator

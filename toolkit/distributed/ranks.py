@@ -4,8 +4,6 @@ Small values (counts, flags, names) use CPU collectives on every device: gloo re
 exception.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

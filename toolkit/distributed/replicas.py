@@ -1,7 +1,5 @@
 """N4 synchronized-replicas: after the first step, all model replicas must be bit-equal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

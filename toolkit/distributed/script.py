@@ -4,8 +4,6 @@ Under torchrun and srun all processes exist from the start, and :func:`setup_dis
 ``python train.py`` and ``devices=2``, the first ``toolkit.train`` starts and connects the other processes.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Some optimizer operators do not support DTensors, and DTensor dispatch costs hos
 can be in one parameter group.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

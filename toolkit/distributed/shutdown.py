@@ -4,8 +4,6 @@ A failing rank publishes its error at the store, then leaves the process group, 
 collective. Rank 0 determines the root cause and reports it. The other ranks end silently unless rank 0 itself is lost.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Choose the distributed strategy from the options and the world size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol

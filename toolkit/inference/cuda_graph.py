@@ -1,7 +1,5 @@
 """Launch a step of many small kernels as one CUDA graph. Not tested on CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

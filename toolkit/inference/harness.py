@@ -4,8 +4,6 @@ Results match ``lm_eval.models.huggingface.HFLM``. HFLM needs an exported model.
 weights, unmerged adapters or extension families, and it computes the logits of complete batches at once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing

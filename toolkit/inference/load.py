@@ -1,7 +1,5 @@
 """Load a checkpoint for inference: used by generate, chat and :func:`toolkit.generate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Sample the next token on the device of the logits, without synchronizing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Encode prompts, find stop tokens and stream token ids as text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer

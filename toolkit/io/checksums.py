@@ -4,8 +4,6 @@ CRC-32 is the fastest checksum in the standard library. It detects flipped bits 
 changes.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

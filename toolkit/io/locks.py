@@ -1,7 +1,5 @@
 """File locks. They are released when the process ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

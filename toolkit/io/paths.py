@@ -1,7 +1,5 @@
 """Validate path options, remote storage URLs, and symbolic links that point outside their folder."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read untrusted files with limits on size, nesting and time. Reads never block."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Name temporary files and folders by machine and process, and clean up after dead processes."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

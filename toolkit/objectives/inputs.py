@@ -1,7 +1,5 @@
 """Build the arguments of a model's forward from a batch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

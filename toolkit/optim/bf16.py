@@ -1,7 +1,5 @@
 """Update bf16 weights and moments in fp32. Weights have an fp32 master copy in the optimizer state."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar

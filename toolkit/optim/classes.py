@@ -1,7 +1,5 @@
 """Find the optimizer's class, resolve its options and build it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Build parameter groups: with or without weight decay (N5), and by main or other optimizer in a hybrid optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

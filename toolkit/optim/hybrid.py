@@ -1,7 +1,5 @@
 """Hybrid optimizers: a main optimizer for some parameters, AdamW for the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

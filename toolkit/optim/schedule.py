@@ -1,7 +1,5 @@
 """N5 sane-schedule-and-decay: the LR schedule, a pure function of the step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ norm and loss while the update runs. :class:`Update` divides in the same way, so
 and without a gradient callback. Not tested on CUDA.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ tensors. The tensors that are alive afterwards are the saved activations: autogr
 checkpointing, the block inputs and the outputs that "selective" keeps. This works for any layer.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from contextlib import ExitStack
 from typing import Any, NamedTuple

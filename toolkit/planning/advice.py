@@ -1,7 +1,5 @@
 """Suggest changes that make a run fit in memory, before it starts or after an out-of-memory error."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

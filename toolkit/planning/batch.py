@@ -1,7 +1,5 @@
 """N1 exact-accumulation: divide a global batch into micro-batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from toolkit.errors import UserError

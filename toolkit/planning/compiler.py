@@ -1,7 +1,5 @@
 """Choose the compiler where ``--compiler`` is "auto": pure functions of the resolved run."""
 
-from __future__ import annotations
-
 from toolkit.config import AUTO, TrainArgs
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture

@@ -1,7 +1,5 @@
 """Limits that end a run, and the intervals of validation and checkpoints."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

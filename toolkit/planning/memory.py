@@ -9,8 +9,6 @@ the two counts. With activation checkpointing, the backward pass also has the ac
 longer autocast's copies of the weights. torch.compile may need less.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Estimate optimizer memory: the state, and the temporary tensors of a step. Sizes are in bytes."""
 
-from __future__ import annotations
-
 from inspect import signature
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plan a run before it starts, with the functions that the run uses: settings, parameters and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

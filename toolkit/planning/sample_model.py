@@ -1,7 +1,5 @@
 """Build a model with one block of each kind and tensors without memory, for memory and speed estimates."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

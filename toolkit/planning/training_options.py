@@ -4,8 +4,6 @@ They are also the command-line flags, and the options of :func:`toolkit.train` a
 import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

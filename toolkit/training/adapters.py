@@ -1,7 +1,5 @@
 """LoRA adapters of a run: base model, initial values, and the values that must not change on resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

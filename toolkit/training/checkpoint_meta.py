@@ -1,7 +1,5 @@
 """``trainer/meta.json`` of a checkpoint: the run's progress and the values that must not change on resume."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import MISSING, asdict, dataclass, field, fields

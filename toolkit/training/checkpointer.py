@@ -4,8 +4,6 @@ Saving and restoring are collective. Rank 0 gathers the state and writes the fol
 its shards into the folder. If a rank cannot write, the save fails on all ranks.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

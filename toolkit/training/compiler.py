@@ -1,7 +1,5 @@
 """Resolve ``--compiler auto`` after data preparation, when row lengths and run length are known."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

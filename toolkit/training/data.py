@@ -1,7 +1,5 @@
 """Prepare the data of a run, with its tokenizer and vocabulary size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Read the training data step by step, with prefetch. A read error on one rank stops all ranks at the same step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Describe a run in the log before the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

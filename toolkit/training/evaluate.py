@@ -1,7 +1,5 @@
 """Evaluate a checkpoint on a data module, as validation in training does, or on lm-eval tasks."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator

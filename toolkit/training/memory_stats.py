@@ -1,7 +1,5 @@
 """Report the memory use of all ranks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Build the model on the meta device, then initialize or load its weights shard by shard."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Save a checkpoint in three phases: begin, write, commit. The write can overlap with training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext

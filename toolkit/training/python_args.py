@@ -1,7 +1,5 @@
 """Convert models, datasets, optimizers and options from Python into run arguments."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

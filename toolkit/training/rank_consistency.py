@@ -1,7 +1,5 @@
 """Check before a run that all ranks have the same options, data, weights and disk, and read disjoint samples."""
 
-from __future__ import annotations
-
 import hashlib
 import socket
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Define the state of a run, and resolve its configuration and devices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

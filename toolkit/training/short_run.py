@@ -1,7 +1,5 @@
 """Run the first steps of a run without checkpoints or metrics files, to compare them with another run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace

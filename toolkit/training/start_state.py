@@ -1,7 +1,5 @@
 """Resolve start and end of a run from its options, its data and the checkpoint to resume."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run one optimizer step with the gradient of the global batch's loss (N2), after checking it for NaN and Inf (N7)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """N8 honest-throughput: measure tokens per second, MFU and peak memory. See toolkit.planning.speed.flops for FLOPs."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

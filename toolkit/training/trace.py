@@ -1,7 +1,5 @@
 """Compute a time breakdown of profiled steps from torch.profiler's Chrome traces."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable

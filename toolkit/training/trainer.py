@@ -1,7 +1,5 @@
 """Run training from arguments to ``final/``. Start reading at :meth:`Trainer.start`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

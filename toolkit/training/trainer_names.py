@@ -1,7 +1,5 @@
 """Convert arguments of ``toolkit.Trainer``, including OpenLanguageModel's names, to those of :func:`toolkit.train`."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

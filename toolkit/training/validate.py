@@ -1,7 +1,5 @@
 """Compute validation metrics as a token-weighted mean over all ranks (N6)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """S7 verified-bytes: verify checkpoints on all ranks and choose the one to resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 No call synchronizes with a device. On a terminal, a thread draws the latest numbers four times a second.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

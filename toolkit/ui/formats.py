@@ -1,7 +1,5 @@
 """Human-readable numbers for the progress display and the plots."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -1,7 +1,5 @@
 """Live display on a terminal: a progress bar and a table with fixed positions."""
 
-from __future__ import annotations
-
 import os
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """Log metrics to ``logs/metrics.csv``, and optionally to Lightning loggers."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Format the output of `toolkit plan` as plain values and as a table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _GB = 1e9

@@ -1,7 +1,5 @@
 """Plot the loss of a run."""
 
-from __future__ import annotations
-
 import io
 import math
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Print tokens with the loss mask, and counts. Uses color on a terminal and brackets elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

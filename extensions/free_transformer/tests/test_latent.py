@@ -1,7 +1,5 @@
 """The latent alone: gradient of the mapper, divergence, draws."""
 
-from __future__ import annotations
-
 import math
 
 import torch

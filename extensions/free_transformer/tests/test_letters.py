@@ -1,7 +1,5 @@
 """The synthetic task of the paper: a run of a letter at a random position."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The model: encoder, halves, loss, bounds, generation, options."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

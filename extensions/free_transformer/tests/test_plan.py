@@ -1,7 +1,5 @@
 """``toolkit plan`` knows the model: parameters of the paper's sizes, and activations as autograd counts them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Runs of the command line: layouts, resume, adapters, generation, evaluation, export."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Llamas with the shapes of the Free Transformers, to compare with. Imports no torch."""
 
-from __future__ import annotations
-
 from toolkit.models.families.llama import check, from_hf_config, to_hf_config, weight_map
 from toolkit.models.families.named import named
 from toolkit_free_transformer.family import PAPER, SHAPE_1_5B, SHAPE_8B, SHAPE_TINY

@@ -4,8 +4,6 @@ The baseline's loss, a negative log-likelihood, compares with the Free Transform
 IWAE-K. Its cross-entropy given the encoder's latents does not compare, because the encoder has seen the text.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

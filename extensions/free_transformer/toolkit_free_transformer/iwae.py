@@ -4,8 +4,6 @@
 run that wrote the checkpoint. K = 1 is the negative ELBO; the bound falls with K, to the negative log-likelihood.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 

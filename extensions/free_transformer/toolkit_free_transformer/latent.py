@@ -4,8 +4,6 @@ Notation of the paper (arXiv 2510.17558): logits l_h of the bits B_h, the code d
 G_d = prod_h sigma(l_h)^U_h(d) (1 - sigma(l_h))^(1 - U_h(d)), the probability of code d, whose bits are U(d).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

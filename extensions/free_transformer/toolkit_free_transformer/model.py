@@ -12,8 +12,6 @@ Random numbers are a function of (seed, row, position, bit), so that every split
 draws the same ones, and so does a resumed run.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

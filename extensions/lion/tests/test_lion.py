@@ -1,7 +1,5 @@
 """Lion against its formula, and in runs of toolkit."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How far Lion's momentum and the gradients agree."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

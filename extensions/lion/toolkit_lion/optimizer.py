@@ -1,7 +1,5 @@
 """Lion: sign momentum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``--compiler thunder``: the same numbers, names and files as without it."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from importlib.util import find_spec

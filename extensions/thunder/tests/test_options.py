@@ -1,7 +1,5 @@
 """Options of the extension, versions, and what is refused; nothing here imports Thunder."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import metadata

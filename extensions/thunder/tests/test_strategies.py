@@ -1,7 +1,5 @@
 """Thunder's strategies on two real gloo processes, with plain Fabric and through the command line."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """``--compiler thunder``: compile the blocks with ``thunder.jit``, under any of toolkit's strategies."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Hashable, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ values, on the meta device, and each call gives it the tensors to compute with: 
 they are, and equal blocks share one kernel.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence

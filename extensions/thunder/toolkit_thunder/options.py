@@ -1,7 +1,5 @@
 """The options ``--thunder.*``, and the options that are not supported with Thunder. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 

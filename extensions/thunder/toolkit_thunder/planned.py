@@ -1,7 +1,5 @@
 """``--strategy thunder_fsdp`` and ``thunder_ddp``: see :class:`toolkit.distributed.strategy.StrategyExtension`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ alone, whatever the bucketing strategy: its pass for buckets is not called.
 Import this after :func:`toolkit_thunder.versions.load_thunder`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

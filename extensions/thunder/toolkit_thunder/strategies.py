@@ -7,8 +7,6 @@ gradients at the end of the backward. Without block classes, the complete module
 Gradients are reduced after each micro-batch. Not tried on CUDA: what is tested ran on gloo and CPUs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal

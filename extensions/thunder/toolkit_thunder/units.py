@@ -1,7 +1,5 @@
 """The parts of a module whose parameters are handled together: each compiled block is a unit, the rest is the root."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

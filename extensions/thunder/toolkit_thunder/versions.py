@@ -1,7 +1,5 @@
 """The versions of lightning-thunder and torch that work together, and how thunder is imported."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Iterator

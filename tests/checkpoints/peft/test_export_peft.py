@@ -1,7 +1,5 @@
 """peft loads exported adapters with equal logits, and its adapters are imported back; random weights, on the CPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

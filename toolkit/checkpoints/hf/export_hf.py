@@ -1,7 +1,5 @@
 """Export to Hugging Face: write a folder that ``AutoModelForCausalLM.from_pretrained`` loads (M2)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path

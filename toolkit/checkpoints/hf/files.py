@@ -1,7 +1,5 @@
 """Open the weight files of a Hugging Face folder: safetensors, or pickles restricted to tensors."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ block size is ``weight_block_size`` in config.json, usually 128 x 128. The last 
 smaller.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

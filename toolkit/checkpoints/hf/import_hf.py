@@ -1,7 +1,5 @@
 """Import from Hugging Face: convert a folder with config.json and weights to a model folder (S1, S4 and M2)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

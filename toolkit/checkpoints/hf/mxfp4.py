@@ -6,8 +6,6 @@ in / 32, 16), with two values per byte, lower bits first, and ``X_scales``, (exp
 127. The dequantized weight ``X`` is (experts, in, out).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read the weights of a Hugging Face folder one at a time: safetensors, or pickles restricted to tensors."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

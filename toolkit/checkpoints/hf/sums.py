@@ -4,8 +4,6 @@ Exports write ``SHA256SUMS`` for ``sha256sum --check``. ``hf download`` and ``to
 each file: SHA-256 for large files, git's SHA-1 for others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Mapping

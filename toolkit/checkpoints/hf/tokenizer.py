@@ -1,7 +1,5 @@
 """Convert a Hugging Face folder's SentencePiece tokenizer to tokenizer.json."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Export adapters to peft's format. :mod:`.layers` maps native layers to Hugging Face layers."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

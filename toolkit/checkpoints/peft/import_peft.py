@@ -1,7 +1,5 @@
 """Import adapters from peft's format. :mod:`.layers` maps native layers to Hugging Face layers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

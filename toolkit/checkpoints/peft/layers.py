@@ -7,8 +7,6 @@ with A stacked and B block-diagonal. The rank is the sum of the parts' ranks, an
 scaling factor.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Cache remote checkpoints locally, for commands such as ``toolkit generate s3://bucket/run/final``."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ NAME and is copied there within the storage. Deletion starts with ``COMPLETE``. 
 a request fails.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

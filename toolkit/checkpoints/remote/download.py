@@ -4,8 +4,6 @@ Files are read in the chunks of the manifest's checksums. Chunks of an interrupt
 ``.download-NAME``. Functions raise ``StorageError`` if a request fails.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import zlib

@@ -5,8 +5,6 @@ both start within the same second, the later write wins. Clocks of different mac
 if another process sees no refresh for :data:`STALE` seconds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

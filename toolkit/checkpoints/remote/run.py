@@ -3,8 +3,6 @@
 Before training, the checkpoint to resume from is downloaded. During training, checkpoints and metrics are uploaded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator

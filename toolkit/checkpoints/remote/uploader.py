@@ -3,8 +3,6 @@
 Checkpoints are uploaded from hard links, because the run may delete or replace a checkpoint during the upload.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

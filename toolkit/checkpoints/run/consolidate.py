@@ -1,7 +1,5 @@
 """Consolidate a sharded checkpoint, written by any number of ranks, into single files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copy training state to host memory, so that a checkpoint can be written while training continues."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

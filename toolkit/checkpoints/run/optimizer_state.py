@@ -4,8 +4,6 @@ torch's ``set_optimizer_state_dict`` holds two copies: it runs an optimizer step
 replaces it. That step also advances counters in the optimizer's param_groups.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import defaultdict

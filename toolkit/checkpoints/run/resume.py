@@ -1,7 +1,5 @@
 """S2 exact-resume: resolve ``--resume`` to a checkpoint."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

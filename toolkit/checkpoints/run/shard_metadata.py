@@ -1,7 +1,5 @@
 """S4 no-code-from-files: read the pickled ``.metadata`` of a sharded folder as plain values and validate them."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from types import SimpleNamespace

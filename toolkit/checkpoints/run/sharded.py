@@ -4,8 +4,6 @@ Such a folder holds tensors only. torch's reader unpickles ``.metadata`` and non
 it gets metadata validated by :mod:`toolkit.checkpoints.run.shard_metadata` (S4).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ position; torch's functions match by name under all layouts. :mod:`toolkit.check
 optimizer. ``module`` is always the wrapped module. All functions are collective.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ options, has no effect for a stated reason, or is an error; each is reported in 
 keys, which are then not checked. Batch sizes of both formats are per device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ FSDP's options have no effect on one device, with another ``--strategy``, or wit
 also runs on a laptop. Options that apply on one device, such as the precision, are kept.
 """
 
-from __future__ import annotations
-
 from toolkit.config.other_formats.rules import (
     BATCH_SIZE,
     BOOL,

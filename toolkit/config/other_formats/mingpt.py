@@ -1,7 +1,5 @@
 """minGPT's hydra file: pytorch/examples, distributed/minGPT-ddp/mingpt/gpt2_train_cfg.yaml."""
 
-from __future__ import annotations
-
 from toolkit.config.other_formats.rules import (
     BATCH_SIZE,
     CLIP_NORM,

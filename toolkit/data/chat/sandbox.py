@@ -4,8 +4,6 @@ with limits (:mod:`toolkit.data.chat.sandbox_process`).
 Templates have the same globals, filters and tags as in transformers (``apply_chat_template``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import select

@@ -4,8 +4,6 @@ One subprocess serves all templates. It starts on the first request, exits when 
 restarts on demand.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Data modules for instruction data: local files, Hugging Face datasets, and published datasets by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

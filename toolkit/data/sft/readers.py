@@ -1,8 +1,6 @@
 """Read rows from JSON, JSON Lines, CSV and Parquet files. Rows are streamed, except from JSON files. Errors name the
 line or row."""
 
-from __future__ import annotations
-
 import csv
 import json
 from codecs import BOM_UTF8

@@ -1,7 +1,5 @@
 """Parse rows of instruction data into records (conversations or plain text). Columns determine the schema."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Source files, local or on any fsspec file system. They are listed once and read with retries."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

@@ -4,8 +4,6 @@ The README's ``configs`` name the subsets. Without them, splits are recognized b
 library (https://huggingface.co/docs/hub/datasets-file-names-and-splits). No repository code is run.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Readers of a stream. A process requests segments, starts tokenize workers and waits for the segments."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Planning uses file names and sizes only; no file is read.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -3,8 +3,6 @@
 It runs at low priority. It exits when its standard input, a pipe from the parent process, closes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

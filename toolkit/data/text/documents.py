@@ -1,7 +1,5 @@
 """Read and tokenize documents (UTF-8 text files) in an order that depends only on the file contents."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

@@ -10,8 +10,6 @@ Folders are published atomically with a rename (S5). The key excludes paths and 
 hit, and changed text a miss. All block sizes share the same tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterator

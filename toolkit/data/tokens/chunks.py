@@ -4,8 +4,6 @@
 ranks, and is at least twice as slow for random access.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import hashlib

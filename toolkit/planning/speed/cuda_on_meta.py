@@ -4,8 +4,6 @@ torch's fake tensors on "cuda" have no backward pass where torch is built withou
 ("PyTorch is not linked with support for cuda devices", torch 2.13). Autograd supports meta tensors everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """N8 honest-throughput: FLOPs of a training step, by a stated formula. Peaks: :mod:`toolkit.planning.speed.gpus`."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from toolkit.models.config import ModelConfig

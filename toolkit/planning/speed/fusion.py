@@ -6,8 +6,6 @@ by a later fused kernel of the same pass, or outside the block. The backward pas
 pass that are not in memory for another reason, as torch's partitioner does.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Predict a step's communication time by strategy, and the part that computation hides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from toolkit.distributed.units import Unit, plan_units, unit_precision

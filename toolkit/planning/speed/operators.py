@@ -1,7 +1,5 @@
 """Operators on meta tensors, with their bytes and FLOPs."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence

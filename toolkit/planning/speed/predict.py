@@ -6,8 +6,6 @@ micro-step, the difference counts. Nothing is measured: the constants are below 
 predictions are from published figures is in tutorials/distributed.md.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Suggest settings that make a run faster on a GPU, ranked by the predicted gain."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace

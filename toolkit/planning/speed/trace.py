@@ -1,7 +1,5 @@
 """Record the operators of a training step on one device, with the model on the meta device."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

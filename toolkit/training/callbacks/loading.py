@@ -1,7 +1,5 @@
 """Create callbacks from class paths, for ``--callbacks`` and YAML files."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
