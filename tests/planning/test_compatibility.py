@@ -39,7 +39,7 @@ def facts_of(options: dict, *, devices=1, device="cpu", precision="32-true", mic
     args = with_options(ARGS, options)
     strategy = plan_strategy(
         args.strategy, args.fsdp, args.ddp,
-        devices=devices, num_nodes=1, accelerator=device, precision=precision,
+        devices=devices, num_nodes=1, accelerator=device, precision=precision, model_parallel=args.model_parallel,
     )  # fmt: skip
     batch = plan_batch(64, micro or 64 // devices, devices)
     return Facts(args, precision, device, devices, strategy, batch, **facts)
@@ -65,6 +65,9 @@ CASES = [
     ({"strategy": "ddp", "ddp.static_graph": True}, {"devices": 2, "micro": 8},
      "--ddp.static_graph true is not supported with accumulation (global batch 64 = micro batch 8 x 2 devices x 4 "
      "accumulated): a limit of torch's DDP; use --train.micro_batch_size 32"),
+    ({"strategy": "ddp", "tensor_parallel_size": 2}, {"devices": 2},
+     "--tensor_parallel_size 2 is not supported with --strategy ddp: only FSDP2 can be combined with it; use "
+     "--strategy fsdp"),
     ({"fsdp.param_dtype": "bf16"}, FSDP,
      "--fsdp.param_dtype bf16 is not supported with --precision 32-true: the weights have another dtype; use "
      "bf16-mixed"),

@@ -336,6 +336,9 @@ class RunOptions:
         accelerator: Device type.
         devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
+        tensor_parallel_size: Devices of a node over which each matrix of a layer is split.
+        context_parallel_size: Devices over which the tokens of a sequence are split.
+        pipeline_parallel_size: Pipeline stages. Each has a part of the layers.
         strategy: Distributed strategy: auto, single, ddp, fsdp, or one of an extension. auto: single on one device; on
             several fsdp, or ddp if the other options do not support fsdp. Options of --fsdp or --ddp imply that
             strategy.
@@ -367,6 +370,9 @@ class RunOptions:
     accelerator: Accelerator = "auto"
     devices: int | Auto = AUTO
     num_nodes: int | Auto = AUTO
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     strategy: str = "auto"
     preset: Literal["balanced", "memory", "speed"] = "balanced"
     fsdp: FSDPArgs = FSDPArgs()
@@ -381,6 +387,8 @@ class RunOptions:
     seed: int = DEFAULT_SEED
 
     def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+            require_option(getattr(self, name) > 0, name, getattr(self, name), "must be at least 1")
         require_option(0 <= self.seed < 2**32, "seed", self.seed, f"must be from 0 to {2**32 - 1}")
         require_option(self.timeout == AUTO or self.timeout > 0, "timeout", self.timeout, "must be greater than zero")
         require_one_of("strategy", self.strategy, STRATEGIES, "strategies")

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from toolkit.config import FSDPArgs, Precision
 from toolkit.distributed.mesh import Layout, data_mesh
 from toolkit.distributed.private_lightning import AccumulateInFP32, ReduceEachMicroBatch
-from toolkit.distributed.ranks import sum_over_ranks, world_size
+from toolkit.distributed.ranks import layout, sum_over_ranks
 from toolkit.distributed.units import plan_units, unit_precision
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
@@ -72,7 +72,7 @@ class ReplicatedVectors(ParallelStrategy):
         return torch.stack([norm.to(self.root_device) for norm in norms]).square().sum()
 
     def _reduce_replicated_gradients(self) -> None:
-        """Average the gradients of replicated parameters over all ranks in fp32, with one all-reduce.
+        """Average the gradients of replicated parameters in fp32, with one all-reduce over the loss ranks.
 
         A missing gradient counts as zero.
         """
@@ -84,7 +84,7 @@ class ReplicatedVectors(ParallelStrategy):
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
             flat = torch.cat([gradient.flatten().float() for gradient in gradients])
-            averaged = sum_over_ranks(flat).div_(world_size())
+            averaged = sum_over_ranks(flat, "replicate", "shard", "context").div_(layout().loss_ranks)
             for gradient, mean in zip(gradients, averaged.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
 

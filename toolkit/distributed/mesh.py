@@ -7,6 +7,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from toolkit.errors import UserError
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -37,6 +39,11 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def model_parallel(self) -> int:
+        """Number of ranks that read the same rows, because they compute one copy of the model together."""
+        return self.pipeline * self.context * self.tensor
+
+    @property
     def loss_ranks(self) -> int:
         """Number of ranks whose losses, tokens and gradients are summed."""
         return self.data_parallel * self.context
@@ -53,14 +60,66 @@ class Layout:
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    def is_first(self, rank: int, *dimensions: str) -> bool:
+        """Whether a rank is the first in these dimensions. Only it reports what the others repeat."""
+        place = self.coordinates(rank)
+        return not any(place[name] for name in dimensions)
+
+    def groups(self, *dimensions: str) -> list[list[int]]:
+        """Return the ranks of each group. The ranks of a group differ only in these dimensions."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            key = tuple(place for name, place in self.coordinates(rank).items() if name not in dimensions)
+            groups.setdefault(key, []).append(rank)
+        return list(groups.values())
+
     def __str__(self) -> str:
         return " x ".join(f"{size} {field.name}" for field in fields(self) if (size := getattr(self, field.name)) > 1)
 
 
+UNSHARDED = Layout()
+
+
+def data_devices(model_parallel: Layout, devices: int, num_nodes: int) -> tuple[int, int]:
+    """Return the data-parallel ranks per node and the number of nodes, for one pipeline stage.
+
+    If a stage is a part of a node, the stage counts as the node. ``model_parallel`` has the sizes of the other
+    dimensions.
+
+    Raises:
+        UserError: The sizes do not divide the devices.
+    """
+    tensor, context, pipeline = model_parallel.tensor, model_parallel.context, model_parallel.pipeline
+    _require_divisor("tensor_parallel_size", tensor, devices, f"the {devices} devices of a node")
+    world = devices * num_nodes
+    _require_divisor("context_parallel_size", context, world // tensor, f"{world} devices / {tensor} tensor parallel")
+    rest, inner = world // (tensor * context), tensor * context
+    _require_divisor(
+        "pipeline_parallel_size", pipeline, rest, f"{world} devices / ({tensor} tensor x {context} context parallel)"
+    )
+    if num_nodes % pipeline == 0 and devices % inner == 0:
+        return devices // inner, num_nodes // pipeline
+    if pipeline % num_nodes == 0:
+        return rest // pipeline, 1
+    return 1, rest // pipeline
+
+
+def _require_divisor(option: str, size: int, whole: int, description: str) -> None:
+    if whole % size:
+        sizes = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        raise UserError(f"--{option} {size}: does not divide {description}; use one of {sizes}")
+
+
 def data_mesh(layout: Layout, device_type: str) -> Any:
-    """Return the device mesh of the data-parallel ranks: (shard,), or (replicate, shard) with several replicas."""
+    """Return the device mesh over which weights are sharded: (shard,), or (replicate, shard) with several replicas.
+
+    Its shard dimension also covers the context-parallel ranks, which hold the same weights and other tokens.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    if layout.replicate == 1:
-        return init_device_mesh(device_type, (layout.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (layout.replicate, layout.shard), mesh_dim_names=("replicate", "shard"))
+    shard, names = layout.shard * layout.context, ("replicate", "shard") if layout.replicate > 1 else ("shard",)
+    if layout.pipeline * layout.tensor == 1:
+        return init_device_mesh(device_type, (layout.replicate, shard)[-len(names) :], mesh_dim_names=names)
+    sizes = (layout.pipeline, layout.replicate, shard, layout.tensor)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
+    return mesh[names]

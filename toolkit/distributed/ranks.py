@@ -23,6 +23,7 @@ from toolkit.private_torch import set_group_timeouts
 T = TypeVar("T")
 _timeout = 30 * 60.0
 _layout: Layout | None = None
+_groups: dict[Any, Any] = {}
 
 
 def is_distributed() -> bool:
@@ -41,11 +42,30 @@ def set_layout(layout: Layout) -> None:
     """Set the layout of this run's ranks."""
     global _layout
     _layout = layout
+    _groups.clear()
 
 
 def layout() -> Layout:
     """Return the layout of this run's ranks. Default: data parallelism without sharding."""
     return Layout(replicate=world_size()) if _layout is None else _layout
+
+
+def is_first(*dimensions: str) -> bool:
+    """Whether this rank is the first in these mesh dimensions, see :meth:`toolkit.distributed.mesh.Layout.is_first`."""
+    return layout().is_first(global_rank(), *dimensions)
+
+
+def group(*dimensions: str) -> Any:
+    """Return the process group of the ranks that differ from this one only in these mesh dimensions.
+
+    Collective on its first call with these dimensions: all ranks call it, in the same order.
+    """
+    if layout().groups(*dimensions) == [list(range(world_size()))]:
+        return dist.group.WORLD
+    key = (layout(), dimensions)
+    if key not in _groups:
+        _groups[key], _ = dist.new_subgroups_by_enumeration(layout().groups(*dimensions))
+    return _groups[key]
 
 
 def barrier() -> None:
@@ -73,10 +93,10 @@ def all_reduce_and_gather(numbers: Sequence[int], **values: int) -> tuple[dict[s
     return dict(zip(values, sums, strict=True)), everywhere
 
 
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks, in place, on its device."""
+def sum_over_ranks(tensor: torch.Tensor, *dimensions: str) -> torch.Tensor:
+    """Sum a tensor in place, on its device, over all ranks, or over the ranks of :func:`group`."""
     if is_distributed():
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group(*dimensions) if dimensions else None)
     return tensor
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from toolkit.config import AUTO, STRATEGIES, DDPArgs, FSDPArgs, Precision
-from toolkit.distributed.mesh import Layout
+from toolkit.distributed.mesh import UNSHARDED, Layout, data_devices
 from toolkit.extension import load_registered
 
 OFFLOADING = ("cuda",)
@@ -82,9 +82,12 @@ def plan_strategy(
     num_nodes: int,
     accelerator: str,
     precision: Precision,
+    model_parallel: Layout = UNSHARDED,
     groups: Mapping[str, Any] | None = None,
 ) -> StrategyPlan:
     """Choose the strategy and its layout. ``groups``: see :class:`StrategyExtension`.
+
+    ``model_parallel`` has the sizes of the pipeline, context and tensor dimensions; the others follow.
 
     fsdp with shard groups of one rank becomes ddp, because torch would not synchronize the replicas (N4). A single
     device uses FSDP only to offload.
@@ -103,7 +106,10 @@ def plan_strategy(
     strategy = "fsdp" if engine == "fsdp2" else strategy
     if strategy == AUTO and ranks > 1:
         strategy = implied_strategy(fsdp, ddp) or AUTO
-    plan = _plan(strategy, sharding_of(fsdp), devices, num_nodes)
+    plan = _plan(strategy, sharding_of(fsdp), *data_devices(model_parallel, devices, num_nodes))
+    if model_parallel != UNSHARDED:
+        plan = _add_model_parallel(plan, model_parallel)
+        engine = "fsdp2"
     if engine == "fsdp2" and plan.kind == "ddp":
         plan = replace(plan, kind="fsdp", sharding="NO_SHARD")
     if (requested, strategy) == (AUTO, "ddp"):
@@ -116,6 +122,13 @@ def plan_strategy(
     if fsdp.auto_wrap != "block":
         plan = replace(plan, units=f"units by {fsdp.auto_wrap}")
     return replace(plan, engine=engine)
+
+
+def _add_model_parallel(plan: StrategyPlan, sizes: Layout) -> StrategyPlan:
+    """Add the dimensions of model parallelism to a plan. The weights are those of fsdp, whatever their sharding."""
+    layout = replace(plan.layout, pipeline=sizes.pipeline, context=sizes.context, tensor=sizes.tensor)
+    sharding = plan.sharding or ("NO_SHARD" if layout.shard * layout.context == 1 else "FULL_SHARD")
+    return replace(plan, kind="fsdp", sharding=sharding, layout=layout, reason=f"{layout}")
 
 
 def implied_strategy(fsdp: FSDPArgs, ddp: DDPArgs) -> Literal["ddp", "fsdp"] | None:

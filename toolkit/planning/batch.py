@@ -21,9 +21,11 @@ class BatchPlan:
         )
 
 
-def plan_batch(global_batch_size: int, micro_batch_size: int, devices: int = 1, num_nodes: int = 1) -> BatchPlan:
-    """Divide the global batch into equal micro-batches."""
-    world_size = devices * num_nodes
+def plan_batch(
+    global_batch_size: int, micro_batch_size: int, devices: int = 1, num_nodes: int = 1, model_parallel: int = 1
+) -> BatchPlan:
+    """Divide the global batch into equal micro-batches. ``model_parallel`` ranks read the same rows."""
+    world_size = devices * num_nodes // model_parallel
     unit = world_size * micro_batch_size
     if global_batch_size % unit == 0:
         return BatchPlan(global_batch_size, micro_batch_size, world_size, global_batch_size // unit)
@@ -34,7 +36,10 @@ def plan_batch(global_batch_size: int, micro_batch_size: int, devices: int = 1, 
     hint = f"use --train.global_batch_size {batches}"
     if micro and not rest:
         hint += f", or --train.micro_batch_size {micro}"
+    ranks = f"{devices} devices x {num_nodes} nodes"
+    if model_parallel > 1:
+        ranks += f" / {model_parallel} model parallel"
     raise UserError(
-        f"--train.global_batch_size {global_batch_size}: not a multiple of {unit} = {devices} devices x {num_nodes} "
-        f"nodes x --train.micro_batch_size {micro_batch_size}; {hint}"
+        f"--train.global_batch_size {global_batch_size}: not a multiple of {unit} = {ranks} "
+        f"x --train.micro_batch_size {micro_batch_size}; {hint}"
     )

@@ -107,6 +107,12 @@ class Facts:
         return _first_changed("fsdp", self.args.fsdp, supported) if self.is_fsdp2 else ""
 
     @property
+    def model_parallel_flag(self) -> str:
+        """The first option of model parallelism, as a flag with value; "" if there is none."""
+        sizes = {name: getattr(self.args, f"{name}_parallel_size") for name in ("tensor", "context", "pipeline")}
+        return next((f"--{name}_parallel_size {size}" for name, size in sizes.items() if size > 1), "")
+
+    @property
     def unused_ddp(self) -> str:
         return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
 
@@ -201,6 +207,10 @@ ROWS: tuple[Row, ...] = (
     Row("--ddp.static_graph true", "accumulation ({batch:of several micro-batches})",
         lambda f: f.args.ddp.static_graph and f.accumulation > 1, "a limit of torch's DDP",
         "use --train.micro_batch_size {samples_per_device:equal to a device's share of the global batch}"),
+    Row("{model_parallel_flag:--tensor_parallel_size, --context_parallel_size, --pipeline_parallel_size}",
+        "--strategy {args.strategy:single, ddp, fsdp1, and strategies of extensions}",
+        lambda f: bool(f.model_parallel_flag) and f.args.strategy not in (AUTO, "fsdp", "fsdp2"),
+        "only FSDP2 can be combined with it", "use --strategy fsdp"),
     # dtypes
     *_dtypes(),
     Row("--fsdp.reduce_dtype fp16", "--precision {precision:32-true, bf16-true, bf16-master, bf16-mixed}",

@@ -17,6 +17,7 @@ from toolkit.config.command import classes_of
 from toolkit.data import DataModule, HuggingFaceText
 from toolkit.data.chat.sources import require_style
 from toolkit.data.sft.instruct import InstructionData
+from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option
 from toolkit.extension import find_modules_here, registered
@@ -40,12 +41,14 @@ def check_options(args: RunArgs) -> None:
     check_out_dir(args.out_dir, args.staging_dir)
     ratio = args.loraplus_lr_ratio
     require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
+    for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+        require_option(getattr(args, name) == 1, name, getattr(args, name), "is not available in this version; use 1")
     batch = _known_batch(args)
     require_compatible(
         Facts(
             args,
             precision="" if args.precision == AUTO else args.precision,
-            world_size=0 if batch is None else batch.data_parallel,
+            world_size=0 if batch is None else batch.data_parallel * args.model_parallel.world_size,
             batch=None if args.train.micro_batch_size == AUTO else batch,
         )
     )
@@ -95,7 +98,8 @@ def _known_batch(args: RunArgs) -> BatchPlan | None:
         return None
     if not isinstance(devices, int) or devices < 1 or nodes < 1 or args.preset != "balanced":
         return None
-    return plan_batch(train.global_batch_size, micro, devices, nodes)
+    data_devices(args.model_parallel, devices, nodes)  # checks that the sizes divide the devices
+    return plan_batch(train.global_batch_size, micro, devices, nodes, args.model_parallel.world_size)
 
 
 def _check_optimizer_name(name: str) -> None:

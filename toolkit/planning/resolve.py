@@ -124,6 +124,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         args.fsdp,
         args.ddp,
         **sizes,
+        model_parallel=args.model_parallel,
         accelerator=devices.device,
         precision=precision,
         groups=args.groups,
@@ -133,7 +134,9 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         strategy = replace(strategy, reason=reason)
     micro_batch_size = args.train.micro_batch_size
     assert isinstance(micro_batch_size, int), "chosen above"
-    batch = plan_batch(args.train.global_batch_size, micro_batch_size, **sizes)
+    batch = plan_batch(
+        args.train.global_batch_size, micro_batch_size, **sizes, model_parallel=args.model_parallel.world_size
+    )
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
     require_compatible(
         Facts(

@@ -29,6 +29,7 @@ from toolkit.config.command import class_path
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
 from toolkit.data.tokens.rows import PythonData
+from toolkit.distributed.mesh import Layout
 from toolkit.errors import UserError
 from toolkit.extension import registered, split_names
 from toolkit.models.config import ModelOverrides
@@ -99,6 +100,13 @@ class RunArgs(RunOptions):
     def run_dir(self) -> Path:
         """The local folder of the run: ``out_dir``, or the staging folder if that is on remote storage."""
         return run_folder(self.out_dir, self.staging_dir)
+
+    @property
+    def model_parallel(self) -> Layout:
+        """The sizes of the pipeline, context and tensor dimensions."""
+        return Layout(
+            pipeline=self.pipeline_parallel_size, context=self.context_parallel_size, tensor=self.tensor_parallel_size
+        )
 
     @property
     def base_dir(self) -> Path | None:

@@ -70,6 +70,8 @@ def train_step(
         totals = {p.name: totals.get(p.name, 0) + sums[p.name].detach() for p in parts if p.name in sums}
     norm = update.norm()
     local = torch.stack(list(totals.values()))
+    if not ranks.is_first("tensor"):
+        local = torch.zeros_like(local)  # ranks of a tensor group compute the same loss
     summed = ranks.sum_over_ranks(local.clone())
     grad_norm, *values = update.apply(torch.cat([norm.float().view(1), summed.float()]), 1 + len(scale), overlap)
     losses = values[: len(scale)]

@@ -210,12 +210,13 @@ class Trainer:
             The sums by name, and for each rank its host time since the last step and the part of it spent waiting for
             data, in microseconds.
         """
+        counted = micro_batches if ranks.is_first("pipeline", "context", "tensor") else []  # the others read the same
         run, data_ready_at, max_seconds = self.run, time.perf_counter(), self.run.state.limits.max_seconds
         seconds_left = math.inf if max_seconds is None else run.launched_at + max_seconds - started_at
         return ranks.all_reduce_and_gather(
             [round(1e6 * (data_ready_at - run.ready_at)), round(1e6 * (data_ready_at - started_at))],
-            **{f"normalizer {name}": n for name, n in total_counts(run.objective, micro_batches).items()},
-            n_inputs=sum(batch.n_inputs for batch in micro_batches),
+            **{f"normalizer {name}": n for name, n in total_counts(run.objective, counted).items()},
+            n_inputs=sum(batch.n_inputs for batch in counted),
             signalled=int(signals.received > 0),
             should_stop=int(run.stop_reason is not None),
             cannot_read=int(run.reader.error is not None),

@@ -73,6 +73,10 @@ def validate(
             # nan: the model does not compute this part in validation
             values = [float(sums.get(part.name, math.nan)) for part in parts]
             row += torch.tensor([*counts, n_bytes, *values], dtype=torch.float64)
+    if not ranks.is_first("pipeline", "context", "tensor"):
+        totals[:, :n_counts] = 0  # these ranks read the same rows as the first
+    if not ranks.is_first("tensor"):
+        totals.zero_()
     model.train(was_training)
     totals = ranks.sum_over_ranks(totals.flatten()).reshape(totals.shape)
     metrics = _metrics(objective, parts, totals.sum(0).tolist())
