@@ -232,38 +232,18 @@ def _handles(module: nn.Module) -> list[Any]:
     return [unit._handle for unit in units if unit._handle is not None]
 
 
-class StackedMuon(torch.optim.Muon):
-    """torch's Muon for stacked matrices. ``rows`` in a group gives the rows per matrix; each is updated separately.
+def muon_learning_rate(lr: float, adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
+    """Return Muon's learning rate for a matrix of this shape."""
+    return _muon._adjust_lr(lr, adjust_lr_fn, torch.Size(shape))
 
-    On a CPU, Newton-Schulz runs in fp32: bf16 matmuls are 40 times slower without hardware support, and round
-    differently.
+
+def orthogonalize(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
+    """Orthogonalize a matrix by quintic Newton-Schulz iteration (Jordan et al. 2024).
+
+    In fp32 on a CPU, where bf16 matmuls are 40 times slower without hardware support; otherwise in bf16.
     """
-
-    def step(self, closure: Any = None) -> Any:
-        """Perform one optimizer step."""
-        torch_function = _muon._zeropower_via_newtonschulz
-        _muon._zeropower_via_newtonschulz = _orthogonalize
-        try:
-            return super().step(closure)
-        finally:
-            _muon._zeropower_via_newtonschulz = torch_function
-
-    def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
-        """Fill the lists of weights, gradients and momentum. With ``rows``, split them into views."""
-        has_complex = super()._init_group(group, *lists)
-        if rows := group.get("rows"):
-            for tensors in lists:
-                tensors[:] = [part for tensor in tensors for part in tensor.split(rows)]
-        return has_complex
-
-
-_zeropower_via_newtonschulz = _muon._zeropower_via_newtonschulz
-
-
-def _orthogonalize(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
-    """Orthogonalize a matrix by quintic Newton-Schulz iteration (Jordan et al. 2024), in fp32 on a CPU."""
     if grad.device.type != "cpu":
-        return _zeropower_via_newtonschulz(grad, ns_coefficients, ns_steps, eps)
+        return _muon._zeropower_via_newtonschulz(grad, ns_coefficients, ns_steps, eps)
     a, b, c = ns_coefficients
     is_tall = grad.size(0) > grad.size(1)
     update = (grad.T if is_tall else grad).float()

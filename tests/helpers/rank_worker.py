@@ -53,7 +53,12 @@ def local_bytes(module, optimizer, what) -> int:
         tensors = [p.grad for p in module.parameters() if p.grad is not None]
         tensors += waiting_gradients(module)
     else:
-        tensors = [t for state in optimizer.state.values() for k, t in state.items() if k != "step"]
+        tensors = [
+            t
+            for state in optimizer.state.values()
+            for k, t in state.items()
+            if isinstance(t, torch.Tensor) and k != "step"
+        ]
     return sum(t.numel() * t.element_size() for t in map(local_shard, tensors))
 
 

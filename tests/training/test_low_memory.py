@@ -407,9 +407,12 @@ def test_errors_name_the_option_and_the_fix():
     cases = {
         "--precision bf16-master.*fsdp.*use bf16-mixed": (2, {"precision": "bf16-master"}),
         "--precision bf16-master.*use bf16-true": (1, {"precision": "bf16-master", "lora": LoRAConfig()}),
-        "--optimizer.state_dtype bf16.*one device": (2, {"optimizer": moments}),
-        "--optimizer.name Muon.*one device": (2, {"optimizer": OptimizerArgs(name="Muon")}),
-        "--optimizer.name AdamW8bit.*one device": (2, {"optimizer": OptimizerArgs(name="AdamW8bit")}),
+        "--optimizer.state_dtype bf16.*use --strategy fsdp2 or ddp": (2, {"optimizer": moments}),
+        "--optimizer.name Muon.*use --strategy fsdp2, ddp or AdamW": (2, {"optimizer": OptimizerArgs(name="Muon")}),
+        "--optimizer.name AdamW8bit.*use --strategy fsdp2, ddp or AdamW": (
+            2,
+            {"optimizer": OptimizerArgs(name="AdamW8bit")},
+        ),
         "state_dtype bf16 has no .*SGD: it has no moments": (
             1,
             {"optimizer": replace(moments, name="SGD")},

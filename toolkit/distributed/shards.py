@@ -4,20 +4,75 @@ Some optimizer operators do not support DTensors, and DTensor dispatch costs hos
 can be in one parameter group.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
-_SHARD = "_toolkit_shard"
+_SHARD, _SHARDING = "_toolkit_shard", "_toolkit_sharding"
+ROW_STATE = ("row_var", "absmax1", "absmax2")
+"""Optimizer state keys with values for each row, in other shapes than the weight's: of Adafactor and AdamW8bit."""
+SHARED_STATE = ("col_var", "qmap1", "qmap2")
+"""Optimizer state keys of matrices that are equal on all ranks, and may have the shape of a shard."""
+
+
+@dataclass(frozen=True)
+class RowSharding:
+    """The division of a parameter's rows over a group of ranks.
+
+    Args:
+        shape: Shape of the unsharded parameter.
+        group: The ranks that hold the shards, in the order of the rows.
+        device: "cpu" or "cuda": where the group's collectives run.
+    """
+
+    shape: torch.Size
+    group: dist.ProcessGroup
+    device: str
+
+    @property
+    def size(self) -> int:
+        """Number of shards."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank's shard."""
+        return self.group.rank()
+
+    def first_row(self, rank: int) -> int:
+        """Return the first row of a rank's shard. DTensor's rule: ceil(rows / ranks) rows each, fewer at the end."""
+        return min(rank * -(-self.shape[0] // self.size), self.shape[0])
+
+    def numel(self, rank: int) -> int:
+        """Return the number of elements of a rank's shard. Rank 0 has the most."""
+        return (self.first_row(rank + 1) - self.first_row(rank)) * self.shape[1:].numel()
 
 
 def add_shards(module: nn.Module) -> None:
     """Attach to each DTensor parameter its local shard as a plain parameter."""
-    for parameter in module.parameters():
+    parameters: Iterable[Any] = module.parameters()
+    for parameter in parameters:
         if hasattr(parameter, "to_local"):
-            local = parameter.to_local().detach()
-            setattr(parameter, _SHARD, nn.Parameter(local, requires_grad=parameter.requires_grad))
+            shard = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+            mesh = parameter.device_mesh
+            setattr(shard, _SHARDING, RowSharding(parameter.shape, mesh.get_group("shard"), mesh.device_type))
+            setattr(parameter, _SHARD, shard)
+
+
+def sharding_of(parameter: Tensor) -> RowSharding | None:
+    """Return how the parameter that an optimizer updates is sharded; None if it is on every rank."""
+    sharding: RowSharding | None = getattr(parameter, _SHARDING, None)
+    return None if sharding is None or sharding.size == 1 else sharding
+
+
+def largest_shard(parameter: Tensor) -> int:
+    """Return the elements of a parameter's largest shard, the same on every rank."""
+    sharding = sharding_of(parameter)
+    return parameter.numel() if sharding is None else sharding.numel(0)
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -38,20 +93,32 @@ def give_gradients(module: nn.Module) -> None:
             shard_of(parameter).grad = gradient.to_local()
 
 
-def as_dtensor(value: Tensor, parameter: Any) -> Tensor:
-    """Wrap a tensor shaped like the parameter's shard in a DTensor with the parameter's mesh and placements."""
-    from torch.distributed.tensor import DTensor
-
-    layout = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(value, parameter.device_mesh, parameter.placements, **layout)
-
-
 def sharded_values(values: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Return a parameter's optimizer state. Tensors shaped like the parameter's shard become DTensors."""
+    """Return a parameter's optimizer state. Tensors that are sharded as the parameter become DTensors."""
     if not is_sharded(parameter):
         return values
-    shape = shard_of(parameter).shape
+    shard = shard_of(parameter)
     return {
-        key: as_dtensor(value, parameter) if isinstance(value, torch.Tensor) and value.shape == shape else value
+        key: _as_dtensor(value, parameter) if isinstance(value, Tensor) and _has_rows(key, value, shard) else value
         for key, value in values.items()
     }
+
+
+def _has_rows(key: str, value: Tensor, shard: Tensor) -> bool:
+    """Whether an optimizer's tensor has values for each row of a shard."""
+    if key in SHARED_STATE:
+        return value.ndim > 2  # a matrix for each expert
+    return key in ROW_STATE or value.shape == shard.shape
+
+
+def _as_dtensor(value: Tensor, parameter: Any) -> Tensor:
+    """Wrap values for each row of the parameter's shard in a DTensor with the parameter's mesh and placements."""
+    from torch.distributed.tensor import DTensor
+
+    if value.ndim < parameter.ndim:
+        value = value.view(len(shard_of(parameter)), -1)
+    shape = torch.Size((parameter.shape[0], *value.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        value, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )

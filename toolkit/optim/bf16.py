@@ -1,12 +1,13 @@
 """Update bf16 weights and moments in fp32. Weights have an fp32 master copy in the optimizer state."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from toolkit.distributed.shards import largest_shard, sharding_of
 from toolkit.private_torch import copy_
 
 MASTER = "master"
@@ -20,12 +21,7 @@ UPDATE_CHUNK = 2**27
 """Maximum bf16 elements that an optimizer step converts to fp32 at once, or one parameter if larger."""
 
 
-class Sized(Protocol):
-    def numel(self) -> int:
-        """Return the number of elements."""
-
-
-T = TypeVar("T", bound=Sized)
+T = TypeVar("T")
 
 
 class BF16Optimizer(torch.optim.Optimizer):
@@ -36,7 +32,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     With ``has_bf16_moments``, state tensors with the weight's shape are stored in bf16 with stochastic rounding.
     Rounding to nearest would discard updates below 1/256 of the value: most updates of a moment with a decay rate of
-    0.999. Random numbers depend only on weight and step, so all ranks draw the same.
+    0.999. Random numbers depend only on weight, shard and step, so all replicas draw the same.
 
     Args:
         inner: An optimizer from torch or :mod:`toolkit.optim.hybrid`, over the weights.
@@ -58,7 +54,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         """Update all weights that have a gradient. ``closure`` is not supported."""
         assert closure is None
         for group in self.param_groups:
-            for parameters in chunks([p for p in group["params"] if p.grad is not None]):
+            trained = [p for p in group["params"] if p.grad is not None]
+            for parameters in chunks(trained, largest_shard):  # the same on every rank
                 self._update(group, parameters)
         self.divisor = None
 
@@ -113,7 +110,9 @@ class BF16Optimizer(torch.optim.Optimizer):
         state = self.state[parameter]
         # On resume, a copied weight is not in ``_indices``. The saved seed replaces its seed.
         state[ROUNDING] = state.get(ROUNDING, SEED_STEP * self._indices.get(parameter, 0)) + 1
-        return torch.Generator(device=parameter.device).manual_seed(state[ROUNDING])
+        sharding = sharding_of(parameter)
+        shard = 0 if sharding is None else SEED_STEP * len(self._indices) * sharding.rank
+        return torch.Generator(device=parameter.device).manual_seed(state[ROUNDING] + shard)
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
@@ -127,11 +126,14 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
-def chunks(parameters: Iterable[T], limit: int = UPDATE_CHUNK) -> Iterator[list[T]]:
-    """Yield the parameters in chunks of at most ``limit`` elements, or one parameter if larger."""
+def chunks(parameters: Iterable[T], size: Callable[[T], float], limit: int = UPDATE_CHUNK) -> Iterator[list[T]]:
+    """Yield the parameters in chunks of at most ``limit`` elements, or one parameter if larger.
+
+    ``size`` returns a parameter's elements.
+    """
     part: list[T] = []
     for parameter in parameters:
-        if part and sum(p.numel() for p in part) + parameter.numel() > limit:
+        if part and sum(map(size, part)) + size(parameter) > limit:
             yield part
             part = []
         part.append(parameter)

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from toolkit.config import AUTO, CommandDefaults, OptimizerArgs
+from toolkit.distributed.shards import is_sharded
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import load_registered, registered
 from toolkit.optim import HYBRID_OPTIMIZERS, hybrid
+from toolkit.optim.adafactor import ShardedAdafactor
 from toolkit.optim.bf16 import BF16Optimizer
 from toolkit.optim.groups import parameter_groups
 from toolkit.optim.hybrid import HybridOptimizer, Muon
@@ -100,6 +102,8 @@ def build_optimizer(
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = all(p.device.type in ("cuda", "cpu", "mps") for p in model.parameters())
+    if cls is torch.optim.Adafactor and any(map(is_sharded, model.parameters())):
+        cls = ShardedAdafactor
     try:
         optimizer = cls(groups, lr=learning_rate, **arguments)
     except UserError:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.errors import require_bitsandbytes
-from toolkit.private_torch import StackedMuon
+from toolkit.distributed.shards import sharding_of
+from toolkit.errors import UserError, require_bitsandbytes
+from toolkit.optim.muon import StackedMuon
 
 Betas = tuple[float, float]
 NS_STEPS = 5
@@ -77,6 +78,8 @@ class Muon(HybridOptimizer):
         betas, eps: Passed to AdamW.
         momentum, nesterov, ns_steps, adjust_lr_fn: Passed to Muon.
         split_qkv: Orthogonalize fused queries, keys and values separately. A group's ``rows`` are their row counts.
+
+    The matrices may be sharded; see :class:`toolkit.optim.muon.StackedMuon`.
     """
 
     def __init__(
@@ -132,10 +135,27 @@ class AdamW8bit(HybridOptimizer):
             return EightBit(groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
 
         super().__init__(params, build, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+        for parameter in (p for group in self._split()[0] for p in group["params"]):
+            _require_equal_blocks(parameter)
 
     @staticmethod
     def is_main(parameter: nn.Parameter, is_in_block: bool, decays: bool) -> bool:
         return decays
+
+
+def _require_equal_blocks(parameter: nn.Parameter) -> None:
+    """Require that the quantized blocks of a sharded matrix are the same as of the unsharded one."""
+    sharding = sharding_of(parameter)
+    if sharding is None or sharding.shape.numel() < MIN_8BIT_SIZE:
+        return
+    smallest = sharding.numel(sharding.size - 1)
+    if sharding.shape[1:].numel() % QUANTIZED_BLOCK or smallest < MIN_8BIT_SIZE:
+        shape = " x ".join(map(str, sharding.shape))
+        raise UserError(
+            f"--optimizer.name AdamW8bit: a {shape} matrix on {sharding.size} devices has shards of other quantized "
+            f"blocks than the whole; it needs rows of a multiple of {QUANTIZED_BLOCK} elements, and {MIN_8BIT_SIZE} "
+            "elements per shard; use --strategy ddp or --optimizer.name AdamW"
+        )
 
 
 def state_bytes_8bit(elements: int) -> float:

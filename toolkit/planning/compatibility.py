@@ -30,6 +30,7 @@ class Facts:
         strategy: The resolved strategy.
         batch: The division of the global batch.
         has_moments: Whether the optimizer keeps state with the shape of the weights.
+        needs_unsharded: Whether the optimizer's class sets ``needs_unsharded``.
     """
 
     args: RunArgs
@@ -39,6 +40,7 @@ class Facts:
     strategy: StrategyPlan | None = None
     batch: BatchPlan | None = None
     has_moments: bool = True
+    needs_unsharded: bool = False
 
     @property
     def strategy_name(self) -> str:
@@ -51,8 +53,10 @@ class Facts:
 
     @property
     def needs_plain_updates(self) -> bool:
-        """Whether the strategy shards the optimizer state or comes from an extension."""
-        return self.is_fsdp or (self.strategy is not None and self.strategy.extension is not None)
+        """Whether the strategy comes from an extension or is FSDP1, whose shards are not rows."""
+        if self.strategy is not None and self.strategy.extension is not None:
+            return True
+        return self.is_fsdp and not self.is_fsdp2
 
     @property
     def offloads(self) -> bool:
@@ -256,15 +260,18 @@ ROWS: tuple[Row, ...] = (
     Row(_MASTERS, "finetune_lora", lambda f: f.has_adapters and f.precision == "bf16-master",
         "adapters are fp32 already, their base is bf16", "use bf16-true"),
     # optimizers
-    Row("--optimizer.name Adafactor", "fsdp", lambda f: f.is_fsdp and f.args.optimizer.name.lower() == "adafactor",
-        "it needs unsharded matrices", "use --strategy ddp or AdamW"),
+    Row("--optimizer.name Adafactor", "fsdp",
+        lambda f: f.is_fsdp and not f.is_fsdp2 and f.args.optimizer.name.lower() == "adafactor",
+        "its shards are not rows of matrices", "use --strategy fsdp2, ddp or AdamW"),
     Row("--optimizer.name {optimizer.name:Muon, AdamW8bit}", _SHARDED,
         lambda f: f.needs_plain_updates and f.uses("muon", "adamw8bit"),
-        "it is for one device or ddp", "use AdamW, or --strategy ddp"),
-    Row(_MASTERS, _SHARDED, lambda f: f.needs_plain_updates and f.precision == "bf16-master",
-        "it is for one device or ddp", "use bf16-mixed, whose weights fsdp gathers in bf16, or --strategy ddp"),
+        "its shards are not rows of matrices", "use --strategy fsdp2, ddp or AdamW"),
+    Row(_MASTERS, _SHARDED, lambda f: (f.is_fsdp or f.needs_plain_updates) and f.precision == "bf16-master",
+        "bf16-mixed is that under fsdp: fp32 shards, gathered in bf16", "use bf16-mixed or --strategy ddp"),
     Row(_MOMENTS, _SHARDED, lambda f: f.needs_plain_updates and f.has_bf16_moments,
-        "it is for one device or ddp", "use AdamW in fp32, or --strategy ddp"),
+        "its shards are not rows of matrices", "use --strategy fsdp2 or ddp"),
+    Row(_FOREIGN, "{strategy_name:fsdp}", lambda f: f.is_fsdp and f.needs_unsharded,
+        "its needs_unsharded is True", "use --strategy ddp"),
     Row(_MASTERS, _FOREIGN, lambda f: f.precision == "bf16-master" and not f.is_builtin,
         "it may not update each weight independently of the others", "use bf16-mixed"),
     Row(_MOMENTS, _FOREIGN, lambda f: f.has_bf16_moments and not f.is_builtin,

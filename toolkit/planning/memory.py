@@ -20,7 +20,7 @@ from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import refuse_experts
 from toolkit.planning.activations import Activations, logits_bytes, measure_activations
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
-from toolkit.planning.optimizer_memory import optimizer_bytes, state_bytes, update_bytes
+from toolkit.planning.optimizer_memory import optimizer_bytes, update_bytes
 from toolkit.planning.sample_model import model_of
 from toolkit.planning.speed.flops import matmul_parameters
 
@@ -156,7 +156,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         "checkpoint_copy": checkpoint_copy if is_on_host else 0.0,
     }
     context = CUDA_CONTEXT + ALLOCATOR_GAPS * sum(parts.values()) if setup.device == "cuda" else 0
-    host = _host_bytes(setup, list(base.values()), trained)
+    host = _host_bytes(setup, model, list(base.values()))
     return Memory(
         **parts,
         context=context,
@@ -190,13 +190,18 @@ def _sharded_elements(setup: MemoryInputs, parameters: list[nn.Parameter]) -> fl
     return _count(p for p in parameters if not _is_replicated(setup, p)) / setup.strategy.shards
 
 
-def _host_bytes(setup: MemoryInputs, base: list[nn.Parameter], trained: list[nn.Parameter]) -> float:
+def _host_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
     """Return the bytes of offloaded shards. FSDP also allocates gradients for frozen weights."""
     if not setup.strategy.offloads:
         return 0.0
-    shape = (round(_sharded_elements(setup, trained)),)
-    moments = state_bytes(setup.optimizer, setup.dtype, shape, setup.optimizer_class)
-    return 2 * setup.weight_bytes * _sharded_elements(setup, base) + moments
+    state = optimizer_bytes(setup, model, _sharded_parameters(setup, model))
+    return 2 * setup.weight_bytes * _sharded_elements(setup, base) + state
+
+
+def _sharded_parameters(setup: MemoryInputs, model: GPT) -> dict[str, int]:
+    """Return {name: number of shards} for FSDP's sharded trainable parameters."""
+    trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad and not is_adapter(n))
+    return {name: setup.strategy.shards for name, p in trained if not _is_replicated(setup, p)}
 
 
 def _copied_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
@@ -213,12 +218,12 @@ def _copied_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> 
 
 
 def _optimizer_bytes(setup: MemoryInputs, model: GPT) -> float:
-    """Return the bytes of the optimizer state, in the dtype and sharding of each parameter."""
+    """Return the bytes of the optimizer state on the device, in the dtype and sharding of each parameter."""
     if setup.strategy.kind != "fsdp":
         return optimizer_bytes(setup, model)
-    shards = _local_elements(setup, [p for n, p in model.named_parameters() if p.requires_grad and not is_adapter(n)])
-    moments = state_bytes(setup.optimizer, setup.dtype, (round(shards),), setup.optimizer_class)
-    return moments + optimizer_bytes(setup, model, adapters_only=True)
+    sharded = _sharded_parameters(setup, model)
+    replicated = {name: 1 for name, _ in model.named_parameters() if name not in sharded}
+    return optimizer_bytes(setup, model, replicated | ({} if setup.strategy.offloads else sharded))
 
 
 def _is_replicated(setup: MemoryInputs, parameter: nn.Parameter) -> bool:

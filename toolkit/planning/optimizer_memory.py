@@ -1,5 +1,7 @@
 """Estimate optimizer memory: the state, and the temporary tensors of a step. Sizes are in bytes."""
 
+import math
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -12,6 +14,7 @@ from toolkit.optim.bf16 import UPDATE_CHUNK, chunks
 from toolkit.optim.classes import HYBRID, optimizer_class
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.hybrid import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
+from toolkit.optim.muon import newton_schulz_flops
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
 
 BF16 = 2
@@ -19,13 +22,18 @@ TABLES_8BIT = 2 * 256 * FP32
 """Bytes of bitsandbytes' two 8-bit lookup tables, which all parameters share."""
 
 
-def optimizer_bytes(setup: MemoryInputs, model: GPT, adapters_only: bool = False) -> float:
-    """Return the bytes of the optimizer state for unsharded parameters, including bf16-master's masters."""
-    main, kinds = main_params(setup, model), dict[tuple[tuple[int, ...], torch.dtype, bool], int]()
+def optimizer_bytes(setup: MemoryInputs, model: GPT, shards: Mapping[str, int] | None = None) -> float:
+    """Return the bytes of the optimizer state, including bf16-master's masters.
+
+    ``shards`` has the parameters to count and the number of ranks over which their rows are sharded. By default all
+    are unsharded.
+    """
+    main, kinds = main_params(setup, model), dict[tuple[tuple[float, ...], torch.dtype, bool], int]()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (is_adapter(name) or not adapters_only):
+        if parameter.requires_grad and (shards is None or name in shards):
             dtype = torch.float32 if is_adapter(name) or setup.has_masters else setup.dtype
-            kind = (tuple(parameter.shape), dtype, name in main)
+            rows = parameter.shape[0] / (1 if shards is None else shards[name])
+            kind = ((rows, *parameter.shape[1:]), dtype, name in main)
             kinds[kind] = kinds.get(kind, 0) + 1
     total = sum(
         n * state_bytes(setup.optimizer, dtype, shape, setup.optimizer_class, is_main)
@@ -39,13 +47,19 @@ def optimizer_bytes(setup: MemoryInputs, model: GPT, adapters_only: bool = False
 def update_bytes(setup: MemoryInputs, model: GPT) -> float:
     """Return the temporary bytes of a step, in addition to gradients and state.
 
-    With bf16-master or bf16 moments: fp32 gradients and moments of one chunk of parameters, see
+    With bf16-master or bf16 moments: fp32 gradients and moments of one chunk of shards, see
     :class:`toolkit.optim.bf16.BF16Optimizer`. With bf16 moments also, for one parameter: random numbers, rounded values
     in fp32 and bf16, and a mask of finite values. Muon: the update of one matrix in fp32 and bf16 and three products in
-    bf16 (``torch.optim._muon``), on a CPU all in fp32. Unfused on CUDA: intermediate values for a group's weights.
+    bf16 (``torch.optim._muon``), on a CPU all in fp32; for sharded weights also one gathered matrix and its update.
+    Sharded Adafactor: the updates of one chunk. Unfused on CUDA: intermediate values for a group's weights.
     """
+    shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    largest = max(p.numel() for p in trained.values())
+
+    def size(parameter: nn.Parameter) -> float:
+        return parameter.numel() / shards
+
+    largest = max(map(size, trained.values()))
     has_bf16_moments, main = "state_dtype" in setup.optimizer, main_params(setup, model)
     needs, no_decay, groups = 0.0, no_decay_params(model), dict[tuple[bool, bool], list[nn.Parameter]]()
     for name, parameter in trained.items():
@@ -54,20 +68,24 @@ def update_bytes(setup: MemoryInputs, model: GPT) -> float:
         widened = {is_main: int(setup.has_masters and not setup.sums_in_fp32) for _, is_main in groups}  # per element
         if has_bf16_moments:
             for is_main in widened:
-                size = state_bytes(setup.optimizer, torch.float32, (256, 256), setup.optimizer_class, is_main)
-                widened[is_main] += int(size // (BF16 * 256 * 256))
+                moments = state_bytes(setup.optimizer, torch.float32, (256, 256), setup.optimizer_class, is_main)
+                widened[is_main] += int(moments // (BF16 * 256 * 256))
             needs += (FP32 + 1 + FP32 + BF16) * largest
         limit = 1 if setup.in_backward else UPDATE_CHUNK
-        parts = [(widened[is_main], part) for (_, is_main), group in groups.items() for part in chunks(group, limit)]
-        needs += FP32 * max(n * sum(p.numel() for p in part) for n, part in parts)
+        parts = [(widened[key[1]], part) for key, group in groups.items() for part in chunks(group, size, limit)]
+        needs += FP32 * max(n * sum(map(size, part)) for n, part in parts)
+    elif setup.optimizer["name"] == "Adafactor" and shards > 1:
+        parts = [(1, part) for group in groups.values() for part in chunks(group, size)]
+        needs += setup.weight_bytes * max(sum(map(size, part)) for _, part in parts)
     elif _is_foreach(setup) and not setup.has_masters:
-        elements = largest if setup.in_backward else max(sum(p.numel() for p in group) for group in groups.values())
-        shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
-        needs += (FP32 if setup.lora is not None else setup.weight_bytes) * elements / shards
+        elements = largest if setup.in_backward else max(sum(map(size, group)) for group in groups.values())
+        needs += (FP32 if setup.lora is not None else setup.weight_bytes) * elements
     if setup.optimizer["name"] == Muon.__name__:
         shapes = muon_shapes(setup, model)
         n_copies, product = (3, FP32) if setup.device == "cpu" else (2, BF16)
-        needs += max((n_copies * FP32 * r * c + 2 * product * min(r, c) ** 2 for r, c in shapes), default=0)
+        iterations = max((n_copies * FP32 * r * c + 2 * product * min(r, c) ** 2 for r, c in shapes), default=0)
+        gathered = max((model.get_parameter(name).numel() for name in main), default=0) if shards > 1 else 0
+        needs += iterations + (FP32 + product) * gathered
     return needs
 
 
@@ -86,14 +104,16 @@ def _is_foreach(setup: MemoryInputs) -> bool:
 
 
 def orthogonalization_flops(setup: MemoryInputs, model: GPT) -> float:
-    """Return the FLOPs of Muon's Newton-Schulz iterations per step; 0 for other optimizers.
+    """Return the FLOPs of Muon's Newton-Schulz iterations per step on one device; 0 for other optimizers.
 
-    An iteration computes G = X X^T, G^2 and (b G + c G^2) X for an r x c matrix X with r <= c.
+    With sharded weights, each rank orthogonalizes its share of the matrices.
     """
     if setup.optimizer["name"] != Muon.__name__:
         return 0.0
-    iterations, sizes = setup.optimizer.get("ns_steps", NS_STEPS), map(sorted, muon_shapes(setup, model))
-    return float(iterations * sum(4 * r * r * c + 2 * r**3 for r, c in sizes))
+    iterations, shards = setup.optimizer.get("ns_steps", NS_STEPS), 1
+    if setup.strategy.kind == "fsdp":
+        shards = setup.strategy.shards
+    return sum(newton_schulz_flops(*shape, iterations) for shape in muon_shapes(setup, model)) / shards
 
 
 def muon_shapes(setup: MemoryInputs, model: GPT) -> list[tuple[int, int]]:
@@ -119,7 +139,7 @@ def main_params(setup: MemoryInputs, model: GPT) -> set[str]:
 def state_bytes(
     options: dict[str, Any],
     dtype: torch.dtype,
-    shape: tuple[int, ...],
+    shape: tuple[float, ...],
     given_class: type[torch.optim.Optimizer] | None = None,
     is_main: bool = False,
 ) -> float:
@@ -127,12 +147,12 @@ def state_bytes(
 
     This runs one step of the optimizer on tiny parameters. State sizes (elements, rows, columns, a counter) are linear
     in each axis, so four small matrices, or two vectors, determine all of them. ``is_main``: whether a hybrid
-    optimizer's main optimizer updates the parameter.
+    optimizer's main optimizer updates the parameter. The first axis may be the mean rows of a shard.
     """
     if 0 in shape:
         return 0.0
     if is_main and options["name"] == AdamW8bit.__name__:
-        return state_bytes_8bit(torch.Size(shape).numel())
+        return state_bytes_8bit(round(math.prod(shape)))
     probe = _Probe(options, dtype, given_class, is_main)
     if len(shape) == 1:
         low, high = probe.bytes((8,)), probe.bytes((16,))

@@ -280,6 +280,8 @@ def _load_tensor(
     if target is not None and (shard := local_shard(target)) is not target:  # a DTensor, which shares memory with it
         _load_tensor(key, stored, shard, part, is_torch_optimizer)
         return target
+    if target is not None and is_torch_optimizer and (first := _first_element(stored, target, part)) is not None:
+        return target.copy_(stored.read(first, first + target.numel()).view(target.shape))
     is_scalar, has_param_shape = stored.shape == (), stored.shape in (part.shape, (part.shape.numel(),))
     is_sharded = part.is_sharded and not is_scalar
     shape, start = (part.local.shape, part.start) if is_sharded else (stored.shape, 0)
@@ -294,6 +296,20 @@ def _load_tensor(
     if target is None or not is_same:
         target = torch.empty(shape, dtype=stored.dtype, device=part.parameter.device)
     return target.copy_(stored.read(start, start + target.numel()).view(target.shape))
+
+
+def _first_element(stored: _LazyTensor, target: Tensor, part: _LocalParameter) -> int | None:
+    """Return where ``target`` starts in a saved tensor that has fewer elements than the parameter.
+
+    Such a tensor is equal on all ranks, or has values for each row of a shard. None if it is neither.
+    """
+    n_stored, n_param = stored.shape.numel(), part.shape.numel()
+    if n_stored >= n_param or target.dtype != stored.dtype:
+        return None
+    if target.shape == stored.shape:
+        return 0
+    is_by_rows = target.numel() * n_param == n_stored * part.local.numel()
+    return part.start * n_stored // n_param if is_by_rows and (part.is_sharded or target.ndim == 1) else None
 
 
 def _on_cpu(value: Any) -> Any:
