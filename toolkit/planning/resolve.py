@@ -19,7 +19,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
-from toolkit.optim.classes import has_moments, resolve_optimizer
+from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimizer
 from toolkit.optim.hybrid import Muon
 from toolkit.planning.auto import choose_options
 from toolkit.planning.batch import BatchPlan, plan_batch
@@ -138,6 +138,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         args.train.global_batch_size, micro_batch_size, **sizes, model_parallel=args.model_parallel.world_size
     )
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
+    cls = args.optimizer_class or optimizer_class(args.optimizer.name)
     require_compatible(
         Facts(
             args,
@@ -147,6 +148,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
             strategy,
             batch,
             has_moments="state_dtype" not in optimizer or args.optimizer_class is not None or has_moments(optimizer),
+            needs_unsharded=getattr(cls, "needs_unsharded", False),
         )
     )
     if (ratio := args.loraplus_lr_ratio) != 1:
