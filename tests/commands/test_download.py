@@ -184,7 +184,7 @@ def test_progress_lines_without_terminal(hub, exported, capsys, monkeypatch):
     monkeypatch.setattr(hub_module, "print", report, raising=False)
     hub_module.download("org/tiny", "out")
     size = int(re.search(r"files, ([\d,]+) bytes", lines[0])[1].replace(",", ""))
-    assert lines[1] == f"downloaded 0 of {size:,} bytes" and lines[-1] == "converting it to out"
+    assert lines[1] == f"downloaded 0 of {size:,} bytes" and lines[-1] == "converting org/tiny to out"
     assert capsys.readouterr() == ("", "")
 
 
@@ -208,7 +208,7 @@ def test_interrupted_download_fetches_missing_files(hub, exported, capsys):
     assert len(shards) > 2
     hub.failing.add(shards[-1])
     error = refusal(capsys, "org/tiny")
-    assert "status 500" in error and "kept in checkpoints/org/.download-tiny, the same command fetches" in error
+    assert "status 500" in error and "remain in checkpoints/org/.download-tiny; run the same command again" in error
     assert not Path("checkpoints/org/tiny").exists()
     had = {name for name in shards if list(Path("checkpoints/org/.download-tiny").rglob(name))}
     assert had
@@ -320,7 +320,8 @@ def test_too_small_a_disk(hub, exported, capsys, monkeypatch):
     weights = len(one["model.safetensors"])
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": weights * 2}))
     error = refusal(capsys, "org/tiny")
-    assert "--out_dir checkpoints/org: org/tiny needs" in error and f"and {weights * 2:,} are free" in error
+    assert "--out_dir checkpoints/org/tiny: downloading and converting org/tiny needs" in error
+    assert f"but only {weights * 2:,} are free" in error
     assert hub.fetched() == ["config.json"] and not Path("checkpoints").exists()
     assert main(["download", "org/tiny", "--convert", "false"]) == 0
 
@@ -329,7 +330,7 @@ def test_mxfp4_needs_disk_space_for_16_bits(hub, exported, capsys, monkeypatch):
     hub.add("org/tiny", changed_config(exported[0], quantization_config={"quant_method": "mxfp4"}))
     weights = len(exported[0]["model.safetensors"])
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": weights * 4}))
-    assert "org/tiny needs" in refusal(capsys, "org/tiny")
+    assert "converting org/tiny needs" in refusal(capsys, "org/tiny")
 
 
 def test_s1_disk_full_during_download(hub, exported, capsys, monkeypatch):
@@ -350,5 +351,5 @@ def test_failed_conversion_keeps_the_download(hub, exported, capsys):
     one = exported[0]
     hub.add("org/tiny", one | {"model.safetensors": one["model.safetensors"][:-100]})
     error = refusal(capsys, "org/tiny")
-    assert "model.safetensors" in error and "; the downloaded files are kept in checkpoints/org/.download-tiny" in error
+    assert "model.safetensors" in error and "; the downloaded files remain in checkpoints/org/.download-tiny" in error
     assert os.listdir("checkpoints/org") == [".download-tiny"]

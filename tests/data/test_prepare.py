@@ -248,9 +248,9 @@ def test_s7_damaged_file_is_named_and_intact_folder_is_verified_once_per_machine
         other.setenv("XDG_CACHE_HOME", str(stamps))
         assert "using cached" in prepare()[1] and "using cached" in prepare()[1] and len(checked) == 5
     _flip(folder / "tokens" / "chunk-0-0.bin", 100, 1)
-    with pytest.raises(UserError, match="--data.data_path .* is damaged .*tokens/chunk-0-0.bin: bytes differ"):
+    with pytest.raises(UserError, match="--data.data_path .* is damaged .*tokens/chunk-0-0.bin: checksum mismatch"):
         LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
-    assert re.search(r"preparing .*damaged \(tokens/chunk-0-0.bin: bytes differ from its checksum", prepare()[1])
+    assert re.search(r"preparing .*damaged \(tokens/chunk-0-0.bin: checksum mismatch", prepare()[1])
     LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
 
 
@@ -267,7 +267,7 @@ def test_s7_large_data_is_verified_as_it_is_read(prepare, tmp_path, monkeypatch)
     for module in (None, LitData(str(folder))):
         data = module.prepare(tokenizer=None, max_seq_length=T, report=print) if module else prepare()[0]
         assert not data.train.store.array._open  # no chunk was even opened
-        with pytest.raises(DataError, match=f"tokens/chunk-0-0.bin: bytes differ .*; delete {folder} and prepare"):
+        with pytest.raises(DataError, match=f"tokens/chunk-0-0.bin: checksum mismatch .*; delete {folder} and prepare"):
             data.val[0]
     assert "manifest.json" in checked and not any(name.endswith(".bin") for name in checked)
     again, log = prepare(max_seq_length=T + 1)  # reads everything, once

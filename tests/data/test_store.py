@@ -226,7 +226,7 @@ def test_s7_damage_is_found_and_named_on_reading(written, monkeypatch):
     flipped = bytearray(content)
     flipped[-1] ^= 1
     chunk.write_bytes(flipped)
-    damaged("bytes differ from their checksum")
+    damaged("checksum mismatch")
     monkeypatch.setattr(chunks, "_STAT_CHUNKS", 2)  # sizes are not looked at before
     chunk.write_bytes(content[:-1])
     damaged("is truncated")

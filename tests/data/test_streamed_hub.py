@@ -3,6 +3,7 @@
 import gzip
 import io
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,18 @@ def test_mistakes_are_one_line(hub, tmp_path, monkeypatch):
         assert "\n" not in str(error.value) and "secret" not in str(error.value)
 
     check_each(check, cases)
+
+
+def test_hub_that_never_answers_is_an_error(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_module, "_LISTING_TIMEOUT", 0.1)
+    monkeypatch.setattr(hub_module, "_TIMEOUT", 0.1)
+    answers = threading.Event()
+    for name in ("list_repo_tree", "list_repo_refs"):
+        monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", lambda *args, **options: answers.wait(60) and [])
+    hub.add("datasets/acme/names", {"train.jsonl": lines(documents(2, 0))})
+    with pytest.raises(UserError, match=r"^--data.repo_id acme/names: no download from .* \(no answer\)"):
+        hub_module._tree(hub_module.Repository("acme/names", "main", hub.commit), "")
+    answers.set()
 
 
 def test_globs_match_as_on_the_hub():

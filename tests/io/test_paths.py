@@ -87,7 +87,7 @@ def test_url_of_remote_storage_that_cannot_be_meant_is_an_error(tmp_path, monkey
         ("--out_dir", "s3://bucket/run/../other"): "must name a folder in a bucket",
         ("--out_dir", url): f"--out_dir {url}: s3:// needs a package that is not installed; run: pip install s3fs",
         ("--resume", url): f"--resume {url}: s3:// needs a package that is not installed; run: pip install s3fs",
-        ("--out_dir", "nfs2://bucket/run"): "nfs2:// is not a kind of storage for runs",
+        ("--out_dir", "nfs2://bucket/run"): "runs cannot be stored on nfs2://",
         ("--staging_dir", "x"): "--staging_dir x: has no effect with the local --out_dir out/pretrain; remove it",
     }
     check_each(check, list(cases.items()))

@@ -99,7 +99,7 @@ def pairs(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(extension, "_added", {})
+    monkeypatch.setattr(extension, "_module_extensions", {})
 
 
 def curve(out: str) -> list[dict[str, float]]:

@@ -20,8 +20,8 @@ from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, UserError
 
 PERIOD = 100_000  # rows
-ID_BITS = 55  # bits per row id for sources with arbitrary ids: 2**23 files with 2**32 rows each
-MAX_SOURCES = 1 << (63 - ID_BITS)
+# Bits per row id for sources with arbitrary ids: 2**23 files with 2**32 rows each. 8 bits remain for the source.
+ID_BITS = 55
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ConcatenatedRows:
     """A concatenation of datasets; see :class:`toolkit.data.base.TokenDataset`.
 
     Args:
-        datasets: At most ``MAX_SOURCES`` datasets. Row ids have gaps if a dataset has no length or defines an order.
+        datasets: At most 256 datasets. Row ids have gaps if a dataset has no length or defines an order.
 
     Attributes:
         is_dense: Whether row ids have no gaps.

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from toolkit.config import AUTO, Auto
 from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.lifeline import Lifeline
-from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, call_with_timeout, name_run, open_store
+from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, name_run, open_store
 from toolkit.distributed.shutdown import (
     ShutdownCoordinator,
     children,
@@ -32,6 +32,7 @@ from toolkit.distributed.shutdown import (
 )
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import PeerLostError, UserError
+from toolkit.io.threads import call_with_timeout
 
 T = TypeVar("T")
 _HEARTBEAT = 30.0  # seconds between messages of a waiting rank

@@ -16,8 +16,8 @@ import torch
 from torch import distributed as dist
 
 from toolkit.distributed.mesh import Layout
-from toolkit.distributed.rendezvous import run_in_thread
 from toolkit.errors import PeerLostError, join_first
+from toolkit.io.threads import run_in_thread
 from toolkit.private_torch import set_group_timeouts
 
 T = TypeVar("T")

@@ -11,52 +11,24 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.config import AUTO, Auto
 from toolkit.distributed.world import Environ, cluster_environment, detect_world
 from toolkit.errors import TerminatedError, UserError, is_reported
+from toolkit.io.threads import call_with_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-T = TypeVar("T")
 FAILED = "failed"  # the key of the first failure before the rendezvous
 STARTUP_TIMEOUT_S = 60.0  # for a process of this run to start, regardless of --timeout
 CONNECT_TIMEOUT_S = 10.0  # for a failed process to reach the store before it prints its message
-
-
-def run_in_thread(function: Callable[[], T], name: str | None = None, daemon: bool = False) -> Future[T]:
-    """Call a function in a new thread. A daemon thread does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=daemon).start()
-    return future
-
-
-def call_with_timeout(seconds: float, function: Callable[[], T]) -> T:
-    """Call ``function`` in a thread with a timeout; torch's store client would wait forever for a dead store.
-
-    Raises:
-        TimeoutError: it did not return within ``seconds``; the thread keeps running.
-    """
-    result = run_in_thread(function, daemon=True)
-    if not wait([result], seconds).done:
-        raise TimeoutError("no answer")
-    return result.result()
 
 
 def open_store(host: str, port: int, seconds: float, is_host: bool) -> Store:

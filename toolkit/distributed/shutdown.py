@@ -17,9 +17,10 @@ from torch import distributed as dist
 
 from toolkit.distributed import ranks
 from toolkit.distributed.lifeline import Lifeline
-from toolkit.distributed.rendezvous import FAILED, call_with_timeout
+from toolkit.distributed.rendezvous import FAILED
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CommandError, PeerLostError, PeerShutdownError, mark_reported
+from toolkit.io.threads import call_with_timeout
 
 PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
 EXIT_TIMEOUT_S = 5.0  # for the processes of a failed run to exit

@@ -59,7 +59,7 @@ def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
             same = _crc32(Path(folder) / name, start) == value
         except OSError as error:
             return name, error.strerror or str(error)
-        return None if same else (name, f"bytes differ from its checksum (after byte {start:,})")
+        return None if same else (name, f"checksum mismatch (after byte {start:,})")
 
     with ThreadPoolExecutor(_THREADS) as pool:
         for damage in pool.map(compare, chunks):

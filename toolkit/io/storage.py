@@ -50,27 +50,27 @@ class StorageError(Exception):
     """A request failed after all retries. The one-line message has the reason and a fix, without secrets."""
 
 
-def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, closed: threading.Event | None = None) -> T:
+def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, cancelled: threading.Event | None = None) -> T:
     """Run a request and return the result. Retry transient failures with exponential backoff and jitter.
 
     Args:
         request: Function to call on each attempt.
         url: URL of the object, for messages.
         attempts: Maximum number of attempts.
-        closed: Event that ends the wait between attempts.
+        cancelled: Event that stops further attempts.
 
     Raises:
         StorageError: The request failed permanently.
     """
-    closed = closed or threading.Event()
+    cancelled = cancelled or threading.Event()
     for attempt in range(attempts):
         try:
             return request()
         except Exception as error:
-            reason, may_pass = describe(error, url)
-            if not may_pass or attempt + 1 == attempts or closed.is_set():
+            reason, is_transient = describe(error, url)
+            delay = min(MAX_DELAY, FIRST_DELAY * 2**attempt) * _jitter.uniform(0.5, 1)
+            if not is_transient or attempt + 1 == attempts or cancelled.wait(delay):
                 raise StorageError(reason) from error
-            closed.wait(min(MAX_DELAY, FIRST_DELAY * 2**attempt) * _jitter.uniform(0.5, 1))
     raise AssertionError
 
 
@@ -100,7 +100,7 @@ class Storage:
         self.root = str(self.fs._strip_protocol(self.url)).rstrip("/")
         self.has_folders = self.url.startswith(("file:", "memory:"))
         self.attempts = ATTEMPTS
-        self.closed = threading.Event()  # ends the wait between attempts
+        self.closed = threading.Event()  # stops further attempts
 
     def error(self, reason: object) -> UserError:
         return UserError(f"{self.flag} {self.url}: {reason}")
@@ -196,7 +196,7 @@ class Storage:
         try:
             self.write(name, content)
             if self.read(name) != content or name not in self.entries():
-                raise self.error("does not return what was just written there; use a storage that is consistent")
+                raise self.error("returned old content after a write; use storage with read-after-write consistency")
             self.delete(name)
         except StorageError as error:
             raise self.error(error) from error
@@ -213,7 +213,7 @@ class Storage:
     def _require_size(self, name: str, size: int) -> None:
         written = self.fs.info(self._path(name))["size"]
         if written != size:
-            raise ConnectionError(f"{written:,} of {size:,} bytes of {name} have arrived")
+            raise ConnectionError(f"only {written:,} of {size:,} bytes of {name} were stored")
 
 
 def _missing(error: FileNotFoundError, value: T) -> T:
@@ -238,7 +238,7 @@ def _connect(url: str, flag: str) -> Any:
         raise UserError(f"{flag} {url}: {scheme}:// needs a package that is not installed; run: {install}") from error
     except ValueError as error:
         raise UserError(
-            f"{flag} {url}: {scheme}:// is not a kind of storage for runs; use one of fsspec's, such as s3:// or gs://"
+            f"{flag} {url}: runs cannot be stored on {scheme}://; use storage that fsspec supports, such as s3:// or gs://"
         ) from error
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if package == "s3fs":
@@ -268,7 +268,7 @@ def describe(error: BaseException, url: str) -> tuple[str, bool]:
         return "unknown kind of storage; use a local path, s3://, gs://, hf:// or https://", False
     if names & set(_UNREACHABLE):
         return (
-            f"the storage does not answer; check the network{' and AWS_ENDPOINT_URL' * scheme.startswith('s3')}",
+            f"the storage does not respond; check the network{' and AWS_ENDPOINT_URL' * scheme.startswith('s3')}",
             True,
         )
     if code == "NoSuchBucket" or (status == 404 and "Bucket" in code):
@@ -294,7 +294,7 @@ def describe(error: BaseException, url: str) -> tuple[str, bool]:
             "there"
         ), False
     if code == "InvalidBucketName" or "ParamValidationError" in names:
-        return "not a valid name of a bucket; check it", False
+        return "invalid bucket name; check it", False
     reason = code if code and not code.isdigit() else one_line(error)[:150] or type(error).__name__
     return f"the storage failed ({reason}{f', HTTP status {status}' if status else ''}); try again later", True
 

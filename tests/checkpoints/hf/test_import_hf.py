@@ -383,14 +383,16 @@ def test_s7_damage_after_the_export_is_found(tmp_path, capsys):
     assert convert("intact") == (0, "")
     config.write_text(config.read_text().replace('"initializer_range": 0.02', '"initializer_range": 0.01') + " ")
     code, lines = convert("edited")
-    assert code == 0 and lines == f"warning: {config} differs from its checksum: it was edited, or is damaged\n"
+    assert code == 0 and lines == f"warning: {config} does not match its checksum: it was edited or is damaged\n"
     for place in (9, len(whole) // 2, len(whole) - 1):
         weights.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         code, line = convert("damaged")
-        assert code == 2 and "model.safetensors: bytes differ from its checksum" in line and line.count("\n") == 1
+        assert code == 2 and "model.safetensors: checksum mismatch" in line and line.count("\n") == 1
     assert convert("accepted", "--verify_checkpoint", "false")[0] == 0
     sums.write_text(sums.read_text().replace("  ", " ", 1))
     assert f"{sums}: line 1 is damaged" in convert("malformed")[1]
+    sums.write_text("".join(f"{'0' * 64}  {i}\n" for i in range(64_000)))
+    assert f"{sums}: larger than 4,194,304 bytes; copy it again" in convert("large")[1]
 
 
 def test_nonempty_out_dir_and_wrong_hf_dir_are_rejected(tmp_path, capsys):

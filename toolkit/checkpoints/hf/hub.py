@@ -75,24 +75,24 @@ def download(
     with tempfile.TemporaryDirectory() as preview:
         names = _select_tokenizer(repository) if tokenizer_only else _select_files(repository, Path(preview))
         size_ratio = _conversion_size_ratio(Path(preview), dtype) if convert else 0.0
-    _require_disk_space(repository, names, folder, size_ratio)
+    _require_disk_space(repository, names, folder, size_ratio, out_dir)
     with exclusive_lock(staging):
         for other in staging.iterdir():  # left by an interrupted download of another commit
             if other.is_dir() and other != folder:
                 shutil.rmtree(other)
         size = sum(repository.sizes[name] for name in names)
         print(f"downloading {repo_id} at commit {repository.commit}: {len(names)} files, {size:,} bytes")
-        hint = f"; complete files are kept in {staging}, the same command fetches the others"
+        hint = f"; complete files remain in {staging}; run the same command again to download the rest"
         _fetch(repository, names, folder, hint, is_silent=False)
         write_origin(folder, {"repo_id": repo_id, "revision": revision, "commit": repository.commit})
         if convert:
-            print(f"converting it to {out_dir}")
+            print(f"converting {repo_id} to {out_dir}")
         try:
             if tokenizer_only:
                 Tokenizer.load(folder, f"repo_id {repo_id}:")
             notes = import_hf(folder, out_dir, dtype, verify=False) if convert else _move(folder, out_dir)
         except UserError as error:
-            raise UserError(f"{error}; the downloaded files are kept in {staging}") from error
+            raise UserError(f"{error}; the downloaded files remain in {staging}") from error
         shutil.rmtree(staging, ignore_errors=True)
     return notes
 
@@ -103,7 +103,7 @@ def _look_up(repo_id: str, revision: str) -> Repository:
 
     if repo_id == "list":
         raise UserError(
-            "repo_id list: give the name of a model on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct; "
+            "repo_id list: give a model name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct; "
             "`toolkit pretrain list` prints the named architectures"
         )
     try:
@@ -181,7 +181,9 @@ def _conversion_size_ratio(folder: Path, dtype: torch.dtype | None) -> float:
     return dtype.itemsize / stored if dtype is not None and stored else 1.0
 
 
-def _require_disk_space(repository: Repository, names: list[str], folder: Path, size_ratio: float) -> None:
+def _require_disk_space(
+    repository: Repository, names: list[str], folder: Path, size_ratio: float, out_dir: Path
+) -> None:
     """Raise UserError unless the download and converted weights (``size_ratio`` times as large) fit on disk."""
     weights = sum(repository.sizes[name] for name in names if name.endswith(".safetensors"))
     present = sum(repository.sizes[name] for name in names if _is_complete(repository, name, folder))
@@ -190,9 +192,8 @@ def _require_disk_space(repository: Repository, names: list[str], folder: Path, 
     free = shutil.disk_usage(disk).free
     if needed > free:
         raise UserError(
-            f"--out_dir {folder.parent.parent}: {repository.repo_id} needs {needed:,} bytes of disk there to download"
-            f"{' and convert it' if size_ratio else ' it'}, and {free:,} are free; free some space or give "
-            "another folder"
+            f"--out_dir {out_dir}: downloading{' and converting' if size_ratio else ''} {repository.repo_id} needs "
+            f"{needed:,} bytes of disk space, but only {free:,} are free; free some space or give another folder"
         )
 
 

@@ -16,7 +16,7 @@ from toolkit.io.safe_parse import open_regular
 SUMS = "SHA256SUMS"
 HUB_METADATA = Path(".cache", "huggingface", "download")
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
-_PIECE = 2**20  # bytes
+_READ_SIZE = 2**20  # bytes
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _MAX_BYTES = 2**22  # maximum size of SHA256SUMS, which has a line per file
 
@@ -41,17 +41,19 @@ def require_intact(folder: Path, where: str) -> list[str]:
     changed = find_changed(folder)
     if weights := [name for name in changed if name.endswith(WEIGHT_SUFFIXES)]:
         hint = "copy or download it again; --verify_checkpoint false accepts it"
-        raise UserError(f"{where}: {weights[0]}: bytes differ from its checksum: damaged or edited; {hint}")
-    return [f"warning: {folder / name} differs from its checksum: it was edited, or is damaged" for name in changed]
+        raise UserError(f"{where}: {weights[0]}: checksum mismatch: damaged or edited; {hint}")
+    return [f"warning: {folder / name} does not match its checksum: it was edited or is damaged" for name in changed]
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
     if not (folder / SUMS).is_file():
         return {}
     with open_regular(folder / SUMS) as file:
-        lines = file.read(_MAX_BYTES).decode(errors="replace").splitlines()
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise UserError(f"{folder / SUMS}: larger than {_MAX_BYTES:,} bytes; copy it again, or delete it")
     sums = {}
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
         match = _LINE.fullmatch(line)
         if match is None or not _is_inside(match[2]):
             raise UserError(f"{folder / SUMS}: line {number} is damaged; copy it again, or delete it")
@@ -63,7 +65,7 @@ def _hub_sums(folder: Path) -> dict[str, str]:
     sums = {}
     for path in (folder / HUB_METADATA).rglob("*.metadata"):
         with open_regular(path) as file:
-            lines = file.read(_PIECE).decode(errors="replace").splitlines()  # commit, ETag, time
+            lines = file.read(_READ_SIZE).decode(errors="replace").splitlines()  # commit, ETag, time
         if len(lines) > 1 and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", lines[1]):
             sums[path.relative_to(folder / HUB_METADATA).as_posix().removesuffix(".metadata")] = lines[1]
     return sums
@@ -81,8 +83,8 @@ def _hash(folder: Path, names: Iterable[str], expected: Mapping[str, str] = {}) 
         is_git = len(expected.get(name, "")) == 40
         with open_regular(folder / name) as file:
             value = hashlib.sha1(b"blob %d\0" % (folder / name).stat().st_size) if is_git else hashlib.sha256()
-            while piece := file.read(_PIECE):
-                value.update(piece)  # releases the GIL
+            while data := file.read(_READ_SIZE):
+                value.update(data)  # releases the GIL
         return name, value.hexdigest()
 
     with ThreadPoolExecutor() as pool:

@@ -107,7 +107,7 @@ def fetch_files(storage: Storage, folder: str, files: dict[str, Checksum], targe
                     _write_at(path, start, content)
                 return
         missing = content is None
-        damage[name] = "missing" if missing else f"bytes differ from its checksum (after byte {start:,})"
+        damage[name] = "missing" if missing else f"checksum mismatch (after byte {start:,})"
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(fetch, _chunks(files)))

@@ -19,7 +19,7 @@ from toolkit.data.sft.schemas import EmptyAnswerError, Record, to_record
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.data.base import OnLong, Packing, Report, TrainOn
+    from toolkit.data.base import OnLong, Packing, TrainOn
     from toolkit.data.tokenizer import Tokenizer
     from toolkit.data.tokens.store import TokenWriter
 

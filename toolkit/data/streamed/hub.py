@@ -16,8 +16,10 @@ from toolkit.data.hub_errors import describe_hub_error, hub_error_types
 from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import parse_yaml
+from toolkit.io.threads import call_with_timeout
 
 _TIMEOUT = 30  # seconds
+_LISTING_TIMEOUT = 300  # seconds; large repositories have many pages, which the client requests without a timeout
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -183,8 +185,9 @@ def _tree(repository: Repository, folder: str) -> list[SourceFile]:
     repo_id, commit = repository.repo_id, repository.commit
     with _hub_errors(repo_id, repository.revision):
         try:
-            entries = HfApi().list_repo_tree(
-                repo_id, folder or None, recursive=True, revision=commit, repo_type="dataset"
+            options = {"recursive": True, "revision": commit, "repo_type": "dataset"}
+            entries = call_with_timeout(
+                _LISTING_TIMEOUT, lambda: list(HfApi().list_repo_tree(repo_id, folder or None, **options))
             )
             files = [entry for entry in entries if isinstance(entry, RepoFile)]
         except EntryNotFoundError:
@@ -211,7 +214,7 @@ def _known_revisions(repo_id: str) -> str:
     from huggingface_hub import HfApi
 
     try:
-        refs = HfApi().list_repo_refs(repo_id, repo_type="dataset")
+        refs = call_with_timeout(_TIMEOUT, lambda: HfApi().list_repo_refs(repo_id, repo_type="dataset"))
         return f"it has {join_first([ref.name for ref in (*refs.branches, *refs.tags)], 10)}"
     except hub_error_types():
         return ""

@@ -141,7 +141,7 @@ class ChunkedArray:
             if not self._verified[piece]:
                 values = self._read(chunk, first, min(first + PIECE, self.sizes[chunk]))
                 if zlib.crc32(values.data) != checksums[piece]:
-                    raise self._error(chunk, f"bytes differ from their checksum (after token {first:,})")
+                    raise self._error(chunk, f"checksum mismatch (after token {first:,})")
                 self._verified[piece] = True
 
     def _read(self, chunk: int, start: int, stop: int) -> np.ndarray:

@@ -1,0 +1,34 @@
+"""Run functions in threads, with a timeout."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def run_in_thread(function: Callable[[], T], name: str | None = None, daemon: bool = False) -> Future[T]:
+    """Call a function in a new thread. A daemon thread does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return future
+
+
+def call_with_timeout(seconds: float, function: Callable[[], T]) -> T:
+    """Call ``function`` in a thread with a timeout, for clients that may wait forever.
+
+    Raises:
+        TimeoutError: It did not return within ``seconds``; the thread keeps running.
+    """
+    result = run_in_thread(function, daemon=True)
+    if not wait([result], seconds).done:
+        raise TimeoutError("no answer")
+    return result.result()
