@@ -27,7 +27,7 @@ import toolkit
 from toolkit.data import HuggingFaceText, LitData, PythonStdlib, TextFiles
 from toolkit.data.base import DataModule, sample_order
 from toolkit.data.loader import train_batches
-from toolkit.data.prefetch import ReadAhead
+from toolkit.data.prefetch import Prefetcher
 from toolkit.data.text.python_stdlib import find_sources
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.ui.loggers import read_metrics
@@ -100,7 +100,7 @@ def measure_memory(name: str, folder: Path, steps: int) -> dict[str, Any]:
         data.train, sample_order(data.train, 42, {}), start_position=0, total_positions=None, global_batch_size=rows,
         micro_batch_size=rows, rank=0, world_size=1, num_workers=0,
     )  # fmt: skip
-    ahead, memory, started = ReadAhead(batches, torch.device("cpu")), [], time.perf_counter()
+    ahead, memory, started = Prefetcher(batches, torch.device("cpu")), [], time.perf_counter()
     for step, _ in enumerate(islice(ahead, steps), 1):
         if step in (steps // 10, steps // 2, steps):
             memory.append(anonymous_mb())

@@ -143,7 +143,7 @@ def letters(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(extension, "_added", {})
+    monkeypatch.setattr(extension, "_module_extensions", {})
     yield
     for name in files:
         sys.modules.pop(name, None)
@@ -159,21 +159,21 @@ def test_run_with_one_of_everything_is_recorded_and_repeats(tmp_path, capsys):
     final = tmp_path / "a" / "final"
     assert yaml.safe_load((final / "model_config.yaml").read_text())["extension"] == "letters"
     # the recorded options name the extension themselves
-    extension._added.clear()
+    extension._module_extensions.clear()
     assert main(["pretrain", "--config", str(final / "hyperparameters.yaml"), "--out_dir", "b"]) == 0
     assert (tmp_path / "b/final/lit_model.pth").read_bytes() == (final / "lit_model.pth").read_bytes()
 
 
 def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys):
     assert main(["pretrain", "letter-llama", "--extensions", "letters", *RUN, "--out_dir", "a"]) == 0
-    extension._added.clear()
+    extension._module_extensions.clear()
     capsys.readouterr()
     assert main(["verify", "a/final"]) == 0  # needs no model
     assert main(["convert_to_hf", "a/final", "hf"]) == 2
     assert "family letters: needs the extension letters: add --extensions letters" in capsys.readouterr().err
     assert main(["convert_to_hf", "a/final", "hf", "--extensions", "letters"]) == 0
     capsys.readouterr()
-    extension._added.clear()
+    extension._module_extensions.clear()
     config = tmp_path / "a/final/model_config.yaml"
     text = config.read_text()
     config.write_text(text.replace("family: letters", "family: llama"))  # now only its data is an extension's
@@ -185,7 +185,7 @@ def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys
         ("a; rm -rf b", "which is not installed"),
     ):
         config.write_text(config.read_text().replace("extension: letters", f"extension: {name}"))
-        extension._added.clear()
+        extension._module_extensions.clear()
         assert main(["convert_to_hf", "a/final", "hf2", "--verify_checkpoint", "false"]) == 2
         err = capsys.readouterr().err
         assert fix in err and err.count("\n") == 1
@@ -246,7 +246,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions empty": "--extensions empty: has no EXTENSION",
         "--extensions broken": "--extensions broken: No module named 'not_a_module'",
         "--extensions leaves": "--extensions leaves: leaves calls sys.exit(0) when it is imported",
-        "--extensions twice": "extension twice: families llama: toolkit has one of this name; rename it",
+        "--extensions twice": "extension twice: families llama: toolkit already defines this name; rename it",
         "--extensions lost": "extension lost: option_groups letters: letters_options.Missing",
         "--extensions again": "extension again: family letters: toolkit has a configuration pico-llama; rename it",
         "--extensions nameless": "family letters: letter-llama of nameless_family has family='llama'",
@@ -267,7 +267,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions letters --strategy replicas --ddp.bucket_cap_mb 3": "has no effect with",
     }
     for words, message in cases.items():
-        extension._added.clear()
+        extension._module_extensions.clear()
         assert main(["pretrain", "pico-llama", "--train.max_steps", "1", *words.split()]) == 2, words
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1, err
@@ -284,10 +284,10 @@ def test_list_plan_help_and_python_know_it(capsys):
     assert "replicas, 2 devices (loud True)" in capsys.readouterr().out
     toolkit.extension.add_extensions(["letters"])
     assert set(families()) == {*FAMILIES, "letters"} and get_config("Letter-Llama").family == "letters"
-    extension._added.clear()
+    extension._module_extensions.clear()
     data = SyntheticTokens(vocab_size=64)
     done = toolkit.train("letter-llama", extensions=["letters"], train={"max_steps": 1}, data=data, out_dir="c")
     assert done.checkpoint.name == "final"
-    extension._added.clear()
+    extension._module_extensions.clear()
     with pytest.raises(UserError, match="no such configuration"):
         get_config("letter-llama")

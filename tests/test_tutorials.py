@@ -199,7 +199,7 @@ def test_extend_page_callbacks(tmp_path, monkeypatch, capsys, corpus):
 def test_extend_page_objective(tmp_path, monkeypatch, corpus):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])  # the run adds this folder
-    monkeypatch.setattr(extension, "_added", {})
+    monkeypatch.setattr(extension, "_module_extensions", {})
     monkeypatch.delitem(sys.modules, "focal", raising=False)
     (tmp_path / "focal.py").write_text(re.search(r"```python\n(.*?)```", OBJECTIVE, re.S)[1])
     command = re.search(r"```bash\ntoolkit (.*?)\n```", OBJECTIVE, re.S)[1].split()
@@ -226,7 +226,7 @@ def test_extend_page_objective(tmp_path, monkeypatch, corpus):
 def test_extend_page_extension(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])  # the run adds this folder
-    monkeypatch.setattr(extension, "_added", {})
+    monkeypatch.setattr(extension, "_module_extensions", {})
     files = ("counting.py", "counting_data.py", "counting_log.py")
     for name, block in zip(files, re.findall(r"```python\n(.*?)```", EXTENSION, re.S), strict=True):
         (tmp_path / name).write_text(block)

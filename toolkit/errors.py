@@ -111,25 +111,25 @@ def join_first(items: Sequence[str], shown: int = 5) -> str:
 
 def did_you_mean(
     name: str,
-    known: Iterable[str],
+    valid_names: Iterable[str],
     count: int = 3,
     cutoff: float = 0.5,
     margin: float = 0.2,
-    compared: Callable[[str], str] = str.lower,
-    show: Callable[[str], str] = repr,
+    normalize: Callable[[str], str] = str.lower,
+    display: Callable[[str], str] = repr,
 ) -> str:
     """Return ``"; did you mean 'a' or 'b'?"`` with the names most similar to ``name``, or an empty string.
 
     Args:
         name: The unknown name.
-        known: The valid names.
+        valid_names: Names to choose from.
         count: Maximum number of names in the hint.
         cutoff: Minimum similarity, from 0 to 1, of :class:`difflib.SequenceMatcher`.
         margin: Maximum difference in similarity from the most similar name.
-        compared: Maps a valid name to the text to compare.
-        show: Formats a valid name for the hint.
+        normalize: Maps a valid name to the text that is compared with ``name``.
+        display: Formats a valid name for the hint.
     """
-    similarity = {k: difflib.SequenceMatcher(None, compared(k), name[:200].lower()).ratio() for k in known}
+    similarity = {k: difflib.SequenceMatcher(None, normalize(k), name[:200].lower()).ratio() for k in valid_names}
     least = max([cutoff, *(s - margin for s in similarity.values())])
     near = sorted((k for k, s in similarity.items() if s >= least), key=lambda k: (similarity[k], k), reverse=True)
-    return f"; did you mean {' or '.join(map(show, near[:count]))}?" if near else ""
+    return f"; did you mean {' or '.join(map(display, near[:count]))}?" if near else ""

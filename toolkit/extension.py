@@ -76,7 +76,7 @@ class Entry(NamedTuple):
     origin: str
 
 
-_added: dict[str, Extension] = {}  # by module name, from --extensions
+_module_extensions: dict[str, Extension] = {}  # by module name, from --extensions
 
 
 @cache
@@ -88,7 +88,7 @@ def _installed() -> dict[str, tuple[Extension, str]]:
     for point in metadata.entry_points(group=GROUP):
         name = point.dist.name if point.dist is not None else point.value
         try:
-            extensions_by_name[name] = _read(point.value), point.value
+            extensions_by_name[name] = _import_extension(point.value), point.value
         except UserError as error:  # a broken package must not stop every command
             print(one_line(f"warning: extension {name} is not used: {error}"), file=sys.stderr)
     return extensions_by_name
@@ -96,8 +96,8 @@ def _installed() -> dict[str, tuple[Extension, str]]:
 
 def is_known(name: str) -> bool:
     """Whether an extension with this distribution or module name is loaded."""
-    names = [*_added, *_installed(), *(module for _, module in _installed().values())]
-    return _normal(name) in map(_normal, names)
+    names = [*_module_extensions, *_installed(), *(module for _, module in _installed().values())]
+    return _normalize_name(name) in map(_normalize_name, names)
 
 
 def add_extensions(names: str | Iterable[str] | None, source: str = "--extensions") -> None:
@@ -109,9 +109,9 @@ def add_extensions(names: str | Iterable[str] | None, source: str = "--extension
     """
     for name in split_names(names, source):
         if not is_known(name):
-            find_modules_here()
+            add_cwd_to_path()
             try:
-                _added[name] = _read(name)
+                _module_extensions[name] = _import_extension(name)
             except UserError as error:
                 raise UserError(f"{source} {name}: {error}") from error
 
@@ -126,23 +126,19 @@ def split_names(value: Any, source: str = "--extensions") -> list[str]:
 
 def extensions() -> dict[str, Extension]:
     """Return all extensions by origin, see :class:`Entry`."""
-    return {name: extension for name, (extension, _) in _installed().items()} | _added
+    return {name: extension for name, (extension, _) in _installed().items()} | _module_extensions
 
 
-def registered(kind: str, own: Collection[str] = ()) -> dict[str, Entry]:
-    """Return the entries of a kind (one of :data:`KINDS`) by name, from all extensions.
-
-    Args:
-        own: Built-in names of this kind.
-    """
-    found: dict[str, Entry] = {}
+def registered(kind: str, builtin_names: Collection[str] = ()) -> dict[str, Entry]:
+    """Return all extensions' entries of a kind (see :data:`KINDS`) by name. Reject duplicates and ``builtin_names``."""
+    entries: dict[str, Entry] = {}
     for origin, extension in extensions().items():
         for name, path in getattr(extension, kind).items():
-            if name in own or name in found:
-                other = found[name].origin if name in found else "toolkit"
-                raise UserError(f"extension {origin}: {kind} {name}: {other} has one of this name; rename it")
-            found[name] = Entry(path, origin)
-    return found
+            if name in builtin_names or name in entries:
+                other = entries[name].origin if name in entries else "toolkit"
+                raise UserError(f"extension {origin}: {kind} {name}: {other} already defines this name; rename it")
+            entries[name] = Entry(path, origin)
+    return entries
 
 
 def load_registered(kind: str, name: str) -> Any:
@@ -238,7 +234,7 @@ def _add_with_helpers(file: Path, files: set[Path]) -> None:
                         files |= set((file.parent / name).rglob("*.py"))
 
 
-def find_modules_here() -> None:
+def add_cwd_to_path() -> None:
     """Add the current folder to sys.path. A console script has only its own folder there."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -250,13 +246,13 @@ def import_object(path: str) -> Any:
     if not module:
         return _import(path)
     try:
-        found = _import(module)
+        imported = _import(module)
     except ModuleNotFoundError as error:
         if error.name is not None and module.startswith(error.name):
             raise ModuleNotFoundError(f"there is no module {module}", name=error.name) from error
         raise
-    if hasattr(found, name):
-        return getattr(found, name)
+    if hasattr(imported, name):
+        return getattr(imported, name)
     try:
         return _import(path)
     except ModuleNotFoundError as error:
@@ -272,7 +268,7 @@ def _import(module: str) -> Any:
         raise ImportError(f"{module} calls sys.exit({error.code!r}) when it is imported") from error
 
 
-def _read(module: str) -> Extension:
+def _import_extension(module: str) -> Extension:
     """Import a module and return its ``EXTENSION``."""
     try:
         extension = getattr(import_object(module), "EXTENSION", None)
@@ -287,6 +283,6 @@ def _read(module: str) -> Extension:
     return extension
 
 
-def _normal(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Normalize a package name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

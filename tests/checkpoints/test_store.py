@@ -378,6 +378,6 @@ def test_folder_taken_over_by_another_run_is_not_written(tmp_path):
         shutil.rmtree(out)
         out.mkdir()
         (out / ".lock").write_text("1\n")
-        with pytest.raises(UserError, match=f"--out_dir {out}: was removed, and another run has started there"):
+        with pytest.raises(UserError, match=f"--out_dir {out}: was deleted, and another run has started there"):
             make(out / "step-1")
     assert names(out) == [".lock"]

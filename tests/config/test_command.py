@@ -308,9 +308,9 @@ def test_repeated_keys_are_an_error_and_repeated_flags_a_line(tmp_path, capsys):
     for text, message in (
         (
             "seed: 1\ntrain: {max_steps: 3, max_steps: 4}",
-            "--config FILE: not valid YAML: line 2: max_steps is given twice",
+            "--config FILE: not valid YAML: line 2: duplicate key max_steps",
         ),
-        ("seed: 1\nseed: 1", "--config FILE: not valid YAML: line 2: seed is given twice"),
+        ("seed: 1\nseed: 1", "--config FILE: not valid YAML: line 2: duplicate key seed"),
         ("train: {max_steps: 3}\ntrain.max_steps: 4", "FILE: train.max_steps: given twice"),
     ):
         file.write_text(text)

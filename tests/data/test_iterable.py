@@ -13,7 +13,7 @@ from helpers.groups import free_port, losses, start_ranks
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import toolkit
-from toolkit.data.tokens.iterable import IterableRows, LoaderRows
+from toolkit.data.tokens.iterable import DataLoaderRows, IterableRows
 from toolkit.errors import DataError, UserError
 from toolkit.models.gpt import GPT
 
@@ -246,11 +246,11 @@ def test_all_batch_formats_give_the_same_rows():
         "lists": DataLoader(blocks, batch_size=3, collate_fn=list),
         "unbatched": DataLoader(blocks, batch_size=None),
     }
-    readers = [LoaderRows(loader, None, False) for loader in loaders.values()]
+    readers = [DataLoaderRows(loader, None, False) for loader in loaders.values()]
     for rows in [*readers, IterableRows(pairs, None), IterableRows(iter(mappings), None)]:
         assert [x["labels"].tolist() for x in rows.first] == [y.tolist() for _, y in pairs]
     with pytest.raises(UserError, match="item 0 of dataset: has no labels; its keys are input_ids"):
-        LoaderRows(DataLoader([{"input_ids": x} for x, _ in pairs]), None, False)
+        DataLoaderRows(DataLoader([{"input_ids": x} for x, _ in pairs]), None, False)
 
 
 def test_shuffling_loader_gives_the_same_rows_again():
@@ -260,7 +260,7 @@ def test_shuffling_loader_gives_the_same_rows_again():
         read = []
         for _ in range(2):
             loader = DataLoader([row(i) for i in range(40)], shuffle=True, collate_fn=list, generator=make())
-            rows = LoaderRows(loader, None, False).order(0, {})
+            rows = DataLoaderRows(loader, None, False).order(0, {})
             read.append([rows[p]["input_ids"][0].item() for p in range(90)])
         assert read[0] == read[1] and sorted(read[0][:40]) == sorted(read[0][40:80]) == list(range(40))
         assert read[0][:40] != read[0][40:80]
@@ -268,15 +268,15 @@ def test_shuffling_loader_gives_the_same_rows_again():
 
 
 def test_ranks_with_the_same_samples_or_other_ones_are_refused():
-    def loader(allow_duplicates=False, **options) -> LoaderRows:
-        return LoaderRows(
+    def loader(allow_duplicates=False, **options) -> DataLoaderRows:
+        return DataLoaderRows(
             DataLoader(options.pop("dataset", Rows()), collate_fn=list, **options), None, allow_duplicates
         )
 
-    def part(rank: int, size: int = 2) -> LoaderRows:
+    def part(rank: int, size: int = 2) -> DataLoaderRows:
         return loader(sampler=DistributedSampler(Rows(), size, rank))
 
-    def shuffled(seed: int) -> LoaderRows:
+    def shuffled(seed: int) -> DataLoaderRows:
         return loader(shuffle=True, generator=torch.Generator().manual_seed(seed))
 
     def iterable(first: int) -> IterableRows:
@@ -302,21 +302,21 @@ def test_ranks_with_the_same_samples_or_other_ones_are_refused():
 
     def check(first: IterableRows, second: IterableRows, message: str | None) -> None:
         if message is None:
-            return first.check_shares([first.share(), second.share()])
+            return first.require_disjoint([first.rank_info(), second.rank_info()])
         with pytest.raises(UserError, match=message):
-            first.check_shares([first.share(), second.share()])
+            first.require_disjoint([first.rank_info(), second.rank_info()])
 
     check_each(check, cases)
 
 
 def test_loader_is_not_resumed_on_another_number_of_ranks():
-    rows = LoaderRows(DataLoader(Rows(), collate_fn=list), None, False)
+    rows = DataLoaderRows(DataLoader(Rows(), collate_fn=list), None, False)
     saved = rows.order(0, {}).state(32)
     assert saved["ranks"] == 1
     with pytest.raises(UserError, match="the run had 2 ranks, not 1; resume on 2"):
         rows.order(0, saved | {"ranks": 2})
     with pytest.raises(UserError, match="DataLoader: yields different rows than before"):
-        LoaderRows(DataLoader(Rows(), shuffle=True, collate_fn=list), None, False).order(0, saved)
+        DataLoaderRows(DataLoader(Rows(), shuffle=True, collate_fn=list), None, False).order(0, saved)
     assert rows.order(0, saved).note.startswith("DataLoader: reads 32 rows again")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.data.test_loader import batches, ids_of
-from toolkit.data.prefetch import ReadAhead
+from toolkit.data.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def readers() -> int:
 def test_steps_are_those_of_the_loader(workers):
     before, state = readers(), torch.get_rng_state()
     expected = [ids_of(step) for step in batches(total_positions=45)]
-    ahead = ReadAhead(batches(total_positions=45, num_workers=workers), CPU)
+    ahead = Prefetcher(batches(total_positions=45, num_workers=workers), CPU)
     assert [ids_of(step) for step in ahead] == expected
     ahead.close()
     assert readers() == before and torch.equal(torch.get_rng_state(), state)
@@ -37,7 +37,7 @@ def test_one_step_is_read_ahead_and_errors_keep_their_place():
                 raise RuntimeError("step 2 is broken")
             yield [step]
 
-    ahead, before = ReadAhead(steps(), CPU), readers()
+    ahead, before = Prefetcher(steps(), CPU), readers()
     assert read == []
     for step in range(2):
         assert next(ahead) == [step]
@@ -47,21 +47,21 @@ def test_one_step_is_read_ahead_and_errors_keep_their_place():
         next(ahead)
     ahead.close()
     assert readers() == before
-    ReadAhead(steps(), CPU).close()  # never used
+    Prefetcher(steps(), CPU).close()  # never used
 
 
 def test_copies_to_the_device_begin_when_a_step_has_been_read():
     steps, expected = batches(total_positions=24), [ids_of(step) for step in batches(total_positions=24)]
-    ahead = ReadAhead(steps, torch.device("meta"))
-    ahead.copy_ahead()  # nothing is asked for yet
+    ahead = Prefetcher(steps, torch.device("meta"))
+    ahead.start_copy()  # nothing is asked for yet
     found = [next(ahead)]
     for _ in expected[1:]:
         ahead.pause()
-        ahead.copy_ahead()
-        ahead.copy_ahead()
+        ahead.start_copy()
+        ahead.start_copy()
         found.append(next(ahead))
     ahead.pause()
-    ahead.copy_ahead()  # the end is not a step
+    ahead.start_copy()  # the end is not a step
     with pytest.raises(StopIteration):
         next(ahead)
     ahead.close()
@@ -76,7 +76,7 @@ import sys, threading
 import torch
 from toolkit.data.loader import train_batches
 from toolkit.data.order import ShuffledOrder
-from toolkit.data.prefetch import ReadAhead
+from toolkit.data.prefetch import Prefetcher
 
 class Hanging:
     def __len__(self): return 100
@@ -95,7 +95,7 @@ if __name__ == "__main__":
     stuck, reads = multiprocessing.Event(), multiprocessing.Value("i", 0)
     steps = train_batches(Hanging(), ShuffledOrder(100, 0), start_position=0, total_positions=None, global_batch_size=1,
                           micro_batch_size=1, rank=0, world_size=1, num_workers=int(sys.argv[1]))
-    ahead = ReadAhead(steps, torch.device("cpu"))
+    ahead = Prefetcher(steps, torch.device("cpu"))
     next(ahead), next(ahead)
     stuck.wait()
     if sys.argv[2] == "closed":

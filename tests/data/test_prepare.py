@@ -256,7 +256,7 @@ def test_s7_damaged_file_is_named_and_intact_folder_is_verified_once_per_machine
 
 def test_s7_large_data_is_verified_as_it_is_read(prepare, tmp_path, monkeypatch):
     """A run starts without reading the tokens; a damaged chunk is named when it is read."""
-    monkeypatch.setattr(cache, "_LARGE", 0)
+    monkeypatch.setattr(cache, "_LARGE_BYTES", 0)
     first = prepare()[0]
     expected = all_tokens(first.train)
     (folder,) = (tmp_path / "cache").iterdir()

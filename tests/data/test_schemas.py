@@ -239,8 +239,8 @@ def test_folder_files_that_may_be_duplicates_are_an_error(tmp_path, names):
 def test_rows_beyond_the_bound_are_refused_with_their_place(tmp_path):
     row = b'{"prompt": "a", "completion": "b"}\n'
     for name, content, message in (
-        ("rows.jsonl", row + b"x" * (MAX_ROW + 9), r"rows.jsonl byte 35: begins a line of more than 67,108,864 bytes"),
-        ("rows.csv", b"prompt,completion\na,b\n" + b"x" * (MAX_ROW + 9), "rows.csv byte 22: begins a line of more"),
+        ("rows.jsonl", row + b"x" * (MAX_ROW + 9), r"rows.jsonl byte 35: line longer than 67,108,864 bytes"),
+        ("rows.csv", b"prompt,completion\na,b\n" + b"x" * (MAX_ROW + 9), "rows.csv byte 22: line longer than"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=message):
@@ -252,7 +252,7 @@ def test_rows_beyond_the_bound_are_refused_with_their_place(tmp_path):
     (tmp_path / "rows.csv").write_text("".join(",".join(line) + "\n" for line in lines))
     parquet.write_table(pyarrow.table({name: ["a", cell] for name, cell in cells.items()}), tmp_path / "rows.parquet")
     for kind in ("json", "csv", "parquet"):
-        with pytest.raises(UserError, match=r" (row 2|line [34]): has more than 67,108,864 characters"):
+        with pytest.raises(UserError, match=r" (row 2|line [34]): exceeds 67,108,864 characters"):
             list(RowFile(tmp_path / f"rows.{kind}", kind, "--data").rows())
     with open(tmp_path / "rows.json", "wb") as file:
         file.truncate(2**30 + 1)

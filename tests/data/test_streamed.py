@@ -26,7 +26,7 @@ from toolkit.data.streamed import segments
 from toolkit.data.streamed import stream as stream_module
 from toolkit.data.streamed.files import list_path
 from toolkit.data.streamed.order import ROW_BITS
-from toolkit.data.streamed.reader import Wanted, stop_workers, used_bytes
+from toolkit.data.streamed.reader import SegmentRequest, stop_workers, used_bytes
 from toolkit.data.streamed.segments import plan_segments, read_part
 from toolkit.data.streamed.tokenize_worker import make_room
 from toolkit.errors import DataError, UserError
@@ -222,12 +222,12 @@ def test_line_beyond_the_bound_is_refused_with_its_place(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
     (tmp_path / "b.jsonl").write_bytes(content)
     for file in list_path(str(tmp_path), "path"):
-        with pytest.raises(segments.BrokenFileError, match="byte 27: begins a line of more than 67,108,864 bytes"):
+        with pytest.raises(segments.BrokenFileError, match="byte 27: line longer than 67,108,864 bytes"):
             list(read_part(file, segments.Part(0, 0, 1), "text"))
     assert list(read_part(file, segments.Part(0, 1, 2), "text")) == []  # the line begins in the part before
     parquet.write_table(pyarrow.table({"text": ["short", "x" * (MAX_ROW + 9)]}), tmp_path / "a.parquet")
     (file,) = list_path(str(tmp_path / "a.parquet"), "path")
-    with pytest.raises(segments.BrokenFileError, match="'text' has more than 67,108,864 characters in a row"):
+    with pytest.raises(segments.BrokenFileError, match="'text' has a row of more than 67,108,864 characters"):
         list(read_part(file, segments.Part(0, 0, 1), "text"))
 
 
@@ -405,7 +405,7 @@ def test_budget_evicts_the_oldest_segments_that_nobody_reads(folder, tmp_path, m
     for number in full:
         os.utime(stream.segment_folder(number), (number, number))  # the first is the oldest
     first, next_one, missing = full[0], full[3], full[5]
-    wanted = [Wanted(keep=[first, next_one], ahead=[full[4], missing])]
+    wanted = [SegmentRequest(keep=[first, next_one], ahead=[full[4], missing])]
     stream.evict(missing)
     budget = used_bytes(stream.folder) - 3000
 
@@ -418,7 +418,7 @@ def test_budget_evicts_the_oldest_segments_that_nobody_reads(folder, tmp_path, m
     assert all(stream.counts(number) is not None for number in full)
     # The look-ahead pauses when only wanted segments are left; for a process that waits, segments of the look-ahead go.
     assert not make_room(stream, wanted, missing, 100) and kept() == [first, next_one, full[4]]
-    waiting = [*wanted, Wanted(keep=[next_one], ahead=[missing], is_waiting=True)]
+    waiting = [*wanted, SegmentRequest(keep=[next_one], ahead=[missing], is_waiting=True)]
     assert make_room(stream, waiting, missing, 100) and kept() == [first, next_one]
 
 

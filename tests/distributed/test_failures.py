@@ -268,7 +268,7 @@ def groups_of_two(nodes: int = 1, minutes: float | str = "auto") -> list[RunGrou
     port, groups = free_port(), []
     for rank in (0, 1):
         place = (2, 1, 0, rank) if nodes == 1 else (1, 2, rank, 0)
-        group = RunGroup(SimpleNamespace(), WorldInfo(*place, "manual", False), Timeouts.of(minutes))
+        group = RunGroup(SimpleNamespace(), WorldInfo(*place, "manual", False), Timeouts.from_minutes(minutes))
         store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=10), wait_for_workers=False)
         group._store = group.shutdown.store = store
         groups.append(group)
@@ -285,9 +285,9 @@ def test_s5_rank_0_prepares_first_while_others_wait_with_a_heartbeat(monkeypatch
         time.sleep(0.7)
         order.append("rank 0")
 
-    waiting = threading.Thread(target=lambda: second.first_then_others(lambda: order.append("rank 1")))
+    waiting = threading.Thread(target=lambda: second.prepare_in_turns(lambda: order.append("rank 1")))
     waiting.start()
-    first.first_then_others(slow)
+    first.prepare_in_turns(slow)
     waiting.join(5)
     assert order == ["rank 0", "rank 1"]
     assert capsys.readouterr().out.count("waiting for the data to be prepared") in (2, 3)
@@ -297,7 +297,7 @@ def test_s5_failed_preparation_ends_the_wait():
     first, second = groups_of_two()
     first.shutdown._publish("ended")
     with pytest.raises(PeerLostError):
-        second.first_then_others(lambda: pytest.fail("was called"))
+        second.prepare_in_turns(lambda: pytest.fail("was called"))
 
 
 def test_watchdog_detects_through_the_store_that_another_node_ended():

@@ -52,6 +52,6 @@ def test_out_dir_removed_during_the_run_is_an_error(corpus, tmp_path):
     while out.exists():
         shutil.rmtree(out, ignore_errors=True)
     os.kill(process.pid, signal.SIGTERM)
-    ended(process, 2, f"--out_dir {out}: ", "was removed")
+    ended(process, 2, f"--out_dir {out}: ", "was deleted")
     (kept,) = folders(out)  # the weights are not lost
     assert kept.startswith("step-")

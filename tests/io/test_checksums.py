@@ -9,7 +9,7 @@ from toolkit.io.checksums import check_entries, checksum_files, find_damage
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(checksums, "CHUNK", 1000)
-    monkeypatch.setattr(checksums, "_PIECE", 300)  # neither divides the other
+    monkeypatch.setattr(checksums, "_READ_SIZE", 300)  # neither divides the other
     (tmp_path / "sub").mkdir()
     (tmp_path / "a").write_bytes(bytes(range(256)) * 10)
     (tmp_path / "sub" / "b").write_bytes(b"x" * 2000)

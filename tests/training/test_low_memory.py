@@ -24,7 +24,7 @@ from toolkit.checkpoints.run.sharded import save_sharded
 from toolkit.checkpoints.run.state_dicts import full_state, sharded_state, tied_names
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.config import AUTO, PRETRAIN, OptimizerArgs
-from toolkit.distributed.ddp_bf16 import SumInFP32
+from toolkit.distributed.ddp_bf16 import FP32GradientSum
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
@@ -278,7 +278,7 @@ def rank_main(rank, port, folder) -> None:
     model = nn.Sequential(nn.Linear(8, 6), Scale(), nn.Linear(6, 4)).bfloat16()
     found = {}
     for n in (1, 3):
-        wrapped, sync = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True), SumInFP32()
+        wrapped, sync = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True), FP32GradientSum()
         sync.attach(wrapped)
         for repeat in range(2):
             for i in range(n):

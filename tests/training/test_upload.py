@@ -39,7 +39,7 @@ URL = "memory://bucket/run"
 def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(storage, "FIRST_DELAY", 0.0)
     monkeypatch.setattr(storage, "ATTEMPTS", 2)
-    monkeypatch.setattr(lease, "SETTLE", 0.0)
+    monkeypatch.setattr(lease, "SETTLE_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     memory = fsspec.filesystem("memory")
     memory.store.clear()

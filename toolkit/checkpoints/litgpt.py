@@ -14,7 +14,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 
 # LitGPT always writes these fields. toolkit's defaults differ, so a missing field is an error.
-_ALWAYS_THERE = (
+_REQUIRED_FIELDS = (
     "block_size", "n_layer", "n_head", "n_embd", "rotary_percentage", "parallel_residual", "bias", "norm_class_name",
     "mlp_class_name",
 )  # fmt: skip
@@ -26,7 +26,7 @@ _UNSUPPORTED = ("latent_attention", "n_expert_groups")
 
 def config_from_litgpt(values: dict[str, Any]) -> ModelConfig:
     """Build a config from the content of a ``model_config.yaml`` that LitGPT wrote."""
-    if values.get("vocab_size") is not None and (missing := [name for name in _ALWAYS_THERE if name not in values]):
+    if values.get("vocab_size") is not None and (missing := [name for name in _REQUIRED_FIELDS if name not in values]):
         raise UserError(f"{missing[0]} is missing")
     if unsupported := [name for name in _UNSUPPORTED if values.get(name)]:
         raise UserError(f"{unsupported[0]} {values[unsupported[0]]}: LitGPT models with this field are not supported")

@@ -52,14 +52,14 @@ if hasattr(os, "register_at_fork"):  # a forked data worker that kept the file o
     os.register_at_fork(after_in_child=_close_locks)
 
 
-def is_lock_lost(out_dir: Path) -> bool:
-    """Whether this process's lock file was deleted. Raise UserError if another run has replaced it."""
+def detect_lost_lock(out_dir: Path) -> bool:
+    """Return True if this process's lock file was deleted. Raise UserError if another run has replaced it."""
     for file in _locks:
         if Path(file.name) == out_dir / LOCK:
             file.seek(0)
             try:
                 if (out_dir / LOCK).read_text() != file.read():
-                    raise UserError(f"--out_dir {out_dir}: was removed, and another run has started there")
+                    raise UserError(f"--out_dir {out_dir}: was deleted, and another run has started there")
             except FileNotFoundError:
                 return True
     return False

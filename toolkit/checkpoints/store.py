@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from toolkit.checkpoints.lock import LOCK, is_lock_lost
+from toolkit.checkpoints.lock import LOCK, detect_lost_lock
 from toolkit.checkpoints.manifest import COMPLETE, replace_in_manifest, write_manifest
 from toolkit.errors import UserError
 from toolkit.io.atomic import NO_SPACE, sync, sync_tree
@@ -45,7 +45,7 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
 
 def begin_checkpoint(folder: Path) -> Path:
     """Create the temporary folder of a checkpoint, and clean up after earlier runs; see :func:`write_checkpoint`."""
-    is_lock_lost(folder.parent)
+    detect_lost_lock(folder.parent)
     for replaced in folder.parent.glob(f"{_OLD}*"):
         _restore_or_delete(replaced)
     remove(path for path in folder.parent.glob(f"{TMP}*") if _UNFINISHED.fullmatch(path.name))
@@ -57,15 +57,15 @@ def commit_checkpoint(tmp: Path, folder: Path, files: Mapping[str, Checksum]) ->
 
     ``files`` is {relative path: checksum} of files in ``tmp``. Missing checksums are computed.
     """
-    was_removed = is_lock_lost(folder.parent)
+    was_deleted = detect_lost_lock(folder.parent)
     others = [name for name in file_names(tmp) if name not in files]
     write_manifest(tmp, {**files, **sync_and_checksum(tmp, others)})
     sync_tree(tmp)
     _rename_into_place(tmp, folder)
-    if was_removed:
+    if was_deleted:
         raise UserError(
-            f"--out_dir {folder.parent}: was removed during the run ({LOCK} is missing); {folder.name} was still "
-            "saved there, continue from it with --resume auto"
+            f"--out_dir {folder.parent}: was deleted during the run ({LOCK} is missing); {folder.name} is saved "
+            "there; resume with --resume auto"
         )
 
 

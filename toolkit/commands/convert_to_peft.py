@@ -34,7 +34,7 @@ def setup(
         print(nonfinite_warning(exported.nonfinite, out_dir), file=sys.stderr)
     print(f"wrote {out_dir}")
     print(f"base_model_name_or_path: {exported.base}")
-    if not exported.is_known:
+    if not exported.has_known_base:
         print(
             f"warning: transformers cannot load {exported.base}, and no Hugging Face model is recorded for it; give "
             "its hub name or folder with --base_model; "

@@ -360,7 +360,7 @@ class CommandOptions:
             return hint
         names = options if source != "" else [*options, *COMMON_OPTIONS]
         compared = str if group else lambda option: option.rpartition(".")[2]
-        return did_you_mean(key, names, cutoff=0.75, margin=0.05, compared=compared, show=show) or "; see --help"
+        return did_you_mean(key, names, cutoff=0.75, margin=0.05, normalize=compared, display=show) or "; see --help"
 
     def _explain(self, error: ArgumentError, options: dict[str, Option]) -> str:
         """Convert jsonargparse's error to one line with option, value and valid values."""

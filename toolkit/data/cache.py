@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"
-PIECES = "crc32.npy"  # CRC-32 checksums of a token array's chunks
+CRC_FILE = "crc32.npy"  # CRC-32 checksums of a token array's chunks
 DAMAGE_ERRORS = (ValueError, TypeError, KeyError, OSError, EOFError, DataError)  # raised when a damaged folder is read
 HEARTBEAT = 10.0  # seconds between progress lines
 ANNOUNCE_BYTES = 1 << 31  # announce reads of at least this size: they take seconds
-_LARGE = 1 << 32  # bytes; tokens of larger folders are verified when read
+_LARGE_BYTES = 1 << 32  # bytes; tokens of larger folders are verified when read
 
 
 def default_cache_dir() -> Path:
@@ -158,8 +158,8 @@ def verify(folder: Path, report: Report) -> None:
     """
     checksums = read_checksums(folder)
     files = checksums
-    if sum(entry["size"] for entry in files.values()) > _LARGE:
-        verified_later = tuple(name.removesuffix(PIECES) for name in files if name.endswith(f"/{PIECES}"))
+    if sum(entry["size"] for entry in files.values()) > _LARGE_BYTES:
+        verified_later = tuple(name.removesuffix(CRC_FILE) for name in files if name.endswith(f"/{CRC_FILE}"))
         files = {n: e for n, e in files.items() if not (n.endswith(".bin") and n.startswith(verified_later))}
     with _open_stamp(folder) as stamp:
         stats = {

@@ -12,7 +12,7 @@ from toolkit.data.loader import Batch
 _CLOSE_SECONDS = 5.0  # timeout for joining a thread that hangs in a read
 
 
-class ReadAhead:
+class Prefetcher:
     """Iterator over ``steps`` that prefetches one step in a thread. On CUDA, the thread also pins the batches.
 
     If ``steps`` raises an exception, it is raised again when the caller takes that step. The thread prefetches exactly
@@ -41,8 +41,8 @@ class ReadAhead:
         self._next = self._request()
         return step
 
-    def copy_ahead(self) -> None:
-        """Start the asynchronous copy of the next step to the device, if that step has been read."""
+    def start_copy(self) -> None:
+        """Start an asynchronous copy of the prefetched step to the device. No-op if it is not read yet."""
         step = self._next
         if self._device.type == "cpu" or step is None or not step.done() or step.exception() is not None:
             return

@@ -48,7 +48,7 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.short_run import ShortRunTrainer, short_run_args
 
 _MAX_SKEW = 1.0  # seconds
-_SHOWN_RANKS = 64
+_MAX_LISTED_RANKS = 64
 _MODEL = "pico-llama"
 _NCCL_HINT = "NCCL_DEBUG=INFO shows what NCCL does, NCCL_SOCKET_IFNAME selects its network"
 
@@ -123,7 +123,7 @@ def _connect(world: WorldInfo, device: str, minutes: float) -> Iterator[Fabric]:
     fabric = build_fabric(
         plan, world, accelerator=device, precision="32-true", fsdp=FSDPArgs(), ddp=DDPArgs(), block_classes={Block}
     )
-    with launch_processes(fabric, world, Timeouts.of(minutes)) as group:
+    with launch_processes(fabric, world, Timeouts.from_minutes(minutes)) as group:
         group.init_process_group()
         yield fabric
 
@@ -144,7 +144,7 @@ def _errors_with_addresses(addresses: list[str], world: WorldInfo, device: str) 
 
 
 def name_addresses(text: str, addresses: list[str], world: WorldInfo) -> str:
-    """Append host and pid of each rank in the message, or its node if the rank never connected."""
+    """Append to ``text`` the host and pid of each rank it mentions, or the node if the rank never connected."""
     named = {int(n) for numbers in re.findall(r"\branks? (\d+(?:, \d+)*)", text) for n in numbers.split(", ")}
 
     def place(rank: int) -> str:
@@ -161,9 +161,9 @@ def _examine_ranks(world: WorldInfo, fabric: Fabric, addresses: list[str], envir
     everywhere = ranks.all_gather_object(environment)
     devices = ranks.all_gather_object(str(fabric.device))
     places = [f"{address}, {device}" for address, device in zip(addresses, devices, strict=True)]
-    shown = {f"rank {rank}": place for rank, place in list(enumerate(places))[:_SHOWN_RANKS]}
-    if len(places) > _SHOWN_RANKS:
-        shown["..."] = f"{len(places) - _SHOWN_RANKS} more"
+    shown = {f"rank {rank}": place for rank, place in list(enumerate(places))[:_MAX_LISTED_RANKS]}
+    if len(places) > _MAX_LISTED_RANKS:
+        shown["..."] = f"{len(places) - _MAX_LISTED_RANKS} more"
     skews = communication.measure_clock_skew([node * world.devices for node in range(1, world.num_nodes)])
     clocks = {f"clock of rank {rank}": f"{skew * 1e3:+.1f} ms from rank 0's" for rank, skew in skews.items()}
     _print(world, format_sections({"Processes": shown | clocks}))
@@ -181,7 +181,7 @@ def _examine_topology(world: WorldInfo) -> list[str]:
         return []
     text = nvidia_smi("topo", "-m")
     if text is None:
-        _print(world, "Topology\n  nvidia-smi is missing or fails: no NVIDIA GPU here, or no driver")
+        _print(world, "Topology\n  nvidia-smi is missing or fails: no NVIDIA GPU or no driver")
         return []
     matrix = text.partition("\nLegend")[0].rstrip()
     _print(world, "\n".join(["Topology", *(f"  {line.expandtabs()}" for line in matrix.splitlines())]))

@@ -18,7 +18,7 @@ class BF16DDPStrategy(DDPStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._backward_sync_control = self._sums = SumInFP32()
+        self._backward_sync_control = self._sums = FP32GradientSum()
 
     def setup_module(self, module: nn.Module) -> Any:
         wrapped = super().setup_module(module)
@@ -27,7 +27,7 @@ class BF16DDPStrategy(DDPStrategy):
         return wrapped
 
 
-class SumInFP32(BackwardSyncControl):
+class FP32GradientSum(BackwardSyncControl):
     """Accumulates gradients of bf16 weights in fp32.
 
     Without gradient accumulation, the gradient is the fp32 mean over ranks, rounded to bf16. With accumulation, each

@@ -23,13 +23,8 @@ from torch import distributed as dist
 from toolkit.config import AUTO, Auto
 from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.lifeline import Lifeline
-from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, name_run, open_store
-from toolkit.distributed.shutdown import (
-    ShutdownCoordinator,
-    children,
-    first_line,
-    name_ranks,
-)
+from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, open_store, run_key_prefix
+from toolkit.distributed.shutdown import ShutdownCoordinator, children, first_line, name_ranks
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import PeerLostError, UserError
 from toolkit.io.threads import call_with_timeout
@@ -49,7 +44,7 @@ class Timeouts(NamedTuple):
     later: float
 
     @classmethod
-    def of(cls, minutes: float | Auto) -> Timeouts:
+    def from_minutes(cls, minutes: float | Auto) -> Timeouts:
         return cls(30 * 60, 5 * 60) if minutes == AUTO else cls(minutes * 60, minutes * 60)
 
 
@@ -96,7 +91,7 @@ class RunGroup:
         except dist.DistError as error:
             why = first_line(error)
             raise UserError(f"{address}: not usable ({why}); use a free port of the first node") from None
-        name = name_run(next(_runs))
+        name = run_key_prefix(next(_runs))
         self._store = store = dist.PrefixStore(name, store)
         # A separate connection: the process group blocks the other one while it waits for a key.
         self.shutdown.store = dist.PrefixStore(name, open_store(host, port, self.timeouts.first, is_host=False))
@@ -113,7 +108,7 @@ class RunGroup:
         except TimeoutError as error:
             raise UserError(f"{address}: {error} did not connect {limit}; {hint}") from None
 
-    def first_then_others(self, prepare: Callable[[], T]) -> T:
+    def prepare_in_turns(self, prepare: Callable[[], T]) -> T:
         """Call ``prepare`` on rank 0, then on the first rank of each other node, then on the rest (S5)."""
         if (store := self._store) is None:
             return prepare()
@@ -214,10 +209,10 @@ def choose_backends(device: torch.device) -> dict[str, Any]:
 
 
 def disconnect_at_exit() -> None:
-    atexit.register(leave)
+    atexit.register(leave_process_group)
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """Leave the process group, if there is one."""
     if ranks.is_distributed():
         with suppress(Exception):

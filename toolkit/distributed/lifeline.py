@@ -21,7 +21,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # secon
 
 
 class Lifeline:
-    """A rank's connection to rank 0 (on rank 0, the connections of all ranks), open until :meth:`close`.
+    """A rank's connection to rank 0 (on rank 0, the connections of all ranks). It is open until :meth:`close`.
 
     If connections fail, for example behind a firewall, only timeouts detect a lost rank.
 

@@ -125,14 +125,14 @@ def rank_print(*message: object, rank: int | None = None) -> None:
     >>> rank_print("ready", rank=1)
     [rank 1] ready
     """
-    here = global_rank() if is_distributed() else _announced_rank()
+    here = global_rank() if is_distributed() else _rank_from_launcher()
     if rank is None or rank == here:
         # a single write, because concurrent lines of several ranks would mix
         sys.stdout.write(" ".join([f"[rank {here}]", *map(str, message)]) + "\n")
         sys.stdout.flush()
 
 
-def _announced_rank() -> int:
+def _rank_from_launcher() -> int:
     """Return the rank set by torchrun, by SLURM, or by toolkit's launcher (LOCAL_RANK)."""
     if "RANK" not in os.environ and "LOCAL_RANK" in os.environ:
         node, per_node, local = (os.environ.get(n, "0") for n in ("NODE_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"))
@@ -154,13 +154,13 @@ def timeout() -> float:
 
 
 @contextmanager
-def extended_timeout(seconds: float, otherwise: float) -> Iterator[None]:
-    """Set the timeout of collectives to ``seconds`` in the block (for slow disk writes), then to ``otherwise``."""
+def extended_timeout(seconds: float, after: float) -> Iterator[None]:
+    """Set the timeout of collectives to ``seconds`` in the block (for slow disk writes), and to ``after`` on exit."""
     set_timeout(seconds)
     try:
         yield
     finally:
-        set_timeout(otherwise)
+        set_timeout(after)
 
 
 def wait_for_all(is_done: Callable[[float], bool], on_heartbeat: Callable[[list[int]], None]) -> None:

@@ -58,7 +58,7 @@ def open_store(host: str, port: int, seconds: float, is_host: bool) -> Store:
     )
 
 
-def name_run(number: int) -> str:
+def run_key_prefix(number: int) -> str:
     """Return the prefix of a run's keys. It is unique because torchrun's store outlives a failed attempt."""
     return f"run-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{number}"
 
@@ -70,8 +70,8 @@ def _is_in_torchrun() -> bool:
 # ---- a failure before the rendezvous
 
 
-class _Peer(NamedTuple):
-    """A failed process and the address of its run's store, from the environment."""
+class _FailedProcess(NamedTuple):
+    """This process, which failed, and the address of the run's store."""
 
     host: str
     port: int
@@ -85,10 +85,10 @@ class _Peer(NamedTuple):
 def report_failure(error: BaseException | None, text: str, code: int, report: Callable[[str], None]) -> None:
     """Report the failure of this process. Before the rendezvous, also end the other processes.
 
-    ``report`` prints ``text`` after a prefix. It is not called if another process already reported the same text.
+    ``report`` prints ``text`` with a prefix. If another process has reported the same text, it is not called.
     """
     is_interrupted = isinstance(error, KeyboardInterrupt) and not isinstance(error, TerminatedError)
-    peer = None if is_reported(error) or is_interrupted else _find_peer()
+    peer = None if is_reported(error) or is_interrupted else _locate_this_process()
     if peer is None:
         return report("")
     report_once = cache(lambda: report(peer.prefix))
@@ -121,17 +121,17 @@ def _timeout() -> float:
     return STARTUP_TIMEOUT_S
 
 
-def _open_to_publish(peer: _Peer, seconds: float) -> Store | None:
+def _open_to_publish(peer: _FailedProcess, seconds: float) -> Store | None:
     from torch import distributed as dist
 
     try:
         store = open_store(peer.host, peer.port, seconds, is_host=peer.rank == 0)
     except (TimeoutError, dist.DistError):
         return None
-    return dist.PrefixStore(name_run(0), store)  # later runs of this process end through ShutdownCoordinator
+    return dist.PrefixStore(run_key_prefix(0), store)  # later runs of this process end through ShutdownCoordinator
 
 
-def _publish(store: Store, peer: _Peer, text: str, code: int) -> None:
+def _publish(store: Store, peer: _FailedProcess, text: str, code: int) -> None:
     """Publish a failure; :class:`toolkit.distributed.shutdown.ShutdownCoordinator` defines the keys."""
     store.compare_set(FAILED, "", f"{code} {peer.prefix}{text}")
     store.set("ended", "")
@@ -147,7 +147,7 @@ def _publish(store: Store, peer: _Peer, text: str, code: int) -> None:
         time.sleep(0.05)
 
 
-def _find_peer(environ: Environ = os.environ) -> _Peer | None:
+def _locate_this_process(environ: Environ = os.environ) -> _FailedProcess | None:
     """Return this process's rank and store address in a multi-process run; None for one process or if unknown."""
     is_manual = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()  # at least two nodes
     has_launcher = bool({"LOCAL_RANK", "SLURM_NTASKS"} & environ.keys())
@@ -167,4 +167,4 @@ def _find_peer(environ: Environ = os.environ) -> _Peer | None:
     rank = world.global_rank
     has_ranks = world.devices > 1 or "LOCAL_RANK" in environ  # otherwise one process per node
     prefix = "" if rank == 0 else f"{'rank' if has_ranks else 'node'} {rank}: "
-    return _Peer(host, port, rank, world.world_size - 1 if has_launcher else None, prefix)
+    return _FailedProcess(host, port, rank, world.world_size - 1 if has_launcher else None, prefix)

@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from toolkit.config import AUTO
 from toolkit.distributed import ranks
-from toolkit.distributed.launch import choose_backends, disconnect_at_exit, leave
+from toolkit.distributed.launch import choose_backends, disconnect_at_exit, leave_process_group
 from toolkit.distributed.rendezvous import open_store
 from toolkit.distributed.shutdown import PARENT
 from toolkit.distributed.world import WorldInfo, cluster_environment, detect_world
@@ -65,7 +65,7 @@ def setup_distributed(timeout_minutes: float = 30) -> None:
 
 def cleanup_distributed() -> None:
     """Destroy the process group, if there is one. Every rank calls this."""
-    leave()
+    leave_process_group()
 
 
 def get_rank() -> int:

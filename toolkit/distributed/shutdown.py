@@ -49,7 +49,7 @@ class ShutdownCoordinator:
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this process prints messages for its node when rank 0 cannot."""
+        """Whether this process prints messages for its node if rank 0 is lost."""
         return self.world.local_rank == 0 or self.world.global_rank == 1
 
     def peer_failed(self) -> bool:

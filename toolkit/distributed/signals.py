@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-WATCHED = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
 DEBOUNCE_SECONDS = 1.0  # a second Ctrl-C within this time is a duplicate of the first
 
 
@@ -29,12 +29,12 @@ class SignalWatch:
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
-            for number in WATCHED:
+            for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # set by nohup
-                    self._previous[number] = signal.signal(number, self._note)
+                    self._previous[number] = signal.signal(number, self._record)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.received == signal.SIGINT == number and time.monotonic() - self._since > DEBOUNCE_SECONDS:
             _restore(self._previous)
             signal.raise_signal(number)
@@ -56,7 +56,7 @@ class SignalWatch:
 @contextmanager
 def restore_handlers_on_exit() -> Iterator[None]:
     """Restore the previous signal handlers on exit."""
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in WATCHED}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:

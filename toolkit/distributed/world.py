@@ -137,7 +137,7 @@ def _is_slurm_task(environ: Environ) -> bool:
     if _number("SLURM_PROCID", environ, 0) == 0:  # an interactive shell with all devices of the node
         return False
     raise UserError(
-        f"SLURM_JOB_NAME={name}: an interactive shell that is one of several tasks; use srun --job-name train"
+        f"SLURM_JOB_NAME={name}: an interactive shell cannot be one of several tasks; use srun --job-name train"
     )
 
 
@@ -150,8 +150,8 @@ def _read_slurm(devices: int | Auto, num_nodes: int | Auto, available: int | Non
         return _read_manual(devices, num_nodes, environ)
     if in_batch_script and tasks > 1:
         raise UserError(
-            f"SLURM_NTASKS={tasks}: only one of these tasks runs; start it with srun: srun toolkit ... "
-            "(or submit with --ntasks=1, so one process starts the others of its node)"
+            f"SLURM_NTASKS={tasks}: toolkit was started by the batch script, as a single task; start it with srun "
+            "toolkit ..., or submit the job with --ntasks=1"
         )
     variables = f"SLURM_NTASKS={tasks}, SLURM_NNODES={nodes}"
     started = f"SLURM started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({variables})"
@@ -159,7 +159,7 @@ def _read_slurm(devices: int | Auto, num_nodes: int | Auto, available: int | Non
         raise UserError(f"--num_nodes {num_nodes}: {started}; drop --num_nodes, or use srun --nodes {num_nodes}")
     if devices == AUTO:
         if tasks % nodes:
-            raise UserError(f"SLURM_NTASKS={tasks}: {started}, not the same number on each; use srun --ntasks-per-node")
+            raise UserError(f"SLURM_NTASKS={tasks}: {started}, unevenly; use srun --ntasks-per-node")
         devices = available if tasks == nodes and available else tasks // nodes
     if nodes > 1 and not any(environ.get(name) for name in ("MASTER_ADDR", *_NODE_LISTS)):
         raise UserError(f"SLURM_NNODES={nodes}: SLURM_JOB_NODELIST is not set; set MASTER_ADDR to the first node")
@@ -196,7 +196,7 @@ def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -
         devices = per_node
     elif per_node not in (0, devices):
         variable = f"LOCAL_WORLD_SIZE={per_node}" if "LOCAL_WORLD_SIZE" in environ else f"WORLD_SIZE={world_size}"
-        raise UserError(f"--devices {devices}: {started}, one of {per_node} ({variable}); make them agree")
+        raise UserError(f"--devices {devices}: {started}, one of {per_node} ({variable}); set both to the same number")
     nodes = max(1, world_size // devices) if num_nodes == AUTO else num_nodes
     if world_size and world_size != devices * nodes:
         raise UserError(
@@ -217,7 +217,7 @@ def _read_no_launcher(devices: int | Auto, num_nodes: int | Auto, available: int
     devices = (available or 1) if devices == AUTO else devices
     nodes = 1 if num_nodes == AUTO else num_nodes
     if "RANK" in environ and (world_size := _number("WORLD_SIZE", environ, 1, default=1)) > 1:
-        hint = "set it to the rank within the node, or unset RANK for processes that toolkit starts"
+        hint = "set it to the rank within the node, or unset RANK if toolkit starts the processes"
         raise UserError(f"RANK={environ['RANK']}: one of WORLD_SIZE={world_size}, but LOCAL_RANK is not set; {hint}")
     node_rank = _node_rank(nodes, environ)
     if nodes > 1:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict
 
 CHUNK = 64 * 1024 * 1024  # bytes per checksum and per thread task
-_PIECE = 1024 * 1024  # bytes per read; fits into a core's cache
+_READ_SIZE = 1024 * 1024  # bytes per read; fits into a core's cache
 _THREADS = min(16, os.cpu_count() or 1)  # zlib releases the GIL
 
 
@@ -105,9 +105,9 @@ def _size_problem(path: Path, expected: int) -> str | None:
 
 def _crc32(path: Path, start: int) -> str:
     """Return the CRC-32 of the chunk at byte ``start``, in hexadecimal."""
-    value, remaining, buffer = 0, CHUNK, memoryview(bytearray(_PIECE))
+    value, remaining, buffer = 0, CHUNK, memoryview(bytearray(_READ_SIZE))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
-        while remaining and (n := file.readinto(buffer[: min(remaining, _PIECE)])):
+        while remaining and (n := file.readinto(buffer[: min(remaining, _READ_SIZE)])):
             value, remaining = zlib.crc32(buffer[:n], value), remaining - n
     return f"{value:08x}"

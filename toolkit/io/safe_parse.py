@@ -63,7 +63,7 @@ def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
     start = 0
     while line := file.readline(MAX_ROW + 1):
         if len(line) > MAX_ROW:
-            raise ValueError(f"byte {start:,}: begins a line of more than {MAX_ROW:,} bytes, the most of a row")
+            raise ValueError(f"byte {start:,}: line longer than {MAX_ROW:,} bytes, the maximum for a row")
         yield line
         start += len(line)
 
@@ -104,11 +104,11 @@ def parse_yaml(content: bytes | str) -> Any:
 
 
 def read_bounded(path: str | Path, kind: str = "JSON") -> bytes:
-    """Read a file of a :data:`MAX_BYTES` kind. Raise ValueError if too large, OSError if not a regular file."""
+    """Read a file of at most ``MAX_BYTES[kind]`` bytes. Raise ValueError if larger, OSError if not a regular file."""
     with open_regular(path) as file:
         content = file.read(MAX_BYTES[kind] + 1)
     if len(content) > MAX_BYTES[kind]:
-        raise ValueError(f"{Path(path).name}: larger than {MAX_BYTES[kind]:,} bytes, too large for such a {kind} file")
+        raise ValueError(f"{Path(path).name}: larger than {MAX_BYTES[kind]:,} bytes, the maximum for a {kind} file")
     return content
 
 
@@ -136,7 +136,7 @@ def _require_unique(node: yaml.MappingNode) -> None:
     names = set()
     for name, _ in node.value:
         if name.value != "<<" and isinstance(name, yaml.ScalarNode) and name.value in names:
-            raise ValueError(f"line {name.start_mark.line + 1}: {name.value} is given twice; remove one")
+            raise ValueError(f"line {name.start_mark.line + 1}: duplicate key {name.value}; remove one")
         names.add(name.value if isinstance(name, yaml.ScalarNode) else None)
 
 
@@ -155,7 +155,7 @@ def _require_bounded(root: yaml.Node | None) -> None:
             else:
                 inner += node.value
             if count + len(inner) > _MAX_NODES:
-                raise ValueError(f"holds more than {_MAX_NODES:,} values with its aliases expanded")
+                raise ValueError(f"has more than {_MAX_NODES:,} values after alias expansion")
         count += len(inner)
         level = inner
         if not level:

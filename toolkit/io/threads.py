@@ -23,11 +23,7 @@ def run_in_thread(function: Callable[[], T], name: str | None = None, daemon: bo
 
 
 def call_with_timeout(seconds: float, function: Callable[[], T]) -> T:
-    """Call ``function`` in a thread with a timeout, for clients that may wait forever.
-
-    Raises:
-        TimeoutError: It did not return within ``seconds``; the thread keeps running.
-    """
+    """Call ``function`` in a thread, for clients without a timeout. Raise TimeoutError; the thread keeps running."""
     result = run_in_thread(function, daemon=True)
     if not wait([result], seconds).done:
         raise TimeoutError("no answer")

@@ -18,7 +18,7 @@ LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_
 # Fields with one value per layer, and the valid values.
 _PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
 # Fields that require experts.
-_OF_EXPERTS = (
+_MOE_FIELDS = (
     "n_expert", "n_expert_per_token", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
     "router_scores", "n_expert_groups", "n_topk_groups", "shared_expert_intermediate_size", "shared_expert_gate",
     "swiglu_limit", "moe_indices",
@@ -192,7 +192,7 @@ class ModelConfig:
             if (values := getattr(self, name)) is not None:
                 derived[name] = list(values[: self.n_layer])
         vars(self).update(derived)  # frozen
-        self._check_together()
+        self._check_combinations()
 
     def _derive_head_size(self) -> int:
         sizes = self.latent_attention or {}
@@ -206,7 +206,7 @@ class ModelConfig:
         """Raise a UserError about the field ``name`` unless ``ok``."""
         require_option(ok, f"{GROUP}{name}", getattr(self, name), hint)
 
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         """Check field combinations after all derived fields are set."""
         require, padded = self._require, self.padded_vocab_size
         self._check_latent_attention()
@@ -261,7 +261,7 @@ class ModelConfig:
         """Check expert counts, and that grouped_mm supports the widths."""
         require = self._require
         if self.mlp_class_name != "LLaMAMoE":
-            for name in _OF_EXPERTS:
+            for name in _MOE_FIELDS:
                 require(getattr(self, name) == getattr(ModelConfig, name), name, f"needs {FLAG}mlp_class_name LLaMAMoE")
             return
         is_subset = 1 <= self.n_expert_per_token <= self.n_expert

@@ -233,8 +233,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
         """
         T = input_ids.size(1)
         uniform_length = self.uniform_length if kv_cache is None else 0
-        places, length = self._place(T, input_ids.device, kv_cache)
-        positions = places if positions is None else positions
+        default_positions, length = self._default_positions(T, input_ids.device, kv_cache)
+        positions = default_positions if positions is None else positions
         lengths = length if sequence_length is None else sequence_length
         original_max = self.config.original_max_position
         if original_max is not None and kv_cache is None and max(T, uniform_length) > original_max:
@@ -252,7 +252,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             )
         return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache)
 
-    def _place(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[torch.Tensor, int]:
+    def _default_positions(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[torch.Tensor, int]:
         """Return default positions, (T,) or (B, T), and the number of keys (cached plus T new)."""
         block_size = self.config.block_size
         if kv_cache is not None and kv_cache.position is not None:

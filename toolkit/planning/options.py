@@ -20,7 +20,7 @@ from toolkit.data.sft.instruct import InstructionData
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option
-from toolkit.extension import find_modules_here, registered
+from toolkit.extension import add_cwd_to_path, registered
 from toolkit.io.paths import is_url
 from toolkit.io.storage import Storage
 from toolkit.models.families import DEFAULT_MODEL, get_config
@@ -117,7 +117,7 @@ def _check_optimizer_name(name: str) -> None:
 def _check_callbacks(callbacks: object) -> None:
     """Check that the packages of callbacks exist, without importing them."""
     for path in callbacks.split(",") if isinstance(callbacks, str) else ():
-        find_modules_here()
+        add_cwd_to_path()
         if "." in path and importlib.util.find_spec(path.strip().partition(".")[0]) is None:
             raise UserError(f"--callbacks {path}: no such class, here or among the installed packages")
 

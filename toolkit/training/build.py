@@ -99,7 +99,7 @@ def launch_run(
         block_classes=set(args.block_classes or (Block,)),
         groups=args.groups,
     )
-    group = stack.enter_context(launch_processes(fabric, world, Timeouts.of(args.timeout)))
+    group = stack.enter_context(launch_processes(fabric, world, Timeouts.from_minutes(args.timeout)))
     group.shutdown.resume_hint = partial(resume_hint, out_dir)
     stack.enter_context(deterministic_algorithms(args.deterministic))
     stack.enter_context(fp32_reductions())
@@ -107,7 +107,7 @@ def launch_run(
     if world.global_rank == 0 and not is_single_launcher:
         resume_from = _find_resume(args, remote, display.message)
     display.phase("preparing data")
-    data = group.first_then_others(lambda: prepare_data(args, config.max_seq_length, display.message))
+    data = group.prepare_in_turns(lambda: prepare_data(args, config.max_seq_length, display.message))
     group.init_process_group()
     fetch_on_other_nodes(remote, args.resume, resume_from, world)
     resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, display)

@@ -8,7 +8,7 @@ import torch
 
 from toolkit.data.base import TokenDataset, sample_order
 from toolkit.data.loader import Batch, Padding, train_batches
-from toolkit.data.prefetch import ReadAhead
+from toolkit.data.prefetch import Prefetcher
 from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import DataError, UserError
@@ -43,8 +43,8 @@ class DataReader:
         )
         if state.limits.last_step is not None:  # read nothing after it
             steps = islice(steps, max(0, state.limits.last_step - progress.step))
-        self._ahead = ReadAhead(steps, device) if config.args.data.reads_ahead else None
-        self._steps = self._ahead or steps
+        self._prefetcher = Prefetcher(steps, device) if config.args.data.reads_ahead else None
+        self._steps = self._prefetcher or steps
 
     def describe(self) -> list[str]:
         """Return log lines that describe the sample order; empty if it has none."""
@@ -65,20 +65,20 @@ class DataReader:
             self.error = error
             return []
 
-    def copy_ahead(self) -> None:
-        """Start to copy the next step's batches to the device asynchronously, if already read."""
-        if self._ahead is not None:
-            self._ahead.copy_ahead()
+    def start_copy(self) -> None:
+        """Start an asynchronous copy of the prefetched batches to the device. No-op if they are not read yet."""
+        if self._prefetcher is not None:
+            self._prefetcher.start_copy()
 
     def pause(self) -> None:
         """Pause prefetching until the next :meth:`read`, because the data may not be thread-safe."""
-        if self._ahead is not None:
-            self._ahead.pause()
+        if self._prefetcher is not None:
+            self._prefetcher.pause()
 
     def close(self) -> None:
         """Stop prefetching."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the state of the sample order, see :meth:`toolkit.data.order.SampleOrder.state`.

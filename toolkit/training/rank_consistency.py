@@ -78,7 +78,7 @@ def code_versions(args: RunArgs) -> dict[str, str]:
 def require_own_samples(rows: TokenDataset) -> None:
     """Check that the ranks read each sample of a user-provided iterable exactly once."""
     if isinstance(rows, IterableRows):
-        rows.check_shares(ranks.all_gather_object(rows.share()))
+        rows.require_disjoint(ranks.all_gather_object(rows.rank_info()))
 
 
 def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: Path | None) -> None:

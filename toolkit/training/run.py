@@ -61,7 +61,7 @@ class Launch:
 
     @property
     def timeouts(self) -> Timeouts:
-        return Timeouts.of(self.args.timeout)
+        return Timeouts.from_minutes(self.args.timeout)
 
     @property
     def is_finished(self) -> bool:
@@ -112,7 +112,7 @@ class Run(Launch):
 
     def overlap(self) -> None:
         """Do host work while the device computes a step."""
-        self.reader.copy_ahead()
+        self.reader.start_copy()
         self.garbage.collect(is_due=False)
 
 

@@ -28,7 +28,7 @@ from toolkit.io.tempfiles import temporary_prefix
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(storage, "FIRST_DELAY", 0.0)
-    for name, seconds in {"SETTLE": 0.0, "STALE": 0.2, "REFRESH": 0.02}.items():
+    for name, seconds in {"SETTLE_S": 0.0, "STALE_S": 0.2, "REFRESH_S": 0.02}.items():
         monkeypatch.setattr(lease, name, seconds)
     memory = fsspec.filesystem("memory")
     memory.store.clear()
@@ -347,7 +347,7 @@ def test_staging_folder_that_cannot_be_written_is_one_line_and_the_lease_is_rele
 
 
 def test_checkpoint_is_not_completed_if_another_run_takes_over_during_its_upload(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "REFRESH", 60.0)  # the refresh does not notice it
+    monkeypatch.setattr(lease, "REFRESH_S", 60.0)  # the refresh does not notice it
     run, _ = prepare(tmp_path / "out")
     uploader, upload = run.start_uploads(keep_last=1, report=print), Storage.upload
 

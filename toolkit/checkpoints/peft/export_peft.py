@@ -44,12 +44,12 @@ _HEAD = "lm_head"
 class ExportResult(NamedTuple):
     base: str
     """``base_model_name_or_path`` of the new folder."""
-    is_known: bool
+    has_known_base: bool
     """Whether ``base`` is a hub name or Hugging Face folder, which transformers can load."""
     is_checked: bool
     """Whether the base model exists and its fingerprint was verified."""
     wrapper_type: str | None
-    """Model type of the multimodal model that contains the base model. Tensor names are those of that model."""
+    """Model type of the multimodal model that contains the base model, which determines the tensor names."""
     nonfinite: list[str]
     """The names of exported tensors that contain NaN or Inf."""
 

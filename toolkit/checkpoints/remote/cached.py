@@ -39,5 +39,5 @@ def find_folder(storage: Storage) -> str:
     newest = next(checkpoints.newest_first(storage), None)
     if newest is not None:
         return newest.folder
-    what = f"has no file {COMPLETE}, so it cannot be verified; copy it to a local folder and give that"
+    what = f"has no file {COMPLETE}, so it cannot be verified; copy it to a local folder and give that folder"
     raise storage.error(what if storage.entries() else "no such checkpoint or run; check the URL")

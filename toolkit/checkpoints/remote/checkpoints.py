@@ -49,7 +49,7 @@ def find(storage: Storage, name: str) -> RemoteCheckpoint | None:
     return next((_read_checkpoint(storage, folder) for folder in complete), None)
 
 
-def first_use(storage: Storage) -> str | None:
+def find_existing_output(storage: Storage) -> str | None:
     """Return a checkpoint (complete or not) or metrics file in the folder; None if no run has used it."""
     names = storage.entries()
     used = filter(_is_checkpoint_name, names)

@@ -2,7 +2,7 @@
 
 Object stores have no locks. The lease keeps a second launch of the same command from writing to the same folder. If
 both start within the same second, the later write wins. Clocks of different machines are not compared: a lease is stale
-if another process sees no refresh for :data:`STALE` seconds.
+if another process sees no refresh for :data:`STALE_S` seconds.
 """
 
 import json
@@ -20,9 +20,9 @@ from toolkit.io.storage import Storage, StorageError
 from toolkit.io.tempfiles import has_ended, temporary_prefix
 
 LEASE = ".lease.json"
-REFRESH = 10.0  # seconds
-STALE = 35.0  # seconds without a refresh
-SETTLE = 1.0  # seconds to wait before checking which of several writers was last
+REFRESH_S = 10.0  # seconds
+STALE_S = 35.0  # seconds without a refresh
+SETTLE_S = 1.0  # seconds to wait before checking which of several writers was last
 
 
 class Lease:
@@ -38,16 +38,16 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def require_free(self, report: Callable[[str], None]) -> None:
-        """Raise UserError if another run is active in the folder. Takes :data:`STALE` s after a crash elsewhere."""
+        """Raise UserError if another run is active in the folder. Takes :data:`STALE_S` s after a crash elsewhere."""
         first = self.storage.read(LEASE)
         if first in (None, self._stale) or has_ended(str(_parse(first).get("process", ""))):
             return
         report(
-            f"{self.storage.url} was in use by {_describe(first)}; checking for up to {STALE:g} s whether it still is"
+            f"{self.storage.url} was in use by {_describe(first)}; checking for up to {STALE_S:g} s whether it still is"
         )
-        deadline = time.monotonic() + STALE
+        deadline = time.monotonic() + STALE_S
         while time.monotonic() < deadline:
-            time.sleep(min(1.0, STALE / 10))
+            time.sleep(min(1.0, STALE_S / 10))
             now = self.storage.read(LEASE)
             if now is None:
                 return
@@ -59,7 +59,7 @@ class Lease:
         """Acquire the lease, and refresh it in a background thread."""
         self.require_free(report)
         self._write()
-        time.sleep(SETTLE)
+        time.sleep(SETTLE_S)
         if (owner := self._other_owner()) is not None:
             raise self._in_use(owner)
         self._thread = threading.Thread(target=self._refresh, name="lease", daemon=True)
@@ -82,7 +82,7 @@ class Lease:
                     self.storage.delete(LEASE)
 
     def _refresh(self) -> None:
-        while not self._ended.wait(REFRESH):
+        while not self._ended.wait(REFRESH_S):
             with suppress(StorageError):  # the next refresh may succeed
                 self._find_owner()
                 if self.taken_by is not None:

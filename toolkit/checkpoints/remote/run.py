@@ -133,13 +133,13 @@ class RemoteRun:
 
     def _require_unused(self, resume: str | bool) -> None:
         what = "continues it" if resume is False else f"continues it, and --resume {resume} belongs to another run"
-        if (used := checkpoints.first_use(self.storage)) is not None:
+        if (used := checkpoints.find_existing_output(self.storage)) is not None:
             raise self.storage.error(
                 f"already used ({used} exists); --resume auto {what}; another --out_dir starts a new run"
             )
         if (local := next(checkpoint_folders(self.out_dir), None)) is not None:
             raise self.storage.error(
-                f"{local} was not uploaded; --resume auto {what}; without that folder a new run starts"
+                f"{local} was not uploaded; --resume auto {what}; delete that folder to start a new run"
             )
 
     def _fetch_newest(self, is_auto: bool, verify: bool, report: Callable[[str], None]) -> None:
@@ -156,7 +156,7 @@ class RemoteRun:
                 error = caught
                 if not is_auto:
                     raise
-                report(f"warning: {error}; taking the next older checkpoint")
+                report(f"warning: {error}; using the next older checkpoint")
                 self.damaged.append(checkpoint)
         else:
             if local is None and error is not None:
@@ -187,7 +187,7 @@ class RemoteRun:
         except StorageError as error:
             raise self.storage.error(error) from error
         except OSError as error:
-            hint = "give a folder with enough space that can be written"
+            hint = "give a writable folder with enough space"
             raise UserError(f"--staging_dir {self.out_dir}: {error.strerror or error}; {hint}") from error
 
 

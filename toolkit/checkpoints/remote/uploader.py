@@ -18,7 +18,7 @@ from toolkit.errors import one_line
 from toolkit.io.storage import Storage, StorageError
 
 LINKS = ".uploads"
-_MAX_EARLY = 64 * 1024 * 1024  # bytes; larger log files (except metrics.csv) are uploaded only at the end
+_MAX_LIVE_LOG_BYTES = 64 * 1024 * 1024  # bytes; larger log files (except metrics.csv) are uploaded only at the end
 
 
 class _Task(NamedTuple):
@@ -129,7 +129,7 @@ class Uploader:
         """Upload changed logs, so that metrics.csv has all rows up to the checkpoint being uploaded."""
         for path in self._outputs(self.out_dir / "logs"):
             try:
-                if path.stat().st_size <= _MAX_EARLY or path == self.out_dir / METRICS:
+                if path.stat().st_size <= _MAX_LIVE_LOG_BYTES or path == self.out_dir / METRICS:
                     self._upload_log(path)
             except OSError:  # a logger may have deleted it
                 continue
@@ -140,7 +140,7 @@ class Uploader:
         version = (stat.st_size, stat.st_mtime_ns)
         if self._versions.get(name) == version:
             return
-        if stat.st_size <= _MAX_EARLY or name == METRICS:
+        if stat.st_size <= _MAX_LIVE_LOG_BYTES or name == METRICS:
             self.storage.write(name, path.read_bytes())  # not upload: the file may grow meanwhile
         else:
             self.storage.upload(path, name)

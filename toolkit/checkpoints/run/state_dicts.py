@@ -91,9 +91,9 @@ def adapter_state(
     """
     adapters = {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
     whole = StateDictOptions(full_state_dict=True)
-    weights = {name: _placed(p.detach(), whole).cpu() for name, p in adapters.items()}
+    weights = {name: _gather(p.detach(), whole).cpu() for name, p in adapters.items()}
     state = {
-        name: {k: v.cpu() if isinstance(v := _placed(value, whole), torch.Tensor) else v for k, value in values.items()}
+        name: {k: v.cpu() if isinstance(v := _gather(value, whole), torch.Tensor) else v for k, value in values.items()}
         for name, p in adapters.items()
         if (values := sharded_values(optimizer.state.get(shard_of(p), {}), p))
     }
@@ -112,11 +112,11 @@ def _optimizer_state(
     for name, parameter in module.named_parameters():
         if values := optimizer.state.get(shard_of(parameter)):
             values = sharded_values(values, parameter)
-            gathered[canonical_name(name)] = {key: _placed(value, options) for key, value in values.items()}
+            gathered[canonical_name(name)] = {key: _gather(value, options) for key, value in values.items()}
     return gathered
 
 
-def _placed(value: Any, options: StateDictOptions) -> Any:
+def _gather(value: Any, options: StateDictOptions) -> Any:
     """Gather and offload an optimizer value as torch's functions do with these options. Collective."""
     if options.full_state_dict and hasattr(value, "full_tensor"):
         value = value.full_tensor()

@@ -88,7 +88,7 @@ class RowFile:
             for number, row in read(self.path):
                 if self.kind != "jsonl" and _count_characters(row) > MAX_ROW:  # JSON lines are limited by bounded_lines
                     where = describe_row(self, number)
-                    raise UserError(f"{where}: has more than {MAX_ROW:,} characters, the most of a row")
+                    raise UserError(f"{where}: exceeds {MAX_ROW:,} characters, the maximum for a row")
                 yield number, row
                 is_empty = False
         except OSError as error:
@@ -306,7 +306,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserError("--data Parquet: needs pyarrow; run: pip install 'pyarrow>=17'") from error
     try:
         with parquet.ParquetFile(path) as file:
-            require_plausible(path.stat().st_size, file.metadata, str(path))
+            reject_decompression_bomb(path.stat().st_size, file.metadata, str(path))
             batches = file.iter_batches(batch_size=_PARQUET_BATCH)
             yield from enumerate((drop_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
@@ -320,7 +320,7 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def require_plausible(size: int, metadata: Any, name: str) -> None:
+def reject_decompression_bomb(size: int, metadata: Any, name: str) -> None:
     """Raise UserError for a likely decompression bomb, such as repeated values or compressed zeros."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]

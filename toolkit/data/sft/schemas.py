@@ -16,7 +16,7 @@ TEXT = ("text",)
 SYSTEM = ("system",)
 TOOLS = ("tools",)
 GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, TEXT, SYSTEM, TOOLS)
-KNOWN = tuple(name for group in GROUPS for name in group)
+KNOWN_COLUMNS = tuple(name for group in GROUPS for name in group)
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT role names
 _SCHEMAS = "messages, conversations, instruction with output, prompt with completion, or text"
 
@@ -46,8 +46,8 @@ class EmptyAnswerError(UserError):
 def require_columns(columns: dict[str, str] | None) -> None:
     """Raise UserError unless every key in ``--data.columns`` is a known column."""
     for name in columns or {}:
-        if name not in KNOWN:
-            near = did_you_mean(name, KNOWN) or f"; known columns: {', '.join(KNOWN)}"
+        if name not in KNOWN_COLUMNS:
+            near = did_you_mean(name, KNOWN_COLUMNS) or f"; known columns: {', '.join(KNOWN_COLUMNS)}"
             raise UserError(f"--data.columns {name}: unknown column{near}")
 
 
@@ -126,7 +126,7 @@ def _add_system_message(messages: tuple[dict[str, Any], ...], system: str, where
 
 def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> dict[str, Any]:
     """Return the row's values by known column name. A mapped column replaces its synonyms."""
-    values = {name: row[name] for name in KNOWN if name in row}
+    values = {name: row[name] for name in KNOWN_COLUMNS if name in row}
     for name, column in columns.items():
         if column not in row:
             raise UserError(f"{where}: has no column {column} (--data.columns); {_describe_columns(row)}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
     from toolkit.data.tokens.store import TokenWriter
 
-LONGEST = 5  # number of longest samples to report
+N_LONGEST = 5  # number of longest samples to report
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Counts:
     def measure(self, tokens: int, source: int, number: int) -> None:
         """Track the longest samples. On ties, keep the first."""
         heapq.heappush(self.longest, (tokens, -source, -number))
-        if len(self.longest) > LONGEST:
+        if len(self.longest) > N_LONGEST:
             heapq.heappop(self.longest)
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _tokenize_row(
     if is_long and config.on_long == "drop":
         counts.too_long += 1
         return []
-    pieces = list(_cut(encoding, limit, split=config.on_long == "split"))
+    pieces = list(_fit_to_row(encoding, limit, split=config.on_long == "split"))
     trained_pieces = [(ids, loss_mask) for ids, loss_mask in pieces if any(loss_mask[1:])]
     counts.trained_tokens += sum(sum(loss_mask[1:]) for _, loss_mask in trained_pieces)
     if not trained_pieces:
@@ -183,7 +183,7 @@ def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
         raise UserError(f"{record.where}: {error}") from error
 
 
-def _cut(encoding: Encoding, limit: int, split: bool) -> Iterator[tuple[list[int], list[bool]]]:
+def _fit_to_row(encoding: Encoding, limit: int, split: bool) -> Iterator[tuple[list[int], list[bool]]]:
     """Truncate a sample to ``limit`` tokens (max_seq_length + 1), or split it into pieces of that size.
 
     Consecutive pieces share one token, a label in the first and an input in the second, so that every token is

@@ -185,10 +185,8 @@ def _tree(repository: Repository, folder: str) -> list[SourceFile]:
     repo_id, commit = repository.repo_id, repository.commit
     with _hub_errors(repo_id, repository.revision):
         try:
-            options = {"recursive": True, "revision": commit, "repo_type": "dataset"}
-            entries = call_with_timeout(
-                _LISTING_TIMEOUT, lambda: list(HfApi().list_repo_tree(repo_id, folder or None, **options))
-            )
+            options: dict[str, Any] = {"recursive": True, "revision": commit, "repo_type": "dataset"}
+            entries = call_with_timeout(_LISTING_TIMEOUT, lambda: [*HfApi().list_repo_tree(repo_id, folder, **options)])
             files = [entry for entry in entries if isinstance(entry, RepoFile)]
         except EntryNotFoundError:
             return []

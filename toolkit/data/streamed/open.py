@@ -15,7 +15,7 @@ from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
 from toolkit.data.streamed import segments
 from toolkit.data.streamed.files import SourceFile, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
-from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_workers, used_bytes
+from toolkit.data.streamed.reader import SegmentRequest, StreamReader, error_file, stop_workers, used_bytes
 from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
 from toolkit.data.text.documents import train_tokenizer
 from toolkit.data.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ def _open_stream(
 
 def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Report) -> PreparedData:
     skips = text.options.skips_broken
-    if not skips and (n := stream.forget_broken()):
+    if not skips and (n := stream.discard_broken()):
         report(f"Data: reading the files of {n} segments again that could not be read before")
     first, counts = _prepare_first(stream, block_size, skips, text.where, report)
     n_rows = counts.tokens // block_size
@@ -212,7 +212,7 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
     try:
         while unprepared:
             window = unprepared[: 4 * workers]
-            reader.ask(Wanted(ahead=window))
+            reader.request(SegmentRequest(ahead=window))
             for number in window:
                 if (counts := stream.ready(number)) is not None:
                     if counts.broken and not rows.skips_broken:

@@ -14,7 +14,7 @@ import numpy as np
 
 from toolkit.data.order import shuffled_index
 from toolkit.data.streamed.reader import StreamReader
-from toolkit.data.streamed.stream import Copy, SegmentCounts
+from toolkit.data.streamed.stream import CopyId, SegmentCounts
 from toolkit.errors import DataError, join_first
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class SegmentRows:
 
     def __init__(self, reader: StreamReader, block_size: int) -> None:
         self.reader, self.block_size = reader, block_size
-        self._open: dict[int, tuple[TokenStore, Copy | None]] = {}
+        self._open: dict[int, tuple[TokenStore, CopyId | None]] = {}
 
     def read(self, segment: int, row: int) -> dict[str, Tensor]:
         """Return a row, see :class:`toolkit.data.base.TokenDataset`. Prepare the segment again if it was evicted.
@@ -58,7 +58,7 @@ class SegmentRows:
         block = torch.from_numpy(tokens.astype(np.int64))
         return {"input_ids": block[:-1], "labels": block[1:]}
 
-    def _store(self, segment: int) -> tuple[TokenStore, Copy | None]:
+    def _store(self, segment: int) -> tuple[TokenStore, CopyId | None]:
         if segment not in self._open:
             stream = self.reader.stream
             copy = stream.copy_of(segment)  # before opening: a newer copy must not count as the damaged one

@@ -24,7 +24,7 @@ _MAX_STARTS = 4  # starts per tokenize worker before any segment is ready
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SegmentRequest:
     """The segments that a process needs.
 
     Args:
@@ -48,23 +48,23 @@ class StreamReader:
 
     def __init__(self, stream: Stream, workers: int, max_bytes: int | None, report: Report) -> None:
         self.stream, self.workers, self.max_bytes, self.report = stream, workers, max_bytes, report
-        self.wanted = Wanted()
+        self.latest_request = SegmentRequest()
         self._file: Path | None = None
         self._lock: IO[str] | None = None
         self._pid = 0
         self._starts = 0
 
-    def ask(self, wanted: Wanted) -> None:
+    def request(self, request: SegmentRequest) -> None:
         """Publish the segments that this process needs. Start tokenize workers if one of ``ahead`` is not ready."""
         try:
-            if wanted != self.wanted or self._pid != os.getpid():
+            if request != self.latest_request or self._pid != os.getpid():
                 self._register()
                 assert self._file is not None
-                self.wanted = wanted
-                write_json(self._file, wanted.__dict__)
+                self.latest_request = request
+                write_json(self._file, request.__dict__)
         except OSError as error:
             raise self._lost_cache_error(error) from error
-        if not all(self.stream.ready(number) for number in wanted.ahead):
+        if not all(self.stream.ready(number) for number in request.ahead):
             self.require_workers()
 
     def require_workers(self) -> None:
@@ -84,18 +84,18 @@ class StreamReader:
         self._starts = 0
 
     def wait(self, number: int, keep: list[int], ahead: list[int]) -> SegmentCounts:
-        """Wait until a segment can be read. Return the counts. See :class:`Wanted` for ``keep`` and ``ahead``.
+        """Wait until a segment can be read. Return the counts. See :class:`SegmentRequest` for ``keep`` and ``ahead``.
 
         Raises:
             DataError: The segment cannot be prepared.
         """
         if (counts := self.stream.ready(number)) is not None:
-            self.ask(Wanted(keep, ahead))
+            self.request(SegmentRequest(keep, ahead))
             return counts
         started = last_line = time.monotonic()
         error = error_file(self.stream.folder, number)
         error.unlink(missing_ok=True)  # from an earlier attempt
-        self.ask(Wanted(keep, [number, *ahead], is_waiting=True))
+        self.request(SegmentRequest(keep, [number, *ahead], is_waiting=True))
         while (counts := self.stream.ready(number)) is None:
             time.sleep(_POLL)
             with contextlib.suppress(FileNotFoundError):
@@ -105,7 +105,7 @@ class StreamReader:
                 last_line = time.monotonic()
                 self.report(f"Data: waiting for segment {number:,} to be tokenized ({last_line - started:.0f} s)")
         self.reset_starts()
-        self.ask(Wanted(keep, ahead))
+        self.request(SegmentRequest(keep, ahead))
         return counts
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class StreamReader:
         if self._lock is not None:
             self._lock.close()
         self._file = self._lock = None
-        read_wanted(self.stream.folder)  # removes the files of processes that were killed
+        read_requests(self.stream.folder)  # removes the files of processes that were killed
 
     def _register(self) -> None:
         """Create this process's request file. Hold a lock that shows other processes it is alive."""
@@ -131,7 +131,7 @@ class StreamReader:
         return {**self.__dict__, "report": print, "_file": None, "_lock": None, "_pid": 0}
 
 
-def read_wanted(folder: Path) -> list[Wanted]:
+def read_requests(folder: Path) -> list[SegmentRequest]:
     """Return the requests of running readers. Delete the files of readers that have ended."""
     requests = []
     for file in sorted((folder / "readers").glob("*.json")):
@@ -144,7 +144,7 @@ def read_wanted(folder: Path) -> list[Wanted]:
                 lock_file.unlink(missing_ok=True)
                 continue
         with contextlib.suppress(ValueError, TypeError, OSError):
-            requests.append(Wanted(**json.loads(file.read_bytes())))
+            requests.append(SegmentRequest(**json.loads(file.read_bytes())))
     return requests
 
 

@@ -99,10 +99,10 @@ def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[TextChunk]:
     pyarrow = import_pyarrow()
     from pyarrow import parquet, types
 
-    from toolkit.data.sft.readers import require_plausible
+    from toolkit.data.sft.readers import reject_decompression_bomb
 
     with parquet.ParquetFile(pyarrow.PythonFile(raw, mode="r"), pre_buffer=True) as file:
-        require_plausible(raw.size(), file.metadata, "the file")
+        reject_decompression_bomb(raw.size(), file.metadata, "the file")
         schema = file.schema_arrow
         if column not in schema.names:
             raise ColumnError(f"has no column {column!r}; its columns are {join_first(schema.names, 20)}")
@@ -115,7 +115,7 @@ def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[TextChunk]:
         for batch in file.iter_batches(_PARQUET_ROWS, row_groups=row_groups, columns=[column]):
             for text in filter(None, batch.column(0).to_pylist()):
                 if len(text) > MAX_ROW:
-                    raise BrokenFileError(f"column {column!r} has more than {MAX_ROW:,} characters in a row, the most")
+                    raise BrokenFileError(f"column {column!r} has a row of more than {MAX_ROW:,} characters")
                 yield TextChunk(text, True)
 
 
@@ -129,7 +129,7 @@ def _json_lines(raw: RetryingFile, file: SourceFile, part: Part, column: str) ->
         start += len(rest) - 1
     while (start < stop or file.compression) and (line := stream.readline(MAX_ROW + 1)):
         if len(line) > MAX_ROW:
-            raise BrokenFileError(f"byte {start:,}: begins a line of more than {MAX_ROW:,} bytes, the most of a row")
+            raise BrokenFileError(f"byte {start:,}: line longer than {MAX_ROW:,} bytes")
         content = line.removeprefix(BOM_UTF8).strip()
         if content and (text := _text_of(content, column, start)):
             yield TextChunk(text, True)

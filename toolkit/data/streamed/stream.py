@@ -42,7 +42,7 @@ from toolkit.io.atomic import write_json
 from toolkit.io.locks import file_lock
 from toolkit.io.tempfiles import sweep, temporary_path
 
-Copy = tuple[int, int]  # inode and mtime (ns) of a segment folder; identifies one copy
+CopyId = tuple[int, int]  # inode and mtime (ns) of a segment folder; identifies one copy
 
 CODE_VERSION = 1  # increment if the same files and options give different tokens
 SOURCE = "source.json"
@@ -170,14 +170,14 @@ class Stream:
             self.remove_damaged(number, copy)
         return None
 
-    def copy_of(self, number: int) -> Copy | None:
+    def copy_of(self, number: int) -> CopyId | None:
         """Identify the cached copy of a segment. Return None if the segment is not cached."""
         with contextlib.suppress(OSError):
             status = self.segment_folder(number).stat()
             return status.st_ino, status.st_mtime_ns
         return None
 
-    def remove_damaged(self, number: int, copy: Copy | None) -> None:
+    def remove_damaged(self, number: int, copy: CopyId | None) -> None:
         """Evict a segment if the cached copy is still the damaged one; another process may have replaced it."""
         with contextlib.suppress(OSError), file_lock(self._lock_file(number)):  # one process at a time
             if self.copy_of(number) == copy:
@@ -193,7 +193,7 @@ class Stream:
             os.rename(folder, gone)  # atomic, also for readers
             shutil.rmtree(gone, ignore_errors=True)
 
-    def forget_broken(self) -> int:
+    def discard_broken(self) -> int:
         """Remove segments with broken files, to read them again. Return the number of segments."""
         broken = [n for n in self.prepared() if (counts := self.counts(n)) is not None and counts.broken]
         for number in broken:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from toolkit.data.streamed.reader import Wanted, error_file, read_wanted, used_bytes
+from toolkit.data.streamed.reader import SegmentRequest, error_file, read_requests, used_bytes
 from toolkit.data.streamed.stream import Stream
 from toolkit.io.storage import StorageError
 
@@ -42,11 +42,11 @@ def _exit_with_parent() -> None:
 def _serve(stream: Stream, max_bytes: int) -> None:
     failed: dict[int, float] = {}  # segment: time of the last storage failure
     while True:
-        wanted = read_wanted(stream.folder)
-        for number in _missing(stream, wanted):
-            if time.monotonic() - failed.get(number, -_RETRY) < _RETRY and not _is_awaited(number, wanted):
+        requests = read_requests(stream.folder)
+        for number in _missing(stream, requests):
+            if time.monotonic() - failed.get(number, -_RETRY) < _RETRY and not _is_awaited(number, requests):
                 continue
-            if max_bytes and not make_room(stream, wanted, number, max_bytes):
+            if max_bytes and not make_room(stream, requests, number, max_bytes):
                 continue
             try:
                 if stream.prepare(number, wait=False) is not None:
@@ -59,9 +59,9 @@ def _serve(stream: Stream, max_bytes: int) -> None:
             time.sleep(_POLL)
 
 
-def _missing(stream: Stream, wanted: list[Wanted]) -> Iterator[int]:
+def _missing(stream: Stream, requests: list[SegmentRequest]) -> Iterator[int]:
     """Yield the missing segments, round-robin over the processes. Waiting processes come first."""
-    queues = [w.ahead for w in sorted(wanted, key=lambda w: not w.is_waiting)]
+    queues = [w.ahead for w in sorted(requests, key=lambda w: not w.is_waiting)]
     seen = set()
     for number in (n for turn in zip_longest(*queues) for n in turn if n is not None):
         if number not in seen and stream.ready(number) is None:
@@ -69,11 +69,11 @@ def _missing(stream: Stream, wanted: list[Wanted]) -> Iterator[int]:
         seen.add(number)
 
 
-def _is_awaited(number: int, wanted: list[Wanted]) -> bool:
-    return any(w.is_waiting and w.ahead[:1] == [number] for w in wanted)
+def _is_awaited(number: int, requests: list[SegmentRequest]) -> bool:
+    return any(w.is_waiting and w.ahead[:1] == [number] for w in requests)
 
 
-def make_room(stream: Stream, wanted: list[Wanted], number: int, max_bytes: int) -> bool:
+def make_room(stream: Stream, requests: list[SegmentRequest], number: int, max_bytes: int) -> bool:
     """Evict segments until ``number`` fits into the budget. Return whether it may be prepared.
 
     Evict unused segments first, oldest first. If a process waits for the new segment, also evict segments needed later.
@@ -87,9 +87,9 @@ def make_room(stream: Stream, wanted: list[Wanted], number: int, max_bytes: int)
     text_bytes = stream.source.text_bytes
     ratio = max((size / max(1, text_bytes(segment)) for segment, (_, size) in sizes.items()), default=1.0)
     excess = used_bytes(stream.folder) + int(_MARGIN * ratio * text_bytes(number)) - max_bytes
-    in_use = {n for w in wanted for n in w.keep}
-    later = {n for w in wanted for n in w.ahead} - in_use
-    is_awaited = _is_awaited(number, wanted)
+    in_use = {n for w in requests for n in w.keep}
+    later = {n for w in requests for n in w.ahead} - in_use
+    is_awaited = _is_awaited(number, requests)
     for segment in sorted(sizes, key=lambda n: (n in later, sizes[n][0])):
         if excess <= 0:
             return True

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from toolkit.data.cache import PIECES
+from toolkit.data.cache import CRC_FILE
 from toolkit.errors import DataError
 from toolkit.io.safe_parse import read_json
 
@@ -181,11 +181,11 @@ class ChunkedArray:
                     raise ValueError(f"{self.folder / name} is truncated: {size:,} of {min_size:,} bytes")
 
     def _read_checksums(self) -> np.ndarray | None:
-        if not (self.folder / PIECES).is_file():
+        if not (self.folder / CRC_FILE).is_file():
             return None
-        checksums = np.load(self.folder / PIECES, mmap_mode="r")
+        checksums = np.load(self.folder / CRC_FILE, mmap_mode="r")
         if checksums.dtype != np.uint32 or checksums.shape != (self._pieces[-1],):
-            raise ValueError(f"{self.folder / PIECES} does not belong to these chunks")
+            raise ValueError(f"{self.folder / CRC_FILE} does not belong to these chunks")
         return checksums
 
 

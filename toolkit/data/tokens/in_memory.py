@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.base import PreparedData, Report
-from toolkit.data.tokens.rows import SURVEYED, PythonData, read_row, require_shifted, row_bytes
+from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, read_row, require_shifted, row_bytes
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class InMemoryDataset:
     def survey(self) -> tuple[list[int], str]:
         """Check evenly spaced rows. Return their lengths, and a SHA-256 of the rows and the dataset length."""
         last = len(self) - 1
-        indices = sorted({round(last * i / (SURVEYED - 1)) for i in range(SURVEYED)})
+        indices = sorted({round(last * i / (MAX_CHECKED_ROWS - 1)) for i in range(MAX_CHECKED_ROWS)})
         rows = [self[index] for index in indices]
         require_shifted(rows, self._name)
         key = hashlib.sha256(f"rows {len(self)}".encode())

@@ -16,7 +16,7 @@ import numpy as np
 
 from toolkit.data.base import PreparedData, Report
 from toolkit.data.tokens.in_memory import InMemoryDataset
-from toolkit.data.tokens.rows import SURVEYED, PythonData, hash_rows, read_row, require_shifted
+from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, hash_rows, read_row, require_shifted
 from toolkit.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from toolkit.data.tokenizer import Tokenizer
 
-_INTERVAL, _KEPT = 100, 1000
+_RESUME_POINT_INTERVAL, _MAX_RESUME_POINTS = 100, 1000
 """Rows between resume points, and number of saved resume points. They cover more rows than a run prefetches."""
 
 
@@ -41,7 +41,7 @@ class IterableData(PythonData):
 
     def __init__(self, dataset: Any, val_dataset: Any, max_length: int | None, allow_duplicates: bool = False) -> None:
         if is_loader(dataset):
-            self.train: IterableRows = LoaderRows(dataset, max_length, allow_duplicates)
+            self.train: IterableRows = DataLoaderRows(dataset, max_length, allow_duplicates)
         else:
             self.train = IterableRows(dataset, max_length)
         self.val = None if val_dataset is None else InMemoryDataset("val_dataset", val_dataset, max_length)
@@ -77,7 +77,7 @@ class IterableRows:
         self._initial = self._source_state()
         self._one_shot: Iterator[Any] | None = None
         items = self._open(epoch=0)
-        first = list(islice(items, SURVEYED))
+        first = list(islice(items, MAX_CHECKED_ROWS))
         if not first:
             raise UserError("dataset: yields no rows")
         if items is source:
@@ -129,9 +129,9 @@ class IterableRows:
         return self._to_row(self._advance(), position)
 
     def _advance(self) -> Any:
-        """Return the next item; record a resume point every ``_INTERVAL`` rows."""
+        """Return the next item; record a resume point every ``_RESUME_POINT_INTERVAL`` rows."""
         position, epoch = self._next, self._epoch
-        is_due = not self._resume_points or position - self._resume_points[-1]["place"] >= _INTERVAL
+        is_due = not self._resume_points or position - self._resume_points[-1]["place"] >= _RESUME_POINT_INTERVAL
         before = self._source_state() if is_due else None
         item = self._next_item()
         self._next += 1
@@ -145,7 +145,7 @@ class IterableRows:
         if is_due and epoch == self._epoch:  # otherwise the state belongs to the previous epoch
             point = {"epoch": epoch, "epoch_start": self._epoch_start, "place": position, "hash": digest}
             self._resume_points.append(point if before is None else point | {"state": before})
-            del self._resume_points[:-_KEPT]
+            del self._resume_points[:-_MAX_RESUME_POINTS]
         return item
 
     def _next_item(self) -> Any:
@@ -205,21 +205,21 @@ class IterableRows:
 
     # ---- the other ranks
 
-    def share(self) -> Any:
-        """Return the value of this rank for :meth:`check_shares`."""
+    def rank_info(self) -> Any:
+        """Return the value of this rank for :meth:`require_disjoint`."""
         return self.key
 
-    def check_shares(self, shares: list[Any]) -> None:
-        """Raise UserError if :meth:`share` differs between ranks."""
-        for rank, key in enumerate(shares):
-            if key != shares[0]:
+    def require_disjoint(self, infos: list[Any]) -> None:
+        """Raise UserError if :meth:`rank_info` differs between ranks."""
+        for rank, key in enumerate(infos):
+            if key != infos[0]:
                 raise UserError(
                     f"dataset {type(self._source).__name__}: yields other rows on rank {rank} than on rank 0; yield "
                     "the same rows on every rank; toolkit splits them"
                 )
 
 
-class LoaderRows(IterableRows):
+class DataLoaderRows(IterableRows):
     """The rows of this rank's torch DataLoader. ``rows[p]`` returns the next row.
 
     Args:
@@ -239,10 +239,10 @@ class LoaderRows(IterableRows):
                 part.generator = torch.Generator()
         self._generators = [(part.generator, part.generator.get_state()) for part in drawing]
         super().__init__(source, max_length)
-        self._allow_duplicates, self._shares = allow_duplicates, [self.share()]
+        self._allow_duplicates, self._rank_infos = allow_duplicates, [self.rank_info()]
         self.key = "DataLoader"  # its rows depend on the rank; order() compares them
 
-    def order(self, seed: int, state: dict[str, Any]) -> LoaderRows:
+    def order(self, seed: int, state: dict[str, Any]) -> DataLoaderRows:
         """Seek as in :meth:`IterableRows.order`, but by reading all rows of this rank again."""
         super().order(seed, {})
         for generator, state_before in self._generators:
@@ -264,8 +264,8 @@ class LoaderRows(IterableRows):
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the position, the number of ranks, and a hash of the first rows of all ranks."""
-        first = hashlib.sha256("".join(key for key, *_ in self._shares).encode()).hexdigest()
-        return {"position": position, "ranks": len(self._shares), "hash": first}
+        first = hashlib.sha256("".join(key for key, *_ in self._rank_infos).encode()).hexdigest()
+        return {"position": position, "ranks": len(self._rank_infos), "hash": first}
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         if not self._is_open:
@@ -283,11 +283,11 @@ class LoaderRows(IterableRows):
 
     @property
     def epoch_rows(self) -> int | None:  # type: ignore[override]
-        counts = {count for *_, count in self._shares}
+        counts = {count for *_, count in self._rank_infos}
         count = counts.pop()
-        return None if counts or count is None else count * len(self._shares)
+        return None if counts or count is None else count * len(self._rank_infos)
 
-    def share(self) -> tuple[str, tuple[int, int] | None, int | None]:
+    def rank_info(self) -> tuple[str, tuple[int, int] | None, int | None]:
         """Return the hash of the first rows, the sampler's (rank, world size) or None, and rows per epoch or None."""
         import torch.utils.data as torch_data
 
@@ -303,19 +303,19 @@ class LoaderRows(IterableRows):
         draws_all = type(sampler) in (torch_data.SequentialSampler, torch_data.RandomSampler)
         return key, (0, 1) if draws_all and is_map else None, count
 
-    def check_shares(self, shares: list[Any]) -> None:
-        self._shares, name = shares, f"dataset DataLoader over {type(self._source.dataset).__name__}"
-        keys = [key for key, *_ in shares]
-        for rank, (key, part, _) in enumerate(shares if len(shares) > 1 and not self._allow_duplicates else []):
+    def require_disjoint(self, infos: list[Any]) -> None:
+        self._rank_infos, name = infos, f"dataset DataLoader over {type(self._source.dataset).__name__}"
+        keys = [key for key, *_ in infos]
+        for rank, (key, part, _) in enumerate(infos if len(infos) > 1 and not self._allow_duplicates else []):
             if part == (0, 1) or keys.count(key) > 1:
                 raise UserError(
                     f"{name}: feeds the same samples to several ranks; pass the dataset itself, which toolkit "
                     "splits, use a DistributedSampler, or set allow_duplicate_data=True"
                 )
-            if part not in (None, (rank, len(shares))):
+            if part not in (None, (rank, len(infos))):
                 raise UserError(
                     f"{name}: its DistributedSampler has rank {part[0]} of {part[1]} on rank {rank} of "
-                    f"{len(shares)}; pass the dataset itself, which toolkit splits, or pass "
+                    f"{len(infos)}; pass the dataset itself, which toolkit splits, or pass "
                     "toolkit.get_world_size() and toolkit.get_rank() to the sampler under torchrun"
                 )
 
@@ -355,7 +355,7 @@ def _set_epoch(epoch: int, *parts: Any) -> None:
 
 
 def _rows_of(batch: Any) -> Iterable[Any]:
-    """Split a batch into rows, see :class:`LoaderRows`."""
+    """Split a batch into rows, see :class:`DataLoaderRows`."""
     if isinstance(batch, tuple | list) and len(batch) == 2 and all(getattr(part, "ndim", 1) == 2 for part in batch):
         return zip(*batch, strict=True)
     if isinstance(batch, Mapping):

@@ -13,7 +13,7 @@ from toolkit.models.labels import IGNORE_INDEX
 if TYPE_CHECKING:
     from torch import Tensor
 
-SURVEYED = 32  # rows checked before a run
+MAX_CHECKED_ROWS = 32  # rows checked before a run
 
 
 class PythonData(DataModule):

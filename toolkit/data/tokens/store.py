@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.data.cache import PIECES
+from toolkit.data.cache import CRC_FILE
 from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, format_dtype
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class _ArrayWriter:
         config = _INDEX_CONFIG | {"chunk_size": len(self._buffer), "data_format": [format_dtype(self._buffer.dtype)]}
         index = {"chunks": self._chunks, "config": config}
         (self.folder / INDEX).write_text(json.dumps(index, sort_keys=True), encoding="utf-8")
-        np.save(self.folder / PIECES, np.asarray(self._checksums, np.uint32))
+        np.save(self.folder / CRC_FILE, np.asarray(self._checksums, np.uint32))
 
     def _write_chunk(self, values: np.ndarray) -> None:
         self._checksums.extend(zlib.crc32(values[start : start + PIECE].data) for start in range(0, len(values), PIECE))

@@ -61,7 +61,7 @@ def _load_family(name: str, entry: Entry) -> ModuleType:
     entries = registered("families")
     for config in module.CONFIGS:
         named = load_registered("families", config.family) if config.family in entries else FAMILIES.get(config.family)
-        if named is not module and not _is_like(module, named):
+        if named is not module and not _only_adds_configs(module, named):
             raise UserError(
                 f"{extension}: {config.name} of {entry.path} has family={config.family!r}, with other weight names or "
                 f"another model; add family={name!r}"
@@ -69,7 +69,7 @@ def _load_family(name: str, entry: Entry) -> ModuleType:
     return module
 
 
-def _is_like(module: ModuleType, family: ModuleType | None) -> bool:
+def _only_adds_configs(module: ModuleType, family: ModuleType | None) -> bool:
     """Whether a module only adds configurations: same functions as ``family`` and no model class."""
     same = all(getattr(module, name) is getattr(family, name, None) for name in FUNCTIONS)
     return same and not hasattr(module, "MODEL")

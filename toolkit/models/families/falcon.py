@@ -47,7 +47,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    shared, new = config.shared_attention_norm, _is_new(config)
+    shared, new = config.shared_attention_norm, _is_new_architecture(config)
     return hf_config.write_common(config, "FalconForCausalLM") | {
         "activation": "gelu",
         "alibi": False,
@@ -70,7 +70,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _is_new(config: ModelConfig) -> bool:
+def _is_new_architecture(config: ModelConfig) -> bool:
     """Whether the config needs Falcon's ``new_decoder_architecture``: grouped queries or separate norms."""
     return not config.shared_attention_norm or 1 < config.n_query_groups < config.n_head
 

@@ -83,13 +83,13 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     config_json = {"head_dim": 256} | _DEFAULTS[kind] | config_json
     fields = hf_config.read_decoder(config_json, vocab_size=256000, block_size=8192, tied=True)
     if kind != "gemma":
-        fields |= _later_fields(config_json)
+        fields |= _gemma2_and_3_fields(config_json)
     if kind != "gemma3_text":
         fields |= hf_rope.read_rope(config_json)
     return ModelConfig(**fields, **_FIXED)
 
 
-def _later_fields(config_json: dict[str, Any]) -> dict[str, Any]:
+def _gemma2_and_3_fields(config_json: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that only Gemma 2 and 3 have."""
     is_v3, n_layer = config_json["model_type"] == "gemma3_text", config_json["num_hidden_layers"]
     every = config_json.get("sliding_window_pattern", 6) if is_v3 else 2

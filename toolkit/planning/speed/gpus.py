@@ -117,7 +117,7 @@ def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
     if fitting:
         best = max(fitting, key=lambda gpu: GPUS[gpu].memory)
         return best, GPUS[best]
-    near = did_you_mean(_key(name).replace("pcie", ""), GPUS, compared=_key)
+    near = did_you_mean(_key(name).replace("pcie", ""), GPUS, normalize=_key)
     near = f"; with other memory: {' or '.join(matches)}" if matches else near
     raise UserError(f"--speed {name}: unknown GPU{near}; known: {', '.join(GPUS)}")
 

@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.extension import find_modules_here, import_object, load_registered, registered
+from toolkit.extension import add_cwd_to_path, import_object, load_registered, registered
 from toolkit.planning.run_args import callback_entries
 from toolkit.training.callbacks.base import Callback
 
@@ -32,7 +32,7 @@ def _load(entry: Any) -> Callback:
     try:
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
-        raise UserError(f"--callbacks {path}: {error}; give them as init_args") from error
+        raise UserError(f"--callbacks {path}: {error}; set arguments with init_args") from error
     return cls(**arguments)
 
 
@@ -40,7 +40,7 @@ def _import(path: str) -> Any:
     if path in registered("callbacks"):
         return load_registered("callbacks", path)
     module = path.rpartition(".")[0]
-    find_modules_here()
+    add_cwd_to_path()
     try:
         return import_object(path)
     except (ImportError, AttributeError, ValueError) as error:

@@ -22,7 +22,7 @@ from toolkit.training.trace import Shares, read_shares
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
-SHOWN_OPERATORS, SHOWN_RANKS = 10, 8
+MAX_OPERATORS, MAX_RANKS = 10, 8
 SECONDS_TO_WRITE = 30 * 60.0  # writing the trace of a large model takes minutes
 
 
@@ -154,18 +154,18 @@ class Profile(Callback):
                 writer.writerows([rank, *asdict(each).values()] for rank, each in shares.items())
 
 
-def format_shares(found: dict[int, Shares]) -> list[str]:
+def format_shares(shares_by_rank: dict[int, Shares]) -> list[str]:
     """Format the time breakdown by rank as table lines. With many ranks, show those that communicate least."""
-    least = sorted(found, key=lambda rank: found[rank].communication)[:SHOWN_RANKS]
+    least = sorted(shares_by_rank, key=lambda rank: shares_by_rank[rank].communication)[:MAX_RANKS]
     columns = [f.name for f in fields(Shares)]
     headings = [name.replace("_", " ") for name in columns[:-1]]
     lines = ["  ".join(["rank", *headings, "s/step"])]
     for rank in sorted(least):
-        values: dict[str, Any] = asdict(found[rank])
+        values: dict[str, Any] = asdict(shares_by_rank[rank])
         cells = [f"{values[name]:>{len(head)}.1%}" for name, head in zip(columns, headings, strict=False)]
         lines.append("  ".join([f"{rank:>4}", *cells, f"{values['step_s']:>6.3g}"]))
-    if len(least) < len(found):
-        lines.append(f"(the {SHOWN_RANKS} of {len(found)} ranks that wait least for the others)")
+    if len(least) < len(shares_by_rank):
+        lines.append(f"(the {MAX_RANKS} of {len(shares_by_rank)} ranks with the least communication)")
     return lines
 
 
@@ -175,7 +175,7 @@ def format_operators(averages: Any, self_time: str, n_steps: int) -> list[str]:
     total = sum(getattr(a, self_time) for a in operators) or 1
     operators.sort(key=lambda a: -getattr(a, self_time))
     lines = [f"{'calls/step':>10}  {'ms/step':>9}  {'share':>6}  operator"]
-    for a in operators[:SHOWN_OPERATORS]:
+    for a in operators[:MAX_OPERATORS]:
         self_us = getattr(a, self_time)
         lines.append(f"{a.count / n_steps:>10.4g}  {self_us / n_steps / 1e3:>9.4g}  {self_us / total:>6.1%}  {a.key}")
     return lines

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
 PLAIN_PROMPT = 32  # prompt tokens for plain text
-_SHOWN = 60  # prompt characters printed
+_MAX_CHARS = 60  # prompt characters printed
 _NEW_TOKENS = 64  # maximum for --eval.max_new_tokens auto
 
 
@@ -71,7 +71,8 @@ class Sampler(Callback):
             )
         model.train(was_training)
         prompt = " | ".join(" ".join(line.split()) for line in self._text(self.prompt).splitlines() if line.strip())
-        prompt = prompt if len(prompt) <= _SHOWN else f"... {prompt[-_SHOWN:].partition(' ')[2]}"  # do not cut words
+        if len(prompt) > _MAX_CHARS:
+            prompt = f"... {prompt[-_MAX_CHARS:].partition(' ')[2]}"  # do not cut words
         answer = self._text(tokens).strip() or "(no tokens before EOS)"
         display.phase("training")
         display.message(f'sample after step {step}, to "{prompt}":\n{textwrap.indent(answer, "    ")}')
