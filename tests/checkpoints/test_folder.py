@@ -112,7 +112,7 @@ def change(folder, edit):
 def test_mismatched_weights_are_named_with_shapes(tmp_path, edit, message):
     save(tmp_path / "m", LLAMA)
     change(tmp_path / "m", edit)
-    with pytest.raises(UserError, match=f"lit_model.pth: does not fit model_config.yaml: {message}") as error:
+    with pytest.raises(UserError, match=f"lit_model.pth: does not match model_config.yaml: {message}") as error:
         load_model(tmp_path / "m")
     assert "\n" not in str(error.value)
 
@@ -185,9 +185,9 @@ def test_litgpt_folder_loads_without_conversion(tmp_path):
         (None, "no such file"),
         ("", "must be a mapping"),
         ("- 1", "must be a mapping"),
-        ("a: [", "not a model's configuration"),
-        ("!!python/object/apply:os.mkdir [ran]", "not a model's configuration"),
-        ("n_layer: many", "not a model's configuration"),
+        ("a: [", "not a model configuration"),
+        ("!!python/object/apply:os.mkdir [ran]", "not a model configuration"),
+        ("n_layer: many", "not a model configuration"),
         ("n_layer: -1", r"--model_config.n_layer -1: must be greater"),
         ("n_layer: 2", "vocab_size is missing"),
         (litgpt_config(mlp_class_name="SomeMoE"), "mlp_class_name SomeMoE: must be one of LLaMAMLP"),

@@ -73,7 +73,7 @@ def test_model_too_large_for_one_process_names_the_layers_that_fit(monkeypatch, 
         return str(caught.value)
 
     message = error("pretrain", pretrain.setup, ("model_name",), "Llama-2-7b-hf", "--model_config.vocab_size", "32000")
-    assert message.startswith("--devices 8: one process cannot hold Llama-2-7b-hf to compare with: it needs about 1")
+    assert message.startswith("--devices 8: Llama-2-7b-hf does not fit on one process for comparison: it needs about 1")
     assert "24.0 GB are there; compare fewer layers, --model_config.n_layer 4" in message
     message = error("finetune_full", finetune_full.setup, ("checkpoint_dir",), "meta-llama/Llama-2-7b-hf")
     assert "`toolkit verify_parallel pretrain Llama-2-7b-hf --model_config.n_layer 4` with the same devices" in message

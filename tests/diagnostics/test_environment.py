@@ -59,7 +59,7 @@ def test_slow_settings_and_a_gpu_that_torch_does_not_use(monkeypatch):
     sections = {"Variables": {"NCCL_IB_DISABLE": "1 (/etc/nccl.conf)", "NCCL_P2P_DISABLE": "0"}, "Devices": {}}
     assert find_problems(sections) == ["NCCL_IB_DISABLE=1 (/etc/nccl.conf): NCCL does not use InfiniBand or RoCE"]
     (problem,) = find_problems({"Variables": {"NCCL_TIMEOUT": "1800"}, "Devices": {}})
-    assert problem == "NCCL_TIMEOUT=1800: no effect: --timeout is the time that ranks wait for each other"
+    assert problem == "NCCL_TIMEOUT=1800: no effect; set the timeout of collectives with --timeout"
     (problem,) = find_problems({"Variables": {}, "Devices": {"torch": "CPU build", "nvidia-smi": "2 GPUs"}})
     assert "CPU build" in problem
     monkeypatch.setattr(environment, "_MIN_SHM", float("inf"))

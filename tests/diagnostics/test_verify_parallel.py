@@ -60,7 +60,7 @@ def test_ddp_passes_and_different_copies_of_a_gradient_are_named(tmp_path, flags
     assert [[rank["exit"] for rank in found[case.name]] for case in cases] == [[0, 0], [3, 3]]
     shown = (tmp_path / "group-of-2-0" / "0.out").read_text()
     assert "passed: 3 steps on 2 ranks" in shown
-    named = f"the gradient of {PARAMETER} differs between ranks 0 and 1, which hold the same part"
+    named = f"the gradient of {PARAMETER} differs between ranks 0 and 1, which hold the same shard"
     assert shown.splitlines()[-1] == f"toolkit verify_parallel: step 2: {named}"
 
 
@@ -86,7 +86,7 @@ def test_adapters_pass_without_their_dropout(tmp_path):
     flags += ["--data", "JSON", "--data.json_path", str(rows), "--train.global_batch_size", "4"]
     run_group(tmp_path, 2, [Case("lora", flags, command="verify_parallel finetune_lora")], [])
     shown = (tmp_path / "group-of-2-0" / "0.out").read_text()
-    assert "passed: 2 steps" in shown and "note: --lora_dropout 0.1 is 0 here" in shown and "--resume auto" in shown
+    assert "passed: 2 steps" in shown and "note: --lora_dropout 0.1 is set to 0" in shown and "--resume auto" in shown
 
 
 @pytest.mark.slow
@@ -104,14 +104,14 @@ def test_processes_that_it_starts_and_torchrun(flags):
 def test_one_process_that_is_killed_is_reported(flags, capsys):
     killed = ["--devices", "2", "--callbacks", "helpers.faulty_callbacks.KillAlone"]
     assert cli.main([*VERIFY.split(), *flags, *killed]) == 1
-    error = "toolkit verify_parallel: one process: was killed by SIGKILL; memory did not suffice?\n"
+    error = "toolkit verify_parallel: one process: was killed by SIGKILL; possibly out of memory\n"
     assert capsys.readouterr().err == error
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--devices", "1"], "--devices 1: one process has nothing to be compared with"),
+        (["--devices", "1"], "--devices 1: a single process has nothing to compare"),
         (["--devices", "2", "--steps", "0"], "--steps 0: must be greater than zero"),
         (["--devices", "3"], "--train.global_batch_size 64: not a multiple of 3 "),
     ],

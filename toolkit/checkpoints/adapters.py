@@ -81,10 +81,10 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
         values = read_yaml(path)
         if extra := set(values["lora"]) - {field.name for field in fields(LoRAConfig)}:
             raise ValueError(f"unknown {', '.join(sorted(extra))}")
-        places = [Path(values["base_absolute_path"]), Path(values["base_checkpoint_dir"])]
-        if not all(str(place).isprintable() for place in places):
-            raise ValueError("the path of the base is not printable")
-        base = next((place for place in places if place.is_dir()), places[0])
+        paths = [Path(values["base_absolute_path"]), Path(values["base_checkpoint_dir"])]
+        if not all(str(path).isprintable() for path in paths):
+            raise ValueError("the path of the base model has unprintable characters")
+        base = next((path for path in paths if path.is_dir()), paths[0])
         return AdapterInfo(LoRAConfig(**values["lora"]), base, str(values["base_hash"]), values.get("quantize"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; copy it from the run's folder") from error
@@ -105,7 +105,7 @@ def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = No
         if not (base / WEIGHTS).exists():
             raise UserError(f"--base_checkpoint_dir {base_checkpoint_dir}: holds no {WEIGHTS}; give a model's folder")
     elif not (base / WEIGHTS).exists():
-        raise UserError(f"{folder}: its base {base} no longer exists; give its new location with --base_checkpoint_dir")
+        raise UserError(f"{folder}: the base model {base} does not exist; set its location with --base_checkpoint_dir")
     if base_fingerprint(base) != info.base_hash:
         raise UserError(
             f"{folder}: these adapters were not trained on {base} (fingerprint mismatch); set --base_checkpoint_dir to "

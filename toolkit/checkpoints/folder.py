@@ -59,9 +59,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; give the folder of a model") from error
+        raise UserError(f"{path}: no such file; give a model folder") from error
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: not a model's configuration: {one_line(error)}") from error
+        raise UserError(f"{path}: not a model configuration: {one_line(error)}") from error
 
 
 def find_model(

@@ -92,8 +92,8 @@ def describe_damage(folder: Path | str, damaged_files: Mapping[str, str]) -> str
 
 
 _FIX = (
-    "; copy the folder again, use another one, or begin the run anew; --verify_checkpoint false accepts intentionally "
-    "edited files"
+    "; copy the folder again, use another checkpoint, or restart the run; --verify_checkpoint false accepts files that "
+    "were edited on purpose"
 )
 
 

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from toolkit.errors import UserError
 
-DAMAGED = "the file is damaged or cut short; copy or download it again"
+DAMAGED = "the file is damaged or truncated; copy or download it again"
 ZIP_MAGIC = b"PK\x03\x04"
 BinaryFile = IO[bytes] | io.RawIOBase
 

@@ -55,17 +55,17 @@ def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> di
     return state
 
 
-def require_compatible(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path, what: str) -> None:
-    """Raise UserError if names or shapes differ from ``wanted``. ``what`` is the file that defines the model."""
-    missing = [f"missing {name} {_shape(wanted[name])}" for name in wanted.keys() - weights.keys()]
-    extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - wanted.keys()]
+def require_compatible(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path, what: str) -> None:
+    """Raise UserError if names or shapes differ from ``expected``. ``what`` is the file that defines the model."""
+    missing = [f"missing {name} {_shape(expected[name])}" for name in expected.keys() - weights.keys()]
+    extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - expected.keys()]
     mismatched = [
-        f"{name} is {_shape(weights[name])}, not {_shape(wanted[name])}"
-        for name in wanted.keys() & weights.keys()
-        if weights[name].shape != wanted[name].shape
+        f"{name} is {_shape(weights[name])}, not {_shape(expected[name])}"
+        for name in expected.keys() & weights.keys()
+        if weights[name].shape != expected[name].shape
     ]
     if wrong := sorted(missing) + sorted(extra) + sorted(mismatched):
-        raise UserError(f"{path}: does not fit {what}: {join_first(wrong)}")
+        raise UserError(f"{path}: does not match {what}: {join_first(wrong)}")
 
 
 def _shape(tensor: Tensor) -> str:

@@ -76,7 +76,7 @@ def measure_ring(device: torch.device) -> list[Link]:
 
 
 def measure_clock_skew(leaders: list[int]) -> dict[int, float]:
-    """Return by how many seconds the clock of each rank of ``leaders`` is ahead of rank 0's; empty on other ranks.
+    """Return the clock skew of the ranks ``leaders``, in seconds ahead of rank 0; empty on other ranks.
 
     As in NTP, rank 0 requests the time and compares the reply with the midpoint of the round trip.
     """

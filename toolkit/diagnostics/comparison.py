@@ -12,7 +12,7 @@ FP32_TOLERANCE = 1e-5
 """Relative tolerance of N3."""
 
 LOGGED_NORM_TOLERANCE = 0.05
-"""Coarse, because the logged norm is a sum in fp32; a norm of one rank's gradient only would be off by more."""
+"""Loose, because the logged norm is summed in fp32. The norm of a single rank's gradient would differ by more."""
 
 
 class Difference(NamedTuple):
@@ -79,7 +79,7 @@ def choose_tolerance(
 
 
 def choose_splits(global_batch_size: int, micro_batch_size: int) -> list[int]:
-    """Return two other micro-batch sizes to compare with: the next smaller ones, else larger ones."""
+    """Return two other micro-batch sizes to compare with: the next smaller sizes, or larger sizes if there are none."""
     sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0]
     smaller = [size for size in reversed(sizes) if size < micro_batch_size]
     larger = [size for size in sizes if size > micro_batch_size]

@@ -41,13 +41,13 @@ _PER_PROCESS = re.compile(
 """Variables that differ by rank or node in every healthy run, or that the launcher sets."""
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE")
 _SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "every CUDA kernel is waited for",
+    "CUDA_LAUNCH_BLOCKING": "the CPU waits for every CUDA kernel",
     "NCCL_IB_DISABLE": "NCCL does not use InfiniBand or RoCE",
     "NCCL_P2P_DISABLE": "GPUs of a node do not exchange data directly",
-    "NCCL_TIMEOUT": "no effect: --timeout is the time that ranks wait for each other",
+    "NCCL_TIMEOUT": "no effect; set the timeout of collectives with --timeout",
     "NCCL_SHM_DISABLE": "processes of a node communicate through the network",
 }
-"""Variables that slow a run down when set to anything but 0, and how."""
+"""Variables that slow a run down or do nothing if they are set and not 0, each with the effect."""
 _MIN_SHM = 1e9  # bytes; NCCL and data loader workers use /dev/shm; Docker's default is 64 MB
 _NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes "no limit" as a number near 2**63
 
@@ -84,13 +84,13 @@ def variables(environ: Mapping[str, str] = os.environ, nccl_files: Sequence[Path
         nccl_files: NCCL config files; later ones override earlier ones. Default: NCCL's standard paths.
     """
     own_file = Path(environ.get("NCCL_CONF_FILE", "~/.nccl.conf")).expanduser()
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for file in nccl_files or [Path("/etc/nccl.conf"), own_file]:
         with suppress(OSError, UnicodeDecodeError):
             pairs = re.findall(r"^\s*(NCCL_\w+)\s*=\s*(.*?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
-            found |= {name: f"{value} ({file})" for name, value in pairs}
-    found |= environ
-    shown = {name: value for name, value in sorted(found.items()) if name.startswith(_PREFIXES) or name in _NAMES}
+            values |= {name: f"{value} ({file})" for name, value in pairs}
+    values |= environ
+    shown = {name: value for name, value in sorted(values.items()) if name.startswith(_PREFIXES) or name in _NAMES}
     return {name: _without_password(value) for name, value in shown.items() if not _SECRET.search(name.upper())}
 
 
@@ -117,10 +117,10 @@ def find_problems(sections: Sections) -> list[str]:
     with suppress(OSError):
         if (total := shutil.disk_usage("/dev/shm").total) < _MIN_SHM:
             problems.append(
-                f"/dev/shm has only {_gb(total)}: data loading processes and NCCL may fail; in Docker use --shm-size 8g"
+                f"/dev/shm has only {_gb(total)}: data loading and NCCL may fail; with Docker, use --shm-size 8g"
             )
     if "nvidia-smi" in sections["Devices"]:
-        problems.append(f"torch uses no GPU, and nvidia-smi lists some: {sections['Devices']['torch']}")
+        problems.append(f"torch finds no GPU, but nvidia-smi lists GPUs: {sections['Devices']['torch']}")
     return problems
 
 

@@ -80,7 +80,7 @@ def gradient_norms(module: nn.Module, shards: int) -> dict[str, float]:
         for rank, sums in enumerate(all_sums):
             if not torch.equal(sums[i], all_sums[rank % group][i]):
                 raise DifferenceError(
-                    f"the gradient of {name} differs between ranks {rank % group} and {rank}, which hold the same part"
+                    f"the gradient of {name} differs between ranks {rank % group} and {rank}, which hold the same shard"
                 )
         norms[name] = math.sqrt(sum(float(part[i]) for part in all_squares[:group]))
     return norms

@@ -11,7 +11,7 @@ _SLOW = {
     "SYS": "between CPU sockets (PCIe and QPI or UPI)",
     "NODE": "between PCIe host bridges of one socket",
 }
-"""Connections of nvidia-smi's legend that GPUs should not communicate over, slowest first."""
+"""Slow connections between GPUs, in nvidia-smi's notation, slowest first."""
 
 
 class Topology(NamedTuple):
@@ -27,7 +27,7 @@ def parse_topology(text: str) -> Topology:
     lines = [_ESCAPES.sub("", line).split() for line in text.splitlines()]
     start = next((i for i, words in enumerate(lines) if words and re.fullmatch(r"GPU\d+", words[0])), None)
     if start is None:
-        raise ValueError("no matrix of GPUs")
+        raise ValueError("no GPU matrix")
     header = lines[start]
     names = (
         header[: header.index("CPU")] if "CPU" in header else header
@@ -38,7 +38,7 @@ def parse_topology(text: str) -> Topology:
             links |= {(words[0], other): link for other, link in zip(names, words[1:], strict=False)}
     gpus = [name for name in names if re.fullmatch(r"GPU\d+", name)]
     if not all((gpu, other) in links for gpu in gpus for other in gpus):
-        raise ValueError("the matrix of GPUs is not complete")
+        raise ValueError("incomplete GPU matrix")
     return Topology(gpus, [name for name in names if name not in gpus], links)
 
 
@@ -55,7 +55,7 @@ def find_slow_links(topology: Topology) -> list[str]:
     far = [gpu for gpu in gpus if nics and all(links.get((gpu, nic)) == "SYS" for nic in nics)]
     if far:
         warnings.append(
-            f"SYS: every NIC of {join_first(far)} is on another CPU socket, which slows traffic between nodes"
+            f"SYS: all NICs are on a different CPU socket than {join_first(far)}, which slows traffic between nodes"
         )
     return warnings
 
@@ -71,5 +71,5 @@ def _avoid(topology: Topology, kinds: list[str]) -> str:
             home.append(gpu)
     largest = max(groups, key=len)
     if len(largest) == 1:
-        return "no pair of GPUs has a faster one"
+        return "no pair of GPUs has a faster connection"
     return f"CUDA_VISIBLE_DEVICES={','.join(gpu.removeprefix('GPU') for gpu in largest)} avoids it"

@@ -41,7 +41,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
     device, world = detect_devices(args)
     if world.world_size == 1:
         raise UserError(
-            f"--devices {args.devices}: one process has nothing to be compared with; use 2 or more, or torchrun"
+            f"--devices {args.devices}: a single process has nothing to compare; use 2 or more, or torchrun"
         )
     with TemporaryDirectory(prefix="toolkit-") as folder:
         trial = short_run_args(args, steps, folder)
@@ -152,7 +152,7 @@ def require_memory_of_one_process(args: RunArgs, device: str) -> None:
     if args.initial_checkpoint_dir is not None:
         fix = f"`toolkit verify_parallel pretrain {plan.model.name} {fix}` with the same devices and strategy"
     raise UserError(
-        f"--devices {args.devices}: one process cannot hold {plan.model.name} to compare with: it needs about "
+        f"--devices {args.devices}: {plan.model.name} does not fit on one process for comparison: it needs about "
         f"{format_needs(plan.memory)}, and {limit / 1e9:,.1f} GB are there; compare fewer layers, {fix}"
     )
 
@@ -162,9 +162,9 @@ def _announce(args: RunArgs, config: ResolvedConfig) -> None:
     train = config.args.train
     print(f"Comparing {train.max_steps} steps of {args.command}, {config.precision}, {config.batch}", flush=True)
     if args.lora is not None and args.lora.dropout:
-        print(f"note: --lora_dropout {args.lora.dropout} is 0 here: its random numbers differ by rank", flush=True)
+        print(f"note: --lora_dropout {args.lora.dropout} is set to 0: random numbers differ by rank", flush=True)
     if args.resume:
-        print(f"note: --resume {args.resume} is not followed: the comparison starts at step 1", flush=True)
+        print(f"note: --resume {args.resume} is ignored: the comparison starts at step 1", flush=True)
 
 
 def _row(cells: tuple[str, ...] | list[str]) -> str:

@@ -110,7 +110,7 @@ def find_intact(
         except DamagedCheckpointError as error:
             if not is_auto or folder == candidates[-1]:
                 raise
-            display.message(f"warning: {error}; taking the next older checkpoint")
+            display.message(f"warning: {error}; using the next older checkpoint")
             damaged.append(folder)
     return None, []
 

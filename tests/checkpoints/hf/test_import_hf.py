@@ -215,7 +215,7 @@ def test_warns_about_larger_tokenizer(tmp_path):
     save(tmp_path / "hf", "gpt2")
     train_bpe([" ".join(f"word{i}" for i in range(3000))], 400).save(tmp_path / "hf")
     (note,) = import_hf(tmp_path / "hf", tmp_path / "m")
-    assert re.match("warning: the tokenizer has (3[0-9]{2}|400) tokens and the model embeds 300", note)
+    assert re.match("warning: the tokenizer has (3[0-9]{2}|400) tokens, but the model embeds only 300", note)
 
 
 def test_custom_code_warns_and_is_not_run(tmp_path):
@@ -305,7 +305,7 @@ BAD = {
     "checkpoint": (lambda f: (f / "model.safetensors").rename(f / "lit_model.pth"), "is already a checkpoint folder"),
     "adapter": (adapter, "holds an adapter"),
     "git-lfs": (lfs, "model.safetensors: is a Git LFS pointer, not the weights; run `git lfs pull`"),
-    "cut short": (cut, "model.safetensors: the file is damaged or cut short"),
+    "cut short": (cut, "model.safetensors: the file is damaged or truncated"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json; give a Hugging Face folder"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
     "deep JSON": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json: not JSON"),

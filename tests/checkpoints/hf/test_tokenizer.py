@@ -61,7 +61,7 @@ def test_warns_about_more_tokens_than_embeddings(folder, tmp_path):
     transformers.AutoModelForCausalLM.from_config(small(vocab_size=260)).save_pretrained(folder)
     made, larger = import_hf(folder, tmp_path / "native")
     assert "converted tokenizer.model to tokenizer.json" in made
-    assert larger.startswith("warning: the tokenizer has 300 tokens and the model embeds 260: ")
+    assert larger.startswith("warning: the tokenizer has 300 tokens, but the model embeds only 260; ")
 
 
 def test_convert_script_keeps_the_tokenizer(folder, monkeypatch, capsys):

@@ -54,7 +54,7 @@ def test_another_base_checkpoint_is_rejected(trained, tmp_path, monkeypatch):
     assert check_base(peft, base) is None
     other = write_other(tmp_path / "other", CONFIGS["llama"])
     message = refused(peft, other)
-    assert f"--from_peft {peft}: was trained on {base}, which is a different checkpoint than {other}" in message
+    assert f"--from_peft {peft}: was trained on {base}, not on {other}; set checkpoint_dir to {base}" in message
     assert "base_model_name_or_path in adapter_config.json" in message
     shutil.copytree(base, tmp_path / "copy")
     assert check_base(peft, tmp_path / "copy") is None
@@ -62,7 +62,7 @@ def test_another_base_checkpoint_is_rejected(trained, tmp_path, monkeypatch):
     shutil.copytree(base, tmp_path / "checkpoints" / "org" / "name")
     name_base(peft, "org/name")
     assert check_base(peft, base) is None
-    assert "was trained on org/name, which is a different" in refused(peft, other)
+    assert f"was trained on org/name, not on {other}" in refused(peft, other)
 
 
 @pytest.mark.parametrize("dtype", slow_except([None], [None, torch.bfloat16]), ids=str)
@@ -76,7 +76,7 @@ def test_base_may_be_named_by_its_hf_folder(tmp_path, family, dtype):
     for place in (base, *([tmp_path / "again"] if dtype is None else [])):
         assert check_base(tmp_path / "peft", place) is None
     other = write_other(tmp_path / "other", CONFIGS[family])
-    assert "a different checkpoint" in refused(tmp_path / "peft", other)
+    assert f", not on {other}" in refused(tmp_path / "peft", other)
 
 
 def test_changed_weight_in_first_block_is_detected(trained, tmp_path):
@@ -86,7 +86,7 @@ def test_changed_weight_in_first_block_is_detected(trained, tmp_path):
     weights = torch.load(base / "lit_model.pth")
     weights["transformer.h.0.attn.qkv.weight"][3, 4] += 1e-3
     torch.save(weights, base / "lit_model.pth")
-    assert "a different checkpoint" in refused(peft, base)
+    assert f", not on {base}" in refused(peft, base)
 
 
 def test_another_architecture_is_rejected_without_reading_weights(trained, tmp_path):
@@ -94,20 +94,20 @@ def test_another_architecture_is_rejected_without_reading_weights(trained, tmp_p
     export_hf(base, tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").unlink()
     name_base(peft, str(tmp_path / "hf"))
-    assert "not verified" in check_base(peft, base)
+    assert "could not verify" in check_base(peft, base)
     deeper = write_other(tmp_path / "deeper", dataclasses.replace(CONFIGS["llama"], n_layer=3))
-    assert "a different checkpoint" in refused(peft, deeper)
+    assert f", not on {deeper}" in refused(peft, deeper)
     longer = write_other(tmp_path / "longer", dataclasses.replace(CONFIGS["llama"], block_size=64))
-    assert "not verified" in check_base(peft, longer)
+    assert "could not verify" in check_base(peft, longer)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("org/on-the-hub", "was trained on org/on-the-hub; not verified against"),
-        ("empty", "was trained on empty; not verified against"),
-        ("", "does not name its base model"),
-        (None, "does not name its base model"),
+        ("org/on-the-hub", "was trained on org/on-the-hub; could not verify that"),
+        ("empty", "was trained on empty; could not verify that"),
+        ("", "adapter_config.json names no base model"),
+        (None, "adapter_config.json names no base model"),
     ],
 )
 def test_missing_base_is_named(trained, tmp_path, monkeypatch, name, message):
@@ -117,7 +117,7 @@ def test_missing_base_is_named(trained, tmp_path, monkeypatch, name, message):
     name_base(peft, name)
     note = check_base(peft, base)
     assert note.startswith(f"--from_peft {peft}: {message}")
-    assert f"not verified against {base}" in note and "\n" not in note
+    assert f"could not verify that it is {base}" in note and "\n" not in note
 
 
 def test_finetune_lora_rejects_wrong_base_or_warns(tmp_path, capsys):
@@ -135,11 +135,11 @@ def test_finetune_lora_rejects_wrong_base_or_warns(tmp_path, capsys):
     ]  # fmt: skip
     assert main(command) == 2
     shown = capsys.readouterr().err
-    assert f"was trained on {base}, which is a different checkpoint than {other}" in shown and shown.count("\n") == 1
+    assert f"was trained on {base}, not on {other}" in shown and shown.count("\n") == 1
     assert not (tmp_path / "out").exists()
     name_base(peft, "org/on-the-hub")
     assert main(command) == 0
-    note = f"--from_peft {peft}: was trained on org/on-the-hub; not verified against {other}"
+    note = f"--from_peft {peft}: was trained on org/on-the-hub; could not verify that it is {other}"
     shown = "".join(capsys.readouterr())
     assert shown.count(note) == 1 and "adapter_config.json does not match its checksum" in shown  # name_base edits it
     tensors = peft / "adapter_model.safetensors"

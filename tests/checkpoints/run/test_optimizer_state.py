@@ -231,12 +231,12 @@ FULL = {
     "a list": (lambda saved: [1, 2], "optimizer: has no entry 'state'"),
     "no state": (edit(["state"], None), "optimizer: has no entry 'state'"),
     "state is a list": (edit(["state"], []), "optimizer: malformed"),
-    "empty": (edit(["state"], {}), "optimizer state of 0.weight: is missing, and of 3 more"),
+    "empty": (edit(["state"], {}), "missing optimizer state of 0.weight and 3 more"),
     "without any": (
         lambda saved: saved.update(state={}, without_state=["0.weight", "0.bias", "2.weight", "2.bias"]),
-        "optimizer state of 0.weight: is missing",
+        "missing optimizer state of 0.weight",
     ),
-    "one missing": (edit(["state", "2.weight"], None), "optimizer state of 2.weight: is missing"),
+    "one missing": (edit(["state", "2.weight"], None), "missing optimizer state of 2.weight"),
     "one unknown": (edit(["state", "4.weight"], {}), "optimizer state of '4.weight': the optimizer has no such"),
     "a name that is a number": (edit(["state", 0], {}), "optimizer: malformed"),
     "an entry that is a list": (edit(["state", "0.weight"], [1]), "optimizer: malformed"),
@@ -251,7 +251,7 @@ FULL = {
     "sparse": (edit(["state", "0.weight", "exp_avg"], torch.zeros(5, 6).to_sparse()), "exp_avg' is a tensor"),
     "groups are a number": (edit(["param_groups"], 3), "optimizer: malformed"),
     "one group": (lambda saved: saved["param_groups"].pop() and None, "has 1 param_groups, this run 2"),
-    "swapped groups": (lambda saved: saved["param_groups"].reverse(), "group 0 has other parameters"),
+    "swapped groups": (lambda saved: saved["param_groups"].reverse(), "group 0 does not match the parameters"),
     "group without names": (edit(["param_groups", 0, "params"], None), "optimizer: malformed"),
 }  # fmt: skip
 
@@ -281,7 +281,7 @@ def test_malformed_groups_and_other_shapes_are_a_one_line_error(tmp_path):
 
 
 SHARDED = {
-    "empty": (lambda tensors: tensors.clear(), "optimizer state of 0.weight: is missing, and of 3 more"),
+    "empty": (lambda tensors: tensors.clear(), "missing optimizer state of 0.weight and 3 more"),
     "one missing": (lambda tensors: tensors.pop("0.weight|exp_avg"), "state of 0.weight: exp_avg is missing"),
     "one unknown": (lambda tensors: tensors.update({"5.bias|step": torch.ones(3)}), "state of '5.bias'"),
     "no key": (lambda tensors: tensors.update({"step": torch.ones(3)}), "state of ''"),

@@ -147,7 +147,7 @@ def _change_options(
     for name, shape in shapes.items():
         if name not in weights or weights[name].shape != shape:
             flags = ", ".join(f"--family_options.{option} {value}" for option, value in options.items())
-            raise UserError(f"{flags}: such a model needs {name} of shape {tuple(shape)}; the checkpoint has none")
+            raise UserError(f"{flags}: the checkpoint has no {name} of shape {tuple(shape)}, which this needs")
     return changed, {name: weights[name] for name in shapes}
 
 

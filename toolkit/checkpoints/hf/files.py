@@ -71,4 +71,4 @@ def _open(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; copy or download it again") from error
     except SafetensorError as error:
-        raise UserError(f"{path}: the file is damaged or cut short ({error}); copy or download it again") from error
+        raise UserError(f"{path}: the file is damaged or truncated ({error}); copy or download it again") from error

@@ -181,18 +181,16 @@ def _conversion_size_ratio(folder: Path, dtype: torch.dtype | None) -> float:
     return dtype.itemsize / stored if dtype is not None and stored else 1.0
 
 
-def _require_disk_space(
-    repository: Repository, names: list[str], folder: Path, size_ratio: float, out_dir: Path
-) -> None:
+def _require_disk_space(repo: Repository, names: list[str], folder: Path, size_ratio: float, out_dir: Path) -> None:
     """Raise UserError unless the download and converted weights (``size_ratio`` times as large) fit on disk."""
-    weights = sum(repository.sizes[name] for name in names if name.endswith(".safetensors"))
-    present = sum(repository.sizes[name] for name in names if _is_complete(repository, name, folder))
-    needed = sum(repository.sizes[name] for name in names) - present + int(size_ratio * weights)
+    weights = sum(repo.sizes[name] for name in names if name.endswith(".safetensors"))
+    present = sum(repo.sizes[name] for name in names if _is_complete(repo, name, folder))
+    needed = sum(repo.sizes[name] for name in names) - present + int(size_ratio * weights)
     disk = next(parent for parent in folder.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(disk).free
     if needed > free:
         raise UserError(
-            f"--out_dir {out_dir}: downloading{' and converting' if size_ratio else ''} {repository.repo_id} needs "
+            f"--out_dir {out_dir}: downloading{' and converting' if size_ratio else ''} {repo.repo_id} needs "
             f"{needed:,} bytes of disk space, but only {free:,} are free; free some space or give another folder"
         )
 

@@ -133,7 +133,7 @@ def _equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
 def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
     """Read the architecture of a Hugging Face folder. ``name`` is the default if config.json has no name."""
     if not hf_dir.is_dir():
-        raise UserError(f"hf_dir {hf_dir}: no such folder; give the one that holds {CONFIG} and the weights")
+        raise UserError(f"hf_dir {hf_dir}: no such folder; give a folder with {CONFIG} and the weights")
     if not (hf_dir / CONFIG).is_file():
         hint = "give a Hugging Face folder"
         if (hf_dir / WEIGHTS).exists():
@@ -186,16 +186,16 @@ def _vocab_size_warning(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
     if tokenizer.vocab_size <= config.padded_vocab_size:
         return []
     return [
-        f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens and the model embeds "
-        f"{config.padded_vocab_size:,}: texts that contain the others are rejected"
+        f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens, but the model embeds only "
+        f"{config.padded_vocab_size:,}; texts that contain other tokens are rejected"
     ]
 
 
 def _add_prefix(hf_weights: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:
-    """Normalize weight name prefixes to those of the complete text model.
+    """Normalize weight name prefixes to the complete text model's.
 
-    Weights saved without the head (openai-community/gpt2) lack a prefix; those of a multimodal model
-    (google/gemma-3-4b-it) have an additional one.
+    A checkpoint without the head (openai-community/gpt2) lacks a prefix. A multimodal model (google/gemma-3-4b-it) has
+    an additional prefix.
     """
     expected = {name for entry in family_of(config).weight_map(config) for name in entry.hf}
     prefix = _hf_name(config, _EMBEDDING).split(".")[0]

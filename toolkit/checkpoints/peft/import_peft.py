@@ -50,8 +50,8 @@ class _PeftAdapters(NamedTuple):
     def pattern_error(self) -> UserError:
         name = "rank_pattern" if self.settings.get("rank_pattern") else "alpha_pattern"
         return UserError(
-            f"{self.folder / SETTINGS}: {name} {self.settings[name]!r:.100}: not supported; only patterns that toolkit "
-            "convert_to_peft writes for fused layers are"
+            f"{self.folder / SETTINGS}: {name} {self.settings[name]!r:.100}: not supported; only the patterns that "
+            "toolkit convert_to_peft writes for fused layers are supported"
         )
 
     def rank(self, lora: LoRAConfig, fused: list[Layer]) -> int:
@@ -129,9 +129,8 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
         if len(placed) > 1 and not fused.parts and _is_fused(layer):
             n, module = len(placed), layer.modules[0].rpartition(".")[2]
             note = (
-                f"--from_peft {folder}: peft has one adapter of {module}, and here each of its {n} parts gets a copy: "
-                "the same function now, but more parameters are trained, so training differs from peft's after a few "
-                f"steps, and an export has rank {n * lora.r}"
+                f"--from_peft {folder}: each of the {n} parts of {module} gets a copy of its adapter, so "
+                f"training will diverge from peft's, and an export will have rank {n * lora.r}"
             )
     used = {module for layer in layers for module in layer.modules}
     if unknown := sorted(tensors.keys() - used):
@@ -143,17 +142,17 @@ def check_base(folder: str | Path, base: Path) -> str | None:
     """Raise UserError if ``base`` is not the adapters' base model. Return a note if that cannot be checked."""
     named = _read_settings(Path(folder)).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
-        return f"--from_peft {folder}: does not name its base model; not verified against {base}"
+        return f"--from_peft {folder}: {SETTINGS} names no base model; could not verify that it is {base}"
     try:
         same, named = _is_same_model(named, base), one_line(named)
     except UserError:
         same = None
     if same is False:
         raise UserError(
-            f"--from_peft {folder}: was trained on {named}, which is a different checkpoint than {base}; "
-            f"give that one as checkpoint_dir, or correct base_model_name_or_path in {SETTINGS}"
+            f"--from_peft {folder}: was trained on {named}, not on {base}; set checkpoint_dir to {named}, or correct "
+            f"base_model_name_or_path in {SETTINGS}"
         )
-    return None if same else f"--from_peft {folder}: was trained on {named}; not verified against {base}"
+    return None if same else f"--from_peft {folder}: was trained on {named}; could not verify that it is {base}"
 
 
 def _is_same_model(named: str, base: Path) -> bool | None:
@@ -327,10 +326,10 @@ def _part_to_native(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Te
 
 def _require_adapter(tensors: dict[str, Tensor], module: str, out: int, adapter: Adapter, r: int, folder: Path) -> None:
     in_features = adapter.A.size(1)
-    wanted: dict[str, tuple[int, ...]] = {"lora_A": (r, in_features), "lora_B": (out, r)}
+    shapes: dict[str, tuple[int, ...]] = {"lora_A": (r, in_features), "lora_B": (out, r)}
     if hasattr(adapter, "magnitude"):
-        wanted["lora_magnitude_vector"] = (out,)
-    for kind, shape in wanted.items():
+        shapes["lora_magnitude_vector"] = (out,)
+    for kind, shape in shapes.items():
         if kind not in tensors:
             raise UserError(
                 f"--from_peft {folder}: has no {module}.{kind}; every block must adapt the same layers, and "

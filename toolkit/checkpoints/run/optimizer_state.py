@@ -139,9 +139,9 @@ def load_optimizer(
     if missing and (entries or not may_be_empty):
         unexpected = [part for part in missing if not without.intersection(part.names)]
         if unexpected or not entries:
-            more = f", and of {len(missing) - 1} more" if len(missing) > 1 else ""
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             name = (unexpected or missing)[0].names[0]
-            raise UserError(f"{where}: optimizer state of {name}: is missing{more}; resume from another checkpoint")
+            raise UserError(f"{where}: missing optimizer state of {name}{more}; resume from another checkpoint")
 
 
 class _MismatchError(Exception):
@@ -218,7 +218,7 @@ def _load_groups(
     for i, group in enumerate(groups):
         names = map(canonical_name, group["params"])
         if {parts[name].group if name in parts else None for name in names} != {i}:
-            raise UserError(f"{file}: optimizer: param_groups: group {i} has other parameters than in this run")
+            raise UserError(f"{file}: optimizer: param_groups: group {i} does not match the parameters of this run")
     if is_torch_optimizer:
         return  # their groups hold options only, which come from the configuration
     by_rank = saved.get("param_groups_by_rank", [])

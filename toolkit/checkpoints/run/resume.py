@@ -23,15 +23,15 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
     except OSError as error:
         what = "is a file" if os.path.isfile(out_dir) else error.strerror
         raise UserError(f"--out_dir {out_dir}: {what}; give a folder that can be read and written") from error
-    known: dict[str, bool | str] = {"false": False, "true": True, "auto": "auto"}
-    resume = known.get(resume.lower(), resume) if isinstance(resume, str) else resume
+    values: dict[str, bool | str] = {"false": False, "true": True, "auto": "auto"}
+    resume = values.get(resume.lower(), resume) if isinstance(resume, str) else resume
     if resume is False:
         _require_unused(out_dir, "--resume auto continues it, another --out_dir starts a new run")
         return None
     if resume is True or resume == "auto":
         checkpoint = newest(out_dir)
         if checkpoint is None and resume is True:
-            raise UserError(f"--resume true: no complete checkpoint in --out_dir {out_dir}; --resume auto starts one")
+            raise UserError(f"--resume true: no complete checkpoint in --out_dir {out_dir}; --resume auto starts a run")
         if checkpoint is None and (existing := next(checkpoint_folders(out_dir), None)):
             raise UserError(
                 f"--out_dir {out_dir}: {existing.name} has no file {COMPLETE}, so it cannot be resumed and is not "
@@ -50,7 +50,7 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
 
 def _named_checkpoint(path: Path) -> Path:
     if not path.exists():
-        raise UserError(f"--resume {path}: no such folder or file; --resume auto takes the newest of --out_dir")
+        raise UserError(f"--resume {path}: no such folder or file; --resume auto finds the newest in --out_dir")
     if path.is_file() and path.name != WEIGHTS:
         raise UserError(f"--resume {path}: not a checkpoint; give a checkpoint folder or the {WEIGHTS} in one")
     folder = path.parent if path.name == WEIGHTS else path  # a file, or a folder of shards
@@ -60,7 +60,7 @@ def _named_checkpoint(path: Path) -> Path:
         return checkpoint
     holds_model = (folder / WEIGHTS).exists() or (folder / "model_config.yaml").exists()
     reason = f"has no file {COMPLETE}: incomplete" if holds_model else "holds no complete checkpoint"
-    raise UserError(f"--resume {path}: {reason}; give another, or start from its weights with --initial_checkpoint_dir")
+    raise UserError(f"--resume {path}: {reason}; give another, or load only its weights: --initial_checkpoint_dir")
 
 
 def _require_unused(out_dir: Path, hint: str) -> None:

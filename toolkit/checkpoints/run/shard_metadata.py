@@ -75,7 +75,7 @@ def read_metadata(folder: Path) -> Metadata:
     except OSError as error:
         raise UserError(f"{folder / _METADATA}: {error.strerror}") from error
     except Exception as error:  # a hostile file can make the reader raise anything
-        raise UserError(f"{folder}: its {_METADATA} is damaged or cut short; copy it again") from error
+        raise UserError(f"{folder}: its {_METADATA} is damaged or truncated; copy it again") from error
     for name, end in required_sizes.items():
         _check_file(folder, name, end)
     return metadata
@@ -144,4 +144,4 @@ def _check_file(folder: Path, name: str, end: int) -> None:
     if size is None:
         raise UserError(f"{folder}: its shard {shown} is missing; copy the complete folder again")
     if size < end:
-        raise UserError(f"{folder}: its shard {shown} is cut short, {size:,} of {end:,} bytes; copy it again")
+        raise UserError(f"{folder}: its shard {shown} is truncated, {size:,} of {end:,} bytes; copy it again")

@@ -120,7 +120,7 @@ def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Load shards into ``tensors`` in place. Collective if a process group is initialized.
 
     All ranks pass the same names. Layout (DTensor, ShardedTensor or plain), dtype and number of ranks may differ from
-    those of the save. Other tensors in the folder are ignored.
+    the save. Other tensors in the folder are ignored.
     """
     metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, Path(folder)))
     _read(tensors, Path(folder), metadata)

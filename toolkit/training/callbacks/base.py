@@ -32,32 +32,32 @@ class Callback:
     """Names that ``on_log`` adds to the metrics. They become additional columns of metrics.csv."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Before the first step of this launch, after weights and (on resume) state are loaded."""
+        """Called before the first step of this launch. Weights and (on resume) state are loaded."""
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        """After the backward pass: parameters of ``trainer.model`` hold the global batch's gradient, checked and
+        """Called after the backward pass. Parameters of ``trainer.model`` hold the global batch's gradient, checked and
         clipped (not yet clipped with bf16-master)."""
 
     def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """After an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens (input tokens
-        over all ranks), step_seconds."""
+        """Called after an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens
+        (input tokens over all ranks), step_seconds."""
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """When a row of metrics is logged: every ``--train.log_interval`` steps and with every validation. There is no
+        """Called when metrics are logged: every ``--train.log_interval`` steps and with every validation. There is no
         ``loss`` before the first step. Later callbacks see what this one adds to ``metrics``."""
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """After a validation. Metrics: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty without
-        validation data."""
+        """Called after a validation. Metrics: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty
+        without validation data."""
 
     def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
-        """After a checkpoint is complete on disk. With ``--train.async_save`` this is some steps later."""
+        """Called after a checkpoint is complete on disk; with ``--train.async_save``, some steps after it was taken."""
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """When the run ends with an error or after a signal."""
+        """Called when the run ends with an error or after a signal."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """When the run has finished and ``final/`` is complete."""
+        """Called when the run has finished and ``final/`` is complete."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in every checkpoint: tensors and plain values, the same on every rank."""
@@ -107,9 +107,9 @@ def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], 
         if name in states:
             _call(callback, "load_state_dict", states[name])
         elif overrides(callback, "load_state_dict"):
-            report(f"callback {name}: the checkpoint has no state of it; it starts from scratch")
+            report(f"callback {name}: the checkpoint has no state for this callback; it starts from its initial state")
     for name in states.keys() - by_name.keys():
-        report(f"callback {name}: the checkpoint has its state, and the run has no such callback")
+        report(f"callback {name}: ignored its state in the checkpoint, because the run has no such callback")
 
 
 def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
