@@ -193,7 +193,7 @@ def test_base_checkpoint_dir_overrides_recorded_path(made, tmp_path, monkeypatch
     base_dir, folder, model = made
     moved = base_dir.rename(tmp_path / "elsewhere")
     with pytest.raises(
-        UserError, match="base .*base no longer exists; give its new location with --base_checkpoint_dir"
+        UserError, match="base model .*base does not exist; set its location with --base_checkpoint_dir"
     ):
         load_model(folder)
     assert torch.equal(load_model(folder, base_checkpoint_dir=moved)(tokens()), model(tokens()))

@@ -224,7 +224,7 @@ def test_moved_base(folder, adapters, tmp_path, capsys):
     info.write_text(info.read_text().replace(str(folder), "/nowhere"))
     seal(tmp_path / "adapters")
     assert main(["generate", str(tmp_path / "adapters"), "--temperature", "0"]) == 2
-    assert "no longer exists; give its new location with --base_checkpoint_dir" in capsys.readouterr().err
+    assert "does not exist; set its location with --base_checkpoint_dir" in capsys.readouterr().err
     found, _ = run(capsys, tmp_path / "adapters", "--temperature", 0, "--base_checkpoint_dir", tmp_path / "moved")
     assert found == expected
 

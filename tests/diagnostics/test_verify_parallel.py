@@ -128,4 +128,4 @@ def test_command_must_come_first_and_a_used_out_dir_is_no_error(capsys, tmp_path
     (tmp_path / "logs" / "metrics.csv").touch()
     flags = ["--out_dir", str(tmp_path), "--accelerator", "cpu", "--devices", "1"]
     assert cli.main([*VERIFY.split(), "pico-llama", *flags]) == 2
-    assert "nothing to be compared with" in capsys.readouterr().err
+    assert "nothing to compare" in capsys.readouterr().err

@@ -154,7 +154,7 @@ def test_storage_that_cannot_be_used_is_one_line_and_exit_2(server, corpus, tmp_
     cases = {
         "wrong key": (Faults(), {"AWS_ACCESS_KEY_ID": "AKIAWRONG"}, "access denied (InvalidAccessKeyId)"),
         "no credentials": (Faults(), {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "no credentials"),
-        "no server": (Faults(), {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "the storage does not answer"),
+        "no server": (Faults(), {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "the storage does not respond"),
         "full bucket": (Faults(full_after=0), {}, "the storage is full (QuotaExceeded)"),
         "always 500": (Faults(error_500=1.0), {}, "the storage failed (InternalError, HTTP status 500)"),
     }
