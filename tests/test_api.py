@@ -315,7 +315,7 @@ def test_unseeded_dataset_is_named(tmp_path):
     (tmp_path / "unseeded.py").write_text(UNSEEDED)
     process = Forked([], script=tmp_path / "unseeded.py", n_ranks=2)
     _, err = finish(process)
-    assert process.returncode and "dataset: rank 1 has other rows than rank 0; build the same rows on every rank" in err
+    assert process.returncode and "dataset: rank 1's rows differ from rank 0's; build the same rows" in err
 
 
 def test_several_devices_need_a_script(monkeypatch, tmp_path):
@@ -494,7 +494,7 @@ def test_resume_with_other_rows_is_an_error(tmp_path):
 
 def test_synthetic_tokens_that_the_model_does_not_embed_are_an_error(tmp_path):
     options = {"model_config": {"vocab_size": 64}, "out_dir": tmp_path / "run", "train": {"max_seq_length": 8}}
-    with pytest.raises(UserError, match="^data.vocab_size 4096: .* has tokens up to 4095, .*; use at most 64, or"):
+    with pytest.raises(UserError, match="^data.vocab_size 4096: .* has token ids up to 4095, .*; use at most 64, or"):
         train("pico-llama", SyntheticTokens(), **options)
 
 
@@ -592,13 +592,13 @@ def test_options_match_pretrain(tmp_path):
         ({"eval": 3}, "eval int: must be a group of options"),
         ({"model": 3}, "model int: must be a model's name"),
         ({"model": "pico-llama", "model_name": "mini-llama"}, "model_name mini-llama: a model is also given"),
-        ({"block_classes": [nn.Linear], "model": "pico-llama"}, "block_classes: only for a user-provided module"),
-        ({"model_config": {"n_layer": 2}}, "model_config: has no effect on a model that is ready"),
+        ({"block_classes": [nn.Linear], "model": "pico-llama"}, "block_classes: has no effect on toolkit's models"),
+        ({"model_config": {"n_layer": 2}}, "model_config: has no effect on a user-provided module"),
         ({"train": {"tie_embeddings": True}}, "train.tie_embeddings: has no effect"),
         ({"compiler": "torch", "model": nn.Sequential(nn.Linear(2, 2))}, "compiler torch: .*block_classes"),
         ({"data": SyntheticTokens()}, "data: a dataset is also given"),
         ({"num_workers": 2, "dataset": SyntheticTokens()}, "num_workers: has no effect with a DataModule"),
-        ({"dataset": SyntheticTokens()}, "train.max_seq_length: must be given"),
+        ({"dataset": SyntheticTokens()}, "train.max_seq_length: must be set"),
         ({"optimizer": "AdamX"}, "^optimizer.name AdamX: not in torch.optim; did you mean 'Adam"),
         ({"optimizer": nn.Linear}, "optimizer Linear: must be a class derived from"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "optimizer SGD: give the class"),

@@ -242,7 +242,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "loose.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_parts.Log"))
     (tmp_path / "long.py").write_text(LONG)
     cases = {
-        "--extensions nothing-here": "nothing-here: no such module here, and no such package; install it if you",
+        "--extensions nothing-here": "nothing-here: no such module here or installed package; install it if you",
         "--extensions empty": "--extensions empty: has no EXTENSION",
         "--extensions broken": "--extensions broken: No module named 'not_a_module'",
         "--extensions leaves": "--extensions leaves: leaves calls sys.exit(0) when it is imported",

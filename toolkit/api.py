@@ -81,16 +81,16 @@ def generate(
     values = parse_object(generate_command.setup, options | positional)
     shared: InferenceOptions = values["shared"]
     if values["prompts_path"] is not None:
-        raise UserError(f"prompts_path {values['prompts_path']}: give the prompts themselves, as a list")
+        raise UserError(f"prompts_path {values['prompts_path']}: is not supported here; pass the prompts as a list")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if len(prompts) * values["num_samples"] < 2 and values["batch_size"] is not None:
-        raise UserError(f"batch_size {values['batch_size']}: has no effect on one sample; remove it")
+        raise UserError(f"batch_size {values['batch_size']}: has no effect with a single sample; remove it")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, "tokenizer_dir")
     if isinstance(model, GPT):
         for name in options.keys() & shared.loading.keys():
-            raise UserError(f"{name}: has no effect on a model that is ready")
+            raise UserError(f"{name}: has no effect on a loaded model; remove it")
         if tokenizer is None:
-            raise UserError("tokenizer_dir: must be given, a model has no tokenizer")
+            raise UserError("tokenizer_dir: must be set, because a loaded model has no tokenizer")
     else:
         loaded = load_checkpoint(values["checkpoint_dir"], **shared.loading)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
@@ -129,8 +129,8 @@ def train(
 ) -> TrainResult:
     """Pretrain a model as ``toolkit pretrain`` does. Model, dataset, optimizer and callbacks may be Python objects.
 
-    With several devices (``devices=2``), the script is started once more for each further device. torchrun and srun
-    start all processes themselves. All calls of ``train`` in one script must use the same number of devices.
+    With several devices (``devices=2``), the script is started again for each further device, unless torchrun or srun
+    started it. All calls of ``train`` in one script must use the same number of devices.
 
     Args:
         model: The name of a model, a :class:`ModelConfig`, or any module. A module's ``forward(input_ids, labels)``
@@ -193,7 +193,7 @@ def finetune(
         See :func:`train`.
     """
     if dataset is None and "data" not in options:
-        raise UserError("dataset: must be given, a DataModule or rows of tokens")
+        raise UserError("dataset: must be a DataModule or rows of tokens")
     args = read_run_args(
         "finetune_lora" if lora else "finetune_full",
         options | {"checkpoint_dir": checkpoint_dir},

@@ -26,7 +26,7 @@ class GuardError(CommandError, RuntimeError):
 
 
 class DifferenceError(CommandError, RuntimeError):
-    """Values differ that must be equal on all ranks or in two runs."""
+    """Values that must be equal on all ranks or in two runs differ."""
 
     exit_code = 3
 
@@ -49,7 +49,7 @@ class StoppedBySignalError(CommandError, RuntimeError):
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM before a run handles signals; like Ctrl-C, no ``except Exception`` stops it."""
+    """SIGTERM before a run handles signals. Like Ctrl-C, ``except Exception`` does not catch it."""
 
 
 class CallbackError(RuntimeError):
@@ -69,7 +69,7 @@ class PeerShutdownError(CommandError, RuntimeError):
 
 
 def mark_reported(error: BaseException) -> None:
-    """Mark an error as known to all ranks, so this process exits with it without asking its peers."""
+    """Mark an error as known to all ranks, so that this process exits without waiting for its peers."""
     error.__dict__["is_reported"] = True
 
 

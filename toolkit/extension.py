@@ -1,4 +1,4 @@
-"""Find and load extensions: packages and modules with an :class:`Extension` object. Imports nothing heavy.
+"""Find and load extensions: packages and modules with an :class:`Extension` object. Fast to import.
 
 An installed package is found by its entry point in the group ``toolkit.extensions``. A module is listed in
 ``--extensions``. See tutorials/extend.md.
@@ -26,7 +26,7 @@ KINDS = (
 """The fields of :class:`Extension` that hold names."""
 Names = Mapping[str, str]
 NO_GROUPS: Mapping[str, Any] = MappingProxyType({})
-"""Default of a parameter that holds options of other functions or of extensions by name."""
+"""Default for parameters that hold the options of other functions or of extensions, by name."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,8 @@ def missing_message(name: str) -> str:
     """Return a message on how to get a missing extension."""
     is_name = re.fullmatch(r"[\w.-]+", name) is not None
     if is_name and "-" not in name:
-        return (
-            f"needs the extension {name}: add --extensions {name} where {name.partition('.')[0]}.py is, or install it"
-        )
+        file = f"{name.partition('.')[0]}.py"
+        return f"needs the extension {name}: add --extensions {name} in the folder of {file}, or install it"
     return f"needs the extension {name!r}, which is not installed; install it if you trust where the name comes from"
 
 
@@ -235,7 +234,7 @@ def _add_with_helpers(file: Path, files: set[Path]) -> None:
 
 
 def add_cwd_to_path() -> None:
-    """Add the current folder to sys.path. A console script has only its own folder there."""
+    """Add the current folder to sys.path. For a console script, sys.path lacks it."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -274,7 +273,7 @@ def _import_extension(module: str) -> Extension:
         extension = getattr(import_object(module), "EXTENSION", None)
     except ImportError as error:
         is_missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "\0")
-        hint = "no such module here, and no such package; install it if you trust it" if is_missing else error
+        hint = "no such module here or installed package; install it if you trust it" if is_missing else error
         raise UserError(one_line(hint)) from error
     except Exception as error:
         raise UserError(f"does not import: {type(error).__name__}: {one_line(error)}") from error

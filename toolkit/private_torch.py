@@ -67,7 +67,7 @@ def divide_(tensors: Sequence[Tensor], divisor: Tensor) -> None:
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors in place."""
+    """Copy each source tensor into its target."""
     torch._foreach_copy_(list(targets), list(sources))
 
 

@@ -80,7 +80,7 @@ def test_interactive_chat_shows_header_and_survives_errors(folder, monkeypatch, 
     out, err = chat(folder, monkeypatch, capsys, "x" * 70 + "\n1\n", person=True)
     assert out == f"{ANSWERS['1']}\n"  # stdout is no terminal here: the prompt goes to stderr
     assert err.startswith(f"{folder} on cpu; template: checkpoint_dir {folder}: chat_template.jinja\n/quit or Ctrl-D")
-    assert ">>> the conversation has 72 tokens with this question" in err
+    assert ">>> with this question the conversation has 72 tokens" in err
 
 
 def test_ctrl_c_interrupts_an_answer_then_the_chat(folder, monkeypatch, capsys):
@@ -133,9 +133,9 @@ def test_another_style_and_a_system_message(folder, monkeypatch, capsys):
         (["--prompt_style", "alpaka"], "--prompt_style alpaka: must be one of"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0: must be greater than zero"),
         (["--top_p", "2"], "--top_p 2.0: must be greater than 0 and at most 1"),
-        (["--prompt", " "], "--prompt: is empty; ask something"),
-        (["--prompt", "\udcff"], "the question: is not valid UTF-8"),
-        (["--prompt", "x" * 64], "the conversation has 66 tokens with this question; the model's context of 64"),
+        (["--prompt", " "], "--prompt: is empty; give a question"),
+        (["--prompt", "\udcff"], "the question is not valid UTF-8"),
+        (["--prompt", "x" * 64], "with this question the conversation has 66 tokens, but must have fewer than 64"),
         (["--base_checkpoint_dir", "x"], "--base_checkpoint_dir x: has no effect"),
         (["--prompt_style", "gemma", "--system", "s"], "--prompt_style gemma: the template rejects the messages"),
     ],
@@ -161,7 +161,7 @@ def test_missing_template_is_reported(folder, tmp_path, monkeypatch, capsys):
     out, err = chat(tmp_path / "base", monkeypatch, capsys, "1\n", *template)
     assert out == f"{ANSWERS['1']}\n"
     _, err = chat(tmp_path / "base", monkeypatch, capsys, "1\n", *template, "--prompt_style", "chatml", code=2)
-    assert "give either this or --prompt_style chatml, not both" in err
+    assert "is not supported with --prompt_style chatml; remove one of them" in err
     _, err = chat(folder, monkeypatch, capsys, "1\n", "--chat_template", "no.jinja", code=2)
     assert err.startswith("toolkit chat: --chat_template no.jinja: no such file")
 

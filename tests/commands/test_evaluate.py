@@ -144,7 +144,7 @@ def test_adapters_on_the_data_of_their_run(talker, tmp_path, capsys):
 def test_checkpoint_without_recorded_data(talker, capsys):
     data, length = data_of_run(talker, trust=False)
     assert isinstance(data, PythonStdlib) and length is None
-    assert "does not say which data the model was trained on: taking PythonStdlib" in capsys.readouterr().err
+    assert "does not name the training data: using PythonStdlib" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_task_keeps_its_own_num_fewshot(talker, task, tmp_path, capsys):
     (tmp_path / "none.yaml").write_text(yaml.safe_dump(choose | {"task": "none", "num_fewshot": 0}))
     words = [str(talker), "--tasks", "none", "--include_path", str(tmp_path), "--num_fewshot", "2", "--limit", "2"]
     assert main(["evaluate", *words]) == 0
-    assert "--num_fewshot 2: task none keeps its fixed value 0" in capsys.readouterr().err
+    assert "--num_fewshot 2: has no effect on task none, which uses 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_task_keeps_its_own_num_fewshot(talker, task, tmp_path, capsys):
             marks=pytest.mark.slow,  # lm-eval looks through thousands of its own files
         ),
         (["--tasks", "choose", "--include_path", "nowhere"], "--include_path nowhere: no such folder"),
-        (["--tasks", ","], "--tasks ',': give names"),
+        (["--tasks", ","], "--tasks ',': must be task names"),
         (["--tasks", "choose", "--split", "train"], "--split train: has no effect with --tasks; remove it"),
         (["--tasks", "choose", "--data", "PythonStdlib"], "--data PythonStdlib: has no effect with --tasks"),
         (["--limit", "3"], "--limit 3.0: requires --tasks; remove it"),

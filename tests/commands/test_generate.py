@@ -126,7 +126,7 @@ def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsy
         (["--prompts_path", tmp_path / "lines.txt", "--prompt", "x"], "--prompt x: has no effect with --prompts_path"),
         (["--prompts_path", tmp_path / "list.json"], "list.json: must be text with one prompt per line, or JSON Lines"),
         (["--prompts_path", "no.txt", "--top_k", -1], "--top_k -1: must not be negative"),
-        (["--seed", 2**64], f"--seed {2**64}: must be from 0 to {2**64 - 1}"),
+        (["--seed", 2**64], f"--seed {2**64}: must be from {-(2**63)} to {2**64 - 1}"),
         (["--batch_size", 3], "--batch_size 3: has no effect without --prompts_path"),
     ):
         assert main(["generate", str(folder), *map(str, argv)]) == 2
@@ -236,7 +236,7 @@ def test_moved_base(folder, adapters, tmp_path, capsys):
         (["DIR", "--temperature", "-1"], "toolkit generate: --temperature -1.0: must not be negative"),
         (["DIR", "--num_samples", "0"], "toolkit generate: --num_samples 0: must be greater than zero"),
         (["DIR", "--max_new_tokens", "0"], "toolkit generate: --max_new_tokens 0: must be greater than zero"),
-        (["DIR", "--prompt", "a" * 64], "toolkit generate: --prompt: has 64 tokens; the model's context of 64"),
+        (["DIR", "--prompt", "a" * 64], "toolkit generate: --prompt: has 64 tokens, but must have fewer than 64"),
         (["DIR", "--prompt", "\udcff"], "toolkit generate: --prompt: is not valid UTF-8"),
         (["DIR", "--base_checkpoint_dir", "x"], "toolkit generate: --base_checkpoint_dir x: has no effect"),
         (["DIR", "--topk", "3"], "toolkit generate: --topk 3: no such option; did you mean --top_k?"),

@@ -260,7 +260,7 @@ def test_print_config_round_trip(argv, tmp_path, capsys):
         ("data: {vocabsize: 3}", "FILE: data.vocabsize: 3: no such option; did you mean data.vocab_size?"),
         ("train: {max_steps: x}", "FILE: train.max_steps: x: must be an integer"),
         ("seed: [1]", "FILE: seed: [1]: must be an integer"),
-        ("train: 3", "FILE: train: 3: a group; it takes `name: value` pairs"),
+        ("train: 3", "FILE: train: 3: must be a group of `name: value` pairs"),
         ("- 1", "--config FILE: must contain `name: value` pairs"),
         ("", "--config FILE: must contain `name: value` pairs"),
     ],
@@ -317,7 +317,7 @@ def test_repeated_keys_are_an_error_and_repeated_flags_a_line(tmp_path, capsys):
         assert error_of("--config", str(file)) == message.replace("FILE", str(file)) + "; remove one"
     capsys.readouterr()
     parse("--seed", "1", "--seed", "2")
-    assert capsys.readouterr().err == "--seed 2: given 2 times; the last counts\n"
+    assert capsys.readouterr().err == "--seed 2: given 2 times; using the last value\n"
 
 
 def test_unreadable_yaml_files(tmp_path):

@@ -203,7 +203,7 @@ def test_printed_guide_fits_any_layout(parse):
 def test_what_cannot_be_honored_is_an_error_unless_a_flag_overrides_it(parse):
     for content, message, flags in (
         ("training: {batch_sise: 8}", "file0.yaml: training.batch_sise: no such key; did you mean 'batch_size'?", None),
-        ("training: 3", "file0.yaml: training: 3: a group; it takes `name: value` pairs", None),
+        ("training: 3", "file0.yaml: training: 3: must be a group of `name: value` pairs", None),
         (
             "training: {batch_size: 0.5}",
             "batch_size: 0.5: must be an integer greater",
@@ -241,7 +241,7 @@ def test_what_cannot_be_honored_is_an_error_unless_a_flag_overrides_it(parse):
             ["--train.learning_rate", "1e-4"],
         ),
         (MINGPT.replace("0.05", "2"), "truncate: 2: must be greater than 0 and at most 1", ["--data", "PythonStdlib"]),
-        ("trainer_config: {max_epochs: 3}", "give that, or --train.epochs", ["--train.epochs", "2"]),
+        ("trainer_config: {max_epochs: 3}", "set block_size, or use --train.epochs", ["--train.epochs", "2"]),
     ):
         with pytest.raises(UserError) as caught:
             parse(content)
@@ -286,8 +286,8 @@ def test_each_key_is_reported_once_and_on_rank_0_only(parse, monkeypatch, capsys
         "training.batch_size 64 -> --train.micro_batch_size 64 --train.global_batch_size 64 (it is per device)",
         "training.learning_rate 2e-4: overridden by --train.learning_rate 1e-3",
         "distributed.fsdp_backward_prefetch backward_pre: no effect on one device",
-        "distributed.fsdp_min_num_params 1000000: no effect, it is for fsdp_auto_wrap_policy size_based_auto_wrap",
-        "distributed.fsdp_buffer_dtype float32: already so with --precision bf16-mixed",
+        "distributed.fsdp_min_num_params 1000000: no effect without fsdp_auto_wrap_policy size_based_auto_wrap",
+        "distributed.fsdp_buffer_dtype float32: already set by --precision bf16-mixed",
     ):
         assert f"file0.yaml: {line}" in lines
     for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():

@@ -323,7 +323,7 @@ def test_loader_is_not_resumed_on_another_number_of_ranks():
 def test_options_that_have_no_effect_are_refused(tmp_path):
     for options, message in [
         ({"num_workers": 1}, "num_workers 1: only for a dataset with len"),
-        ({"allow_duplicate_data": True}, "allow_duplicate_data True: only for a DataLoader"),
+        ({"allow_duplicate_data": True}, "allow_duplicate_data True: has no effect without a DataLoader"),
         ({"val_dataset": Iterable()}, "val_dataset Iterable: needs"),
     ]:
         with pytest.raises(UserError, match=message):

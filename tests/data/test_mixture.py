@@ -89,7 +89,7 @@ def test_every_mistake_is_one_line_that_names_the_option(capsys):
     entry = {"weight": 1, "data": {"class_path": "SyntheticTokens"}}
     flags = ["--data", "Mixture", "--data.sources", yaml.safe_dump({"web": entry}, default_flow_style=True).strip()]
     for further, message in (
-        (["--data.sources.wbe.weight", "1"], "--data.sources.wbe.weight 1: there is no 'wbe'; did you mean 'web'?"),
+        (["--data.sources.wbe.weight", "1"], "--data.sources.wbe.weight 1: no entry 'wbe'; did you mean 'web'?"),
         (["--data.sources.web.weight.x", "1"], "--data.sources.web.weight.x 1: weight is 1 and has no options"),
         (["--data.sources.web.weight"], "--data.sources.web.weight: must be given"),
     ):

@@ -351,8 +351,8 @@ def test_workers_and_parts_are_refused_where_they_have_no_effect(folder, tmp_pat
     for flags, message in (
         (["--workers", "2"], "--workers 2: has no effect without --data HuggingFaceText"),
         (["--part", "1/2"], "--part 1/2: has no effect without --data HuggingFaceText"),
-        ([*streamed, "--part", "3/2"], "--part 3/2: must be a part and their number"),
-        ([*streamed, "--data.max_cache_gb", "1"], "--data.max_cache_gb 1: would delete prepared tokens"),
+        ([*streamed, "--part", "3/2"], "--part 3/2: must be a part and the number of parts"),
+        ([*streamed, "--data.max_cache_gb", "1"], "--data.max_cache_gb 1: is not supported by prepare_data"),
     ):
         assert main(["prepare_data", *flags]) == 2
         assert message in capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_the_system_message_comes_first(talker, computed):
 def test_full_context_is_an_error_and_keeps_the_conversation(talker):
     notes = []
     conversation = begin(talker, notice=notes.append, max_new_tokens=100)
-    with pytest.raises(UserError, match="has 64 tokens with this question; the model's context of 64 leaves no room"):
+    with pytest.raises(UserError, match="conversation has 64 tokens, but must have fewer than 64"):
         conversation.ask("x" * 62)
     assert conversation.messages == []
     conversation._eos_ids = set()

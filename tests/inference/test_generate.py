@@ -128,7 +128,7 @@ def test_vocabulary_padding_is_never_sampled(llama):
         ([1], {"max_new_tokens": 0}, "--max_new_tokens 0: must be greater than zero"),
         ([1], {"max_new_tokens": 5, "temperature": -1.0}, "--temperature -1.0"),
         ([], {"max_new_tokens": 5}, "--prompt: is empty"),
-        ([1] * 16, {"max_new_tokens": 5}, "--prompt: has 16 tokens; the model's context of 16 leaves no room"),
+        ([1] * 16, {"max_new_tokens": 5}, "--prompt: has 16 tokens, but must have fewer than 16"),
     ],
 )
 def test_invalid_settings_are_errors_at_the_call(llama, prompt, settings, message):

@@ -157,7 +157,7 @@ def test_chat_format_matches_lm_eval(wrappers):
     ("settings", "message"),
     [
         ({"num_beams": 4}, "--tasks: requests generation settings that are not supported: num_beams"),
-        ({"max_gen_toks": CONTEXT}, f"--tasks: requests up to {CONTEXT} new tokens; the model's context of {CONTEXT}"),
+        ({"max_gen_toks": CONTEXT}, f"--tasks: a task requests {CONTEXT} new tokens, but the model's context"),
     ],
 )
 def test_unsupported_task_settings_are_rejected(wrappers, settings, message):
@@ -173,7 +173,7 @@ def test_task_settings_enable_sampling(wrappers):
 
 def test_empty_or_too_long_continuation_is_rejected(wrappers):
     for continuation in ("", text(200, 1)):
-        with pytest.raises(UserError, match=r"--tasks: a continuation of \d+ tokens; the model takes 1 to 96"):
+        with pytest.raises(UserError, match=r"--tasks: a continuation has \d+ tokens; must have 1 to 96"):
             wrappers[0]._loglikelihood_tokens([(None, [1], wrappers[0].tok_encode(continuation, False))])
 
 

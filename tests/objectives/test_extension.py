@@ -240,7 +240,7 @@ def test_normalizers_have_any_name_and_are_checked_before_the_first_step(capsys)
     assert main(["pretrain", "pico-llama", *words.split(), "out"]) == 0
     for name, message in {
         "Uncounted": "objective Uncounted: count() must return 'inputs'",
-        "Undeclared": "objective Undeclared: part loss: normalizer 'pairs': must be one of normalizers: tokens",
+        "Undeclared": "objective Undeclared: part loss: unknown normalizer 'pairs'; `normalizers` has tokens",
     }.items():
         for initial in ("true", "false"):
             again = words.replace("Inputs", name) + f"{name}-{initial} --eval.initial_validation {initial}"

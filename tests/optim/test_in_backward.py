@@ -88,7 +88,7 @@ def test_options_that_need_all_gradients_at_once_are_refused(corpus, tmp_path):
         ({"train": replace(valid.train, micro_batch_size=2)}, "accumulation .* x 4 accumulated", one),
         ({"train": replace(valid.train, micro_batch_size=4)}, "2 devices", DeviceSpec("cpu", 2, 1)),
         ({"lora": LoRAConfig(), "train": replace(valid.train, tie_embeddings=None)}, "adapters are small", one),
-        ({"optimizer_class": torch.optim.AdamW}, "an optimizer of yours", one),
+        ({"optimizer_class": torch.optim.AdamW}, "a user-provided or extension optimizer", one),
         ({"precision": "16-mixed"}, "use bf16-mixed", DeviceSpec("cuda", 1, 1)),
     ])  # fmt: skip
 

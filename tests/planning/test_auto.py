@@ -55,7 +55,7 @@ def test_the_largest_micro_batch_that_fits_with_room_is_chosen():
                 1024,
                 (64, "a device's share of the global batch; takes 30.0 GB of 100.0 GB"),
             ),
-            ({1: math.nan, 4: math.nan}, 1024, (4, "up to 4 where the memory is not known before the run")),
+            ({1: math.nan, 4: math.nan}, 1024, (4, "up to 4 if memory is unknown before the run")),
         ],
     )
 

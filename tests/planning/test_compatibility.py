@@ -58,13 +58,13 @@ CASES = [
     ({"strategy": "ddp", "fsdp.sharding_strategy": "FULL_SHARD"}, {"devices": 2},
      "--fsdp.sharding_strategy FULL_SHARD is not supported with --strategy ddp: ddp does not shard; remove one of"),
     ({"strategy": "ddp", "fsdp.forward_prefetch": True}, {"devices": 2},
-     "--fsdp.forward_prefetch true has no effect with ddp, 2 replicas (--strategy ddp): nothing is sharded"),
+     "--fsdp.forward_prefetch true has no effect with ddp, 2 replicas (--strategy ddp); remove it"),
     ({"strategy": "fsdp", "ddp.bucket_cap_mb": 1.0}, {"devices": 2},
      "--ddp.bucket_cap_mb 1.0 has no effect with fsdp FULL_SHARD, one unit per block, 2 shards"),
     ({"timeout": 5.0}, {}, "--timeout 5.0 has no effect with a single process; remove it"),
     ({"strategy": "ddp", "ddp.static_graph": True}, {"devices": 2, "micro": 8},
      "--ddp.static_graph true is not supported with accumulation (global batch 64 = micro batch 8 x 2 devices x 4 "
-     "accumulated): a limit of torch's DDP; use --train.micro_batch_size 32"),
+     "accumulated): torch's DDP cannot combine them; use --train.micro_batch_size 32"),
     ({"strategy": "ddp", "tensor_parallel_size": 2}, {"devices": 2},
      "--tensor_parallel_size 2 is not supported with --strategy ddp: only FSDP2 can be combined with it; use "
      "--strategy fsdp"),
@@ -78,13 +78,13 @@ CASES = [
     ({"fsdp.reduce_dtype": "fp16"}, {"precision": "bf16-mixed", **FSDP},
      "--fsdp.reduce_dtype fp16 is not supported with --precision bf16-mixed"),
     ({"fsdp.cpu_offload": True}, CUDA | MIXED,
-     "--fsdp.cpu_offload true is not supported with --precision 16-mixed: loss scaling is for gradients on the device"),
+     "--fsdp.cpu_offload true is not supported with --precision 16-mixed: loss scaling needs gradients on the device"),
     ({"optimizer.options": {"fused": True}}, CUDA | MIXED,
      "--optimizer.options fused is not supported with --precision 16-mixed"),
     ({"strategy": "fsdp2", "fsdp.forward_prefetch": True}, FSDP,
      "--fsdp.forward_prefetch true is not supported with --strategy fsdp2: FSDP2 has no such option; use --strategy"),
     ({"strategy": "fsdp2"}, {"device": "cuda", "devices": 2} | MIXED,
-     "--strategy fsdp2 is not supported with --precision 16-mixed: the scaling of sharded gradients was not measured"),
+     "--strategy fsdp2 is not supported with --precision 16-mixed: loss scaling with sharded gradients is untested"),
     ({"fsdp.accumulate": "sharded", **LORA}, {"micro": 8, **FSDP},
      "--fsdp.accumulate sharded has no effect with finetune_lora: adapters are replicated; remove it"),
     ({"fsdp.accumulate": "sharded"}, FSDP,
@@ -106,23 +106,23 @@ CASES = [
     ({"fsdp.state_dict_type": "sharded", **LORA}, FSDP,
      "--fsdp.state_dict_type sharded has no effect with finetune_lora"),
     ({"train.tie_embeddings": True, **LORA}, {},
-     "--train.tie_embeddings true is not supported with finetune_lora: the base does not change; remove it"),
+     "--train.tie_embeddings true is not supported with finetune_lora: the base model is frozen; remove it"),
     (LORA, {"precision": "bf16-master"},
-     "--precision bf16-master is not supported with finetune_lora: adapters are fp32 already, their base is bf16; use "
-     "bf16-true"),
+     "--precision bf16-master is not supported with finetune_lora: adapters are already fp32 and their base is bf16; "
+     "use bf16-true"),
     ({"optimizer.name": "adafactor"}, FSDP, "--optimizer.name Adafactor is not supported with fsdp"),
     ({"optimizer.name": "Muon"}, FSDP,
      "--optimizer.name Muon is not supported with fsdp: its shards are not rows of matrices"),
     (SGD, {"needs_unsharded": True, **FSDP},
-     "an optimizer of yours or of an extension is not supported with fsdp: its needs_unsharded is True"),
+     "a user-provided or extension optimizer is not supported with fsdp: its needs_unsharded is True"),
     ({}, {"precision": "bf16-master", **FSDP}, "--precision bf16-master is not supported with fsdp"),
     (BF16, FSDP, "--optimizer.state_dtype bf16 is not supported with fsdp"),
-    (SGD, {"precision": "bf16-master"}, "--precision bf16-master is not supported with an optimizer of yours"),
-    (BF16 | SGD, {}, "--optimizer.state_dtype bf16 is not supported with an optimizer of yours"),
+    (SGD, {"precision": "bf16-master"}, "--precision bf16-master is not supported with a user-provided"),
+    (BF16 | SGD, {}, "--optimizer.state_dtype bf16 is not supported with a user-provided"),
     (BF16, {"precision": "bf16-true"}, "--optimizer.state_dtype bf16 is not supported with --precision bf16-true"),
     (BF16, CUDA | MIXED, "--optimizer.state_dtype bf16 is not supported with --precision 16-mixed"),
     (BF16 | {"optimizer.name": "AdamW8bit"}, {},
-     "--optimizer.state_dtype bf16 is not supported with --optimizer.name AdamW8bit: its moments are in 8 bits"),
+     "--optimizer.state_dtype bf16 is not supported with --optimizer.name AdamW8bit: its moments are 8-bit"),
     (BF16 | {"optimizer.name": "SGD"}, {"has_moments": False},
      "--optimizer.state_dtype bf16 has no effect with --optimizer.name SGD: it has no moments with these options"),
     (IN_BACKWARD | LORA, {}, "--optimizer.in_backward true has no effect with finetune_lora"),
@@ -132,7 +132,7 @@ CASES = [
      "--optimizer.in_backward true is not supported with --train.max_norm 1.0: clipping needs the norm of all "
      "gradients first; use --train.max_norm 0"),
     (IN_BACKWARD, CUDA | MIXED, "--optimizer.in_backward true is not supported with --precision 16-mixed"),
-    (IN_BACKWARD | SGD, {}, "--optimizer.in_backward true is not supported with an optimizer of yours"),
+    (IN_BACKWARD | SGD, {}, "--optimizer.in_backward true is not supported with a user-provided"),
     (IN_BACKWARD | {"fsdp.cpu_offload": True}, CUDA,
      "--optimizer.in_backward true is not supported with --fsdp.cpu_offload true"),
     ({"train.lr_schedule": "constant", "train.min_lr": 1e-5}, {},
@@ -183,7 +183,7 @@ def test_an_optimizer_of_an_extension_may_not_be_updated_in_parts(monkeypatch):
     for options, run in ((IN_BACKWARD, {}), (BF16, {}), ({}, {"precision": "bf16-master"})):
         assert not list(find_conflicts(facts_of(options, **run)))
         (message,) = find_conflicts(facts_of(options | {"optimizer.name": "Lion"}, **run))
-        assert "is not supported with an optimizer of yours or of an extension" in message
+        assert "is not supported with a user-provided or extension optimizer" in message
 
 
 def test_facts_that_are_not_known_yet_violate_no_row():

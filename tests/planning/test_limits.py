@@ -5,7 +5,7 @@ import pytest
 
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.errors import UserError
-from toolkit.planning.limits import Intervals, Progress, build_intervals, build_limits, require_ahead
+from toolkit.planning.limits import Intervals, Progress, build_intervals, build_limits, require_within_limits
 
 
 def limits(**options):
@@ -95,4 +95,4 @@ def test_limit_before_the_checkpoint_is_an_error():
             args = TrainArgs(global_batch_size=10, **{name: value})
             found = build_limits(args, done, n_rows=25, tokens_per_row=8)
             with pytest.raises(UserError, match=f"--train.{name} {value}") if is_passed else nullcontext():
-                require_ahead(args, done, found, 8, Path("run/final"))
+                require_within_limits(args, done, found, 8, Path("run/final"))

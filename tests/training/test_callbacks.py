@@ -170,7 +170,7 @@ def test_an_error_in_a_callback_names_it(pretrain, tmp_path, capsys):
     [
         ("my_callbacks.Nothing", "my_callbacks.Nothing: no such class"),
         ("no_module.Nothing", "no_module.Nothing: no such class"),
-        ("pathlib.Path", "pathlib.Path: is not a class derived from toolkit.Callback"),
+        ("pathlib.Path", "pathlib.Path: must be a class derived from toolkit.Callback"),
         ("my_callbacks.StopAfter", "my_callbacks.StopAfter: missing a required argument: 'step'"),
     ],
 )

@@ -40,9 +40,9 @@ def test_a_missing_or_wrong_compiler_never_breaks_an_auto_run(monkeypatch):
     assert chosen(lambda function: function) == ("torch", "auto: rows of one length, 1,000 steps")
     name, reason = chosen(missing)
     assert name == "none" and reason.endswith(
-        "does not work here: RuntimeError: Failed to find C compiler. Please specify via CC"
+        "torch.compile fails: RuntimeError: Failed to find C compiler. Please specify via CC"
     )
-    assert chosen(wrong) == ("none", "auto: torch.compile does not work here: its results are wrong")
+    assert chosen(wrong) == ("none", "auto: torch.compile fails: its results are wrong")
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def test_all_tokenizer_files_are_copied_to_every_output(base, questions, tmp_pat
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(base, questions, tmp_path):
     train_bpe([Path(torch.__file__).read_text()], 500).save(tmp_path / "larger")
     flags = ["--tokenizer_dir", str(tmp_path / "larger")]
-    with pytest.raises(UserError, match=r"--tokenizer_dir: gives 500 .* tokens up to \d\d\d, .* embeds 0 to"):
+    with pytest.raises(UserError, match=r"--tokenizer_dir: has 500 .* token ids up to \d\d\d, .* embeds only 0 to"):
         run_training(arguments(finetune_lora, base, questions, tmp_path / "run", *flags))
 
 
@@ -191,7 +191,7 @@ def test_a_tokenizer_may_have_a_token_that_is_not_in_the_data(base, questions, t
     with_one = tmp_path / "with_one.jsonl"
     row = json.dumps({"prompt": "What is in <image_soft_token>?", "completion": "A cat."}) + "\n"
     with_one.write_text(questions.read_text() + row)
-    with pytest.raises(UserError, match=rf"has tokens up to {embedded}, and the model embeds 0 to"):
+    with pytest.raises(UserError, match=rf"has token ids up to {embedded}, but the model embeds only 0 to"):
         run_training(arguments(finetune_lora, tmp_path / "base", with_one, tmp_path / "other"))
 
 
@@ -224,7 +224,7 @@ def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
         (["--lora_r", "0"], "--lora_r 0"),
         (["--data.prompt_style", "alpaka"], "--data.prompt_style alpaka.*alpaca"),
         (["--from_peft", "nowhere"], "nowhere"),
-        (["--eval.max_new_tokens", "128"], "--eval.max_new_tokens 128: the model has a context of 128 tokens"),
+        (["--eval.max_new_tokens", "128"], "--eval.max_new_tokens 128: must be less than 128"),
         (["--train.max_seq_length", "256"], "--train.max_seq_length 256: .* takes at most 128 tokens"),
         (
             ["--train.global_batch_size", "64", "--train.micro_batch_size", "8"],
@@ -329,4 +329,4 @@ def test_running_out_of_memory_while_reading_blames_no_batch(base, questions, tm
     monkeypatch.setattr(build, "find_intact", full)
     words = ["finetune_full", base, "--data.json_path", questions, "--out_dir", tmp_path / "run"]
     assert main([str(word) for word in words]) == 1
-    assert capsys.readouterr().err.startswith("toolkit finetune_full: this machine has not enough memory; ")
+    assert capsys.readouterr().err.startswith("toolkit finetune_full: out of CPU memory; ")

@@ -417,11 +417,11 @@ def test_errors_name_the_option_and_the_fix():
             1,
             {"optimizer": replace(moments, name="SGD")},
         ),
-        "state_dtype bf16.*8bit: its moments are in 8 bits": (
+        "state_dtype bf16.*8bit: its moments are 8-bit": (
             1,
             {"optimizer": replace(moments, name="AdamW8bit")},
         ),
-        "state_dtype bf16.*are bf16 already": (1, {"optimizer": moments, "precision": "bf16-true"}),
+        "state_dtype bf16.*are already bf16": (1, {"optimizer": moments, "precision": "bf16-true"}),
     }
     for message, (devices, options) in cases.items():
         check(message, devices, **options)

@@ -156,7 +156,7 @@ def test_evaluating_rows_that_are_numbered_with_gaps_is_refused(monkeypatch):
     data = Mixture({"a": {"weight": 0.5, "data": SyntheticTokens(10)}, "b": {"weight": 0.5, "data": Endless(10)}})
     checkpoint = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(block_size=16)), tokenizer=None)
     options = dict.fromkeys(("max_iters", "max_seq_length", "trust_checkpoint_data"))
-    with pytest.raises(UserError, match="--split train: a source of this data defines its sample order; use"):
+    with pytest.raises(UserError, match="--split train: is not supported with data that defines its sample order; use"):
         evaluate(checkpoint, data, split="train", micro_batch_size=2, **options)
 
 

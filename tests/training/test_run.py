@@ -319,7 +319,7 @@ def test_resume_of_a_finished_run_and_of_an_extended_run(corpus, tmp_path, capsy
         ({"initial_checkpoint_dir": "some"}, "model_name pico-llama"),
         ({"optimizer": OptimizerArgs(name="Adamw2")}, "--optimizer.name Adamw2"),
         ({"logger_name": "tensorbord"}, "tensorboard"),
-        ({"train": {"max_steps": None}}, "--train.max_tokens: the length of the run must be given"),
+        ({"train": {"max_steps": None}}, "--train.max_tokens: the run has no limit"),
         ({"tokenizer_dir": "missing"}, "--tokenizer_dir missing"),
         ({"model_config": ModelOverrides(vocab_size=100)}, "vocab"),
         ({"model_config": ModelOverrides(family="bert")}, "bert"),

@@ -104,7 +104,7 @@ def test_samples_of_a_user_provided_module_are_an_error(tmp_path):
     module = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
     rows = [torch.arange(5) for _ in range(8)]
     options = {"train": {"max_steps": 1, "max_seq_length": 4, "global_batch_size": 4}, "accelerator": "cpu"}
-    with pytest.raises(UserError, match="eval.max_new_tokens 5: is only supported for toolkit.s own models"):
+    with pytest.raises(UserError, match="eval.max_new_tokens 5: is not supported with a user-provided model"):
         api.train(module, rows, eval={"max_new_tokens": 5}, out_dir=tmp_path / "run", **options)
     assert not (tmp_path / "run" / "logs").exists()
 
@@ -135,7 +135,7 @@ def test_long_prompt_is_truncated_on_the_left():
     for length, expected in ((3, [3, 4, 5, 6, 7]), (7, [7])):
         sampler = make_sampler(PreparedData(rows, None, None, "key", ""), config, length)
         assert sampler.prompt == expected
-    with pytest.raises(UserError, match="--eval.max_new_tokens 8: the model has a context of 8 tokens"):
+    with pytest.raises(UserError, match="--eval.max_new_tokens 8: must be less than 8"):
         make_sampler(PreparedData(rows, None, None, "key", ""), config, 8)
     by_default = make_sampler(PreparedData(rows, None, None, "key", ""), config, "auto")
     assert by_default.max_new_tokens == 4 and by_default.prompt == [4, 5, 6, 7]

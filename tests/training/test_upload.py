@@ -161,7 +161,7 @@ def test_run_ends_at_the_next_checkpoint_if_another_has_taken_over(corpus, tmp_p
 
     args = arguments(corpus, URL, train={"max_steps": 8, "save_interval": 2})
     with pytest.raises(
-        GuardError, match=f"{URL}: another run has taken it over \\(process 1 on node\\); stopped after step 2"
+        GuardError, match=f"{URL}: another run has started in it \\(process 1 on node\\); stopped after step 2"
     ):
         run_training(args, [TakeOver()])
     assert remote_names() == set() and newest(args.run_dir).name == "step-00000002"

@@ -1,4 +1,4 @@
-"""The command line. Imports nothing heavy."""
+"""The command line. Fast to import."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The command line: dispatch to subcommands, and exit codes. Imports nothing heavy."""
+"""The command line: dispatch to subcommands, and exit codes. Fast to import."""
 
 import difflib
 import importlib
@@ -12,7 +12,7 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
-from toolkit.config import elsewhere
+from toolkit.config import other_tools
 from toolkit.config.checks import note
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
@@ -22,7 +22,7 @@ INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, S
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``toolkit ARGV`` and return its exit code (see tutorials/reference.md)."""
-    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):  # the process is this command
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):  # not called by another program
         sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: unencodable text must not end a command
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
@@ -43,9 +43,9 @@ def dispatch(argv: list[str]) -> int:
     elif name == "--version":
         print(f"toolkit {importlib.import_module('toolkit').__version__}")
     else:
-        hint = elsewhere.COMMANDS.get(name) or did_you_mean(name, COMMANDS, cutoff=0.65)
-        for similar in () if hint else difflib.get_close_matches(name, elsewhere.COMMANDS, 1, cutoff=0.8):
-            hint = elsewhere.COMMANDS[similar]
+        hint = other_tools.COMMAND_HINTS.get(name) or did_you_mean(name, COMMANDS, cutoff=0.65)
+        for similar in () if hint else difflib.get_close_matches(name, other_tools.COMMAND_HINTS, 1, cutoff=0.8):
+            hint = other_tools.COMMAND_HINTS[similar]
         return _end("toolkit", f"{name}: no such command{hint or '; see toolkit --help'}", 2)
     return 0
 
@@ -55,7 +55,7 @@ def run(name: str, argv: list[str]) -> int:
     (module, positionals, _), program = COMMANDS[name], f"toolkit {name}"
     try:
         if name in DISTRIBUTED and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _terminate)  # the other processes are told
+            signal.signal(signal.SIGTERM, _terminate)  # report the end to the other processes
         parse = importlib.import_module("toolkit.cli.parser").parse
         setup = importlib.import_module(module).setup
         if (arguments := parse(name, setup, positionals, argv)) is not None:
@@ -73,7 +73,7 @@ def run(name: str, argv: list[str]) -> int:
     except CommandError as error:
         return _end(program, error, error.exit_code)
     except MemoryError:
-        return _end(program, "this machine has not enough memory; TOOLKIT_TRACEBACK=1 shows where it ran out", 1)
+        return _end(program, "out of CPU memory; set TOOLKIT_TRACEBACK=1 to see where", 1)
     except Exception as error:
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)

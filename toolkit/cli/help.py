@@ -10,7 +10,7 @@ from typing import Any, Literal, get_origin
 
 from toolkit.commands import EXAMPLES
 from toolkit.config.command import CommandOptions, Option
-from toolkit.config.types import describe, is_restricted, limits, parts
+from toolkit.config.types import describe, is_restricted, limits, union_members
 from toolkit.errors import UserError, did_you_mean
 from toolkit.io.paths import is_path_option
 
@@ -38,7 +38,7 @@ def format_help(name: str, command: CommandOptions, usage: str, positionals: tup
         entries = {key: entry for group in groups.values() for key, entry in group.items()}
         short = {key: (entries[key][0], entries[key][1].partition(". ")[0]) for key in FREQUENT if key in entries}
         groups = {"frequent": short}
-        epilog = [f"options of the chosen data: {', '.join(inner)}"] if inner else []
+        epilog = [f"options of the selected data: {', '.join(inner)}"] if inner else []
         epilog += [f"--help all shows all {count} options, --help GROUP a group's options: {', '.join(topics[1:])}."]
     elif topic not in (None, "all"):
         groups = {topic: groups[topic]}
@@ -65,16 +65,16 @@ def _groups(command: CommandOptions) -> dict[str, Entries]:
         text = f"Class: {', '.join(command.choices(name))}. `--{name} NAME --help {name}` shows its options."
         groups.setdefault(name, {})[name] = ("NAME", text)
     for key, option in command.options().items():
-        groups.setdefault(key.rpartition(".")[0], {})[key] = (_value(key, option.kind), _describe(option))
+        groups.setdefault(key.rpartition(".")[0], {})[key] = (_placeholder(key, option.kind), _describe(option))
     groups[""]["config"] = ("FILE", "YAML file of options; flags override it. May be repeated.")
-    groups[""]["extensions"] = ("NAMES", "Modules of extensions, separated by commas; see tutorials/extend.md.")
+    groups[""]["extensions"] = ("NAMES", "Extension modules, separated by commas; see tutorials/extend.md.")
     groups[""]["print_config"] = ("", "Print all options as YAML and exit.")
     return {name: group for name, group in groups.items() if group}
 
 
-def _value(key: str, kind: Any) -> str:
+def _placeholder(key: str, kind: Any) -> str:
     """Return the placeholder for an option's value, such as N or PATH."""
-    bases = {getattr(part, "_type", get_origin(part) or part) for part in parts(kind)}
+    bases = {getattr(part, "_type", get_origin(part) or part) for part in union_members(kind)}
     if bases & {int, float}:
         return "N"
     return "PATH" if is_path_option(key) else "BOOL" if bases == {bool} else "NAME" if Literal in bases else "VALUE"
@@ -82,8 +82,8 @@ def _value(key: str, kind: Any) -> str:
 
 def _describe(option: Option) -> str:
     """Return ``Sequences per forward pass. (an integer or auto; default: 4)``."""
-    notes = [] if parts(option.kind) in ((str,), (bool,)) else [describe(option.kind)]
-    notes += [limits(kind) for kind in parts(option.kind) if is_restricted(kind)]
+    notes = [] if union_members(option.kind) in ((str,), (bool,)) else [describe(option.kind)]
+    notes += [limits(kind) for kind in union_members(option.kind) if is_restricted(kind)]
     if not option.is_required and option.default is not None:
         default = option.default if isinstance(option.default, str) else json.dumps(option.default, default=str)
         notes.append(f"default: {default}")
@@ -91,7 +91,7 @@ def _describe(option: Option) -> str:
 
 
 def _wrap(paragraphs: list[str]) -> str:
-    """Wrap paragraphs, except lines that are commands to copy."""
+    """Wrap paragraphs, but not example commands."""
     width = shutil.get_terminal_size().columns - 2
     lines = [p if p.startswith("toolkit ") else textwrap.fill(" ".join(p.split()), width) for p in paragraphs]
     return "\n\n".join(lines)

@@ -23,7 +23,7 @@ from toolkit.io.paths import require_local
 from toolkit.io.safe_parse import parse_yaml, read_yaml
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "null", "1", "0")
-Layer = list[tuple[str, OptionValue]]
+OptionList = list[tuple[str, OptionValue]]
 
 
 def parse(
@@ -41,11 +41,11 @@ def parse(
     parameters = [parameter for f in functions for parameter in inspect.signature(f).parameters.values()]
     switches = {parameter.name for parameter in parameters if parameter.annotation in (bool, "bool")}
     overrides = [word for word in argv if re.fullmatch(r"\w+_config\.[\w.]+=.*", word)]  # hydra's, of its file
-    words = read_words([word for word in argv if word not in overrides], positionals, switches)
+    words = split_words([word for word in argv if word not in overrides], positionals, switches)
     counts, last = Counter(key for key, _ in words if key not in COMMON_OPTIONS), dict(words)
     note(
         *(
-            f"{OptionValue('', last[key]).display(key)}: given {n} times; the last counts"
+            f"{OptionValue('', last[key]).display(key)}: given {n} times; using the last value"
             for key, n in counts.items()
             if n > 1
         )
@@ -64,7 +64,7 @@ def parse(
     for layer in [*flatten_files(command, files, flags), flags]:
         command.update(layer)
     if "timeout" in command.values:
-        rendezvous.user_timeout = command.values["timeout"].text  # a mistake elsewhere waits no longer
+        rendezvous.user_timeout = command.values["timeout"].text  # also limits the report of invalid options
     options, common = command.options(), dict(words)
     shown = [p.upper() if options[p].is_required else f"[{p.upper()}]" for p in positionals]
     usage = " ".join([f"toolkit {name}", *shown, "[--option value ...]"])
@@ -90,7 +90,7 @@ def _wrapped_command(name: str, argv: list[str]) -> str:
     return argv[0]
 
 
-def read_words(
+def split_words(
     argv: list[str], positionals: tuple[str, ...], switches: Collection[str] = ()
 ) -> list[tuple[str, str | None]]:
     """Split the command line into (option, text) pairs; text is None if the value is missing.
@@ -119,8 +119,8 @@ def read_words(
 
 
 def flatten_files(
-    command: CommandOptions, files: list[tuple[str | None, dict[str, Any]]], flags: Layer
-) -> Iterator[Layer]:
+    command: CommandOptions, files: list[tuple[str | None, dict[str, Any]]], flags: OptionList
+) -> Iterator[OptionList]:
     """Yield the options in each YAML file. A training command's files may be in the format of another tool.
 
     ``files`` are pairs of path and content; ``flags`` override them.

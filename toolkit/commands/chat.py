@@ -35,7 +35,7 @@ def setup(
         prompt: Answer this one question and exit; "-" reads it from stdin.
         system: System message. Default: the chat template's.
         prompt_style: Chat template: alpaca, chatml, llama2, llama3, ... Default: the checkpoint's.
-        chat_template: Jinja file with a chat template to use instead.
+        chat_template: Jinja file with a chat template.
         max_new_tokens: Maximum number of tokens per answer.
         seed: Random seed; answer i uses seed + i - 1.
         shared: See :class:`InferenceOptions`.
@@ -44,7 +44,7 @@ def setup(
     from toolkit.inference.load import load_checkpoint
 
     sampling = shared.sampling
-    hint = f"give either this or --prompt_style {prompt_style}, not both"
+    hint = f"is not supported with --prompt_style {prompt_style}; remove one of them"
     require_option(chat_template is None or prompt_style is None, "chat_template", chat_template, hint)
     loaded = load_checkpoint(checkpoint_dir, **shared.loading)
     template = find_template(loaded.tokenizer, prompt_style, chat_template)
@@ -130,7 +130,7 @@ def require_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeError as error:
-        raise UserError("the question: is not valid UTF-8") from error
+        raise UserError("the question is not valid UTF-8") from error
     if not text.strip():
-        raise UserError("--prompt: is empty; ask something")
+        raise UserError("--prompt: is empty; give a question")
     return text

@@ -29,7 +29,7 @@ def setup(
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
         family_options: Options of an extension's family to change, such as --family_options.NAME false. The checkpoint
-            must have the weights that they need; weights that the changed model lacks are not exported.
+            must have all weights of the changed model; other weights are not exported.
     """
     import sys
     from pathlib import Path

@@ -31,9 +31,9 @@ def setup(
         devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
         accelerator: Device type.
-        strategy: Distributed strategy of check_grads. auto: fsdp on several devices.
+        strategy: Distributed strategy for check_grads. auto: fsdp on several devices.
         timeout: Minutes to wait for a process that does not start or answer. auto: 5.
-        out_dir: The folder of your runs, to show its free disk space.
+        out_dir: Folder of your runs, to show its free disk space.
     """
     try:
         from toolkit.diagnostics.doctor import DoctorOptions, examine

@@ -24,7 +24,7 @@ class RunData(DataModule):
 
 @dataclass
 class EvalLimits:
-    """How much to evaluate.
+    """Limits of an evaluation.
 
     Args:
         max_iters: Maximum number of batches of micro_batch_size; null uses all.
@@ -35,17 +35,17 @@ class EvalLimits:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Evaluation on lm-eval tasks.
+    """Options for lm-eval tasks.
 
     Args:
-        tasks: lm-eval tasks to run instead, separated by commas: hellaswag,arc_easy.
-        num_fewshot: Few-shot examples per question. auto: the task's.
+        tasks: Run lm-eval tasks instead, separated by commas, such as hellaswag,arc_easy.
+        num_fewshot: Few-shot examples per question. auto: the task's default.
         limit: Maximum number of questions per task, or a fraction if below 1; null uses all.
         include_path: A folder with custom task files.
-        apply_chat_template: Format tasks as a chat. auto: if the checkpoint has a chat template.
+        apply_chat_template: Format tasks as a chat. auto: true if the checkpoint has a chat template.
     """
 
-    is_flat: ClassVar[bool] = True  # its fields are options without a prefix
+    is_flat: ClassVar[bool] = True  # the fields are options without a prefix
 
     tasks: str | None = None
     num_fewshot: NonNegativeInt | Auto = AUTO
@@ -55,7 +55,7 @@ class TaskOptions:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All options except ``tasks``; None for auto."""
+        """All options except ``tasks``. Options that are auto are None."""
         return {name: none_if_auto(value) for name, value in vars(self).items() if name != "tasks"}
 
 
@@ -82,17 +82,17 @@ def setup(
     Args:
         checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
         data: The text. Default: the data of the checkpoint's run, or PythonStdlib if unknown.
-        split: The held-out split of the data, or the training split.
+        split: Split to evaluate: val (held out) or train.
         micro_batch_size: Sequences per forward pass.
-        eval: How much to evaluate.
+        eval: Limits of the evaluation.
         max_seq_length: Tokens per sequence. auto: as in the run if its data is used, else the model's context length.
-        trust_checkpoint_data: Without --data, read the paths that the checkpoint's hyperparameters.yaml names, and
-            write its cache.
+        trust_checkpoint_data: Without --data, read from and write a cache to the paths in the checkpoint's
+            hyperparameters.yaml.
         tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
         precision: auto: 32-true on CPU, bf16-true on CUDA.
-        quantize: Linear layers of the blocks in 4 bits (bitsandbytes): bnb.nf4, or bnb.nf4-dq with quantized scales.
+        quantize: 4-bit format (bitsandbytes) of the blocks' linear layers. bnb.nf4-dq also quantizes the scales.
         format: Output format.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
         task_options: See :class:`TaskOptions`.

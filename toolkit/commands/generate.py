@@ -28,10 +28,10 @@ def setup(
     Args:
         checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
         prompt: The text to continue; "-" reads it from stdin.
-        prompts_path: Continue each line of a text file, or the "prompt" of each line of a .jsonl file, instead; "-"
-            reads lines of text from stdin. Prints a line of JSON for each sample: the fields of the row, text and seed.
-        batch_size: With prompts_path, sequences per forward pass (default 8). It changes the text only through
-            rounding, which matters in bf16.
+        prompts_path: Continue the prompts in a file instead: one per line, or the "prompt" field of each .jsonl line;
+            "-" reads lines from stdin. Prints one line of JSON per sample: the row's fields, text and seed.
+        batch_size: With prompts_path, sequences per forward pass (default 8). Changes the text only through rounding,
+            which matters in bf16.
         max_new_tokens: Maximum number of tokens to generate.
         num_samples: Number of samples; sample i (from 0) uses seed + i.
         seed: Random seed.

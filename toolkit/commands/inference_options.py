@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 @dataclass(frozen=True)
 class InferenceOptions:
-    """How to load a checkpoint for inference, and how to sample from it.
+    """Options to load a checkpoint for inference and to sample from it.
 
     Args:
         temperature: Sampling temperature; 0 is greedy.
@@ -15,11 +15,11 @@ class InferenceOptions:
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
         precision: Dtype of weights and computation. Default: bf16-true on CUDA, else the checkpoint's.
-        quantize: Linear layers of the blocks in 4 bits (bitsandbytes): bnb.nf4, or bnb.nf4-dq with quantized scales.
+        quantize: 4-bit format (bitsandbytes) of the blocks' linear layers. bnb.nf4-dq also quantizes the scales.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
 
-    is_flat: ClassVar[bool] = True  # its fields are options without a prefix
+    is_flat: ClassVar[bool] = True  # the fields are options without a prefix
 
     temperature: float = 0.8
     top_k: int | None = 50

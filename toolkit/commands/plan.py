@@ -25,19 +25,19 @@ def setup(
     toolkit plan pretrain pythia-160m --devices 8 --train.micro_batch_size 8 --device_memory_gb 80
 
     `toolkit plan COMMAND --help` shows all options, `toolkit plan compatibility` the options that are not supported
-    together. Nothing is started: neither GPUs nor weights are needed. GPUs are assumed unless --accelerator cpu says
-    otherwise. A checkpoint_dir that is not on this disk stands for the named architecture, such as
-    meta-llama/Llama-2-7b-hf. All sequences are assumed to have the maximum length, --train.max_seq_length.
+    together. Nothing is started: neither GPUs nor weights are needed. The plan is for GPUs unless you set
+    --accelerator cpu. checkpoint_dir may also be the name of an architecture, such as meta-llama/Llama-2-7b-hf. All
+    sequences are assumed to have the maximum length, --train.max_seq_length.
 
     Args:
         command: The command to plan: pretrain, finetune_full or finetune_lora; or compatibility.
         run: Options of the command.
         device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
-            It determines a strategy and micro-batch of auto. Default: the memory of the GPU of --speed, else of this
+            It also determines the micro-batch if that is auto. Default: the memory of the GPU of --speed, else of this
             machine's devices.
         host_memory_gb: CPU memory of one node in GB, to check whether the run fits. Default: this machine's.
-        speed: Also predict the time of a step, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and what
-            would be faster. A prediction: nothing is measured.
+        speed: Also predict step time, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and suggest faster
+            settings. Nothing is measured.
         format: Text table, or JSON.
     """
     if command == "compatibility":

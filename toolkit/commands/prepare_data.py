@@ -21,7 +21,7 @@ def setup(
     Args:
         data: The data, with the same options as in the run if they affect the stored tokens.
         max_seq_length: Tokens per sequence, as in the run. auto: 256, or what the data sets.
-        tokenizer_dir: A folder with a tokenizer.json; without it TextFiles and PythonStdlib train their own.
+        tokenizer_dir: A folder with a tokenizer.json; without it TextFiles and PythonStdlib train a tokenizer.
         workers: Processes that tokenize HuggingFaceText; use one per core. Other data uses all cores.
         part: What to tokenize on this machine, for HuggingFaceText with a shared cache_dir: 2/4 is the second of four
             parts.
@@ -34,12 +34,12 @@ def setup(
     for flag, value, is_default in (("workers", workers, workers == 1), ("part", part, part_of_total == (1, 1))):
         if not is_default and not is_streamed:
             raise UserError(
-                f"--{flag} {value}: has no effect without --data HuggingFaceText; remove it "
-                "(other data is prepared by one process on all cores)"
+                f"--{flag} {value}: has no effect without --data HuggingFaceText, because one process tokenizes other "
+                "data on all cores; remove it"
             )
     if isinstance(data, HuggingFaceText) and data.max_cache_gb is not None:
         budget = f"--data.max_cache_gb {data.max_cache_gb:g}"
-        raise UserError(f"{budget}: would delete prepared tokens; remove it, or start the run instead")
+        raise UserError(f"{budget}: is not supported by prepare_data, which keeps all tokens; remove it")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     length = choose_seq_length(data, none_if_auto(max_seq_length), "max_seq_length") or 256
     prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length)
@@ -53,5 +53,5 @@ def _parse_part(part: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
     number, total = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= number <= total:
-        raise UserError(f"--part {part}: must be a part and their number, such as 2/4")
+        raise UserError(f"--part {part}: must be a part and the number of parts, such as 2/4")
     return number, total

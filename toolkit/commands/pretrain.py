@@ -5,7 +5,7 @@ import textwrap
 from functools import wraps
 from typing import Any
 
-from toolkit.commands.training import trains
+from toolkit.commands.training import training_command
 from toolkit.extension import describe_extensions
 from toolkit.planning.training_options import pretrain
 
@@ -15,7 +15,7 @@ def setup(**options: Any) -> None:
     if options.get("model_name") == "list":
         _print_names()
     else:
-        trains(pretrain)(**options)
+        training_command(pretrain)(**options)
 
 
 def _print_names() -> None:

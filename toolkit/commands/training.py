@@ -8,7 +8,7 @@ from toolkit.planning.options import check_start
 from toolkit.planning.run_args import RunArgs
 
 
-def trains(read_options: Callable[..., RunArgs]) -> Callable[..., None]:
+def training_command(read_options: Callable[..., RunArgs]) -> Callable[..., None]:
     """Return a command that trains with the result of ``read_options`` and has its parameters and help."""
 
     @wraps(read_options)

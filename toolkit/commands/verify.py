@@ -56,7 +56,7 @@ def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
     folders = [path] if is_complete(path) else sorted(newest_first(path))
     if not folders:
         is_model = (path / WEIGHTS).exists()
-        why = f"has no checksums (no file {COMPLETE})" if is_model else "no complete checkpoint there"
+        why = f"has no checksums (no file {COMPLETE})" if is_model else "contains no complete checkpoint"
         raise UserError(f"checkpoint_dir {checkpoint_dir}: {why}; give the folder of a checkpoint or of a run")
     return {str(folder): (partial(read_manifest, folder), partial(find_damage, folder)) for folder in folders}
 
@@ -81,7 +81,7 @@ def find_remote(url: str) -> dict[str, Checkpoint]:
     else:
         folders = sorted(checkpoint.folder for checkpoint in reported(lambda: list(newest_first(storage))))
     if not folders:
-        raise storage.error("no complete checkpoint there; give the URL of a checkpoint or of a run")
+        raise storage.error("contains no complete checkpoint; give the URL of a checkpoint or of a run")
     return {
         f"{storage.url}/{folder}".rstrip("/"): (
             partial(reported, remote_manifest, storage, folder),

@@ -1,4 +1,4 @@
-"""`toolkit verify_parallel`: a run on its layout and on one process, side by side."""
+"""`toolkit verify_parallel`: compare a run on its devices with the same run on one process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +16,9 @@ def setup(command: TrainingCommand, run: Mapping[str, Any] = NO_GROUPS, steps: P
 
     toolkit verify_parallel pretrain pico-llama --devices 2 --train.max_steps 1000
 
-    Losses, gradient norms and the largest difference of a parameter's gradient are printed side by side. The run passes
-    if they agree within 1e-5 in fp32, and in 16 bits within twice the difference that another micro-batch size makes on
-    one process.
+    Prints losses, gradient norms and the largest difference of a parameter's gradient side by side. The run passes if
+    they agree within 1e-5 in fp32. In 16 bits, the tolerance is twice the difference that another micro-batch size
+    makes on one process.
 
     Nothing is written: --out_dir, --resume, checkpoints, validations and loggers are ignored. The learning rate is
     the peak from the first step. LoRA dropout is 0.

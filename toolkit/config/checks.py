@@ -1,34 +1,34 @@
-"""Checks of the values of options. Imports no torch."""
+"""Check option values. Imports no torch."""
 
 import os
 import sys
 from typing import Any
 
-from toolkit.config.elsewhere import VALUES
+from toolkit.config.other_tools import VALUE_HINTS
 from toolkit.errors import UserError, did_you_mean, one_line, require_option
 from toolkit.extension import registered
 
-_OPEN = (None, "auto")
+_UNCHECKED = (None, "auto")
 """Values that are not checked."""
 
 
 def require_positive(group: str, args: Any, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
-        require_option(value in _OPEN or value > 0, f"{group}.{name}", value, "must be greater than zero")
+        require_option(value in _UNCHECKED or value > 0, f"{group}.{name}", value, "must be greater than zero")
 
 
 def require_not_negative(group: str, args: Any, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
-        require_option(value in _OPEN or value >= 0, f"{group}.{name}", value, "must not be negative")
+        require_option(value in _UNCHECKED or value >= 0, f"{group}.{name}", value, "must not be negative")
 
 
 def require_one_of(name: str, value: str, builtin_names: tuple[str, ...], kind: str) -> None:
     """Check that ``value`` is one of ``builtin_names`` or a name that an extension registers as ``kind``."""
     valid_names = [*builtin_names, *registered(kind, builtin_names)]
     if value not in valid_names:
-        hint = VALUES.get((name, value.lower())) or did_you_mean(value, valid_names)
+        hint = VALUE_HINTS.get((name, value.lower())) or did_you_mean(value, valid_names)
         raise UserError(f"--{name} {value}: must be one of {', '.join(valid_names)}{hint}")
 
 

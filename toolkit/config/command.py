@@ -19,15 +19,15 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
-from toolkit.config.elsewhere import VALUES, elsewhere
 from toolkit.config.entries import with_entry
-from toolkit.config.types import describe, expand_integer, is_restricted, limits, parts
+from toolkit.config.other_tools import VALUE_HINTS, suggest_option
+from toolkit.config.types import describe, expand_integer, is_restricted, limits, union_members
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import NO_GROUPS, add_extensions, import_object, load_registered, registered
 from toolkit.io.paths import is_url, mask_url, require_folder, require_local
 from toolkit.io.safe_parse import parse_yaml
 
-_REMOTE = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # also on remote storage
+_URL_OPTIONS = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # may be URLs
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
 
 
@@ -114,9 +114,9 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
 class CommandOptions:
     """The options of a command, the selected classes, and the user's values.
 
-    With two ``functions``, the first takes the second's arguments as ``run``. If both have a parameter of one name, the
-    first function's is used. Parameters are scalars, dataclasses (option groups; fields of flat groups have no prefix),
-    and abstract base classes (class options).
+    With two ``functions``, the first takes the second's arguments as ``run``. If both have a parameter with the same
+    name, the first function's is used. Parameters are scalars, dataclasses (option groups; fields of flat groups have
+    no prefix), and abstract base classes (class options).
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
@@ -168,7 +168,7 @@ class CommandOptions:
         return classes_of(self.class_options[name])
 
     def has_choice(self, name: str) -> bool:
-        """Whether a parameter has several known classes, or a class other than the only known one."""
+        """Whether several classes are known for a parameter, or a user-provided class is selected."""
         return [self.selected[name]] != list(self.choices(name).values())
 
     # ---- user values
@@ -196,7 +196,7 @@ class CommandOptions:
             elif value is not None:
                 is_named = isinstance(value, str) and isinstance(getattr(self.groups[key], "name", None), str)
                 hint = f", such as {key}.name: {value}" if is_named else ""
-                problem = f"{OptionValue(source, value).display(key)}: a group; it takes `name: value` pairs{hint}"
+                problem = f"{OptionValue(source, value).display(key)}: must be a group of `name: value` pairs{hint}"
                 if not source:
                     raise UserError(problem)
                 self.problems.append(problem)
@@ -212,7 +212,7 @@ class CommandOptions:
             if key not in self.class_options:
                 continue
             try:
-                cls = self._choose(key, value)
+                cls = self._select_class(key, value)
             except UserError as error:
                 if not value.source:
                     raise
@@ -224,7 +224,7 @@ class CommandOptions:
                 self.selected[key] = cls
         self.values |= {key: value for key, value in layer if key not in self.class_options}
 
-    def _choose(self, key: str, value: OptionValue) -> type:
+    def _select_class(self, key: str, value: OptionValue) -> type:
         """Return the class for ``--data NAME``: one of toolkit's, or a user-provided class by its full path."""
         choices = self.choices(key)
         if not value.value:
@@ -293,7 +293,7 @@ class CommandOptions:
     def _merge_into_mappings(self, options: Mapping[str, Option]) -> None:
         """Set entries of mapping options, such as --data.sources.web.weight, in the mapping's earlier value."""
         mappings = [
-            name for name in options if get_origin(parts(options[name].kind)[0]) is dict and name in self.values
+            name for name in options if get_origin(union_members(options[name].kind)[0]) is dict and name in self.values
         ]
         for key, name in [(key, name) for name in mappings for key in self.values if key.startswith(f"{name}.")]:
             path = key.removeprefix(f"{name}.").split(".")
@@ -330,7 +330,7 @@ class CommandOptions:
             del self.values[key]
         elif self.selected.get(group) in (None, *(self.choices(group).values() if group in self.class_options else ())):
             prefix = f"{value.source}: " if value.source else "--" if value.source == "" else ""
-            may_be_remote = key in _REMOTE or (key == "out_dir" and "train" in self.groups)  # of a run
+            may_be_remote = key in _URL_OPTIONS or (key == "out_dir" and "train" in self.groups)  # of a run
             owner = self.selected.get(group, self.functions[0])
             if key.rpartition(".")[2] not in getattr(owner, "takes_urls", ()):
                 check = require_folder if may_be_remote else require_local
@@ -338,7 +338,7 @@ class CommandOptions:
 
     def _describe_unknown(self, key: str, options: dict[str, Option]) -> str | None:
         inside, value = key.rpartition(".")[0], self.values[key]
-        if key in options or (inside in options and get_origin(parts(options[inside].kind)[0]) is dict):
+        if key in options or (inside in options and get_origin(union_members(options[inside].kind)[0]) is dict):
             return None
         name = key if value.source is None else value.display(key)
         return f"{name}: no such option{self._suggest(key, value.source, options)}"
@@ -347,8 +347,8 @@ class CommandOptions:
         """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""
         group, _, last = key.rpartition(".")
         choices = self.choices(group) if group in self.class_options else {}
-        if having := [name for name, cls in choices.items() if last in inspect.signature(cls).parameters]:
-            hint = f"add --{group} {having[0]}" if len(having) == 1 else f"{', '.join(having)} have it"
+        if matches := [name for name, cls in choices.items() if last in inspect.signature(cls).parameters]:
+            hint = f"add --{group} {matches[0]}" if len(matches) == 1 else f"{', '.join(matches)} have it"
             return f" of --{group} {self.selected[group].__name__}; {hint}"
 
         def show(option: str) -> str:
@@ -356,7 +356,7 @@ class CommandOptions:
             in_python = repr(name) if option_group == group else f"{option_group}={{{name!r}: ...}}"
             return in_python if source is None else option if source else f"--{option}"
 
-        if hint := elsewhere(key, {*options, *self.class_options}, show):
+        if hint := suggest_option(key, {*options, *self.class_options}, show):
             return hint
         names = options if source != "" else [*options, *COMMON_OPTIONS]
         compared = str if group else lambda option: option.rpartition(".")[2]
@@ -369,7 +369,7 @@ class CommandOptions:
         key = named[1] if named else ""
         if key not in self.values:
             return message
-        value, kinds = self.values[key], parts(options[key].kind)
+        value, kinds = self.values[key], union_members(options[key].kind)
         for kind in filter(is_restricted, kinds):
             try:
                 number = kind._type(expand_integer(value.text, options[key].kind))
@@ -378,7 +378,7 @@ class CommandOptions:
             must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
             return f"{value._replace(value=number).display(key)}: must {must}"
         names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-        hint = VALUES.get((key, value.text.lower())) or did_you_mean(value.text, names)
+        hint = VALUE_HINTS.get((key, value.text.lower())) or did_you_mean(value.text, names)
         return f"{value.display(key)}: must be {describe(options[key].kind)}{hint}"
 
 

@@ -33,10 +33,10 @@ class CommandDefaults:
 
     Args:
         global_batch_size: Sequences per optimizer step; ``lr_scaling`` is relative to it.
-        micro_batch_size: Sequences per forward pass on one device, if the memory of the run is unknown.
-        epochs: Length of a run without a limit; None requires a limit.
+        micro_batch_size: Sequences per forward pass on one device, if the run's memory is unknown.
+        epochs: Epochs of a run without a limit; None requires a limit.
         warmup: LR warm-up as a fraction of the run.
-        max_warmup_steps: Maximum optimizer steps of that warm-up.
+        max_warmup_steps: Maximum optimizer steps of the warm-up.
         weight_decay, betas: Passed to optimizers that have them.
     """
 
@@ -60,12 +60,13 @@ def none_if_auto(value: T | Auto) -> T | None:
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """Training.
+    """Training options.
 
     Args:
         global_batch_size: Sequences per optimizer step, over all devices.
-        micro_batch_size: Sequences per forward pass on one device. auto: on CUDA the most whose planned memory leaves
-            15 % of the device free, up to 32,768 tokens; elsewhere up to 4 for pretraining and 1 for finetuning.
+        micro_batch_size: Sequences per forward pass on one device. auto: on CUDA the largest size whose estimated
+            memory leaves 15 % of the device free, at most 32,768 tokens; otherwise at most 4 in pretraining and 1 in
+            finetuning.
         max_steps: Stop after this many optimizer steps.
         max_tokens: Stop at the step that reaches this many input tokens over all devices, without padding.
         epochs: Stop after this many passes over the training data; may be fractional. Without any limit, finetuning
@@ -79,17 +80,16 @@ class TrainArgs:
         lr_warmup_fraction: Warm-up as a fraction of the run, instead of lr_warmup_steps.
         lr_scaling: Scale learning rates by the ratio of global_batch_size to lr_base_batch, or by its square root, and
             divide the warm-up steps by that ratio. sqrt suits Adam, linear suits SGD.
-        lr_base_batch: Sequences of the global batch for which learning_rate and the warm-up were tuned. auto: the
-            command's default of global_batch_size.
+        lr_base_batch: Global batch size for which learning_rate and warm-up were tuned. auto: the default batch size.
         min_lr: Learning rate at the end of the schedule. auto: a tenth of the peak.
         max_norm: Gradient clipping norm; 0 disables clipping.
-        activation_checkpointing: Recompute activations in the backward pass to save memory. selective: keep the outputs
-            of attention and of every second matrix product; full: keep only the inputs of the blocks.
+        activation_checkpointing: Recompute activations in the backward pass to save memory. selective: save the outputs
+            of attention and every second matrix product; full: save only the inputs of the blocks.
         save_interval: Optimizer steps between checkpoints. auto: a fifth of the run, at least 5 steps. 0 saves at the
             end only.
         save_every_minutes: Also save when the last checkpoint is this many minutes old; null disables. auto: 10, or a
             fifth of max_time if that is less, with save_interval auto; otherwise null.
-        async_save: Train on while a step checkpoint is written, from a copy of the state in host memory.
+        async_save: Continue training while a step checkpoint is written from a copy of the state in host memory.
         keep_last: Number of step checkpoints to keep; 0 keeps all.
         keep_best: Also keep the checkpoint with the lowest validation loss, as the folder "best".
         patience: Stop after this many validations in a row without a new lowest validation loss; null disables.
@@ -131,18 +131,18 @@ class TrainArgs:
         name, fraction = "train.lr_warmup_fraction", self.lr_warmup_fraction
         both = fraction is not None and self.lr_warmup_steps != AUTO
         require_option(fraction is None or 0 <= fraction < 1, name, fraction, "must be at least 0 and less than 1")
-        require_option(not both, name, fraction, "give either this or --train.lr_warmup_steps, not both")
+        require_option(not both, name, fraction, "is not supported with --train.lr_warmup_steps; remove one of them")
         name, base = "train.lr_base_batch", self.lr_base_batch
         is_used = base == AUTO or self.lr_scaling != "none"
         require_option(is_used, name, base, "has no effect without --train.lr_scaling sqrt or linear")
         saves_steps = self.save_interval != 0 or self.save_every_minutes not in (None, AUTO)
-        hint = "has no effect, only the end of the run is saved; set --train.save_interval"
+        hint = "has no effect, because only the end of the run is saved; set --train.save_interval"
         require_option(not self.async_save or saves_steps, "train.async_save", "true", hint)
 
 
 @dataclass(frozen=True)
 class EvalArgs:
-    """Validation.
+    """Validation options.
 
     Args:
         interval: Optimizer steps between validations. auto: a tenth of the run, at least 5 steps, and each tenth of
@@ -182,21 +182,21 @@ class LogArgs:
 
 @dataclass(frozen=True)
 class OptimizerArgs:
-    """Optimizer.
+    """Optimizer options.
 
     Args:
-        name: Name of a torch.optim class. Muon: for the matrices of the blocks, AdamW for the rest; AdamW8bit:
-            bitsandbytes' 8-bit moments; both on one device or with ddp.
+        name: Name of a torch.optim class, Muon or AdamW8bit. Muon updates the matrices of the blocks, AdamW the other
+            weights; AdamW8bit has 8-bit moments (bitsandbytes). Not supported with fsdp1.
         weight_decay: Weight decay of matrices; biases, norms and embeddings do not decay. auto: 0.1 for pretraining and
             0 for finetuning, if the optimizer has it.
         betas: Decay rates of the moments. auto: 0.9 and 0.95 for pretraining, 0.9 and 0.999 for finetuning, if the
             optimizer has them.
         eps: Added to the denominator, for optimizers that have it. auto: the optimizer's default.
         options: Further keyword arguments of the class, for example '{"momentum": 0.9}'.
-        state_dtype: Dtype of the moments. auto: the weights' (fp32 under mixed precision and bf16-master); bf16:
-            half the memory, updated in fp32 and rounded stochastically; on one device or with ddp.
-        in_backward: Update each weight during the backward pass and free its gradient: for all weights on one device,
-            without clipping (max_norm 0) and accumulation.
+        state_dtype: Dtype of the moments. auto: the weights' dtype (fp32 under mixed precision and bf16-master); bf16:
+            half the memory, updated in fp32 and rounded stochastically.
+        in_backward: Update each weight during the backward pass and free its gradient. Needs one device, no adapters,
+            no clipping (max_norm 0) and no accumulation.
     """
 
     name: str = "AdamW"
@@ -221,17 +221,17 @@ class OptimizerArgs:
 
 @dataclass(frozen=True)
 class FSDPArgs:
-    """FSDP.
+    """FSDP options.
 
     Args:
         sharding_strategy: HYBRID_SHARD shards over the devices of a node and replicates over nodes; FULL_SHARD shards
-            over all devices; SHARD_GRAD_OP shards gradients and optimizer, but keeps the weights unsharded between
+            over all devices; SHARD_GRAD_OP shards gradients and optimizer state, but keeps weights unsharded between
             forward and backward; NO_SHARD is ddp. auto: HYBRID_SHARD.
-        auto_wrap: FSDP's units, gathered at once. block: each block; size: modules with at least min_num_params
-            parameters; class: modules of wrap_classes. The rest is one unit, which stays gathered during a step.
-        min_num_params: Least parameters of a unit with auto_wrap size, without the parameters of units inside it. auto:
+        auto_wrap: What becomes an FSDP unit. block: each block; size: modules with at least min_num_params parameters;
+            class: modules of wrap_classes. All other weights form the root unit, which stays gathered during a step.
+        min_num_params: Minimum parameters of a unit with auto_wrap size, not counting units inside it. auto:
             100,000,000.
-        wrap_classes: Names of the classes with auto_wrap class, separated by commas: CausalSelfAttention,LLaMAMLP.
+        wrap_classes: Class names for auto_wrap class, separated by commas, such as CausalSelfAttention,LLaMAMLP.
         state_dict_type: Checkpoint format. full: one file; sharded: one file per device, faster for large models. All
             commands read both.
         param_dtype: Compute dtype of the blocks' weights. auto: as --precision.
@@ -241,11 +241,11 @@ class FSDPArgs:
             reduction.
         forward_prefetch: Issue the next block's all-gather before the current block's forward pass.
         limit_all_gathers: Keep at most two blocks' unsharded weights in memory.
-        accumulate: Gradients between the micro-batches of a step. unsharded: every device keeps all of them and
-            reduces them once per step; sharded: it reduces after every micro-batch and keeps its shard. auto: sharded
-            where only that fits the device's memory.
-        cpu_offload: Keep the shards of weights, gradients and optimizer in CPU memory, and clip and step there. On one
-            GPU, too. Much slower; not tried on CUDA yet.
+        accumulate: How gradients accumulate over micro-batches. unsharded: each device keeps all gradients and reduces
+            them once per step; sharded: each device reduces them after every micro-batch and keeps its shard. auto:
+            sharded if unsharded gradients do not fit in device memory.
+        cpu_offload: Keep the shards of weights, gradients and optimizer state in CPU memory, and clip and update there;
+            also on one GPU. Much slower; not tested on CUDA.
     """
 
     sharding_strategy: Literal["auto", "HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = AUTO
@@ -283,10 +283,10 @@ class DDPArgs:
     Args:
         bucket_cap_mb: Size of the gradient all-reduce buckets in MB.
         gradient_as_bucket_view: Make gradients views of the buckets, which saves a copy.
-        find_unused_parameters: Find the weights that take no part in a step, of a user-provided model that does not use
-            all of them in every step; without it they are an error.
-        static_graph: Every step uses the same weights: unused ones are found only once. Without accumulation.
-            On more than two ranks a resumed run rounds its first step differently.
+        find_unused_parameters: Allow a user-provided model to use only some of its weights in a step; otherwise unused
+            weights are an error.
+        static_graph: Assume that every step uses the same weights, and find unused weights only once. Not supported
+            with accumulation. On more than two ranks, a resumed run rounds its first step differently.
     """
 
     bucket_cap_mb: float = 25.0
@@ -300,11 +300,11 @@ class DDPArgs:
 
 @dataclass(frozen=True)
 class ProfilerArgs:
-    """Profiler, with --profile.
+    """Profiler options; they require --profile.
 
     Args:
         wait: Steps of this launch before the profiler starts.
-        warmup: Steps with the profiler running, which are not recorded.
+        warmup: Steps with the profiler running but not recording.
         active: Steps to record.
         record_shapes: Also record the shapes of the operators' inputs.
         with_stack: Also record the Python calls; slows down the recorded steps.
@@ -329,7 +329,7 @@ class RunOptions:
         log: Names for loggers: project, run, group.
         resume: Resume from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if any), or a path
             or URL.
-        staging_dir: Local folder of a run whose out_dir is on remote storage. Default: one in ~/.cache/toolkit/runs.
+        staging_dir: Local folder of a run whose out_dir is on remote storage. Default: in ~/.cache/toolkit/runs.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
         tokenizer_dir: A folder with a tokenizer.json. Default: the initial checkpoint; without one, the data module
             trains a tokenizer if it can.
@@ -339,20 +339,20 @@ class RunOptions:
         tensor_parallel_size: Devices of a node over which each matrix of a layer is split.
         context_parallel_size: Devices over which the tokens of a sequence are split.
         pipeline_parallel_size: Pipeline stages. Each has a part of the layers.
-        strategy: Distributed strategy: auto, single, ddp, fsdp, or one of an extension. auto: single on one device; on
+        strategy: Distributed strategy: auto, single, ddp, fsdp, or an extension's. auto: single on one device; on
             several fsdp, or ddp if the other options do not support fsdp. Options of --fsdp or --ddp imply that
             strategy.
-        preset: Choose the options that trade memory for speed from the memory of the run: sharding, micro-batch,
-            activation checkpointing. memory: what needs least; speed: SHARD_GRAD_OP if it fits, and large
-            micro-batches; balanced: the defaults. Other values than the defaults stay as given.
+        preset: Choose sharding, micro-batch and activation checkpointing by the run's estimated memory. memory: the
+            least memory; speed: SHARD_GRAD_OP if it fits, and large micro-batches; balanced: the defaults. Options
+            with non-default values do not change.
         fsdp: FSDP options.
         ddp: DDP options.
-        compiler: How to compile the blocks: auto, none, torch (torch.compile), or a compiler of an extension. auto:
+        compiler: How to compile the blocks: auto, none, torch (torch.compile), or an extension's compiler. auto:
             torch on CUDA, if all rows have the same length and the run has more than 100 steps; otherwise none.
         deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
-        logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
-            adds none.
-        profile: Record a trace of a few steps on every rank, in out_dir/profile, and show where their time went.
+        logger_name: Loggers in addition to logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by
+            commas; csv adds none.
+        profile: Record a trace of a few steps on every rank in out_dir/profile, and print a time breakdown.
         profiler: Profiler options.
         callbacks: Class paths of callbacks, separated by commas, such as my_module.MyCallback; in YAML also a list of
             class_path and init_args. See tutorials/extend.md.
@@ -360,7 +360,7 @@ class RunOptions:
         seed: Random seed of initial weights or adapters, and of the data order.
     """
 
-    is_flat: ClassVar[bool] = True  # its fields are options without a prefix
+    is_flat: ClassVar[bool] = True  # the fields are options without a prefix
 
     log: LogArgs = LogArgs()
     resume: bool | str = False

@@ -5,7 +5,7 @@ import types
 from typing import Any, Literal, Union, get_args, get_origin
 
 
-def parts(kind: Any) -> tuple[Any, ...]:
+def union_members(kind: Any) -> tuple[Any, ...]:
     """Return the types of a union without None, or the type itself."""
     union = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     return tuple(part for part in union if part is not type(None))
@@ -29,7 +29,7 @@ def describe(kind: Any) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     names |= {dict: """a mapping such as '{"name": 1}'"""}
     descriptions = []
-    for part in parts(kind):
+    for part in union_members(kind):
         base, values = getattr(part, "_type", get_origin(part) or part), get_args(part)
         if base is Literal:
             descriptions.append(("one of " if len(values) > 1 else "") + ", ".join(map(str, values)))
@@ -42,7 +42,7 @@ def describe(kind: Any) -> str:
 
 def expand_integer(text: str, kind: Any) -> str:
     """Rewrite ``1e6`` as ``1000000`` if the type is an integer."""
-    kinds = {getattr(part, "_type", part) for part in parts(kind)}
+    kinds = {getattr(part, "_type", part) for part in union_members(kind)}
     if int in kinds and float not in kinds and re.fullmatch(r"[+-]?\d[\d_]*(\.\d*)?([eE][+-]?\d+)?", text):
         number = float(text)
         if number.is_integer() and abs(number) < 2**53:

@@ -14,7 +14,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
 from toolkit.errors import DifferenceError, UserError
 from toolkit.models.config import ModelOverrides
-from toolkit.planning.plan import format_needs, plan_run
+from toolkit.planning.plan import format_memory, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
@@ -153,7 +153,7 @@ def require_memory_of_one_process(args: RunArgs, device: str) -> None:
         fix = f"`toolkit verify_parallel pretrain {plan.model.name} {fix}` with the same devices and strategy"
     raise UserError(
         f"--devices {args.devices}: {plan.model.name} does not fit on one process for comparison: it needs about "
-        f"{format_needs(plan.memory)}, and {limit / 1e9:,.1f} GB are there; compare fewer layers, {fix}"
+        f"{format_memory(plan.memory)}, and {limit / 1e9:,.1f} GB are there; compare fewer layers, {fix}"
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class Continuation(NamedTuple):
     number: int
-    """Number of the prompt, from 0."""
+    """Index of the prompt."""
     text: str
     """The new text, without the prompt."""
     seed: int
@@ -40,7 +40,7 @@ def continue_texts(
     names: Sequence[str] = (),
     **sampling: Any,
 ) -> Iterator[Continuation]:
-    """Yield one continuation per prompt and seed; the batch size changes only the rounding of matrix products.
+    """Yield one continuation per prompt and seed. The batch size changes only the rounding of matrix products.
 
     Args:
         model: See :func:`toolkit.inference.generate.generate`.
@@ -57,7 +57,7 @@ def continue_texts(
     names = names or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     for name, ids in zip(names, encoded, strict=True):
         if len(ids) >= limit:
-            hint = "shorten the prompt to leave room for generated tokens"
+            hint = "shorten the prompt"
             raise UserError(f"{name}: has {len(ids)} tokens, but the model's context length is {limit}; {hint}")
     rows = [(i, seed) for i in range(len(prompts)) for seed in seeds]
     size = batch_size if model.is_row_independent else 1

@@ -76,15 +76,15 @@ class Conversation:
     def ask(self, question: str) -> Iterator[str]:
         """Yield the answer as a stream of text.
 
-        If the generator is closed or interrupted, the partial answer is kept. If it is empty, the question is dropped.
+        If the generator is closed or interrupted, the partial answer is kept. An empty answer drops the question.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         ids, limit = self._template.encode_prompt(messages), self._model.config.block_size
         require_embedded(ids, self._model.config, self._tokenizer.name)
         if len(ids) >= limit:
             raise UserError(
-                f"the conversation has {len(ids)} tokens with this question; the model's context of {limit} leaves no "
-                "room for an answer: shorten the question or start a new chat"
+                f"with this question the conversation has {len(ids)} tokens, but must have fewer than {limit} (the "
+                "model's context length); shorten the question or start a new chat"
             )
         settings = {"max_new_tokens": self._max_new_tokens, "seed": self._seed, **self._sampling}
         n_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._cached_ids, strict=False)))

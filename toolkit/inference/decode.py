@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PREFILL = 512  # prompt tokens per forward pass, to bound the memory of the activations
 READ_EVERY = 8  # tokens per synchronization with a CUDA device
 _MIN_REPLAYS = 16  # fewer steps are not worth a CUDA graph
-_without_graph: WeakSet[GPT] = WeakSet()  # models whose graph has failed: it is not tried again
+_without_graph: WeakSet[GPT] = WeakSet()  # models whose CUDA graph has failed
 
 
 class Decoder:
@@ -101,7 +101,7 @@ class Decoder:
             layer.keys[:, :, end:], layer.values[:, :, end:] = 0, 0
 
     def steps_with_fixed_factors(self, done: int) -> int:
-        """Return the number of steps until a row exceeds longrope's original context; 0 means prefill is needed."""
+        """Return the steps before a row exceeds longrope's original context; 0 means that prefill is needed."""
         original_max = self.model.config.original_max_position
         if original_max is None:
             return self.ids.size(1)

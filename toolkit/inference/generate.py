@@ -97,10 +97,10 @@ def generate_batch(
     limit = model.config.block_size
     for length in map(len, prompts):
         if length == 0:
-            raise UserError("--prompt: is empty; provide at least one token")
+            raise UserError("--prompt: is empty; give at least one token")
         if length >= limit:
-            hint = f"the model's context of {limit} leaves no room for new ones"
-            raise UserError(f"--prompt: has {length} tokens; {hint}")
+            hint = f"must have fewer than {limit} (the model's context length); shorten it"
+            raise UserError(f"--prompt: has {length} tokens, but {hint}")
     assert cache is None or (len(prompts) == 1 and cache.length < len(prompts[0]))
     assert len(prompts) == 1 or model.is_row_independent
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "vocab_size": model.config.vocab_size}

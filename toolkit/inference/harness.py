@@ -128,7 +128,7 @@ class HarnessLM(TemplateLM):
         for i, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise UserError(
-                    f"--tasks: a continuation of {len(continuation)} tokens; the model takes 1 to {self.max_length}"
+                    f"--tasks: a continuation has {len(continuation)} tokens; must have 1 to {self.max_length}"
                 )
             window = [*context, *continuation][-self.max_length - 1 :]
             requests_by_input.setdefault(tuple(window[:-1]), []).append(i)
@@ -144,7 +144,7 @@ class HarnessLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, inputs: Sequence[Sequence[int]], targets: list[tuple[int, list[int]]]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, is greedy) of each (row, continuation). The row's last tokens predict it.
+        """Return (log-likelihood, is greedy) of each (row, continuation). The row's last tokens predict the tokens.
 
         Runs in chunks of tokens to bound the memory of the logits.
         """
@@ -189,8 +189,8 @@ class HarnessLM(TemplateLM):
             for settings, members in groups.items():
                 stops, limit, sampling = _read_settings(json.loads(settings))
                 if limit >= self.max_length:
-                    context = f"the model's context of {self.max_length} leaves no room for a prompt"
-                    raise UserError(f"--tasks: requests up to {limit} new tokens; {context}")
+                    context = f"the model's context length is {self.max_length}; remove this task"
+                    raise UserError(f"--tasks: a task requests {limit} new tokens, but {context}")
                 prompts = {i: self.tok_encode(requests[i].args[0])[limit - self.max_length :] for i in members}
                 for batch in _batches(sorted(members, key=lambda i: -len(prompts[i])), self._rows_together):
                     answers = self._continue([prompts[i] for i in batch], stops, limit, sampling)

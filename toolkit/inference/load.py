@@ -37,11 +37,11 @@ def load_checkpoint(
 
     Args:
         checkpoint_dir: A folder, or a name below ``checkpoints/``.
-        base_checkpoint_dir: Path of the adapters' base model, if it has moved.
+        base_checkpoint_dir: New path of the adapters' base model, if it has moved.
         accelerator: Device type.
         precision: Dtype of the weights; default: bf16-true on a CUDA device that supports it, else the checkpoint's.
         quantize: See :func:`load_quantized`.
-        verify_checkpoint: Whether to verify checksums of the files.
+        verify_checkpoint: Whether to verify the files' checksums.
     """
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     device = pick_accelerator(accelerator)

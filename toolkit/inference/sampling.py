@@ -24,13 +24,13 @@ def check_seeds(seeds: Sequence[int | None]) -> None:
     """Raise UserError for a seed outside the range of torch's generator."""
     for seed in seeds:
         in_range = seed is None or -(2**63) <= seed < 2**64
-        require_option(in_range, "seed", seed, f"must be from 0 to {2**64 - 1}")
+        require_option(in_range, "seed", seed, f"must be from {-(2**63)} to {2**64 - 1}")
 
 
 def draw_uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
     """Return (B, count) fp64 uniform numbers in [0, 1) on the CPU. Row b depends only on seed b.
 
-    ``count`` is the number of tokens; a seed of None is drawn from torch's default generator.
+    ``count`` is the number of tokens. If a seed is None, torch's default generator draws it.
     """
     rows = []
     for seed in seeds:
@@ -95,4 +95,4 @@ def _sample(logits: Tensor, top_k: int | None, top_p: float, uniform: Tensor) ->
 def require_finite(tokens: Sequence[int]) -> None:
     """Raise GuardError if the sampled tokens contain :data:`NONFINITE`."""
     if NONFINITE in tokens:
-        raise GuardError("the model's logits are not finite: its weights are damaged, or the precision is too low")
+        raise GuardError("the logits are not finite; verify the checkpoint, or use a higher --precision")

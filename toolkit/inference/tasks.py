@@ -72,7 +72,7 @@ def run_tasks(
         raise UserError(f"--tasks {joined}: executes code written by the model, which is not supported") from error
     for name, shots in results["n-shot"].items():
         if num_fewshot is not None and shots != num_fewshot:
-            notice(f"--num_fewshot {num_fewshot}: task {name} keeps its fixed value {shots}")
+            notice(f"--num_fewshot {num_fewshot}: has no effect on task {name}, which uses {shots}")
     return {name: _metrics(values) | _sizes(results, name) for name, values in results["results"].items()}
 
 

@@ -11,8 +11,8 @@ class TextStream:
     """Decodes a stream of ids, without splitting characters that span several tokens.
 
     Args:
-        tokenizer: Anything with ``decode(ids) -> str``.
-        context: Token ids before the stream, for decoding only, because some tokenizers drop a leading space.
+        tokenizer: An object with ``decode(ids) -> str``.
+        context: Token ids before the stream. Decoding needs them, because some tokenizers drop a leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from toolkit.config.elsewhere import elsewhere
+from toolkit.config.other_tools import suggest_option
 from toolkit.errors import UserError, did_you_mean, require_option
 from toolkit.models.config_checks import FLAG, GROUP, MAX_EXPERTS, MAX_SIZE, check_values, rope_kind, yarn_mscale
 
@@ -172,7 +172,7 @@ class ModelConfig:
     def __new__(cls, *args: Any, **values: Any) -> ModelConfig:
         options = {f"model_config.{name}" for name in cls.__dataclass_fields__}
         for name in values.keys() - cls.__dataclass_fields__.keys():
-            hint = elsewhere(name, options, lambda option: option.rpartition(".")[2])
+            hint = suggest_option(name, options, lambda option: option.rpartition(".")[2])
             raise UserError(f"ModelConfig({name}=...): no such field{hint or did_you_mean(name, cls.__annotations__)}")
         return super().__new__(cls)
 

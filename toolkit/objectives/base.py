@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
     Args:
         name: Column name in the logs. ``loss`` names the objective's only part, or the total.
-        normalizer: Name of the count that divides the sum.
+        normalizer: Name of the count to divide the sum by.
         weight: Weight in the loss; a part with weight 0 is only logged.
     """
 
@@ -72,8 +72,8 @@ def checked_parts(objective: Objective, module: nn.Module) -> tuple[Part, ...]:
         if part.normalizer not in objective.normalizers:
             known = ", ".join(objective.normalizers)
             raise UserError(
-                f"objective {type(objective).__name__}: part {part.name}: normalizer {part.normalizer!r}: must be one "
-                f"of normalizers: {known}"
+                f"objective {type(objective).__name__}: part {part.name}: unknown normalizer {part.normalizer!r}; "
+                f"`normalizers` has {known}"
             )
     return parts
 

@@ -46,19 +46,19 @@ def resolve_optimizer(
     args: OptimizerArgs,
     precision: str,
     defaults: CommandDefaults,
-    given_class: type[torch.optim.Optimizer] | None = None,
+    user_class: type[torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
     """Return the optimizer's resolved options, including ``name``.
 
     The class must accept the user's options. The command's ``defaults`` apply to "auto" options that the class accepts.
-    ``given_class`` is a class outside torch.optim.
+    ``user_class`` is a class outside torch.optim.
     """
-    cls = given_class or optimizer_class(args.name)
+    cls = user_class or optimizer_class(args.name)
     takes = inspect.signature(cls).parameters
     requested = {k: v for k in ("weight_decay", "betas", "eps") if (v := getattr(args, k)) != AUTO} | args.options
     if "lr" in requested:
         raise UserError(
-            f"--optimizer.options lr {requested['lr']}: --train.learning_rate sets the learning rate; remove this"
+            f"--optimizer.options lr {requested['lr']}: is not supported; set --train.learning_rate instead"
         )
     for option in requested:
         if option not in takes or option == "params":
@@ -73,7 +73,7 @@ def resolve_optimizer(
         del resolved["split_qkv"]  # for compatibility with older checkpoints, which lack it
     if args.state_dtype != AUTO:
         resolved["state_dtype"] = args.state_dtype
-    return {"name": args.name if given_class else cls.__name__, **resolved}
+    return {"name": args.name if user_class else cls.__name__, **resolved}
 
 
 def build_optimizer(
@@ -82,7 +82,7 @@ def build_optimizer(
     learning_rate: float,
     precision: str,
     no_decay: frozenset[str],
-    given_class: type[torch.optim.Optimizer] | None = None,
+    user_class: type[torch.optim.Optimizer] | None = None,
     in_blocks: Mapping[str, tuple[int, ...]] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer from :func:`resolve_optimizer`'s options, fused if the class and device support it.
@@ -92,7 +92,7 @@ def build_optimizer(
     """
     arguments = dict(options)
     name, state_dtype = arguments.pop("name"), arguments.pop("state_dtype", "auto")
-    cls: type = given_class or optimizer_class(name)  # its arguments differ from the base class's
+    cls: type = user_class or optimizer_class(name)  # its arguments differ from the base class's
     takes = inspect.signature(cls).parameters
     hybrid_class = cls if issubclass(cls, HybridOptimizer) else None
     split_qkv, ratio = arguments.get("split_qkv", False), arguments.pop("loraplus_lr_ratio", 1.0)

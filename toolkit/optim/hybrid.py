@@ -20,7 +20,7 @@ QUANTIZED_BLOCK = 256
 
 
 class HybridOptimizer(torch.optim.Optimizer):
-    """Updates the groups with ``main`` True with the main optimizer, and the others with AdamW.
+    """Updates parameter groups that have ``main`` True with the main optimizer, and other groups with AdamW.
 
     Both share this object's state and groups. The groups may be replaced between steps.
 
@@ -115,7 +115,7 @@ class Muon(HybridOptimizer):
 
 
 class AdamW8bit(HybridOptimizer):
-    """Uses bitsandbytes' 8-bit AdamW for matrices, and AdamW for embeddings, norms and biases, which are less robust.
+    """bitsandbytes' 8-bit AdamW for matrices; AdamW for embeddings, norms and biases, which 8-bit state may harm.
 
     See Dettmers et al. 2022 (arXiv 2110.02861), sections 2.1 and 2.3.
     """

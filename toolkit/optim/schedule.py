@@ -26,8 +26,7 @@ class Schedule:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of update ``step``, counted from 0.
 
-        The linear warm-up starts above zero and reaches the peak at its last step. The rate is the minimum from the
-        run's last step on.
+        The linear warm-up starts above zero and reaches the peak at its last step. The schedule ends at the minimum.
         """
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
@@ -46,13 +45,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class LRScaling:
-    """Scaling by ``--train.lr_scaling`` of a schedule tuned at ``base`` sequences per step to ``ratio`` times as many.
+    """Scaling of learning rates and warm-up for ``--train.lr_scaling``.
 
-    Learning rates are multiplied by ``factor``: the ratio for SGD (Goyal et al. 2017, arXiv 1706.02677), its square
-    root for Adam and other adaptive optimizers (Granziol et al. 2022, arXiv 2006.09092; Malladi et al. 2022, arXiv
-    2205.10287). The same training takes 1 / ratio of the steps, so warm-up steps are divided by the ratio; a warm-up
-    fraction is unchanged. Both rules hold up to the critical batch size. Betas and eps, which Malladi et al. also
-    scale, are unchanged.
+    The schedule was tuned for a batch of ``base`` sequences; the run's batch is ``ratio`` times as large. Learning
+    rates are multiplied by ``factor``: the ratio for SGD (Goyal et al. 2017, arXiv 1706.02677), its square root for
+    Adam and other adaptive optimizers (Granziol et al. 2022, arXiv 2006.09092; Malladi et al. 2022, arXiv 2205.10287).
+    Warm-up steps are divided by the ratio, because each step has more samples. Both rules hold up to the critical
+    batch size. Betas and eps, which Malladi et al. also scale, are unchanged.
     """
 
     base: int
@@ -60,7 +59,7 @@ class LRScaling:
     factor: float
 
     def scale_steps(self, steps: int) -> int:
-        """Convert steps at the base batch to steps with as many samples; at least 1, unless ``steps`` is 0."""
+        """Return the steps that process the samples of ``steps`` base batches; at least 1, unless ``steps`` is 0."""
         return 0 if steps == 0 else max(1, round(steps / self.ratio))
 
 
@@ -98,7 +97,7 @@ def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDe
         raise UserError(f"--train.min_lr {args.min_lr}: has no effect with --train.lr_schedule constant; remove it")
     minimum = (args.learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * scaling.factor
     if minimum > peak:
-        raise UserError(f"--train.min_lr {args.min_lr}: above --train.learning_rate {args.learning_rate}")
+        raise UserError(f"--train.min_lr {args.min_lr}: must not exceed --train.learning_rate {args.learning_rate}")
     warmup_steps = _warmup_steps(args, scaling, total_steps, defaults)
     return Schedule(args.lr_schedule, peak, minimum, warmup_steps, total_steps)
 

@@ -1,8 +1,8 @@
 """Measure the activation and logits memory of a training step, without allocating tensors.
 
 The forward pass of a model with one block of each kind runs on meta tensors that look like CUDA tensors, or on fake CPU
-tensors. The tensors that are alive afterwards are the saved activations: autograd's saved tensors and, with activation
-checkpointing, the block inputs and the outputs that "selective" keeps. This works for any layer.
+tensors. The tensors that remain in memory are the saved activations: autograd's saved tensors and, with activation
+checkpointing, the block inputs and the outputs that "selective" saves. This works for any layer.
 """
 
 from collections import defaultdict
@@ -34,12 +34,12 @@ class Activations(NamedTuple):
     """Activation bytes on one device.
 
     Args:
-        kept: Tensors saved for the backward pass, without ``cast_weights``.
+        saved: Tensors saved for the backward pass, without ``cast_weights``.
         cast_weights: Autocast's 16-bit copies of weights.
         recomputed: With activation checkpointing, extra bytes while the largest block is recomputed.
     """
 
-    kept: float
+    saved: float
     cast_weights: float
     recomputed: float
 
@@ -57,18 +57,18 @@ def measure_activations(setup: MemoryInputs) -> Activations:
 def _measure(setup: MemoryInputs, n_rows: int) -> Activations:
     config, counts = one_layer_of_each_kind(setup.config, n_first=int(setup.lora is not None), n_last=1)
     parts = _live_bytes(setup, config, n_rows, setup.activation_checkpointing)
-    kept, casts = 0, 0
+    saved, casts = 0, 0
     for part, size in parts.items():
         total = size if part.layer is None else counts[part.layer] * size
-        kept, casts = (kept, casts + total) if part.is_cast else (kept + total, casts)
+        saved, casts = (saved, casts + total) if part.is_cast else (saved + total, casts)
     if setup.activation_checkpointing == "none":
-        return Activations(kept, casts, 0.0)
-    plain = _live_bytes(setup, config, n_rows, "none")
-    recomputed = max(plain[Part(i)] - parts[Part(i)] + plain[Part(i, is_cast=True)] for i in range(len(counts)))
-    return Activations(kept, casts, recomputed)
+        return Activations(saved, casts, 0.0)
+    base = _live_bytes(setup, config, n_rows, "none")
+    recomputed = max(base[Origin(i)] - parts[Origin(i)] + base[Origin(i, is_cast=True)] for i in range(len(counts)))
+    return Activations(saved, casts, recomputed)
 
 
-class Part(NamedTuple):
+class Origin(NamedTuple):
     """Origin of a tensor: its layer (None: outside the blocks), and whether it is a block output or a cast weight."""
 
     layer: int | None
@@ -76,13 +76,13 @@ class Part(NamedTuple):
     is_cast: bool = False
 
 
-_cache: dict[str, defaultdict[Part, int]] = {}
+_cache: dict[str, defaultdict[Origin, int]] = {}
 
 
 def _live_bytes(
     setup: MemoryInputs, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
-) -> defaultdict[Part, int]:
-    """Return the bytes that are alive after the forward pass, by part."""
+) -> defaultdict[Origin, int]:
+    """Return the bytes in memory after the forward pass, by origin."""
     same = (config, setup.precision, setup.strategy.kind == "fsdp", setup.seq_length, setup.device, setup.lora)
     key = f"{same} {setup.quantize} {setup.packed} {n_rows} {mode}"
     if key not in _cache:
@@ -92,7 +92,7 @@ def _live_bytes(
 
 def _run(
     setup: MemoryInputs, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
-) -> defaultdict[Part, int]:
+) -> defaultdict[Origin, int]:
     autocast = AUTOCAST.get(setup.precision)
     with ExitStack() as stack:
         if is_cuda := setup.device == "cuda":
@@ -117,11 +117,11 @@ def _run(
 
 
 class _Storages(TorchDispatchMode):
-    """Tracks the storages that operators allocate in a forward pass of ``model``, except weights and buffers."""
+    """Tracks the storages that operators allocate in a forward pass of ``model``. Ignores weights and buffers."""
 
     def __init__(self, model: GPT, setup: MemoryInputs) -> None:
         super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int, Part]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int, Origin]] = {}
         self._layer: int | None = None
         self._weights = {_key(t) for t in (*model.parameters(), *model.buffers())}
         in_4_bits = {id(layer.weight) for layer in quantized_linears(model, setup)}
@@ -138,7 +138,7 @@ class _Storages(TorchDispatchMode):
     def _leave(self, layer: int, output: Any) -> None:
         self._layer = None
         key = _key(output[0] if isinstance(output, tuple) else output)
-        self._storages[key] = (*self._storages[key][:2], Part(layer, is_output=True))
+        self._storages[key] = (*self._storages[key][:2], Origin(layer, is_output=True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "aten::_local_scalar_dense":  # ``.item()`` in the model
@@ -152,13 +152,13 @@ class _Storages(TorchDispatchMode):
                 continue
             source = _key(args[0]) if func.name() == "aten::_to_copy" else None
             size = 0 if source in self._in_4_bits else storage.nbytes()  # dequantized again for each matmul
-            part = Part(self._layer, is_cast=source in self._cast)
+            part = Origin(self._layer, is_cast=source in self._cast)
             self._storages[key] = StorageWeakRef(storage), size, part
         return out
 
-    def live(self) -> defaultdict[Part, int]:
-        """Return the bytes of the storages that still exist."""
-        sizes = defaultdict[Part, int](int)
+    def live(self) -> defaultdict[Origin, int]:
+        """Return the bytes of the storages that still exist, by origin."""
+        sizes = defaultdict[Origin, int](int)
         for storage, size, part in self._storages.values():
             sizes[part] += 0 if storage.expired() else size
         return sizes
@@ -171,8 +171,8 @@ def _key(tensor: torch.Tensor) -> int:
 def logits_bytes(setup: MemoryInputs) -> float:
     """Return the bytes of the chunked cross-entropy: one chunk of logits, and the gradients of head and input.
 
-    See models/loss.py. The head's gradient accumulates in fp32, from 16-bit chunks under 16-bit compute. The input is
-    cast and masked.
+    See models/loss.py. The head's gradient accumulates in fp32; under 16-bit compute, each chunk's gradient is 16-bit.
+    The input is cast and masked.
     """
     config, c, n = setup.config, setup.compute_bytes, setup.tokens
     vocabulary, head = config.padded_vocab_size, config.padded_vocab_size * config.n_embd

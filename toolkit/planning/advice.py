@@ -14,26 +14,26 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning.auto import MICRO_BATCH_SIZE, fsdp_incompatible_options, with_options
-from toolkit.planning.plan import RunPlan, format_needs, plan_run
+from toolkit.planning.plan import RunPlan, format_memory, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 
 MAX_ADVISED_DEVICES = 8  # per node
-MIN_ADVISED_LENGTH = 256  # tokens
+MIN_ADVISED_SEQ_LENGTH = 256  # tokens
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change on top of the previous ones: its flags, the resulting memory, and whether the run fits."""
+    """A change to make after the previous changes: its flags, the resulting memory, and whether the run then fits."""
 
     change: str
     memory_gb: float
     fits: bool
     node_memory_gb: float = 0.0
-    price: str = ""
+    quality_cost: str = ""
 
 
-class Limits(NamedTuple):
+class MemoryLimits(NamedTuple):
     """Memory limits in bytes."""
 
     device: float
@@ -56,7 +56,7 @@ def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = m
     less or need more hardware. Unhelpful and unneeded changes are omitted. If no combination fits, the last entry has
     ``fits`` False. ``device_memory_gb`` and ``host_memory_gb`` (CPU memory of a node) are in GB (1e9 bytes).
     """
-    limits = Limits(device_memory_gb * 1e9, host_memory_gb * 1e9)
+    limits = MemoryLimits(device_memory_gb * 1e9, host_memory_gb * 1e9)
     if not limits.excess(plan):
         return []
     steps: list[Step] = []
@@ -86,7 +86,7 @@ def _quality_cost(change: str, plan: RunPlan) -> str:
     return "small updates round away: 4 % higher loss in a test" if is_rounded else ""
 
 
-def _apply_steps(steps: list[Step], plan: RunPlan, limits: Limits) -> list[tuple[str, RunPlan]]:
+def _apply_steps(steps: list[Step], plan: RunPlan, limits: MemoryLimits) -> list[tuple[str, RunPlan]]:
     done = []
     for step in steps:
         applied = _apply_step(step, plan, limits)
@@ -96,8 +96,8 @@ def _apply_steps(steps: list[Step], plan: RunPlan, limits: Limits) -> list[tuple
     return done
 
 
-def _apply_step(step: Step, plan: RunPlan, limits: Limits) -> tuple[str, RunPlan] | None:
-    """Return the first variant of a change that fits, otherwise the one with the least excess; None if none helps."""
+def _apply_step(step: Step, plan: RunPlan, limits: MemoryLimits) -> tuple[str, RunPlan] | None:
+    """Return the first variant of a change that fits, else the variant with the least excess; None if none helps."""
     best, least = None, limits.excess(plan)
     for text, args, spec in step(plan):
         try:
@@ -111,7 +111,7 @@ def _apply_step(step: Step, plan: RunPlan, limits: Limits) -> tuple[str, RunPlan
     return best
 
 
-def _train(plan: RunPlan, **changes: Any) -> tuple[RunArgs, DeviceSpec]:
+def _change_train_options(plan: RunPlan, **changes: Any) -> tuple[RunArgs, DeviceSpec]:
     return replace(plan.args, train=replace(plan.args.train, **changes)), plan.config.devices
 
 
@@ -119,7 +119,7 @@ def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
     per_rank = plan.config.batch.global_batch_size // plan.config.batch.data_parallel
     for micro in range(plan.config.batch.micro_batch_size - 1, 0, -1):
         if per_rank % micro == 0:
-            yield f"--train.micro_batch_size {micro}", *_train(plan, micro_batch_size=micro)
+            yield f"--train.micro_batch_size {micro}", *_change_train_options(plan, micro_batch_size=micro)
 
 
 def _fsdp_compatible(plan: RunPlan) -> Iterator[Change]:
@@ -149,7 +149,7 @@ def _full_shard(plan: RunPlan) -> Iterator[Change]:
 def _checkpointing(plan: RunPlan) -> Iterator[Change]:
     modes = get_args(ActivationCheckpointing)
     for mode in modes[modes.index(plan.args.train.activation_checkpointing) + 1 :]:
-        yield f"--train.activation_checkpointing {mode}", *_train(plan, activation_checkpointing=mode)
+        yield f"--train.activation_checkpointing {mode}", *_change_train_options(plan, activation_checkpointing=mode)
 
 
 def _bf16_masters(plan: RunPlan) -> Iterator[Change]:
@@ -186,7 +186,7 @@ def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
     batch = plan.config.batch
     if plan.config.strategy.kind == "fsdp" and batch.accumulation > 1:
         size = batch.micro_batch_size * batch.data_parallel
-        yield f"--train.global_batch_size {size}", *_train(plan, global_batch_size=size)
+        yield f"--train.global_batch_size {size}", *_change_train_options(plan, global_batch_size=size)
 
 
 def _step_in_backward(plan: RunPlan) -> Iterator[Change]:
@@ -195,7 +195,7 @@ def _step_in_backward(plan: RunPlan) -> Iterator[Change]:
     yield "--optimizer.in_backward true", replace(plan.args, optimizer=optimizer), plan.config.devices
 
 
-def _adapters(plan: RunPlan) -> Iterator[Change]:
+def _train_adapters(plan: RunPlan) -> Iterator[Change]:
     """Train LoRA adapters. Resets the masters and bf16 moments that earlier changes may have set."""
     args = plan.args
     if args.command == "finetune_full":
@@ -205,13 +205,13 @@ def _adapters(plan: RunPlan) -> Iterator[Change]:
         yield "toolkit finetune_lora", changed, plan.config.devices
 
 
-def _quantized(plan: RunPlan) -> Iterator[Change]:
+def _quantize(plan: RunPlan) -> Iterator[Change]:
     args = plan.args
     if args.lora is not None and args.quantize is None:
         yield "--quantize bnb.nf4", replace(args, quantize="bnb.nf4"), plan.config.devices
 
 
-def _offloaded(plan: RunPlan) -> Iterator[Change]:
+def _offload(plan: RunPlan) -> Iterator[Change]:
     """Offload to the CPU: slow, with the same result. For LoRA, 4-bit weights are better."""
     if plan.args.lora is None:
         yield from _cpu_offload(plan)
@@ -223,10 +223,10 @@ def _cpu_offload(plan: RunPlan) -> Iterator[Change]:
         yield "--fsdp.cpu_offload true", replace(plan.args, fsdp=fsdp), plan.config.devices
 
 
-def _shorter(plan: RunPlan) -> Iterator[Change]:
+def _shorten_sequences(plan: RunPlan) -> Iterator[Change]:
     length = 2 ** math.ceil(math.log2(plan.seq_length)) // 2
-    while length >= MIN_ADVISED_LENGTH:
-        yield f"--train.max_seq_length {length}", *_train(plan, max_seq_length=length)
+    while length >= MIN_ADVISED_SEQ_LENGTH:
+        yield f"--train.max_seq_length {length}", *_change_train_options(plan, max_seq_length=length)
         length //= 2
 
 
@@ -254,8 +254,8 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
 
 _STEPS: list[Step] = [
     _smaller_micro_batch, _step_in_backward, _fsdp_compatible, _sharded_gradients, _full_shard, _checkpointing,
-    _bf16_masters, _smaller_moments, _true_16_bits, _offloaded, _no_accumulation, _adapters, _quantized,
-    _rounded_weights, _cpu_offload, _shorter, _more_devices, _fewer_layers,
+    _bf16_masters, _smaller_moments, _true_16_bits, _offload, _no_accumulation, _train_adapters, _quantize,
+    _rounded_weights, _cpu_offload, _shorten_sequences, _more_devices, _fewer_layers,
 ]  # fmt: skip
 
 
@@ -275,14 +275,14 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> Use
             hint = f"--train.activation_checkpointing full, or {hint}"
         return UserError(f"{start}; use {hint}")
     plan = plan_run(args, spec)
-    # it did not fit, whatever the formula says: other processes may use a part of the device
+    # the run did not fit even if the estimate says so: other processes may use device memory
     limit = min(device_memory(spec.device), 0.9 * plan.memory.total) / 1e9
     advice = advice_for(plan, limit, device_memory("cpu") / 1e9)
     changes = ", then ".join(f"{a.change} ({a.memory_gb:.1f} GB)" for a in advice)
     if is_auto and changes and MICRO_BATCH_SIZE not in changes:
         changes += f", with --{MICRO_BATCH_SIZE} {size}"
     hint = f"use {changes}" if changes else "use a smaller model"
-    return UserError(f"{start}: this run needs about {format_needs(plan.memory)}; {hint}")
+    return UserError(f"{start}: this run needs about {format_memory(plan.memory)}; {hint}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Choose strategy and micro-batch size by estimated memory, where they are "auto" or ``--preset`` sets them.
+"""Choose strategy and micro-batch size by estimated memory, if they are "auto" or ``--preset`` sets them.
 
 Pure functions of the options, the devices and the memory estimates.
 """
@@ -19,17 +19,17 @@ from toolkit.planning.compatibility import ROWS, Facts, Row
 if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs
 
-MAX_DDP_MEMORY_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
+MAX_SHARD_GRAD_OP_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
 """Maximum fractions of device memory for SHARD_GRAD_OP and for a larger micro-batch. Memory is an estimate."""
 MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
 """Tokens per micro-batch: the minimum that keeps a GPU busy, and the maximum above which speed does not improve."""
 MICRO_BATCH_SIZE = "train.micro_batch_size"
 FSDP_COMPATIBLE = {"precision": "bf16-mixed", "optimizer.name": "AdamW", "optimizer.state_dtype": AUTO}
 """Replacements for option values that FSDP does not support."""
-UNKNOWN = "where the memory is not known before the run"
+UNKNOWN = "if memory is unknown before the run"
 
 Changes = dict[str, Any]
-"""Values by option, such as ``{"train.micro_batch_size": 8}``."""
+"""New values by option, such as ``{"train.micro_batch_size": 8}``."""
 MemoryEstimate = Callable[["RunArgs"], float]
 """Returns a run's bytes per device; NaN if unknown before the run, infinity if the run would be refused."""
 
@@ -50,7 +50,7 @@ class AutoChoices:
 
 
 def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: MemoryEstimate) -> AutoChoices:
-    """Choose the strategy and the micro-batch where they are "auto", and the options that ``--preset`` sets.
+    """Choose the strategy and the micro-batch if they are "auto", and the options that ``--preset`` sets.
 
     The strategy is fsdp, or ddp if the other options do not support fsdp. The preset "speed" uses SHARD_GRAD_OP if it
     fits with a margin. On CUDA and with "speed", the micro-batch is the largest that fits with a margin. The preset
@@ -79,10 +79,10 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
     reasons, strategy, size = {}, strategies[-1], default
     if len(strategies) > 1:
         tried = busy if has_choice else default
-        if (gathered := need(strategies[0], tried)) <= MAX_DDP_MEMORY_FRACTION * devices.memory < math.inf:
+        if (gathered := need(strategies[0], tried)) <= MAX_SHARD_GRAD_OP_FRACTION * devices.memory < math.inf:
             strategy = strategies[0]
             reasons["strategy"] = (
-                f"it takes {_gb(gathered)}, at most {MAX_DDP_MEMORY_FRACTION:.0%} of {_gb(devices.memory)}"
+                f"it takes {_gb(gathered)}, at most {MAX_SHARD_GRAD_OP_FRACTION:.0%} of {_gb(devices.memory)}"
             )
     if strategy.get("strategy") == "fsdp" and need(strategy, default) == math.inf != need({"strategy": "ddp"}, default):
         options = [f"--{option} {_get(args, option)}" for option in fsdp_incompatible_options(args)] or [
@@ -105,18 +105,18 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
     )
 
 
-def choose_size(needed: Mapping[int, float], default: int, length: int, memory: float) -> tuple[int, str]:
+def choose_size(memory_by_size: Mapping[int, float], default: int, length: int, memory: float) -> tuple[int, str]:
     """Return the largest micro-batch size that fits with a margin, up to :data:`MAX_TOKENS`, and the reason.
 
     If none fits, return the smallest size. If the memory is unknown, return ``default``.
 
     Args:
-        needed: Bytes by size, in increasing order of size, see :data:`MemoryEstimate`.
+        memory_by_size: Bytes by micro-batch size, smallest size first, see :data:`MemoryEstimate`.
         default: The command's default size.
         length: Tokens per sequence.
         memory: Bytes of a device.
     """
-    possible = {size: total for size, total in needed.items() if total < math.inf}
+    possible = {size: total for size, total in memory_by_size.items() if total < math.inf}
     if not possible:
         return default, f"up to {default} {UNKNOWN}"  # or the run is refused
     room = MAX_BATCH_MEMORY_FRACTION * memory
@@ -188,7 +188,7 @@ def _minimize_memory(args: RunArgs, world_size: int, num_nodes: int, estimate: M
         elif math.isnan(total):  # prefer the variant that runs with the most changes
             variants.append((math.inf, -len(changes), changes))
     if not variants:
-        return AutoChoices(args)  # resolving says why
+        return AutoChoices(args)  # resolving raises the error
     total, _, changes = min(variants, key=lambda each: (each[0], each[1], each[2].get(MICRO_BATCH_SIZE, 0)))
     return AutoChoices(with_options(args, changes), preset=_describe("memory", changes, total, estimate(args)))
 
@@ -209,7 +209,7 @@ def with_options(args: RunArgs, changes: Changes) -> RunArgs:
 def _describe(name: str, changes: Changes, total: float, default: float) -> str:
     flags = ", ".join(f"--{option} {value}" for option, value in changes.items()) or "nothing to change"
     if not total < math.inf:
-        return f"{name}: {flags} (the memory of this model is not known)"
+        return f"{name}: {flags} (memory unknown for this model)"
     return f"{name}: {flags} (about {_gb(total)} per device, {_gb(default)} by default)"
 
 

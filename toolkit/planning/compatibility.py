@@ -48,12 +48,12 @@ class Facts:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether weights are sharded, including by an extension's strategy."""
+        """Whether the strategy, which may be an extension's, shards weights."""
         return self.strategy is not None and self.strategy.kind == "fsdp"
 
     @property
-    def needs_plain_updates(self) -> bool:
-        """Whether the strategy comes from an extension or is FSDP1, whose shards are not rows."""
+    def is_extension_or_fsdp1(self) -> bool:
+        """Whether the strategy is an extension's or FSDP1, whose shards are not rows."""
         if self.strategy is not None and self.strategy.extension is not None:
             return True
         return self.is_fsdp and not self.is_fsdp2
@@ -104,15 +104,15 @@ class Facts:
         return self.strategy is not None and self.is_fsdp and self.strategy.engine == "fsdp2"
 
     @property
-    def only_fsdp1(self) -> str:
-        """The first option that FSDP2 does not have, as a flag with value; "" if there is none."""
+    def fsdp1_only(self) -> str:
+        """The first option that FSDP2 does not support, as a flag with value; "" if there is none."""
         only = ("buffer_dtype", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
         supported = [field.name for field in fields(self.args.fsdp) if field.name not in only]
         return _first_changed("fsdp", self.args.fsdp, supported) if self.is_fsdp2 else ""
 
     @property
     def model_parallel_flag(self) -> str:
-        """The first option of model parallelism, as a flag with value; "" if there is none."""
+        """The first option that enables model parallelism, as a flag with value; "" if there is none."""
         sizes = {name: getattr(self.args, f"{name}_parallel_size") for name in ("tensor", "context", "pipeline")}
         return next((f"--{name}_parallel_size {size}" for name, size in sizes.items() if size > 1), "")
 
@@ -133,7 +133,7 @@ class Facts:
 class Row(NamedTuple):
     """An option that is not supported with another option or a condition.
 
-    In texts, ``{name:words}`` shows the value of ``name`` (:meth:`Facts.text`) in a message, ``words`` in the table.
+    In texts, ``{name:words}`` is the value of ``name`` (:meth:`Facts.text`) in messages and ``words`` in the table.
     """
 
     option: str
@@ -177,8 +177,8 @@ _OFFLOAD = "--fsdp.cpu_offload true"
 _MASTERS = "--precision bf16-master"
 _MOMENTS = "--optimizer.state_dtype bf16"
 _NAME = "--optimizer.name {optimizer.name:NAME}"
-_SHARDED = "{strategy_name:fsdp, and strategies of extensions}"
-_FOREIGN = "an optimizer of yours or of an extension"
+_SHARDED = "{strategy_name:fsdp or an extension's strategy}"
+_FOREIGN = "a user-provided or extension optimizer"
 _NO_BLOCKS = "a module without known blocks"
 _SET_BLOCK_CLASSES = "set block_classes"
 
@@ -203,16 +203,16 @@ ROWS: tuple[Row, ...] = (
     Row("--fsdp.sharding_strategy {fsdp.sharding_strategy:FULL_SHARD, SHARD_GRAD_OP}", "--strategy ddp",
         lambda f: f.args.strategy == "ddp" and f.args.fsdp.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP"),
         "ddp does not shard"),
-    _no_effect("{unused_fsdp:--fsdp.OPTION}", "{strategy:ddp, with one device, or with a strategy of an extension}",
-               lambda f: bool(f.unused_fsdp), "nothing is sharded by fsdp"),
-    _no_effect("{unused_ddp:--ddp.OPTION}", "{strategy:other strategies than ddp}", lambda f: bool(f.unused_ddp)),
+    _no_effect("{unused_fsdp:--fsdp.OPTION}", "{strategy:ddp, a single device or an extension's strategy}",
+               lambda f: bool(f.unused_fsdp)),
+    _no_effect("{unused_ddp:--ddp.OPTION}", "{strategy:strategies other than ddp}", lambda f: bool(f.unused_ddp)),
     _no_effect("--timeout {timeout:MINUTES}", "a single process",
                lambda f: f.args.timeout != AUTO and f.world_size == 1),
     Row("--ddp.static_graph true", "accumulation ({batch:of several micro-batches})",
-        lambda f: f.args.ddp.static_graph and f.accumulation > 1, "a limit of torch's DDP",
+        lambda f: f.args.ddp.static_graph and f.accumulation > 1, "torch's DDP cannot combine them",
         "use --train.micro_batch_size {samples_per_device:equal to a device's share of the global batch}"),
     Row("{model_parallel_flag:--tensor_parallel_size, --context_parallel_size, --pipeline_parallel_size}",
-        "--strategy {args.strategy:single, ddp, fsdp1, and strategies of extensions}",
+        "--strategy {args.strategy:single, ddp, fsdp1 or an extension's strategy}",
         lambda f: bool(f.model_parallel_flag) and f.args.strategy not in (AUTO, "fsdp", "fsdp2"),
         "only FSDP2 can be combined with it", "use --strategy fsdp"),
     # dtypes
@@ -221,15 +221,15 @@ ROWS: tuple[Row, ...] = (
         lambda f: f.args.fsdp.reduce_dtype == "fp16" and f.precision not in ("", "16-mixed"),
         "fp16 needs the gradient scaler of 16-mixed", "use bf16 or fp32"),
     Row(_OFFLOAD, "--precision 16-mixed", lambda f: f.args.fsdp.cpu_offload and f.precision == "16-mixed",
-        "loss scaling is for gradients on the device", "use bf16-mixed or 32-true"),
+        "loss scaling needs gradients on the device", "use bf16-mixed or 32-true"),
     Row("--optimizer.options fused", "--precision 16-mixed",
         lambda f: bool(f.args.optimizer.options.get("fused")) and f.precision == "16-mixed",
         "a fused optimizer unscales the gradients after they are clipped"),
     # FSDP
-    Row("{only_fsdp1:--fsdp.buffer_dtype, backward_prefetch, forward_prefetch, limit_all_gathers}", "--strategy fsdp2",
-        lambda f: bool(f.only_fsdp1), "FSDP2 has no such option", "use --strategy fsdp"),
+    Row("{fsdp1_only:--fsdp.buffer_dtype, backward_prefetch, forward_prefetch, limit_all_gathers}", "--strategy fsdp2",
+        lambda f: bool(f.fsdp1_only), "FSDP2 has no such option", "use --strategy fsdp"),
     Row("--strategy fsdp2", "--precision 16-mixed", lambda f: f.is_fsdp2 and f.precision == "16-mixed",
-        "the scaling of sharded gradients was not measured", "use --strategy fsdp"),
+        "loss scaling with sharded gradients is untested", "use --strategy fsdp"),
     _no_effect("--fsdp.accumulate {fsdp.accumulate:sharded, unsharded}", "finetune_lora",
                lambda f: f.args.fsdp.accumulate != AUTO and f.has_adapters and not f.is_fsdp2,
                "adapters are replicated"),
@@ -256,19 +256,19 @@ ROWS: tuple[Row, ...] = (
                lambda f: f.has_adapters and f.args.fsdp.state_dict_type == "sharded",
                "every device holds all adapters"),
     Row("--train.tie_embeddings {train.tie_embeddings:true, false}", "finetune_lora",
-        lambda f: f.has_adapters and f.args.train.tie_embeddings is not None, "the base does not change", "remove it"),
+        lambda f: f.has_adapters and f.args.train.tie_embeddings is not None, "the base model is frozen", "remove it"),
     Row(_MASTERS, "finetune_lora", lambda f: f.has_adapters and f.precision == "bf16-master",
-        "adapters are fp32 already, their base is bf16", "use bf16-true"),
+        "adapters are already fp32 and their base is bf16", "use bf16-true"),
     # optimizers
     Row("--optimizer.name Adafactor", "fsdp",
         lambda f: f.is_fsdp and not f.is_fsdp2 and f.args.optimizer.name.lower() == "adafactor",
         "its shards are not rows of matrices", "use --strategy fsdp2, ddp or AdamW"),
     Row("--optimizer.name {optimizer.name:Muon, AdamW8bit}", _SHARDED,
-        lambda f: f.needs_plain_updates and f.uses("muon", "adamw8bit"),
+        lambda f: f.is_extension_or_fsdp1 and f.uses("muon", "adamw8bit"),
         "its shards are not rows of matrices", "use --strategy fsdp2, ddp or AdamW"),
-    Row(_MASTERS, _SHARDED, lambda f: (f.is_fsdp or f.needs_plain_updates) and f.precision == "bf16-master",
-        "bf16-mixed is that under fsdp: fp32 shards, gathered in bf16", "use bf16-mixed or --strategy ddp"),
-    Row(_MOMENTS, _SHARDED, lambda f: f.needs_plain_updates and f.has_bf16_moments,
+    Row(_MASTERS, _SHARDED, lambda f: (f.is_fsdp or f.is_extension_or_fsdp1) and f.precision == "bf16-master",
+        "under fsdp, bf16-mixed has fp32 shards and gathers in bf16", "use bf16-mixed or --strategy ddp"),
+    Row(_MOMENTS, _SHARDED, lambda f: f.is_extension_or_fsdp1 and f.has_bf16_moments,
         "its shards are not rows of matrices", "use --strategy fsdp2 or ddp"),
     Row(_FOREIGN, "{strategy_name:fsdp}", lambda f: f.is_fsdp and f.needs_unsharded,
         "its needs_unsharded is True", "use --strategy ddp"),
@@ -278,11 +278,11 @@ ROWS: tuple[Row, ...] = (
         "it may not update each weight independently of the others", "remove it"),
     Row(_MOMENTS, "--precision bf16-true",
         lambda f: f.has_bf16_moments and f.precision == "bf16-true" and not f.has_adapters,
-        "the moments of bf16 weights are bf16 already", "remove it"),
+        "moments of bf16 weights are already bf16", "remove it"),
     Row(_MOMENTS, "--precision 16-mixed", lambda f: f.has_bf16_moments and f.precision == "16-mixed",
         "16-mixed is for GPUs without bfloat16", "use bf16-mixed or 32-true"),
     Row(_MOMENTS, "--optimizer.name AdamW8bit", lambda f: f.has_bf16_moments and f.uses("adamw8bit"),
-        "its moments are in 8 bits"),
+        "its moments are 8-bit"),
     _no_effect(_MOMENTS, _NAME, lambda f: f.has_bf16_moments and not f.has_moments,
                "it has no moments with these options"),
     # the update in the backward pass
@@ -329,7 +329,7 @@ def require_compatible(facts: Facts) -> None:
 
 
 def _first_changed(group: str, args: FSDPArgs | DDPArgs, allowed: list[str]) -> str:
-    """Return the first option of a group with a non-default value, as a flag with value. Skips ``allowed`` names."""
+    """Return the first option with a non-default value, except ``allowed`` names, as a flag with value; else ""."""
     for field in fields(args):
         value = getattr(args, field.name)
         if field.name not in allowed and value != field.default:

@@ -1,4 +1,4 @@
-"""Choose the compiler where ``--compiler`` is "auto": pure functions of the resolved run."""
+"""Choose the compiler if ``--compiler`` is "auto": pure functions of the resolved run."""
 
 from toolkit.config import AUTO, TrainArgs
 from toolkit.data.base import DataModule
@@ -7,11 +7,11 @@ from toolkit.extension import registered
 from toolkit.planning.resolve import ResolvedConfig
 
 MIN_STEPS, MIN_MINUTES = 100, 10
-"""Minimum run length that repays the compilation of about a minute. Estimates, not measured on CUDA."""
+"""Minimum run length that repays about a minute of compilation. Estimates, not measured on CUDA."""
 
 
 def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | None) -> tuple[str, str]:
-    """Return the compiler of a run, and the reason where ``--compiler`` is "auto".
+    """Return the compiler of a run, and the reason if ``--compiler`` is "auto".
 
     On CUDA it is torch if all rows have the same length and the run is long. On a CPU nothing is compiled: the gain was
     7 % at most, after hundreds of steps. ``steps`` counts the complete run, so a resumed run makes the same choice.
@@ -33,12 +33,12 @@ def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | Non
 
 
 def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:
-    """Return the features that auto does not compile, each with whether the run uses it."""
+    """Return whether the run uses each feature that auto does not compile, by description."""
     args, strategy = config.args, config.strategy
     family = "" if config.model is None else config.model.family
     return {
         "a user-provided model": args.module is not None,
-        "a model of an extension": family in registered("families"),
+        "an extension's model": family in registered("families"),
         f"--strategy {strategy.extension}": strategy.extension is not None,
         f"--quantize {args.quantize}": args.quantize is not None,
         "--fsdp.cpu_offload true": strategy.offloads,

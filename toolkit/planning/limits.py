@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.config import AUTO, Auto, EvalArgs, ProfilerArgs, TrainArgs
 from toolkit.errors import UserError
 
-VALIDATIONS, CHECKPOINTS = 10, 5  # per run, with auto intervals
+N_VALIDATIONS, N_CHECKPOINTS = 10, 5  # per run, with auto intervals
 MIN_INTERVAL = 5  # steps; shorter runs are trials that save and validate at the end only
 MAX_SAVE_SECONDS = 600.0
 
@@ -70,7 +70,7 @@ def unknown_rows_error(epochs: float) -> UserError:
 def build_limits(
     args: TrainArgs, done: Progress, *, n_rows: int | None, tokens_per_row: float, is_ragged: bool = False
 ) -> Limits:
-    """Combine the user's limits (at least one).
+    """Combine the user's limits; at least one must be set.
 
     ``done`` is the progress so far. It is needed because the last batch of an epoch may have been short, so steps and
     samples are not proportional. ``n_rows`` is None if it is unknown; ``tokens_per_row`` is a mean.
@@ -95,7 +95,7 @@ def build_limits(
     return Limits(total, total_samples, args.max_tokens, seconds, last)
 
 
-def require_ahead(args: TrainArgs, done: Progress, limits: Limits, longest_row: int, checkpoint: Path) -> None:
+def require_within_limits(args: TrainArgs, done: Progress, limits: Limits, longest_row: int, checkpoint: Path) -> None:
     """Check that ``checkpoint``, with progress ``done``, is not past a limit.
 
     The last step may exceed ``max_tokens`` by less than a global batch with ``longest_row`` tokens per row.
@@ -122,7 +122,7 @@ def require_profiled_steps(profiler: ProfilerArgs, total_steps: int | None) -> N
     if total_steps is not None and total_steps <= before:
         raise UserError(
             f"--profiler.wait {profiler.wait}: with --profiler.warmup {profiler.warmup}, profiling begins after step "
-            f"{before}, and the run has {total_steps}; lower them, or train longer"
+            f"{before}, but the run has only {total_steps}; lower them, or train longer"
         )
 
 
@@ -131,8 +131,8 @@ class Intervals:
     """Intervals between validations and between checkpoints; None disables.
 
     Args:
-        eval_steps, save_steps: Interval in optimizer steps. Due at its multiples, also after a resume.
-        eval_seconds, save_seconds: Wall time in seconds since the previous one, or since the launch.
+        eval_steps, save_steps: Interval in optimizer steps. Validation or saving is due at every multiple of it.
+        eval_seconds, save_seconds: Wall time in seconds since the previous validation or checkpoint, or the launch.
     """
 
     eval_steps: int | None
@@ -143,15 +143,15 @@ class Intervals:
 
 def build_intervals(train: TrainArgs, evaluation: EvalArgs, limits: Limits) -> Intervals:
     """Resolve auto intervals from the length of the run; explicit intervals are unchanged."""
-    eval_steps = _interval(evaluation.interval, VALIDATIONS, limits)
-    save_steps = _interval(train.save_interval, CHECKPOINTS, limits)
+    eval_steps = _interval(evaluation.interval, N_VALIDATIONS, limits)
+    save_steps = _interval(train.save_interval, N_CHECKPOINTS, limits)
     eval_seconds = save_seconds = None
     if evaluation.interval == AUTO and limits.max_seconds is not None:
-        eval_seconds = limits.max_seconds / VALIDATIONS
+        eval_seconds = limits.max_seconds / N_VALIDATIONS
     if train.save_every_minutes not in (AUTO, None):
         save_seconds = train.save_every_minutes * 60
     elif train.save_every_minutes == AUTO and train.save_interval == AUTO:
-        save_seconds = min(MAX_SAVE_SECONDS, (limits.max_seconds or math.inf) / CHECKPOINTS)
+        save_seconds = min(MAX_SAVE_SECONDS, (limits.max_seconds or math.inf) / N_CHECKPOINTS)
     return Intervals(eval_steps, eval_seconds, save_steps, save_seconds)
 
 

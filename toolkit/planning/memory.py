@@ -24,12 +24,12 @@ from toolkit.planning.optimizer_memory import optimizer_bytes, update_bytes
 from toolkit.planning.sample_model import model_of
 from toolkit.planning.speed.flops import matmul_parameters
 
-# bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale, and an fp32 scale per
-# 256 of those (Dettmers et al. 2023, QLoRA, section 3).
+# bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale per 64 weights, and an
+# fp32 scale per 256 scales (Dettmers et al. 2023, QLoRA, section 3).
 BYTES_4BIT = 0.5
 QUANTIZED_BYTES = {"bnb.nf4": BYTES_4BIT + 4 / 64, "bnb.nf4-dq": BYTES_4BIT + 1 / 64 + 4 / (64 * 256)}
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
-CUDA_CONTEXT, ALLOCATOR_GAPS = 0.6e9, 0.03
+CUDA_CONTEXT, FRAGMENTATION = 0.6e9, 0.03
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,12 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         "update": update_bytes(setup, model),
         "cast_weights": activations.cast_weights,
         "unsharded_unit": _unsharded_bytes(setup, model, quantized),
-        "activations": activations.kept,
+        "activations": activations.saved,
         "recomputed_block": activations.recomputed,
         "logits": logits_bytes(setup),
         "checkpoint_copy": checkpoint_copy if is_on_host else 0.0,
     }
-    context = CUDA_CONTEXT + ALLOCATOR_GAPS * sum(parts.values()) if setup.device == "cuda" else 0
+    context = CUDA_CONTEXT + FRAGMENTATION * sum(parts.values()) if setup.device == "cuda" else 0
     host = _host_bytes(setup, model, list(base.values()))
     return Memory(
         **parts,

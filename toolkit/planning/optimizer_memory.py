@@ -18,7 +18,7 @@ from toolkit.optim.muon import newton_schulz_flops
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
 
 BF16 = 2
-TABLES_8BIT = 2 * 256 * FP32
+LOOKUP_TABLES_8BIT = 2 * 256 * FP32
 """Bytes of bitsandbytes' two 8-bit lookup tables, which all parameters share."""
 
 
@@ -41,7 +41,7 @@ def optimizer_bytes(setup: MemoryInputs, model: GPT, shards: Mapping[str, int] |
     )
     if setup.has_masters:
         total += FP32 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return total + (TABLES_8BIT if main and setup.optimizer["name"] == AdamW8bit.__name__ else 0)
+    return total + (LOOKUP_TABLES_8BIT if main and setup.optimizer["name"] == AdamW8bit.__name__ else 0)
 
 
 def update_bytes(setup: MemoryInputs, model: GPT) -> float:
@@ -92,7 +92,7 @@ def update_bytes(setup: MemoryInputs, model: GPT) -> float:
 def _is_foreach(setup: MemoryInputs) -> bool:
     """Whether the optimizer uses foreach kernels on CUDA, with intermediates as large as a group's weights.
 
-    See :func:`toolkit.optim.classes.build_optimizer` for which ones are fused.
+    See :func:`toolkit.optim.classes.build_optimizer` for the optimizers that are fused instead.
     """
     options = setup.optimizer
     takes = signature(setup.optimizer_class or optimizer_class(options["name"])).parameters
@@ -140,7 +140,7 @@ def state_bytes(
     options: dict[str, Any],
     dtype: torch.dtype,
     shape: tuple[float, ...],
-    given_class: type[torch.optim.Optimizer] | None = None,
+    user_class: type[torch.optim.Optimizer] | None = None,
     is_main: bool = False,
 ) -> float:
     """Return the bytes of an optimizer's state for one parameter, without a master.
@@ -153,13 +153,13 @@ def state_bytes(
         return 0.0
     if is_main and options["name"] == AdamW8bit.__name__:
         return state_bytes_8bit(round(math.prod(shape)))
-    probe = _Probe(options, dtype, given_class, is_main)
+    probe = _Probe(options, dtype, user_class, is_main)
     if len(shape) == 1:
         low, high = probe.bytes((8,)), probe.bytes((16,))
         return low + (high - low) / 8 * (shape[0] - 8)
     if len(shape) == 3:  # stacked experts: one matrix each, and one counter for all
         once = 2 * probe.bytes((1, 8, 8)) - probe.bytes((2, 8, 8))
-        return once + shape[0] * (state_bytes(options, dtype, shape[1:], given_class, is_main) - once)
+        return once + shape[0] * (state_bytes(options, dtype, shape[1:], user_class, is_main) - once)
     rows, columns = shape
     corner, right, down, both = (probe.bytes(s) for s in ((8, 8), (8, 16), (16, 8), (16, 16)))
     x, y = (rows - 8) / 8, (columns - 8) / 8
@@ -171,13 +171,13 @@ class _Probe:
 
     _cache: dict[str, int] = {}
 
-    def __init__(self, options: dict[str, Any], dtype: torch.dtype, given_class: type | None, is_main: bool) -> None:
+    def __init__(self, options: dict[str, Any], dtype: torch.dtype, user_class: type | None, is_main: bool) -> None:
         others = ("name", "fused", "foreach", "state_dtype", "loraplus_lr_ratio")
         self.options = {k: v for k, v in options.items() if k not in others}
         self.name, self.has_bf16_moments = options["name"], "state_dtype" in options
         # AdamW8bit is not built: its package may not be installed here
-        is_adamw = given_class is None and self.name == AdamW8bit.__name__
-        self.cls = torch.optim.AdamW if is_adamw else given_class or optimizer_class(self.name)
+        is_adamw = user_class is None and self.name == AdamW8bit.__name__
+        self.cls = torch.optim.AdamW if is_adamw else user_class or optimizer_class(self.name)
         self.dtype, self.groups = dtype, {"main": is_main} if self.name == Muon.__name__ else {}
 
     def bytes(self, shape: tuple[int, ...]) -> int:

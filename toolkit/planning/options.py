@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def check_options(args: RunArgs) -> None:
     """Check the options that depend on neither devices nor files."""
     if not args.out_dir:
-        raise UserError("--out_dir '': give the name of a folder")
+        raise UserError("--out_dir '': must not be empty; give a folder")
     check_out_dir(args.out_dir, args.staging_dir)
     ratio = args.loraplus_lr_ratio
     require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
@@ -57,7 +57,7 @@ def check_options(args: RunArgs) -> None:
 
 
 def check_start(args: RunArgs, *, writes: bool = True) -> None:
-    """Check processes, packages and files before a run starts. ``writes``: also check --out_dir and --resume.
+    """Check processes, packages and files before a run starts, and with ``writes`` also --out_dir and --resume.
 
     Skips files in a process that a launcher started, because rank 0 may already be writing.
     """
@@ -130,7 +130,7 @@ def check_files(data: DataModule) -> None:
         require_style(data.prompt_style)  # type: ignore[attr-defined]
     for name, value in vars(data).items():
         if name == "json_path" and not value:  # the default of the finetuning commands
-            raise UserError("--data.json_path: must be given")
+            raise UserError("--data.json_path: must be set to a JSON or JSONL file")
         if not name.endswith("_path") or not value or name in getattr(data, "takes_urls", ()):
             continue  # URLs are checked when they are listed
         path = Path(value).expanduser()

@@ -34,8 +34,8 @@ class RunPlan:
         config: The resolved config; its model may lack the vocabulary size.
         model: The architecture, with the vocabulary size.
         memory: The memory of one device.
-        units: Description of FSDP's wrap plan; None for other strategies.
-        compiler: The compiler, with the reason where it is "auto".
+        units: Description of the FSDP units; None for other strategies.
+        compiler: The compiler, and the reason if ``--compiler`` is "auto".
     """
 
     args: RunArgs
@@ -52,7 +52,7 @@ class RunPlan:
 
     @property
     def node_memory(self) -> float:
-        """Bytes of CPU memory that the processes of a node hold in addition to the devices' memory."""
+        """Bytes of CPU memory that the processes of a node need in addition to device memory."""
         return self.config.devices.devices * (self.memory.host + self.memory.host_copy)
 
     @property
@@ -106,12 +106,12 @@ def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> N
         memory = plan_memory(setup, module)
         smaller = "--lora_r" if config.args.lora is not None else "model"
         raise UserError(
-            f"{model.name}: needs about {format_needs(memory)} per device, but only {limit / 1e9:,.1f} GB is "
-            f"available; use a smaller {smaller}, or see toolkit plan --help for changes that make it fit"
+            f"{model.name}: needs about {format_memory(memory)} per device, but only {limit / 1e9:,.1f} GB is "
+            f"available; use a smaller {smaller}, or run `toolkit plan` to see changes that make it fit"
         )
 
 
-def format_needs(memory: Memory) -> str:
+def format_memory(memory: Memory) -> str:
     largest = sorted(memory.parts().items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:,.1f}" for name, size in largest)
     return f"{memory.total / 1e9:,.1f} GB ({parts}, ...)"

@@ -54,7 +54,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Resolved run configuration, before anything starts. The trainer's ``StartState`` has data and checkpoint.
+    """Resolved run configuration, before anything starts. ``StartState`` adds what depends on data and checkpoint.
 
     Args:
         args: The options, with at least one limit of the run.
@@ -160,11 +160,11 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
 def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: DeviceSpec) -> Callable[[RunArgs], float]:
     """Return a function that estimates the memory of variants of ``args``.
 
-    The memory is unknown for user-provided modules and optimizers, and where the data defines the vocabulary.
+    Memory is unknown for user-provided modules and optimizers, and if the data defines the vocabulary.
     """
 
     @functools.cache
-    def known() -> ModelConfig:
+    def complete_config() -> ModelConfig:
         return with_known_vocabulary(model, args)
 
     def estimate(changed: RunArgs) -> float:
@@ -175,7 +175,7 @@ def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: Dev
         if model is None or args.module is not None or args.optimizer_class is not None:
             return math.nan
         try:
-            full_config = known()
+            full_config = complete_config()
         except UserError:
             return math.nan
         return plan_memory(memory_inputs(config, full_config)).total
@@ -247,7 +247,7 @@ def with_length(args: RunArgs) -> RunArgs:
     config = None if args.initial_checkpoint_dir is not None else choose_model(args)
     if config is None or config.name != DEFAULT_MODEL:
         raise UserError(
-            "--train.max_tokens: the length of the run must be given; "
+            "--train.max_tokens: the run has no limit; "
             "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
         )
     return replace(args, train=replace(args.train, max_tokens=DEFAULT_MODEL_TOKENS))
@@ -267,7 +267,7 @@ def choose_model(args: RunArgs) -> ModelConfig | None:
     config = config.override(args.model_config)
     if args.train.tie_embeddings is not None:
         config = replace(config, tie_embeddings=args.train.tie_embeddings)
-    family_of(config).validate(config)  # an architecture of no family could be trained, but never exported
+    family_of(config).validate(config)  # otherwise the trained model could not be exported
     return config
 
 

@@ -53,12 +53,12 @@ class RunArgs(RunOptions):
         command: The training command. It sets the defaults for run length, warm-up and optimizer options.
         initial_checkpoint_dir: Weights to start from, or the frozen base of adapters.
         lora: Train low-rank adapters; None trains all weights.
-        quantize: 4-bit format of the adapters' base model; None does not quantize.
+        quantize: 4-bit format of the frozen base model; None does not quantize.
         loraplus_lr_ratio: Learning rate of the adapters' B matrices, relative to A.
         from_peft: A peft folder with adapters to start from.
         module: A user-provided model with weights; replaces ``model_name``.
         block_classes: Block classes of ``module``.
-        optimizer_class: User-provided optimizer class outside torch.optim, with the name ``optimizer.name``.
+        optimizer_class: User-provided optimizer class outside torch.optim; ``optimizer.name`` is its name.
         objective: The training objective.
         groups: Options of extensions by group, see :class:`toolkit.extension.Extension`.
     """
@@ -133,7 +133,7 @@ def run_args(
         if (base / ADAPTERS).is_file() and not (base / WEIGHTS).exists():
             raise UserError(
                 f"checkpoint_dir {name}: holds adapters, not a model; run `toolkit merge_lora {name}` first, or "
-                "--resume it"
+                "continue that run with --resume"
             )
         lora = None if adapters is None else read_lora(adapters, name, shared.verify_checkpoint)
         values |= {"initial_checkpoint_dir": name, "lora": lora}

@@ -26,8 +26,8 @@ def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 
 
     Args:
         config: The architecture.
-        n_first: First layers that represent only themselves: the first layer's input may need no gradient.
-        n_last: Last layers that represent only themselves: the final norm may save the last layer's output.
+        n_first: First layers to keep separate, because the first layer's input may need no gradient.
+        n_last: Last layers to keep separate, because the final norm may save the last layer's output.
     """
     if family_of(config).model_class() is not None:  # an extension's model may treat any layer differently
         return config, [1] * config.n_layer
@@ -57,7 +57,7 @@ def model_of(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
 
 
 def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
-    """Return a model with weights in the run's dtypes. Weights that FSDP gathers in 16 bits are 16-bit.
+    """Return a model with weights in the run's dtypes, or in 16 bits if FSDP gathers them in 16 bits.
 
     Args:
         setup: The inputs of the memory estimate.

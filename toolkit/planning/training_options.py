@@ -46,17 +46,17 @@ def pretrain(
 
     Args:
         model_name: A named architecture. Default: mini-llama, which trains on any machine.
-        model_config: Overrides of single fields of the named architecture.
+        model_config: Fields of the named architecture to override.
         data: Training data.
         train: Training options.
         eval: Validation options.
         optimizer: Optimizer options.
         objective: The training objective.
-        out_dir: Folder for checkpoints and logs; also on remote storage, such as s3://bucket/run.
-        initial_checkpoint_dir: Start from the weights of this checkpoint folder, or of a name below checkpoints/.
+        out_dir: Folder for checkpoints and logs, or a URL such as s3://bucket/run.
+        initial_checkpoint_dir: Checkpoint with the initial weights: a folder, or a name below checkpoints/.
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.
-        groups: Options of extensions by group.
+        groups: Extension options by group.
     """
     return run_args(
         "pretrain", shared, model_name=model_name, model_config=model_config,
@@ -80,16 +80,16 @@ def finetune_full(
     """Finetune all weights of a checkpoint on instructions or text; 3 epochs by default.
 
     Args:
-        checkpoint_dir: The initial model: a checkpoint folder, or a name below checkpoints/.
+        checkpoint_dir: Checkpoint of the initial model: a folder, or a name below checkpoints/.
         data: Training data.
         train: Training options.
         eval: Validation options.
         optimizer: Optimizer options.
         objective: The training objective.
-        out_dir: Folder for checkpoints and logs; also on remote storage, such as s3://bucket/run.
+        out_dir: Folder for checkpoints and logs, or a URL such as s3://bucket/run.
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.
-        groups: Options of extensions by group.
+        groups: Extension options by group.
     """
     return run_args(
         "finetune_full", shared, checkpoint_dir=checkpoint_dir,
@@ -114,17 +114,17 @@ def finetune_lora(
     """Train low-rank adapters on the frozen weights of a checkpoint; 3 epochs by default.
 
     Args:
-        checkpoint_dir: The base model, which stays unchanged: a checkpoint folder, or a name below checkpoints/.
+        checkpoint_dir: Checkpoint of the base model, which does not change: a folder, or a name below checkpoints/.
         adapters: See :class:`toolkit.models.lora_config.LoRAOptions`.
         data: Training data.
         train: Training options.
         eval: Validation options.
         optimizer: Optimizer options.
         objective: The training objective.
-        out_dir: Folder for checkpoints and logs; also on remote storage, such as s3://bucket/run.
+        out_dir: Folder for checkpoints and logs, or a URL such as s3://bucket/run.
         precision: Precision of the base; adapters are fp32. auto: 32-true on CPU, bf16-true on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.
-        groups: Options of extensions by group.
+        groups: Extension options by group.
     """
     return run_args(
         "finetune_lora", shared, adapters, checkpoint_dir=checkpoint_dir,

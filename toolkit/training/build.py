@@ -68,7 +68,7 @@ from toolkit.training.model import build_model, unwrapped
 from toolkit.training.run import Launch, Run
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state
 from toolkit.training.throughput import Throughput
-from toolkit.training.verify import fetch_on_other_nodes, find_intact, require_intact_together
+from toolkit.training.verify import fetch_on_other_nodes, find_intact, require_intact_on_all_ranks
 from toolkit.ui.console import make_progress
 from toolkit.ui.loggers import MetricsCSV, make_loggers
 
@@ -209,7 +209,7 @@ def prepare_model(
     reads_source = state.resume_from is None or state.base is not None
     should_verify = ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint)
     if source is not None and should_verify:
-        require_intact_together(source, fabric.local_rank == 0, report, model_only=True)
+        require_intact_on_all_ranks(source, fabric.local_rank == 0, report, model_only=True)
     model = build_model(
         fabric,
         state.model,
@@ -307,7 +307,7 @@ def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callbac
     stack.enter_context(exclusive_lock(out_dir))
     sweep(out_dir)
     if resolve_resume(args.resume, out_dir) != next(iter(state.damaged), state.resume_from):
-        raise UserError(f"--out_dir {out_dir}: another process has just run there; start again")
+        raise UserError(f"--out_dir {out_dir}: another process has just used this folder; start the run again")
     for folder in state.damaged:  # otherwise it would count as the newest checkpoint, and for --train.keep_last
         run.display.message(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
     resume_step = None if state.resume_from is None else state.progress.step

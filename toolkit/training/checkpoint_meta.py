@@ -19,7 +19,7 @@ from toolkit.planning.limits import Progress
 
 FORMAT_VERSION = 1
 TRAINER, CALLBACKS = "trainer", "callbacks.pth"
-_OF_CALLBACKS = ("best_val_loss", "lowest_val_loss", "stale_validations")  # in older checkpoints
+_CALLBACK_FIELDS = ("best_val_loss", "lowest_val_loss", "stale_validations")  # in older checkpoints
 _REQUIRED = ("step", "tokens", "samples", "seconds")
 
 
@@ -97,7 +97,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = read_json(path)
         if not isinstance(meta, dict):
-            raise ValueError("must hold names and values")
+            raise ValueError("must be a mapping")
         version = meta["format_version"]
         if version == FORMAT_VERSION:
             _check_meta(meta, step_in_name(folder))
@@ -114,14 +114,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def read_callback_states(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read callback states by name. Older checkpoints store those of KeepBest and EarlyStopping in ``meta.json``."""
+    """Read callback states by name. Older checkpoints store KeepBest's and EarlyStopping's state in ``meta.json``."""
     file, meta = folder / TRAINER / CALLBACKS, read_meta(folder)
     if file.exists():
         states = load_state(file)
         if not all(isinstance(state, dict) for state in states.values()):
             raise UserError(f"{file}: must hold a dictionary for each callback; resume from another checkpoint")
         return states
-    best, lowest, stale = (meta.get(name) for name in _OF_CALLBACKS)
+    best, lowest, stale = (meta.get(name) for name in _CALLBACK_FIELDS)
     states = {} if best is None else {"KeepBest": {"val_loss": best}}
     return states if lowest is None else states | {"EarlyStopping": {"val_loss": lowest, "stale_validations": stale}}
 
@@ -146,7 +146,7 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
         raise ValueError(f"samples {samples} do not match {step} steps with global_batch_size {batch}")
     if isinstance(context, int) and tokens > samples * context:
         raise ValueError(f"tokens {tokens} are too many for {samples} samples of at most {context} tokens")
-    for name in _OF_CALLBACKS:
+    for name in _CALLBACK_FIELDS:
         if not isinstance(meta.get(name) or 0, int | float):
             raise ValueError(f"{name} {meta[name]!r:.50} is not a number")
     tied = meta.get("tied", {})

@@ -13,7 +13,7 @@ from toolkit.training.start_state import StartState
 
 
 def resolve_compiler(config: ResolvedConfig, state: StartState, device: torch.device) -> ResolvedConfig:
-    """Return the configuration with the compiler and the reason for it. Collective.
+    """Return the configuration with the compiler and the reason for the choice. Collective.
 
     "auto" compiles only if torch.compile works on the devices of all ranks.
     """
@@ -21,7 +21,7 @@ def resolve_compiler(config: ResolvedConfig, state: StartState, device: torch.de
         return config
     name, reason = choose_compiler(config, is_ragged=state.longest_ragged > 0, steps=state.limits.total_steps)
     if name != "none" and (errors := [e for e in ranks.all_gather_object(compile_error(device)) if e]):
-        name, reason = "none", f"auto: torch.compile does not work here: {errors[0]}"
+        name, reason = "none", f"auto: torch.compile fails: {errors[0]}"
     return replace(config, args=replace(config.args, compiler=name), reasons={**config.reasons, "compiler": reason})
 
 

@@ -35,7 +35,7 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
 
 
 def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
-    """Describe the rows for an error message, and how to get more of them."""
+    """Describe the rows for an error message, and how to get more rows."""
     if row_lengths(rows) is None:
         of_length = f" of {seq_length} tokens" if seq_length else ""
         return f"sequences{of_length}; give more text, a shorter --train.max_seq_length"
@@ -64,13 +64,13 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
     else:
         largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)
     if largest >= embedded:
-        source = f"--tokenizer_dir: gives {max(vocab_sizes)} different tokens, this data"
-        source, fix = "--data:" if data.tokenizer is None else source, "give the model's own tokenizer"
+        source = f"--tokenizer_dir: has {max(vocab_sizes)} tokens and the data"
+        source, fix = "--data:" if data.tokenizer is None else source, "use the model's own tokenizer"
         if isinstance(data.train, SyntheticRows):
-            source, fix = f"--data.vocab_size {data.vocab_size}: this data", f"use at most {embedded}"
+            source, fix = f"--data.vocab_size {data.vocab_size}: the data", f"use at most {embedded}"
         raise UserError(
-            f"{source} has tokens up to {largest}, and the model embeds 0 to {embedded - 1}; {fix}, or pretrain a "
-            f"model with --model_config.vocab_size {max(vocab_sizes)}"
+            f"{source} has token ids up to {largest}, but the model embeds only 0 to {embedded - 1}; {fix}, or "
+            f"pretrain a model with --model_config.vocab_size {max(vocab_sizes)}"
         )
     return config
 

@@ -42,7 +42,7 @@ def describe_run(config: ResolvedConfig, state: StartState, reader: DataReader) 
         units = plan_units(state.model.module, config.fsdp, state.model.blocks)
         yield f"FSDP units: {describe_units(units, config.fsdp)}"
     if config.fsdp.cpu_offload and config.device == "cpu":
-        yield "note: --fsdp.cpu_offload true changes nothing on a CPU: the weights are in its memory"
+        yield "note: --fsdp.cpu_offload true has no effect on a CPU, because weights are already in CPU memory"
     if (reason := config.reasons.get("compiler")) is not None:
         yield f"Compiler: {args.compiler} ({reason})"
     if (mode := args.train.activation_checkpointing) != "none":
@@ -62,7 +62,7 @@ def _describe_optimizer(options: dict[str, Any]) -> str:
 
 
 def describe_rounding(config: ResolvedConfig, state: StartState, module: nn.Module) -> str | None:
-    """Return a note on the share of bf16 weights that a step is too small to change; None if it does not apply.
+    """Return a note on the share of bf16 weights that an update is too small to change; None if not applicable.
 
     A step of Adam changes a weight by about the learning rate. bf16 has 8 significant bits.
     """
@@ -71,9 +71,9 @@ def describe_rounding(config: ResolvedConfig, state: StartState, module: nn.Modu
     peak, end = state.schedule.peak, state.schedule.minimum
     instead = "bf16-master" if config.strategy.kind in ("single", "ddp") else "bf16-mixed"
     return (
-        f"note: --precision bf16-true: steps of the learning rate's size, {peak:.3g}, round away in "
-        f"{_rounded_away(module, peak):.0%} of the weights, and in {_rounded_away(module, end):.0%} at its end, "
-        f"{end:.3g}; --precision {instead} keeps the weights in fp32"
+        f"note: --precision bf16-true: updates as large as the learning rate round away in "
+        f"{_rounded_away(module, peak):.0%} of the weights at the peak ({peak:.3g}) and in "
+        f"{_rounded_away(module, end):.0%} at the end ({end:.3g}); --precision {instead} keeps fp32 weights"
     )
 
 

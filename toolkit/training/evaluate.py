@@ -103,17 +103,17 @@ def evaluate(
     block_size = checkpoint.model.config.block_size
     length = length or block_size
     if not 0 < length <= block_size:
-        raise UserError(f"--max_seq_length {length}: the model takes 1 to {block_size} tokens")
+        raise UserError(f"--max_seq_length {length}: must be from 1 to {block_size}, the model's context length")
     prepared = data.prepare(tokenizer=checkpoint.tokenizer, max_seq_length=length, report=_notice)
     rows = prepared.val if split == "val" else prepared.train
     count = row_count(rows)
     if count is None:
         raise UserError(f"--split {split}: the number of rows of this data is unknown; use --split val")
     if split == "train" and not getattr(rows, "is_dense", True):  # of a mixture
-        raise UserError("--split train: a source of this data defines its sample order; use --split val")
+        raise UserError("--split train: is not supported with data that defines its sample order; use --split val")
     if rows is None or not count:
         raise UserError(
-            f"--split {split}: this data has none; hold some out (--data.val_split_fraction, for text "
+            f"--split {split}: this data has no such split; set --data.val_split_fraction (for text "
             "--data.val_fraction), or use --split train"
         )
     sources = (prepared.val_sources if split == "val" else {}) or {"": rows}
@@ -162,7 +162,7 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
     if cls is None:
         for missing in filter(lambda extension: not is_known(extension), extensions):
             raise UserError(f"{path}: data {name}: {missing_message(missing)}; or give --data")
-        _notice(f"{path} does not say which data the model was trained on: taking PythonStdlib")
+        _notice(f"{path} does not name the training data: using PythonStdlib")
         return PythonStdlib(), None
     try:
         if cls is Mixture:
@@ -172,8 +172,8 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
         raise UserError(f"{path}: data.{error}; give --data") from error
     if not trust and (option := option_to_trust(data)) is not None:
         raise UserError(
-            f"{path}: names data.{option}: if the checkpoint is your own or you trust its "
-            "author, add --trust_checkpoint_data true; else give --data"
+            f"{path}: names data.{option}: if you trust the author of the checkpoint, add "
+            "--trust_checkpoint_data true; otherwise set --data"
         )
     return data, length
 
@@ -213,7 +213,7 @@ def evaluate_tasks(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
-        raise UserError(f"--tasks {tasks!r}: give names with commas between them")
+        raise UserError(f"--tasks {tasks!r}: must be task names, separated by commas")
     require_lm_eval(tasks)
     from toolkit.inference.harness import HarnessLM
 

@@ -47,7 +47,7 @@ class ModelSpec:
         config: Model configuration; None for a user-provided module.
         blocks: Block classes.
         sizes: Number of elements of each parameter, by name.
-        tied, no_decay_params, block_params: Results of the functions ``tied_names``, ``no_decay_params``, ...
+        tied, no_decay_params, block_params: Results of ``tied_names``, ``no_decay_params`` and ``block_params``.
         fingerprint: Values that must not change on resume.
         lora: Adapter configuration. With adapters, all other weights are frozen.
         quantize: Quantization of block weights on loading.
@@ -119,7 +119,7 @@ def build_model(
     # with adapters, weights are read one unit at a time, because the base checkpoint has no adapters
     shards = spec.lora is None and source is not None and is_sharded(source / WEIGHTS) and _shards_fit(spec, source)
     if spec.meta_model is None:
-        _take_weights(module, None if shards else source)
+        _load_into_module(module, None if shards else source)
     else:
         storage = block_dtype(fabric, next(spec.meta_model.parameters()).dtype)
         values = _values(
@@ -188,8 +188,8 @@ def _shards_fit(spec: ModelSpec, source: Path) -> bool:
         return True
     if ranks.world_size() > 1:
         raise UserError(
-            f"--train.tie_embeddings {config.tie_embeddings}: {source} is sharded and has it otherwise; "
-            "run toolkit consolidate on it first"
+            f"--train.tie_embeddings {config.tie_embeddings}: the sharded checkpoint {source} has the opposite "
+            "setting; run `toolkit consolidate` on it first"
         )
     return False
 
@@ -236,8 +236,8 @@ def _values(
 
 
 @torch.no_grad()
-def _take_weights(module: nn.Module, source: Path | None) -> None:
-    """Load a checkpoint into a user-provided module. Tensors not in it are broadcast from rank 0."""
+def _load_into_module(module: nn.Module, source: Path | None) -> None:
+    """Load a checkpoint into a user-provided module. Missing tensors are broadcast from rank 0."""
     state = module.state_dict()
     weights = {} if source is None else load_weights(source)
     for name, tensor in state.items():

@@ -129,8 +129,8 @@ def _require_script(args: RunArgs) -> None:
     _, world = detect_devices(args)
     if world.starts_processes and not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
         raise UserError(
-            f"devices {world.devices}: a notebook, a prompt, stdin or python -c has no script to start the other "
-            "processes with; put this into a file and run that, or use devices=1"
+            f"devices {world.devices}: the other processes need a script file, which a notebook, an interactive "
+            "prompt, stdin and python -c lack; run a script file, or use devices=1"
         )
 
 
@@ -143,7 +143,7 @@ def _read_model(
     if isinstance(model, nn.Module):
         return _read_module(model, block_classes, arguments)
     if block_classes is not None:
-        raise UserError("block_classes: only for a user-provided module; remove it, toolkit's models have known blocks")
+        raise UserError("block_classes: has no effect on toolkit's models, whose blocks are known; remove it")
     if model is None or isinstance(model, str):
         return {} if model is None else {"model_name": model}
     if not isinstance(model, ModelConfig):
@@ -162,16 +162,14 @@ def _read_module(
         "train.tie_embeddings": arguments["train"].tie_embeddings is not None,
     }
     for name in (name for name, is_set in no_effect.items() if is_set):
-        raise UserError(f"{name}: has no effect on a model that is ready; change the model itself")
+        raise UserError(f"{name}: has no effect on a user-provided module; change the module instead")
     if any(p.is_meta for p in module.parameters()):
         raise UserError("model: has weights on the meta device, without values; build it on the CPU")
     if isinstance(module, GPT):
         return {"module": module, "block_classes": (Block,)}
     blocks = find_blocks(module, block_classes)
     if (compiler := arguments["shared"].compiler) not in (AUTO, "none") and not blocks:
-        raise UserError(
-            f"compiler {compiler}: compiles the blocks, and none were found; name their classes: block_classes"
-        )
+        raise UserError(f"compiler {compiler}: compiles blocks, but found none in the module; set block_classes")
     return {"module": LossWrapper(module), "block_classes": blocks}
 
 
@@ -185,7 +183,7 @@ def _read_data(
 ) -> DataModule:
     train = arguments["train"]
     if allow_duplicates and not is_loader(dataset):
-        raise UserError("allow_duplicate_data True: only for a DataLoader; other data is split by toolkit")
+        raise UserError("allow_duplicate_data True: has no effect without a DataLoader; remove it")
     if dataset is not None and data is not None:
         raise UserError("data: a dataset is also given; remove one of them")
     if dataset is None or isinstance(dataset, DataModule):
@@ -193,7 +191,7 @@ def _read_data(
             name = "num_workers" if num_workers else "val_dataset"
             raise UserError(f"{name}: has no effect with a DataModule; set it on the DataModule")
         if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length == AUTO:
-            raise UserError("train.max_seq_length: must be given, the model's context length is not known")
+            raise UserError("train.max_seq_length: must be set, because the model's context length is unknown")
         return arguments["data"] if dataset is None else dataset
     ready: PythonData
     max_length = none_if_auto(train.max_seq_length)
@@ -220,7 +218,7 @@ def _read_optimizer(value: Any) -> tuple[dict[str, Any], type[torch.optim.Optimi
         value = {"name": value}
     if isinstance(value, torch.optim.Optimizer):
         raise UserError(
-            f"optimizer {type(value).__name__}: give the class, the run makes the object from the sharded weights"
+            f"optimizer {type(value).__name__}: give the class; the run builds the optimizer from the sharded weights"
         )
     values = dict(as_mapping("optimizer", value))
     cls = values.get("name")

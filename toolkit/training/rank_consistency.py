@@ -24,7 +24,7 @@ from toolkit.extension import extension_versions, hash_sources, registered
 from toolkit.planning.run_args import RunArgs, callback_paths, hyperparameters
 from toolkit.training.checkpoint_meta import RunFingerprint, values_by_flag
 
-BY_MEMORY = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
+MEMORY_DEPENDENT = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
 """Options that "auto" chooses from the memory of a device."""
 MAY_DIFFER = (
     "*_dir", "*path", "*.repo_id", "--from_peft",  # paths: their contents are compared instead
@@ -35,7 +35,7 @@ MAY_DIFFER = (
     "--extensions",  # their code is compared instead
 )  # fmt: skip
 """Options that may differ between nodes. All others are compared."""
-SEED_ALIKE = "build the same rows on every rank, for example from a generator with a fixed seed"
+SAME_ROWS_HINT = "build the same rows on every rank, for example from a generator with a fixed seed"
 
 
 def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
@@ -49,12 +49,12 @@ def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
             if (value := there.get(name)) != first.get(name):
                 hint = "start every process with the same options, and let all nodes read the same files"
                 if name == "--data" and isinstance(args.data, PythonData):
-                    raise UserError(f"dataset: rank {rank} has other rows than rank 0; {SEED_ALIKE}")
-                if name in BY_MEMORY:
+                    raise UserError(f"dataset: rank {rank}'s rows differ from rank 0's; {SAME_ROWS_HINT}")
+                if name in MEMORY_DEPENDENT:
                     hint = f"auto depends on the memory of a node's devices: set {name}"
                 elif not name.startswith("-"):
                     hint = "use the same versions and source files on all nodes"
-                raise UserError(f"{name} {value}: on rank {rank}, and {first.get(name)} on rank 0; {hint}")
+                raise UserError(f"{name} {value}: on rank {rank}, but {first.get(name)} on rank 0; {hint}")
 
 
 def flatten(options: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
@@ -75,7 +75,7 @@ def code_versions(args: RunArgs) -> dict[str, str]:
     return versions | {f"callback {path}": f"(sources {hash_sources([path.rpartition('.')[0]])})" for path in paths}
 
 
-def require_own_samples(rows: TokenDataset) -> None:
+def require_disjoint_samples(rows: TokenDataset) -> None:
     """Check that the ranks read each sample of a user-provided iterable exactly once."""
     if isinstance(rows, IterableRows):
         rows.require_disjoint(ranks.all_gather_object(rows.rank_info()))
@@ -115,8 +115,8 @@ def require_same_values(loaded: dict[str, tuple[str, str]]) -> None:
             )
             if value != first_value:
                 raise UserError(
-                    f"{flag}: rank {rank} would load {folder}, and rank 0 {first_folder}, with other weights or "
-                    "trainer state; give all nodes the same checkpoint"
+                    f"{flag}: {folder} on rank {rank} and {first_folder} on rank 0 have different weights or trainer "
+                    "state; give all nodes the same checkpoint"
                 )
 
 
@@ -125,6 +125,6 @@ def require_shared_disk(out_dir: Path) -> None:
     ranks_without_access = [rank for rank, sees in enumerate(ranks.all_gather_object(out_dir.is_dir())) if not sees]
     if ranks_without_access:
         raise UserError(
-            f"--out_dir {out_dir}: rank {ranks_without_access[0]} does not see it; give a folder on a disk that all "
-            "nodes share (of a run on remote storage: --staging_dir), or --fsdp.state_dict_type full"
+            f"--out_dir {out_dir}: rank {ranks_without_access[0]} cannot access it; use a folder on a disk that all "
+            "nodes share (--staging_dir for remote storage), or --fsdp.state_dict_type full"
         )

@@ -76,7 +76,7 @@ class Run(Launch):
         token_bytes: Number of UTF-8 bytes per token; None without a tokenizer.
         optimizer: The optimizer as Fabric wraps it.
         seconds_before: Total seconds of earlier launches.
-        ready_at: Time when this rank last left a collective. Its work until the next one delays all ranks.
+        ready_at: Time when this rank last left a collective. Its work until the next collective delays all ranks.
         skipped_steps: Steps that the fp16 GradScaler skipped in this launch.
     """
 

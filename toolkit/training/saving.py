@@ -115,7 +115,7 @@ class Saver:
             ranks.wait_for_all(is_done, pending.wait_reporter())
         seconds = time.perf_counter() - started
         if seconds > REPORT_WAITS_OVER_S:
-            self._trainer.display.message(f"waited {seconds:.1f} s for {pending.folder}, which was being written")
+            self._trainer.display.message(f"waited {seconds:.1f} s until {pending.folder} was written")
 
     def _notify(self, folder: Path) -> None:
         notify(self._trainer.callbacks, "on_checkpoint_saved", self._trainer, folder)

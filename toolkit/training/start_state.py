@@ -11,7 +11,7 @@ from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, is_ragged, mean_length, row_count, row_lengths
 from toolkit.errors import UserError
 from toolkit.optim.schedule import Schedule, build_schedule
-from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead, require_profiled_steps
+from toolkit.planning.limits import Limits, Progress, build_limits, require_profiled_steps, require_within_limits
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs, objective_entry
 from toolkit.planning.speed.flops import flops_per_token
@@ -19,7 +19,7 @@ from toolkit.training import adapters
 from toolkit.training.checkpoint_meta import RunFingerprint, read_callback_states, read_meta
 from toolkit.training.data import with_vocabulary
 from toolkit.training.model import ModelSpec, specify_model
-from toolkit.training.rank_consistency import require_own_samples, require_same_options, require_same_weights
+from toolkit.training.rank_consistency import require_disjoint_samples, require_same_options, require_same_weights
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def prepare_start_state(
 ) -> StartState:
     """Resolve start and end of the run, and check that all ranks have the same options, data and weights."""
     args = resolved.args
-    require_own_samples(data.train)
+    require_disjoint_samples(data.train)
     config = with_vocabulary(resolved.model, data)
     model = specify_model(config, args.module, args.block_classes, args.lora, args.quantize)
     length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)
@@ -87,7 +87,7 @@ def prepare_start_state(
     n_rows = getattr(data.train, "epoch_rows", row_count(data.train))
     limits = build_limits(args.train, progress, n_rows=n_rows, tokens_per_row=length, is_ragged=is_ragged(data.train))
     if resume_from is not None:
-        require_ahead(args.train, progress, limits, longest or math.ceil(length), resume_from)
+        require_within_limits(args.train, progress, limits, longest or math.ceil(length), resume_from)
     elif args.profile:
         require_profiled_steps(args.profiler, limits.total_steps)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
@@ -125,7 +125,7 @@ def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedDa
     for flag in (flag for flag, is_given in flags.items() if is_given):
         if data.val is None or not len(data.val):
             raise UserError(
-                f"--train.{flag}: this data has no held-out part to validate on; give one "
+                f"--train.{flag}: this data has no validation split; hold one out "
                 "(such as --data.val_split_fraction 0.05, for text --data.val_fraction), or remove the option"
             )
         if not (evaluation.interval or evaluation.final_validation or evaluation.initial_validation):

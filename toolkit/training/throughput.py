@@ -34,7 +34,7 @@ class Throughput:
         self._seconds += seconds
 
     def read(self) -> dict[str, float]:
-        """Return tokens_per_sec, and mfu if the peak is known, and reset the counters."""
+        """Return tokens_per_sec, and mfu if the peak is known. Resets the counters."""
         tokens_per_sec = self._tokens / self._seconds if self._seconds else float("nan")
         self._tokens, self._seconds = 0, 0.0
         values = {"tokens_per_sec": tokens_per_sec}
@@ -58,8 +58,8 @@ class StepTimes:
 
     def _reset(self) -> None:
         self._steps, self._seconds = 0, 0.0
-        self._own: np.ndarray | float = 0.0  # by rank
-        self._data: np.ndarray | float = 0.0
+        self._host_seconds: np.ndarray | float = 0.0  # by rank
+        self._data_seconds: np.ndarray | float = 0.0
 
     def add(self, microseconds: list[list[int]], seconds: float) -> None:
         """Add a step.
@@ -68,19 +68,19 @@ class StepTimes:
             microseconds: For each rank, host time and the part spent on data loading.
             seconds: Seconds from the step's all-reduce to its end.
         """
-        own, data = np.array(microseconds).T / 1e6
-        self._own, self._data = self._own + own, self._data + data
+        host, data = np.array(microseconds).T / 1e6
+        self._host_seconds, self._data_seconds = self._host_seconds + host, self._data_seconds + data
         self._steps += 1
-        self._seconds += own.max() + seconds
+        self._seconds += host.max() + seconds
 
     def read(self) -> dict[str, float]:
-        """Return per-step means and reset them.
+        """Return per-step means. Resets the counters.
 
-        step_s is the wall time without validation and saving. slowest_rank has the most host time. data_wait_s is
-        that rank's data loading time.
+        step_s is the wall time without validation and saving. slowest_rank is the rank with the most host time, and
+        data_wait_s its data loading time.
         """
-        slowest = int(np.argmax(self._own))
-        data = float(np.atleast_1d(self._data)[slowest])
+        slowest = int(np.argmax(self._host_seconds))
+        data = float(np.atleast_1d(self._data_seconds)[slowest])
         values = {"data_wait_s": data / self._steps, "step_s": self._seconds / self._steps, "slowest_rank": slowest}
         self._reset()
         return values

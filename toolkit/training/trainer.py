@@ -34,24 +34,24 @@ from toolkit.training.run import Run, resolve_run
 from toolkit.training.saving import Saver
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
 from toolkit.training.trace import DATA_WAIT, VALIDATE
-from toolkit.training.trainer_names import PYTHON_OBJECTS, find_dataset, translate
+from toolkit.training.trainer_names import PYTHON_OBJECTS, extract_dataset, translate
 from toolkit.training.validate import batches_by_source, validate
 
 
 class Trainer:
     """A training run with the arguments of :func:`toolkit.train`. Callbacks get it as ``trainer``.
 
-    Options of the group ``train`` may be keyword arguments, such as ``max_steps=100``. Equivalent arguments of
-    OpenLanguageModel's trainers also work: dataloader, device, context_length, grad_accum_steps, weight_decay,
-    grad_clip_norm, sharding_strategy and others.
+    Options of the group ``train`` may be keyword arguments, such as ``max_steps=100``. OpenLanguageModel's names also
+    work: dataloader, device, context_length, grad_accum_steps, weight_decay, grad_clip_norm, sharding_strategy and
+    others.
 
     Args:
         model: See :func:`toolkit.train`.
-        dataset: See :func:`toolkit.train`. With ``grad_accum_steps``, a DataLoader gives the micro-batch size.
+        dataset: See :func:`toolkit.train`. With ``grad_accum_steps``, a DataLoader determines the micro-batch size.
         val_dataset: Validation dataset.
         preset: "balanced", "memory" or "speed", see ``--preset``.
         strategy: "auto", "single", "ddp" or "fsdp".
-        options: The options above, and all other arguments of :func:`toolkit.train`.
+        options: Options of the group ``train``, and all other arguments of :func:`toolkit.train`.
 
     Raises:
         UserError: an argument is unknown or set twice.
@@ -67,7 +67,7 @@ class Trainer:
         strategy: str = "auto",
         **options: Any,
     ) -> None:
-        dataset, options = find_dataset((dataset, *more), options)
+        dataset, options = extract_dataset((dataset, *more), options)
         self._objects = {"model": model, "dataset": dataset, "val_dataset": val_dataset}
         self._options = {"strategy": strategy, "preset": preset or "balanced"} | options
         self.result: TrainResult | None = None
@@ -101,9 +101,9 @@ class Trainer:
         )
 
     def arguments(self, **limits: Any) -> dict[str, Any]:
-        """Return the equivalent arguments of :func:`toolkit.train` for :meth:`fit`."""
+        """Return the arguments of :func:`toolkit.train` that are equivalent to ``fit(**limits)``."""
         for name in limits.keys() & self._options.keys():
-            raise UserError(f"{name}: is given to Trainer, too; remove one of them")
+            raise UserError(f"{name}: is already an argument of Trainer; remove one of them")
         return self._objects | translate(self._options | limits, self._objects["dataset"])
 
     def start(self, config: ResolvedConfig, world: WorldInfo, callbacks: Sequence[Callback] = ()) -> None:
@@ -166,37 +166,37 @@ class Trainer:
             started_at = time.perf_counter()
             with record_function(DATA_WAIT):
                 micro_batches = run.reader.read()
-            agreed, microseconds = self._agree(micro_batches, signals, intervals, started_at, step_seconds)
-            if not agreed["writing"]:
+            totals, microseconds = self._all_reduce_step(micro_batches, signals, intervals, started_at, step_seconds)
+            if not totals["writing"]:
                 run.saver.finish()
             synced_at = time.perf_counter()
-            if self._stops_before_step(agreed, signals, is_first=progress.step + 1 == first_step):
+            if self._stops_before_step(totals, signals, is_first=progress.step + 1 == first_step):
                 return
 
             learning_rate = run.state.schedule.learning_rate(progress.step)
-            counts = {name: agreed[f"normalizer {name}"] for name in run.objective.normalizers}
+            counts = {name: totals[f"normalizer {name}"] for name in run.objective.normalizers}
             result = self._step(micro_batches, counts, learning_rate)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
                 raise GuardError(
                     f"step {progress.step + 1}: no fp16 loss scale gave a finite gradient in {skipped_in_a_row} steps"
                 )
-            run.advance(agreed["n_inputs"])
+            run.advance(totals["n_inputs"])
             run.ready_at = time.perf_counter()
             step_seconds = run.ready_at - started_at
             run.step_times.add(microseconds, run.ready_at - synced_at)
             metrics = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
             metrics |= result.parts
-            sizes = {"step_tokens": agreed["n_inputs"], "step_seconds": step_seconds}
+            sizes = {"step_tokens": totals["n_inputs"], "step_seconds": step_seconds}
             notify(self.callbacks, "on_step_end", self, metrics | sizes)
             if progress.step == first_step:
                 ranks.set_timeout(run.timeouts.later)
-            is_last = limits.reached(progress.step, progress.tokens) or agreed["time_is_up"] > 0
-            self._after_step(metrics, agreed, intervals, is_last)
+            is_last = limits.reached(progress.step, progress.tokens) or totals["time_is_up"] > 0
+            self._after_step(metrics, totals, intervals, is_last)
             if is_last:
                 return
 
-    def _agree(
+    def _all_reduce_step(
         self,
         micro_batches: list[Batch],
         signals: SignalWatch,
@@ -207,8 +207,8 @@ class Trainer:
         """Sum counts and flags over all ranks, in one all-reduce per step.
 
         Returns:
-            The sums by name, and for each rank its host time since the last step and the part of it spent waiting for
-            data, in microseconds.
+            The sums by name, and for each rank the microseconds of host work since the last step and of waiting for
+            data.
         """
         counted = micro_batches if ranks.is_first("pipeline", "context", "tensor") else []  # the others read the same
         run, data_ready_at, max_seconds = self.run, time.perf_counter(), self.run.state.limits.max_seconds
@@ -226,23 +226,23 @@ class Trainer:
             save_is_due=int(started_at - run.saved_at >= (intervals.save_seconds or math.inf)),
         )
 
-    def _stops_before_step(self, agreed: dict[str, int], signals: SignalWatch, is_first: bool) -> bool:
+    def _stops_before_step(self, totals: dict[str, int], signals: SignalWatch, is_first: bool) -> bool:
         """Whether a callback requested a stop. Raises after a signal or a read error."""
-        if agreed["signalled"]:
+        if totals["signalled"]:
             self._stop_for_signal(signals)
-        if agreed["cannot_read"]:
+        if totals["cannot_read"]:
             self._stop_for_data(is_first)
-        if agreed["should_stop"]:
+        if totals["should_stop"]:
             reason = self.run.stop_reason or "requested by another rank"
             self.display.message(f"stopping after step {self.progress.step}: {reason}")
-        return agreed["should_stop"] > 0
+        return totals["should_stop"] > 0
 
     def _after_step(
-        self, metrics: dict[str, float], agreed: dict[str, int], intervals: Intervals, is_last: bool
+        self, metrics: dict[str, float], totals: dict[str, int], intervals: Intervals, is_last: bool
     ) -> None:
         """Validate, log and save when due."""
         step, evaluation = self.progress.step, self.args.eval
-        is_eval_due = is_due(intervals.eval_steps, step) or agreed["eval_is_due"] > 0
+        is_eval_due = is_due(intervals.eval_steps, step) or totals["eval_is_due"] > 0
         should_validate = evaluation.final_validation if is_last else is_eval_due
         validation = self.validate() if should_validate else {}
         if is_due(self.args.train.log_interval, step) or is_last or validation:
@@ -251,7 +251,7 @@ class Trainer:
             notify(self.callbacks, "on_validation_end", self, validation)
             self.run.garbage.collect()
             self.run.ready_at = self.run.validated_at = time.perf_counter()
-        if not is_last and (is_due(intervals.save_steps, step) or agreed["save_is_due"]):
+        if not is_last and (is_due(intervals.save_steps, step) or totals["save_is_due"]):
             self.run.saver.start(f"step-{step:08d}")
             self.run.garbage.collect()
             self.run.ready_at = self.run.saved_at = time.perf_counter()
@@ -264,8 +264,8 @@ class Trainer:
         except GuardError as error:
             run.saver.finish_after(error, is_on_all_ranks=True)
             raise GuardError(
-                f"step {self.progress.step + 1} is not finite: {error}. Nothing of it was saved; "
-                "lower --train.learning_rate or look at these samples"
+                f"step {self.progress.step + 1} is not finite: {error}. No checkpoint includes this step; "
+                "lower --train.learning_rate or inspect these samples"
             ) from None
         run.skipped_steps += result.skipped
         return result

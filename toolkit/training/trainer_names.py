@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from toolkit.config import AUTO, PRETRAIN, DDPArgs, FSDPArgs, TrainArgs, none_if_auto
 from toolkit.config.command import CommandOptions, as_mapping
-from toolkit.config.elsewhere import elsewhere
+from toolkit.config.other_tools import suggest_option
 from toolkit.distributed import script
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
@@ -31,7 +31,7 @@ _RENAMED = {
     "warmup_steps": "train.lr_warmup_steps",
     "weight_decay": "optimizer.weight_decay",
 }
-"""Names of other trainers with the same meaning as an option."""
+"""Argument names of other trainers that have the same values as the option."""
 _PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 _PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", None: "none"}
 
@@ -40,7 +40,7 @@ def _accelerator(device: Any) -> str | None:
     """Convert "auto", a device type, or "cuda:N" to an accelerator. N must be the local rank."""
     kind, _, index = re.sub(":auto$", "", str(device)).partition(":")
     if index and index != str(rank := script.get_local_rank()):
-        raise UserError(f"device {device}: each process takes the device of its local rank, here {rank}; use {kind}")
+        raise UserError(f"device {device}: each process uses the device of its local rank, here {rank}; use {kind}")
     return None if device is None else kind
 
 
@@ -53,17 +53,17 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "transformer_layer_cls": ("block_classes", lambda cls: [cls]),
     "backward_prefetch": ("fsdp.backward_prefetch", lambda value: _PREFETCH.get(value, value)),
 }
-"""Names of other trainers with different values: (option, conversion). None means the option's default."""
+"""Argument names of other trainers whose values need conversion: (option, conversion). None: the option's default."""
 
 
-def find_dataset(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def extract_dataset(positional: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the dataset (a positional argument or ``dataloader``) and the remaining options."""
-    dataset, *more = given
+    dataset, *more = positional
     if inspect.isclass(dataset) and issubclass(dataset, Optimizer):  # Trainer(model, optimizer class, loader)
         options = options | {"optimizer": dataset}
         dataset, more = (more[0], more[1:]) if more else (None, [])
     if more:
-        raise UserError(f"Trainer(model, dataset): {len(more)} further positional arguments; name them")
+        raise UserError(f"Trainer(model, dataset): {len(more)} more positional arguments; pass them by name")
     if "dataloader" in options and dataset is not None:
         raise UserError("dataloader: a dataset is also given; remove one of them")
     dataset = options.get("dataloader", dataset)
@@ -83,7 +83,7 @@ def translate(arguments: dict[str, Any], dataset: Any) -> dict[str, Any]:
                 _set(options, option, converted, name)
         elif name not in options and name != "grad_accum_steps":
             names = [*command.parameters, *_OBJECTS, *_RENAMED, *_CONVERTED, "grad_accum_steps"]
-            hint = elsewhere(name, command.options(), lambda option: option.rpartition(".")[2])
+            hint = suggest_option(name, command.options(), lambda option: option.rpartition(".")[2])
             raise UserError(f"{name}: no such argument{hint or did_you_mean(name, names) or '; see toolkit.Trainer'}")
     if "grad_accum_steps" in arguments:
         _set_global_batch_size(options, arguments["grad_accum_steps"], dataset)

@@ -49,8 +49,8 @@ def validate(
 
     Args:
         model: The model as Fabric wraps it.
-        batches: Batches, or batches by source in the same order on every rank. The number must be the same on every
-            rank; some may have no supervised tokens.
+        batches: Batches, or batches by source in the same order on every rank. All ranks need the same number of
+            batches; a batch may have no supervised tokens.
         token_bytes: Number of UTF-8 bytes per token, shape (vocabulary,); None without a tokenizer.
 
     Returns:

@@ -30,7 +30,7 @@ from toolkit.training.rank_consistency import require_same_manifest
 T = TypeVar("T")
 
 
-def require_intact_together(
+def require_intact_on_all_ranks(
     folder: Path, is_node_leader: bool, report: Callable[[str], None], model_only: bool = False
 ) -> bool:
     """Verify a folder's files against its manifest; return whether there is a manifest. Collective.
@@ -103,7 +103,7 @@ def find_intact(
         if verify:
             require_same_manifest(folder)  # otherwise a different checkpoint on another node would look damaged
         try:
-            if verify and not require_intact_together(folder, is_node_leader, display.message):
+            if verify and not require_intact_on_all_ranks(folder, is_node_leader, display.message):
                 _same_on_all(partial(require_finite, folder))
             _same_on_all(partial(read_meta, folder))
             return folder, damaged

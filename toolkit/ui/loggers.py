@@ -40,7 +40,7 @@ class MetricsCSV:
 
     Args:
         resume_step: Remove rows after this step, atomically. ``None`` starts a new file.
-        more_columns: Columns of callbacks, after :data:`COLUMNS`. Columns of earlier launches are kept.
+        more_columns: Columns that callbacks add after :data:`COLUMNS`. Columns from earlier launches are kept.
 
     Attributes:
         n_resumed: Number of rows from earlier launches.
@@ -53,7 +53,7 @@ class MetricsCSV:
             self.columns = list(dict.fromkeys([*COLUMNS, *old_columns, *more_columns]))
             for name in self.columns:
                 if not name or set(name) & set(',"\r\n'):
-                    raise UserError(f"column {name!r}: must be a name without commas, quotes and line ends")
+                    raise UserError(f"column {name!r}: must not contain commas, quotes or line breaks; rename it")
             resumed = [self._line(row) for row in rows if float(row["step"]) <= (resume_step or 0)]
             self.n_resumed = len(resumed)
             write_atomic(self.path, b"".join([(",".join(self.columns) + "\n").encode(), *resumed]))

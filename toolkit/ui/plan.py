@@ -21,7 +21,7 @@ _DESCRIPTIONS = {
 _RECOMPUTED = {
     "none": "nothing",
     "selective": "activations, but not attention and every second matrix product (activation checkpointing: selective)",
-    "full": "all activations of a block but its input (activation checkpointing: full)",
+    "full": "all activations of a block except its input (activation checkpointing: full)",
 }
 _PARTS = {
     "products": "matrix products",
@@ -75,14 +75,14 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
 
 
 def speed_summary(
-    card: str, marketed_gb: int, prediction: Any, variants: list[Any], steps: int | None
+    gpu_name: str, marketed_gb: int, prediction: Any, variants: list[Any], steps: int | None
 ) -> dict[str, Any]:
     """Convert a :class:`toolkit.planning.speed.predict.Prediction` to JSON-serializable values.
 
     ``parts_ms`` add up to ``step_ms``. ``variants`` are flag changes with the predicted relative gain in tokens/s.
     """
     return {
-        "gpu": card,
+        "gpu": gpu_name,
         "gpu_marketed_gb": marketed_gb,
         "measured": False,
         "step_ms": round(prediction.seconds * 1e3, 2),
@@ -157,7 +157,7 @@ def _speed(summary: dict[str, Any]) -> list[str]:
         f"Speed on {world} x {speed['gpu']} (prediction; not measured on a GPU{does_not_fit})",
         f"  {'step':15}{speed['step_ms'] / size:10,.1f}  {unit}: {speed['tokens_per_sec']:,} tokens/s{mfu}",
     ]
-    sent = f"not hidden, of {speed['communication_ms'] / size:,.1f} {unit} over {speed['links']}"
+    sent = f"not overlapped, of {speed['communication_ms'] / size:,.1f} {unit} over {speed['links']}"
     for name, time in speed["parts_ms"].items():
         if name != "communication" or speed["links"]:
             description = sent if name == "communication" else _PARTS[name]
@@ -198,11 +198,11 @@ def _verdict(summary: dict[str, Any]) -> list[str]:
     lines = ["", f"Does not fit into {memory}. Changes, in this order:"]
     for number, advice in enumerate(summary["advice"], 1):
         node = f", {advice['node_memory_gb']:,.0f} GB of CPU memory per node" if advice["node_memory_gb"] else ""
-        remarks = [advice["price"]] * bool(advice["price"]) + ["fits"] * advice["fits"]
+        remarks = [advice["quality_cost"]] * bool(advice["quality_cost"]) + ["fits"] * advice["fits"]
         line = f"  {number}. {advice['change']:45} {advice['memory_gb']:.2f} GB{node}"
         lines.append(", ".join([line, *remarks]))
     if not any(advice["fits"] for advice in summary["advice"]):
         memory = summary["memory_gb"]
         smaller = "--lora_r" if memory["adapters"] > memory["weights"] + memory["quantized_base"] else "model"
-        lines.append(f"  That is not enough; use more devices or a smaller {smaller}.")
+        lines.append(f"  These changes are not enough; use more devices or a smaller {smaller}.")
     return lines

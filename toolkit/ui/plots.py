@@ -51,15 +51,15 @@ def _windows(length: int, radius: int) -> list[tuple[int, int]]:
     return [(i - min(radius, i), min(i + min(radius, i) + 1, length)) for i in range(length)]
 
 
-def loss_limits(losses: list[float], others: list[float]) -> tuple[float, float]:
-    """Return the y-axis limits for training losses in step order. ``others`` must be visible.
+def loss_limits(losses: list[float], validation_losses: list[float]) -> tuple[float, float]:
+    """Return the y-axis limits for training losses in step order and ``validation_losses``, which stay visible.
 
     The range covers all losses, unless the first twentieth or a few spikes would take more than two thirds of the
-    height. Those are cut off at the top.
+    height. These are cut off at the top.
     """
     rest = sorted(losses[len(losses) // 20 :])
-    low = min([rest[0], *others])
-    usual = max([rest[math.ceil(len(rest) * 0.99) - 1], *others])
+    low = min([rest[0], *validation_losses])
+    usual = max([rest[math.ceil(len(rest) * 0.99) - 1], *validation_losses])
     high = max(losses)
     if high - low > 3 * (usual - low) > 0:
         high = low + 1.5 * (usual - low)

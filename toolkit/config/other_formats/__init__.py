@@ -1,8 +1,8 @@
 """Convert configuration files of other tools to toolkit options: an FSDP guide's YAML and minGPT's hydra file.
 
-A file is recognized by its groups. It may also contain toolkit's keys, unless both set the same option. A key sets
-options, has no effect for a stated reason, or is an error; each is reported in one line. Flags and later files override
-keys, which are then not checked. Batch sizes of both formats are per device.
+A file is recognized by its groups. It may also contain toolkit's keys, unless both set the same option. For each key,
+one line reports the options that it sets, or why it has no effect; an unsupported key is an error. Keys that flags or
+later files override are not checked. Batch sizes of both formats are per device.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ FORMATS = {
     "optimizer_config": mingpt.OPTIMIZER,
     "trainer_config": mingpt.TRAINER,
 }
-"""The rules of the keys, by group."""
+"""Conversion rules by group and key."""
 _REPLACED_BY = {
     "model_name": ("model_name", "initial_checkpoint_dir"),
     "train.lr_warmup_steps": ("train.lr_warmup_steps", "train.lr_warmup_fraction"),
@@ -30,7 +30,7 @@ _REPLACED_BY = {
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a file into the groups of other tools and the rest. ``hydra`` counts only with minGPT's groups."""
+    """Split a file into other tools' groups and the rest. A ``hydra`` group needs one of minGPT's groups."""
     groups = {name: inner for name, inner in values.items() if name in FORMATS}
     if any(name.endswith("_config") for name in groups) and "hydra" in values:
         groups["hydra"] = values["hydra"]
@@ -40,7 +40,7 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def translate(file: File) -> list[tuple[str, OptionValue]]:
     """Convert the groups of a file to options. Prints a line per key on standard error, on rank 0 only."""
     lines: list[str] = []
-    found: dict[str, tuple[str, Any]] = {}  # the key that set an option, and the value
+    set_by: dict[str, tuple[str, Any]] = {}  # the key that set an option, and the value
     for group in file.groups:
         _check_names(file, group)
     for group, keys in file.groups.items():
@@ -48,16 +48,16 @@ def translate(file: File) -> list[tuple[str, OptionValue]]:
             if value is not None:
                 name = f"{group}.{key}"
                 options, outcome = _translate_key(file, group, key)
-                _merge(file.source, found, name, options)
+                _merge(file.source, set_by, name, options)
                 lines.append(f"{name} {OptionValue('', value).text}{outcome}")
-        implied = {o: v for o, v in mingpt.IMPLIED.get(group, {}).items() if o not in found and _is_open(file, o)}
-        _merge(file.source, found, group, implied)
+        implied = {o: v for o, v in mingpt.IMPLIED.get(group, {}).items() if o not in set_by and _is_unset(file, o)}
+        _merge(file.source, set_by, group, implied)
         if implied:
             lines.append(f"{group} -> {_flags(implied)}")
     if "hydra" in file.groups:
-        lines.append("hydra: has no effect, it configures hydra itself")
+        lines.append("hydra: has no effect on toolkit")
     note(*(f"{file.source}: {line}" for line in lines))
-    return [(option, OptionValue(file.source, value)) for option, (_, value) in found.items()]
+    return [(option, OptionValue(file.source, value)) for option, (_, value) in set_by.items()]
 
 
 def _check_names(file: File, group: str) -> None:
@@ -66,7 +66,7 @@ def _check_names(file: File, group: str) -> None:
     if rules is None:
         return
     if not isinstance(keys, Mapping):
-        raise UserError(f"{OptionValue(file.source, keys).display(group)}: a group; it takes `name: value` pairs")
+        raise UserError(f"{OptionValue(file.source, keys).display(group)}: must be a group of `name: value` pairs")
     for key in keys:
         if key not in rules:
             hint = did_you_mean(str(key), rules) or f"; known are {', '.join(rules)}"
@@ -75,28 +75,28 @@ def _check_names(file: File, group: str) -> None:
 
 def _translate_key(file: File, group: str, key: str) -> tuple[Options, str]:
     """Return the options that a key sets, and the outcome for display."""
-    rule, given, name = FORMATS[group][key], OptionValue(file.source, file.groups[group][key]), f"{group}.{key}"
+    rule, key_value, name = FORMATS[group][key], OptionValue(file.source, file.groups[group][key]), f"{group}.{key}"
     overrides = [file.override(option) for option in rule.options]
     if all(overrides):
         return {}, f": overridden by {overrides[0]}"
-    if both := [option for option in rule.options if option in file.own and option not in file.later]:
-        raise UserError(f"{given.display(name)}: the file also sets {both[0]}; keep one of them")
+    if both := [option for option in rule.options if option in file.toolkit_options and option not in file.overrides]:
+        raise UserError(f"{key_value.display(name)}: the file also sets {both[0]}; keep one of them")
     try:
-        result = rule.apply(file, given.value)
-    except UserError:  # of the number of devices
+        result = rule.apply(file, key_value.value)
+    except UserError:  # invalid number of devices
         raise
     except ValueError as error:
-        raise UserError(f"{given.display(name)}: {error}") from None
+        raise UserError(f"{key_value.display(name)}: {error}") from None
     if isinstance(result, str):
         return {}, f": {result}"
     options = {option: value for option, value in result.items() if not file.override(option)}
     return options, f" -> {_flags(options)}{rule.note and f' ({rule.note})'}"
 
 
-def _merge(source: str, found: dict[str, tuple[str, Any]], key: str, options: Options) -> None:
-    """Add the options of a key to ``found``."""
+def _merge(source: str, set_by: dict[str, tuple[str, Any]], key: str, options: Options) -> None:
+    """Add the options of a key to ``set_by``."""
     for option, value in options.items():
-        other, before = found.setdefault(option, (key, value))
+        other, before = set_by.setdefault(option, (key, value))
         if before != value:
             meaning, other_meaning = _flags({option: value}), _flags({option: before})
             raise UserError(
@@ -104,10 +104,10 @@ def _merge(source: str, found: dict[str, tuple[str, Any]], key: str, options: Op
             )
 
 
-def _is_open(file: File, option: str) -> bool:
+def _is_unset(file: File, option: str) -> bool:
     """Whether neither the file nor an override sets an option that a group implies."""
     names = _REPLACED_BY.get(option, (option,))
-    return not any(name in file.own or file.override(name) for name in names)
+    return not any(name in file.toolkit_options or file.override(name) for name in names)
 
 
 def _flags(options: Options) -> str:

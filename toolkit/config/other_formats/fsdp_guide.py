@@ -30,7 +30,7 @@ def _without_fsdp(file: File) -> str:
 
 
 def _without_shards(file: File) -> str:
-    """Return the reason why nothing is sharded; "" if something is."""
+    """Return the reason why the run shards nothing; "" if it shards."""
     sharding = file.option("fsdp.sharding_strategy") or file.find("distributed", "fsdp_sharding_strategy")
     if reason := _without_fsdp(file):
         return reason
@@ -52,7 +52,7 @@ def _between_devices(option: str) -> Convert:
 def _min_num_params(file: File, number: int) -> Options | str:
     policy = file.option("fsdp.auto_wrap") or file.find("distributed", "fsdp_auto_wrap_policy")
     if policy not in ("size", "size_based_auto_wrap"):
-        return "no effect, it is for fsdp_auto_wrap_policy size_based_auto_wrap"
+        return "no effect without fsdp_auto_wrap_policy size_based_auto_wrap"
     return _without_shards(file) or {"fsdp.min_num_params": number}
 
 
@@ -67,7 +67,7 @@ def _mixed_precision(file: File, is_mixed: bool) -> str:
 
 def _precision(file: File) -> str | None:
     """Return the precision of the run; None if it is auto."""
-    if "precision" in {**file.own, **file.later}:
+    if "precision" in {**file.toolkit_options, **file.overrides}:
         return file.option("precision")
     is_mixed, dtype = (file.find("distributed", key) for key in ("fsdp_mixed_precision", "fsdp_param_dtype"))
     if (is_mixed is None and dtype is None) or _without_fsdp(file):
@@ -76,13 +76,13 @@ def _precision(file: File) -> str | None:
 
 
 def _without_dtypes(file: File) -> str:
-    """Return the reason why FSDP's dtypes have no effect; "" if they have one."""
+    """Return the reason why FSDP's dtypes have no effect; "" if they apply."""
     is_off = file.find("distributed", "fsdp_mixed_precision") is False
     return "no effect, fsdp_mixed_precision is false" if is_off else _without_fsdp(file)
 
 
 def _dtype(option: str) -> Convert:
-    """Return the converter for a dtype that follows --precision if auto."""
+    """Return the converter for a dtype whose auto value follows --precision."""
 
     def convert(file: File, dtype: str) -> Options | str:
         if reason := _without_dtypes(file):
@@ -91,7 +91,7 @@ def _dtype(option: str) -> Convert:
         if option == "fsdp.reduce_dtype" and dtype == "fp16" and precision != "16-mixed":
             raise ValueError("needs the gradient scaler of --precision 16-mixed; use float32 or bfloat16")
         if precision and dtype == ("bf16" if precision == "bf16-true" else "fp32"):
-            return f"already so with --precision {precision}"
+            return f"already set by --precision {precision}"
         return _without_shards(file) or {option: dtype}
 
     return convert
@@ -128,9 +128,7 @@ DISTRIBUTED = {
         {"full_state_dict": "full", "sharded_state_dict": "sharded"},
         ("fsdp.state_dict_type",),
         _under_fsdp("fsdp.state_dict_type"),
-        fixes={
-            "local_state_dict": "use sharded_state_dict: a file per device, too, and readable on any number of devices"
-        },
+        fixes={"local_state_dict": "use sharded_state_dict: it also writes a file per device, and loads on any number"},
     ),
     "fsdp_mixed_precision": Rule(
         BOOL,

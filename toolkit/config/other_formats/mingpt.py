@@ -5,9 +5,9 @@ from toolkit.config.other_formats.rules import (
     CLIP_NORM,
     COUNT,
     COUNT_OR_ZERO,
+    FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
-    SHARE,
     File,
     Options,
     Rule,
@@ -23,7 +23,7 @@ def _max_epochs(file: File, epochs: float) -> Options:
     """Multiply epochs by the row length: a minGPT epoch has one row per position of the text."""
     length = file.option("train.max_seq_length") or file.find("data_config", "block_size")
     if length is None:
-        raise ValueError("counts rows of data_config.block_size tokens; give that, or --train.epochs")
+        raise ValueError("counts rows of data_config.block_size tokens; set block_size, or use --train.epochs")
     return {"train.epochs": epochs * COUNT(length)}
 
 
@@ -34,8 +34,8 @@ def _snapshot_path(file: File, path: str) -> Options:
 DATA = {
     "path": Rule(text, ("data.path",)),
     "block_size": Rule(COUNT, ("model_config.block_size", "train.max_seq_length"), _block_size),
-    "train_split": Rule(SHARE, ("data.train_split",), note="the end of the text is held out"),
-    "truncate": Rule(SHARE, ("data.truncate",)),
+    "train_split": Rule(FRACTION, ("data.train_split",), note="the end of the text is held out"),
+    "truncate": Rule(FRACTION, ("data.truncate",)),
 }
 GPT = {
     "model_type": Rule(text, ("model_name",)),
@@ -49,7 +49,7 @@ OPTIMIZER = {
 }
 TRAINER = {
     "max_epochs": Rule(
-        COUNT, ("train.epochs",), _max_epochs, "an epoch there reads each token block_size times, in overlapping rows"
+        COUNT, ("train.epochs",), _max_epochs, "a minGPT epoch reads each token block_size times, in overlapping rows"
     ),
     "batch_size": BATCH_SIZE,
     "data_loader_workers": Rule(COUNT_OR_ZERO, ("data.num_workers",)),
@@ -59,8 +59,8 @@ TRAINER = {
         COUNT,
         ("train.save_interval",),
         lambda file, epochs: (
-            "no effect: how many steps an epoch has is known only once the data is read; a run saves after each fifth "
-            "and every 10 minutes, or as --train.save_interval counts steps"
+            "no effect: the steps per epoch are unknown before the data is read; a run saves after each fifth and "
+            "every 10 minutes, or every --train.save_interval steps"
         ),
     ),
     "use_amp": Rule(

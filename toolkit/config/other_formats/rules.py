@@ -19,12 +19,12 @@ class Rule(NamedTuple):
     """Conversion of one key of another tool.
 
     Args:
-        read: The option's value by the key's value, or a function that checks and converts it, and raises ValueError
-            with what the value must be.
+        read: Option values by key value, or a function that checks and converts a key's value. Its ValueError states
+            what the value must be.
         options: The options that the key sets. If flags set all of them, the key is ignored.
         convert: Returns the options, or why the key sets none; raises ValueError with the fix. Default: the one option
             has the value.
-        note: Text for the line that reports the key.
+        note: Text to add to the line that reports the key.
         fixes: Unsupported values, each with the fix.
     """
 
@@ -59,15 +59,15 @@ class File:
     Args:
         source: Path of the file.
         groups: Content of the groups.
-        own: toolkit's options in the same file, by dotted name.
-        later: Options that override the file, from flags and later files.
+        toolkit_options: toolkit's options in the same file, by dotted name.
+        overrides: Options from flags and later files.
         world_size: Returns the number of devices on all nodes.
     """
 
     source: str
     groups: Mapping[str, Mapping[str, Any]]
-    own: Mapping[str, OptionValue]
-    later: Mapping[str, OptionValue]
+    toolkit_options: Mapping[str, OptionValue]
+    overrides: Mapping[str, OptionValue]
     world_size: Callable[[], int]
 
     def find(self, group: str, key: str) -> Any:
@@ -76,15 +76,15 @@ class File:
 
     def option(self, name: str) -> str | None:
         """Return the text of a toolkit option; None if it is unset or auto."""
-        value = self.later.get(name) or self.own.get(name)
+        value = self.overrides.get(name) or self.toolkit_options.get(name)
         return None if value is None or value.text == "auto" else value.text
 
     def override(self, option: str) -> str | None:
         """Return what overrides ``option``, for display. Another data class overrides all data options."""
-        data = self.later.get("data") or self.own.get("data")
+        data = self.overrides.get("data") or self.toolkit_options.get("data")
         if option.startswith("data.") and data is not None and data.text.rpartition(".")[2] != "CharText":
             return data.display("data")
-        return self.later[option].display(option) if option in self.later else None
+        return self.overrides[option].display(option) if option in self.overrides else None
 
 
 # ---- values of keys
@@ -105,7 +105,7 @@ COUNT = partial(_number, "an integer greater than zero", lambda n: n > 0 and n.i
 COUNT_OR_ZERO = partial(_number, "an integer that is not negative", lambda n: n >= 0 and n.is_integer())
 POSITIVE = partial(_number, "a number greater than zero", lambda n: n > 0)
 NOT_NEGATIVE = partial(_number, "a number that is not negative", lambda n: n >= 0)
-SHARE = partial(_number, "greater than 0 and at most 1", lambda n: 0 < n <= 1)
+FRACTION = partial(_number, "greater than 0 and at most 1", lambda n: 0 < n <= 1)
 BOOL = {True: True, False: False}
 
 

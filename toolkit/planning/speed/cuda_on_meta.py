@@ -33,7 +33,7 @@ class _CudaOnMeta(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # as autocast's cache: of trained weights
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # trained weights, as in autocast
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -25,12 +25,11 @@ def _matmul_sizes(model: nn.Module) -> list[tuple[int, bool]]:
 
 
 def flops_per_token(model: nn.Module, config: ModelConfig, seq_length: float, *, causal: bool = False) -> float:
-    """FLOPs of forward and backward per token: 6 x matmul parameters + 12 x layers x d x T (PaLM, arXiv 2204.02311, B).
+    """Return FLOPs per token: 6 x matmul parameters + 12 x layers x d x T (PaLM, arXiv 2204.02311, appendix B).
 
-    ``d`` is heads x head size and T the sequence length; if the widths of values and keys differ, d is their mean.
-    Frozen parameters count 4 times instead of 6, because they have no gradient. ``causal`` counts half of the attention
-    term, as computed by a causal kernel. Recomputation does not count: these are the FLOPs of the model, not of
-    the hardware.
+    This counts the forward and backward pass. ``d`` is heads x head size and T the sequence length; if the widths of
+    values and keys differ, d is their mean. Frozen parameters count 4 times instead of 6, because they have no
+    gradient. ``causal`` halves the attention term, as in a causal kernel. Recomputation does not count.
     """
     attention = 6 * config.n_layer * config.n_head * (config.head_size + config.value_size) * seq_length
     linear = sum((6 if is_trained else 4) * size for size, is_trained in _matmul_sizes(model))

@@ -2,8 +2,8 @@
 
 Matrix products, attention and other unfusable kernels stay. Between two of them, all element-wise operators and
 reductions become one kernel that reads each tensor once and writes only what is used elsewhere: by an unfusable kernel,
-by a later fused kernel of the same pass, or outside the block. The backward pass recomputes the values of the forward
-pass that are not in memory for another reason, as torch's partitioner does.
+by a later fused kernel of the same pass, or outside the block. Like torch's partitioner, the backward pass recomputes
+forward values unless they are in memory for another reason.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""GPUs: data sheet figures, and the fractions of them that training reaches."""
+"""GPU specifications from data sheets, and the fractions of the peaks that training reaches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class KernelRates(NamedTuple):
 
     Args:
         products: Large matrix products.
-        forward, backward: Fused attention with heads of 128.
-        flash: Rate of torch's FlashAttention 2 relative to that: cuDNN's is faster on Hopper and later.
-        masked: Rate of the kernel that takes masks, relative to that.
+        forward, backward: Fused attention with head size 128.
+        flash: Speed of torch's FlashAttention 2 relative to fused attention. On Hopper and later, cuDNN is faster.
+        masked: Speed of the attention kernel that supports masks, relative to fused attention.
     """
 
     products: float
@@ -29,22 +29,22 @@ class KernelRates(NamedTuple):
 
 
 class GpuSpec(NamedTuple):
-    """A GPU.
+    """GPU specifications.
 
-    From the vendor's data sheet (sparse figures halved, links per direction), but the memory is what the driver
-    reports, and the rates of kernels are assumptions.
+    From the vendor's data sheet (sparse figures halved, links per direction), except the memory, which the driver
+    reports, and the kernel rates, which are assumptions.
 
     Args:
         peak: Dense bfloat16 tensor-core FLOP/s.
         fp32: FLOP/s in fp32 without TF32, which toolkit does not use.
-        bandwidth: Bytes/s of the memory.
-        memory: Bytes.
+        bandwidth: Memory bandwidth in bytes/s.
+        memory: Memory in bytes.
         link: Bytes/s to the other GPUs of a node.
         link_name: NVLink or PCIe.
-        network: Bytes/s of a GPU's share of the network between nodes, of the vendor's reference node.
+        network: Bytes/s per GPU between nodes, in the vendor's reference node.
         network_name: The network's name, for display.
         kernels: The fractions of the peak that kernels reach.
-        has_bf16: Whether the GPU has bfloat16; otherwise the peak is float16's.
+        has_bf16: Whether the GPU supports bfloat16; otherwise ``peak`` is for float16.
     """
 
     peak: float
@@ -71,9 +71,9 @@ class GpuSpec(NamedTuple):
 # The network: 8 x 400 Gb/s (DGX H100), 8 x 200 Gb/s (DGX A100), otherwise 100 Gb/s per node of 8.
 _HOPPER, _AMPERE = KernelRates(0.72, 0.50, 0.40, flash=0.65), KernelRates(0.82, 0.60, 0.50)
 _OTHERS = KernelRates(0.85, 0.60, 0.50)
-# Before Ampere, torch has no FlashAttention 2 and takes the memory-efficient kernel, with and without masks. Its
+# Before Ampere, torch has no FlashAttention 2 and uses the memory-efficient kernel, with and without masks. Its
 # forward pass on a T4: a kernel that reaches 0.66 of the peak was measured 1.95 times as fast (causal, heads of 128,
-# github.com/Dao-AILab/flash-attention/pull/2379). Assumed: as much less in the backward pass, and the same on a V100.
+# github.com/Dao-AILab/flash-attention/pull/2379). Assumed: the same ratio for the backward pass and for a V100.
 _NO_FLASH = KernelRates(0.85, 0.34, 0.28, masked=1.0)
 _NDR, _HDR = (50e9, "400 Gb/s InfiniBand per GPU"), (25e9, "200 Gb/s InfiniBand per GPU")
 _ETHERNET = (12.5e9 / 8, "100 Gb/s Ethernet per node of 8")
@@ -104,9 +104,9 @@ GPUS = {
 
 
 def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
-    """Return the table name and specs of a GPU, by the name that a user, vendor or driver writes.
+    """Return the table name and specs of a GPU, given its name as a user, vendor or driver writes it.
 
-    Case, spaces, hyphens, NVIDIA, GeForce, RTX, SXM and the kind of memory do not matter; GB must match.
+    Case, spaces, hyphens, NVIDIA, GeForce, RTX, SXM and the memory type are ignored. The memory size must match.
     """
     if accelerator in ("cpu", "mps"):
         raise UserError(f"--speed {name}: not supported with --accelerator {accelerator}; remove one of them")

@@ -20,8 +20,8 @@ class Communication:
     """Communication seconds per step.
 
     Args:
-        sent: All collectives.
-        exposed: The part that computation does not hide.
+        sent: Seconds of all collectives.
+        exposed: Seconds that do not overlap with computation.
         links: Names of the links, for display.
     """
 
@@ -33,11 +33,11 @@ class Communication:
 def communication(
     setup: MemoryInputs, model: GPT, gpu: GpuSpec, devices: int, num_nodes: int, forward: float, backward: float
 ) -> Communication:
-    """Return the communication of a step.
+    """Predict the communication time of a step.
 
-    ddp: the all-reduce of a bucket overlaps with the rest of the last backward pass; the last bucket does not. fsdp:
-    all-gathers of blocks overlap with the block before, their reductions with the next block's backward pass;
-    collectives of the root unit, the first block and replicated parameters overlap with nothing.
+    ddp: the all-reduce of every bucket but the last overlaps with the last backward pass. fsdp: a block's all-gather
+    overlaps with the previous block, its reduction with the next block's backward pass; collectives of the root unit,
+    the first block and replicated parameters do not overlap.
 
     Args:
         model: The model on the meta device.
@@ -79,7 +79,7 @@ class _Topology:
         return LATENCY + moved / (rate * NCCL_SHARE)
 
     def all_reduce(self, size: float) -> float:
-        """Seconds of an all-reduce: within nodes reduce-scatter and all-gather, between them of each device's part."""
+        """Return the seconds of an all-reduce: within nodes, then of each device's part between nodes."""
         inside = 2 * self.gather(size, self.devices)
         if self.num_nodes == 1:
             return inside
@@ -88,7 +88,7 @@ class _Topology:
 
 
 def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, backward: float) -> tuple[float, float]:
-    """Return the seconds of all collectives, and of their exposed part."""
+    """Return the seconds of all collectives, and the exposed seconds."""
     unit, root = unit_precision(setup.fsdp, setup.precision)
     rest, *units = plan_units(model, setup.fsdp, (Block,))
     whole = [p for n, p in model.named_parameters() if is_adapter(n) or (unit is not None and p.ndim < 2)]

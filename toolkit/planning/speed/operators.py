@@ -1,4 +1,4 @@
-"""Operators on meta tensors, with their bytes and FLOPs."""
+"""Record operators on meta tensors, with their bytes and FLOPs."""
 
 import math
 from collections import Counter
@@ -39,14 +39,14 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """An operator.
+    """One call of an operator.
 
     Args:
         name: The operator's name in torch.
         kind: See :data:`Kind`.
         layer: Index of the traced block; None for the embedding, the head and the optimizer.
-        is_backward: Whether the backward pass runs it.
-        reads, writes: Tensors on the device.
+        is_backward: Whether the call is in the backward pass.
+        reads, writes: Accessed tensors on the device.
         flops: FLOPs of products and attention.
         is_16_bit: Whether a product has 16-bit inputs.
         head_size: Head size of attention.
@@ -70,7 +70,7 @@ class Op:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators on meta tensors in ``ops``, as of the current ``layer`` and ``is_backward``.
+    """Appends operators on meta tensors to ``ops``, with the current ``layer`` and ``is_backward``.
 
     Args:
         gradients: Weight gradients that the backward pass accumulates into.
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self.layer: int | None = None
         self.is_backward = False
         self._versions: Counter[int] = Counter()
-        self._alive: dict[int, Any] = {}  # a freed storage's address would be taken by the next
+        self._alive: dict[int, Any] = {}  # a later storage could reuse a freed address
         self._gradients = {self._storage(g) for g in gradients}
         self._quantized = quantized or {}
 
@@ -172,7 +172,7 @@ def _flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
 def _attention_flops(name: str, arguments: dict[str, Any]) -> float:
     """Return the FLOPs of torch's attention on queries (B, heads, T, width). torch 2.11 does not count query groups.
 
-    The backward pass computes the scores again: three products as wide as the keys, two as wide as the values.
+    The backward pass recomputes the scores: three products with the key width, two with the value width.
     """
     (B, heads, T, width), values = arguments["query"].shape, arguments["value"].size(-1)
     pairs = B * heads * T * arguments["key"].size(2) * (0.5 if arguments.get("is_causal", False) else 1.0)
@@ -180,9 +180,9 @@ def _attention_flops(name: str, arguments: dict[str, Any]) -> float:
 
 
 def _flash_flops(name: str, arguments: dict[str, Any]) -> float:
-    """FLOPs of toolkit's operator (models/attention_kernels.py) on queries (B, T, heads, width).
+    """Return the FLOPs of the operator in models/attention_kernels.py on queries (B, T, heads, width).
 
-    The bounds of packed documents are values: each row counts as one document.
+    Document bounds of packed rows have no values on the meta device: each row counts as one document.
     """
     B, T, heads, width = arguments["q"].shape
     before = arguments["window"]  # keys before the query, -1 for all

@@ -1,9 +1,9 @@
-"""The predicted time of a training step on a GPU: a roofline over the operators that the run dispatches.
+"""Predict the time of a training step on a GPU: a roofline over the operators that the run dispatches.
 
-An operator takes the longest of its bytes over the memory's bandwidth, its FLOPs over the rate of its kind, and the
-least time of a kernel. The host launches operators ahead of the GPU; where launching takes longer than the kernels of a
-micro-step, the difference counts. Nothing is measured: the constants are below and in ``gpus.py``, and how far the
-predictions are from published figures is in tutorials/distributed.md.
+An operator takes the maximum of bytes / memory bandwidth, FLOPs / rate of its kind, and the minimum kernel time. The
+host launches operators ahead of the GPU; if launching takes longer than the kernels of a micro-step, the difference is
+added. Nothing is measured: the constants are below and in ``gpus.py``. tutorials/distributed.md compares predictions
+with published figures.
 """
 
 from collections import Counter
@@ -36,11 +36,11 @@ SMALL_HEAD_SHARE = 0.65
 MIN_KERNEL_S = 3e-6
 """Minimum seconds per kernel, including the gap to the next one."""
 HOST_OPERATOR, HOST_VIEW = 9e-6, 2e-6
-"""Seconds of the host for an operator, with Python, autograd and launch; for a view."""
+"""Host seconds per operator (Python, autograd and launch), and per view."""
 HOST_GRAPH, HOST_COMPILED = 80e-6, 5e-6
-"""Seconds of the host to enter a compiled block (guards, saved tensors), and for each of its kernels."""
+"""Host seconds to enter a compiled block (guards, saved tensors), and per kernel of the block."""
 HOST_UNIT = 1e-3
-"""Seconds of the host for FSDP's hooks of a unit, in each pass."""
+"""Host seconds for the hooks of an FSDP unit, per forward or backward pass."""
 HOST_STEP = 1e-3
 """Seconds per step in which the GPU waits: the host reads loss and norm before it launches the next forward pass."""
 
@@ -51,10 +51,10 @@ class Prediction:
 
     Args:
         products, attention, memory_bound: GPU time of all micro-steps by kind of kernel.
-        launch: Time that the GPU waits for the host.
-        optimizer: Norm, clipping and update.
-        communication: Communication that computation does not hide.
-        links: All communication, and its links.
+        launch: Seconds that the GPU waits for the host.
+        optimizer: Gradient norm, clipping and update.
+        communication: Communication that does not overlap with computation.
+        links: All communication, including overlapped.
         tokens: Tokens of a step, over all devices.
         mfu: See :func:`toolkit.planning.speed.flops.flops_per_token`; None for 32-true, as in a run.
         kernels: Number of kernels of a micro-step on one device.
@@ -158,7 +158,7 @@ def seconds(op: Op, gpu: GpuSpec) -> float:
 
 
 def _gpu_times(trace: Trace, ops: Iterable[Op], gpu: GpuSpec) -> dict[str, float]:
-    """Return the seconds of the GPU by kind of operator."""
+    """Return GPU seconds by kind of operator."""
     times = {"products": 0.0, "attention": 0.0, "memory_bound": 0.0}
     kinds = {"product": "products", "attention": "attention"}
     for op in ops:
@@ -167,7 +167,7 @@ def _gpu_times(trace: Trace, ops: Iterable[Op], gpu: GpuSpec) -> dict[str, float
 
 
 def _host_seconds(trace: Trace, setup: MemoryInputs, is_compiled: bool) -> float:
-    """Return the seconds that the host needs to launch a micro-step."""
+    """Return the host seconds to launch a micro-step."""
     total = 0.0
     for op in trace.ops:
         in_graph = is_compiled and op.layer is not None
@@ -191,7 +191,7 @@ def _sharding_seconds(setup: MemoryInputs, model: GPT, gpu: GpuSpec) -> float:
 
 
 def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, gpu: GpuSpec) -> tuple[float, str | None]:
-    """Return the seconds of norm, clipping and update on this device's part of the weights, and what is estimated."""
+    """Return the seconds of norm, clipping and update on a device's shard, and a note if the update is estimated."""
     trained = [p for p in model.parameters() if p.requires_grad]
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
     rate = gpu.bandwidth * BANDWIDTH_SHARE
@@ -216,11 +216,11 @@ def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, gpu: GpuSpec
 def _notes(plan: RunPlan) -> tuple[str, ...]:
     args, setup = plan.config.args, memory_inputs(plan.config, plan.model)
     caveats = {
-        "packed rows count with one document each: shorter documents need less attention": setup.packed,
-        "rows count with their greatest length; shorter rows are padded, or take less time": args.is_finetune
+        "each packed row counts as one document; shorter documents need less attention": setup.packed,
+        "each row counts with the maximum length; shorter rows are padded, or take less time": args.is_finetune
         and not setup.packed,
         "--fsdp.cpu_offload: copies between CPU and GPU are not predicted": plan.config.strategy.offloads,
-        "the load of experts counts as equal": bool(plan.model.n_moe_layer),
+        "experts are assumed to have equal load": bool(plan.model.n_moe_layer),
         "--deterministic true: its kernels, which may be slower, are not predicted": args.deterministic,
         f"--compiler {plan.compiler[0]}: predicted as without a compiler": plan.compiler[0] not in ("none", "torch"),
     }

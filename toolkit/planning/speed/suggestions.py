@@ -53,7 +53,7 @@ def suggestions(plan: RunPlan, gpu: GpuSpec, prediction: Prediction) -> list[Sug
 def _best(
     change: Callable[[RunPlan], Iterator[tuple[str, RunArgs]]], plan: RunPlan, gpu: GpuSpec, prediction: Prediction
 ) -> tuple[Suggestion, RunPlan] | None:
-    """Return the fastest form of a change that fits."""
+    """Return the fastest variant of a change that fits."""
     best = None
     for text, args in change(plan):
         try:
@@ -61,7 +61,7 @@ def _best(
             if not _fits(changed, plan):
                 continue
             predicted = predict(changed, gpu)
-        except UserError:  # the run would refuse it, or it cannot be predicted
+        except UserError:  # the run would raise this, or the speed cannot be predicted
             continue
         suggestion = Suggestion(text, _gain(predicted, prediction), predicted)
         if suggestion.gain > (best[0].gain if best else MIN_GAIN):
@@ -101,7 +101,7 @@ def _micro_batch(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
     for size in sorted({2**i for i in range(11)} | {per_rank}):
         if batch.micro_batch_size < size <= per_rank and per_rank % size == 0:
             changed = replace(args, train=replace(args.train, micro_batch_size=size))
-            with suppress(UserError):  # the run would refuse it
+            with suppress(UserError):  # the run would raise this
                 if not _fits(plan_run(changed, plan.config.devices), plan):
                     break
                 fitting.append((f"--train.micro_batch_size {size}", changed))
@@ -116,7 +116,7 @@ def _less_recomputation(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
 
 
 def _strategy(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    """Switch between ddp and fsdp; a strategy refuses the other's options."""
+    """Switch between ddp and fsdp, if the options support both."""
     args, kind = plan.config.args, plan.config.strategy.kind
     if kind == "fsdp" and plan.config.strategy.extension is None and not plan.config.strategy.offloads:
         yield "--strategy ddp", replace(args, strategy="ddp")

@@ -46,11 +46,11 @@ _traces: dict[str, Trace] = {}
 
 
 def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool = False) -> Trace:
-    """Return the operators of the forward and backward pass of one micro-batch; the same list for the same setup.
+    """Return the operators of the forward and backward pass of one micro-batch. The result is cached.
 
     Args:
-        setup: The run.
-        has_gradients: Whether it accumulates into the gradients of earlier micro-batches.
+        setup: The run's memory inputs.
+        has_gradients: Whether the micro-batch adds to the gradients of earlier micro-batches.
         is_compiled: Whether the loss is compiled. Blocks have the same operators; ``fusion.py`` fuses them.
     """
     others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, Layout(), "")
@@ -96,7 +96,7 @@ def _compiled_loss(recorder: Recorder, *args: Any) -> Any:
 
 
 def _checkpoint(model: GPT, setup: MemoryInputs) -> None:
-    """Checkpoint the blocks; they are recomputed as on CUDA, too, and torch does not check the recomputed tensors."""
+    """Checkpoint the blocks. The recomputation also emulates CUDA; torch does not check the recomputed tensors."""
     mode = setup.activation_checkpointing
     checkpoint_blocks(model, (Block,), mode)
     for block in model.blocks if mode != "none" else ():

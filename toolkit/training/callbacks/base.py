@@ -44,7 +44,7 @@ class Callback:
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Called when metrics are logged: every ``--train.log_interval`` steps and with every validation. There is no
-        ``loss`` before the first step. Later callbacks see what this one adds to ``metrics``."""
+        ``loss`` before the first step. Later callbacks see what this callback adds to ``metrics``."""
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Called after a validation. Metrics: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty
@@ -113,7 +113,7 @@ def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], 
 
 
 def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
-    """Return callbacks by class name. The second one of a class is ``NAME 2``."""
+    """Return callbacks by class name. A second callback of the same class is ``NAME 2``."""
     named: dict[str, Callback] = {}
     for callback in callbacks:
         name = type(callback).__qualname__

@@ -69,6 +69,6 @@ class EarlyStopping(Callback):
 
 
 def is_lower(metrics: dict[str, float], before: float | None) -> bool:
-    """Whether the validation loss is lower than ``before``. Collective; returns rank 0's answer."""
+    """Whether the validation loss on rank 0 is lower than ``before``. Collective."""
     loss = metrics.get("val_loss")
     return ranks.broadcast_from_rank0(loss is not None and (before is None or loss < before))

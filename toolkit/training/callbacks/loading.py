@@ -28,7 +28,7 @@ def _load(entry: Any) -> Callback:
     path, arguments = entry["class_path"], entry.get("init_args") or {}
     cls = _import(path)
     if not (inspect.isclass(cls) and issubclass(cls, Callback)):
-        raise UserError(f"--callbacks {path}: is not a class derived from toolkit.Callback")
+        raise UserError(f"--callbacks {path}: must be a class derived from toolkit.Callback")
     try:
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:

@@ -49,7 +49,7 @@ class MetricsFile(Callback):
 
 
 def is_plot_current(out_dir: Path) -> bool:
-    """Whether ``loss.png`` exists and is not older than the metrics. A run may be killed before it is drawn."""
+    """Whether ``loss.png`` exists and is not older than the metrics. A run may be killed before it draws the plot."""
     csv, plot = out_dir / "logs" / "metrics.csv", out_dir / "loss.png"
     return plot.exists() and not (csv.exists() and plot.stat().st_mtime_ns < csv.stat().st_mtime_ns)
 

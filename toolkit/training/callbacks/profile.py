@@ -155,7 +155,7 @@ class Profile(Callback):
 
 
 def format_shares(shares_by_rank: dict[int, Shares]) -> list[str]:
-    """Format the time breakdown by rank as table lines. With many ranks, show those that communicate least."""
+    """Format the time breakdown by rank as table lines. With many ranks, show the ranks that communicate least."""
     least = sorted(shares_by_rank, key=lambda rank: shares_by_rank[rank].communication)[:MAX_RANKS]
     columns = [f.name for f in fields(Shares)]
     headings = [name.replace("_", " ") for name in columns[:-1]]

@@ -93,15 +93,14 @@ def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens:
         return None
     if config is None:
         raise UserError(
-            f"--eval.max_new_tokens {max_new_tokens}: is only supported for toolkit's own models; remove it"
+            f"--eval.max_new_tokens {max_new_tokens}: is not supported with a user-provided model; remove it"
         )
     fitting = max(1, min(_NEW_TOKENS, config.block_size // 2))
     if max_new_tokens == AUTO:
         max_new_tokens = fitting
     if max_new_tokens >= config.block_size:
         raise UserError(
-            f"--eval.max_new_tokens {max_new_tokens}: the model has a context of {config.block_size} tokens, "
-            "prompt included; give fewer"
+            f"--eval.max_new_tokens {max_new_tokens}: must be less than {config.block_size}, the model's context length"
         )
     rows = data.val if data.val is not None and len(data.val) else data.train
     prompt = ranks.broadcast_from_rank0(first_prompt(rows))

@@ -16,15 +16,15 @@ from toolkit.training.callbacks.base import Callback
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
-MAX_WAITING = 2  # maximum number of checkpoints waiting for upload
+MAX_PENDING_UPLOADS = 2  # checkpoints waiting for upload
 SECONDS_AFTER_FAILURE = 20.0  # less than the timeout of the other ranks
 
 
 class Upload(Callback):
     """Uploads every checkpoint, and the run's other files at its end.
 
-    The staging folder keeps the newest step checkpoint, ``best``, ``final`` and at most :data:`MAX_WAITING` checkpoints
-    that are not uploaded yet. ``uploader`` is None except on rank 0.
+    The staging folder keeps the newest step checkpoint, ``best``, ``final`` and at most :data:`MAX_PENDING_UPLOADS`
+    checkpoints that are not uploaded yet. ``uploader`` is None except on rank 0.
     """
 
     def __init__(self, uploader: Uploader | None, args: RunArgs, display: Any) -> None:
@@ -37,12 +37,12 @@ class Upload(Callback):
         if self.uploader is not None:
             self.uploader.submit(folder)
             prune(self.args.run_dir, keep_last=1)
-        self.wait(MAX_WAITING)
+        self.wait(MAX_PENDING_UPLOADS)
         taken_by = ranks.broadcast_from_rank0(None if self.uploader is None else self.uploader.lease.taken_by)
         if taken_by is not None:
             raise GuardError(
-                f"--out_dir {self.args.out_dir}: another run has taken it over ({taken_by}); stopped after step "
-                f"{trainer.progress.step}, {folder} is saved. Run only one of them"
+                f"--out_dir {self.args.out_dir}: another run has started in it ({taken_by}); stopped after step "
+                f"{trainer.progress.step}; {folder} is saved. Use one --out_dir per run"
             )
 
     def on_train_end(self, trainer: Trainer) -> None:

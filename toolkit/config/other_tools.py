@@ -21,7 +21,8 @@ use_rslora = lora_rslora true
 use_dora = lora_dora true
 lora_plus loraplus use_loraplus = loraplus_lr_ratio
 load_in_4bit quantization_bit qlora = quantize bnb.nf4
-load_in_4bit quantization_bit qlora load_in_8bit = -; 4 bits are for adapters: toolkit finetune_lora --quantize bnb.nf4
+load_in_4bit quantization_bit qlora load_in_8bit = -; 4-bit weights require adapters: toolkit finetune_lora \
+--quantize bnb.nf4
 gradient_checkpointing use_gradient_checkpointing activation_checkpointing = train.activation_checkpointing full
 save_steps save_interval save_every = train.save_interval
 save_strategy = train.save_interval; it counts steps
@@ -59,13 +60,13 @@ use_fsdp = strategy fsdp
 zero_stage deepspeed = strategy fsdp; ZeRO 3 is the default, ZeRO 2 --fsdp.sharding_strategy SHARD_GRAD_OP
 push_to_hub hub_model_id = -; convert_to_hf writes a folder that `hf upload` takes
 flash_attention flash_attn attn_implementation use_flash_attention_2 sdp_attention = -; attention needs no option: a \
-run takes the fastest kernel that is right on its device
+run uses the fastest correct kernel for its device
 neftune_noise_alpha = -; NEFTune is not available
 help = -; --data NAME --help shows the options of a class
 """
 
 
-def elsewhere(key: str, known: Container[str], show: Callable[[str], str]) -> str:
+def suggest_option(key: str, valid_names: Container[str], show: Callable[[str], str]) -> str:
     """Return a hint such as ``; did you mean --train.save_interval?`` for another tool's option name, or "".
 
     ``key`` is a dotted name; if it is not in the table, its last part is looked up. ``show`` formats an option.
@@ -76,23 +77,23 @@ def elsewhere(key: str, known: Container[str], show: Callable[[str], str]) -> st
             names, _, target = line.partition(" = ")
             target, _, note = target.partition(";")
             option, _, value = target.partition(" ")
-            if name in names.split() and (option == "-" or option in known):
+            if name in names.split() and (option == "-" or option in valid_names):
                 hint = "" if option == "-" else f"; did you mean {f'{show(option)} {value}'.strip()}?"
                 return hint + (f";{note}" if note else "")
     return ""
 
 
-VALUES = {
+VALUE_HINTS = {
     ("strategy", "zero2"): "; use fsdp with --fsdp.sharding_strategy SHARD_GRAD_OP",
     ("strategy", "zero3"): "; use fsdp, which shards like ZeRO 3",
     ("strategy", "deepspeed"): "; use fsdp, which shards like ZeRO 3",
     ("fsdp.sharding_strategy", "zero2"): "; use SHARD_GRAD_OP",
     ("fsdp.sharding_strategy", "zero3"): "; use FULL_SHARD, or HYBRID_SHARD on several nodes",
-    ("fsdp.state_dict_type", "local"): "; use sharded: a file per device, too, and readable on any number of devices",
+    ("fsdp.state_dict_type", "local"): "; use sharded: it also writes a file per device, and loads on any number",
 }
 """Hints for other tools' option values; values are in lower case."""
 
-COMMANDS = {
+COMMAND_HINTS = {
     **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),
     **dict.fromkeys(
         ("dpo", "train_dpo", "grpo", "ppo", "orpo", "kto", "rlhf"), "; training on preferences is not available"
