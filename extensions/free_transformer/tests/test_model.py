@@ -163,7 +163,7 @@ def test_options_are_checked():
         with pytest.raises(UserError, match=r"latent_bits 64: a token has 2\^64 codes.*1 to 16"):
             FreeTransformer(replace(CONFIG, family_options={key: 64}))
     for options, message in (
-        ({"latent_bits": 4, "free_bits": 5}, "free_bits 5: must be between 0 and latent_bits 4"),
+        ({"latent_bits": 4, "free_bits": 5}, "free_bits 5: must be from 0 to latent_bits 4"),
         ({"mapper": "other"}, "mapper other: must be exact or factored"),
         ({"encoder": 1}, "encoder 1: must be true or false"),
         ({"free_bit": 1}, "free_bit: no such option of this family; did you mean"),
@@ -177,7 +177,7 @@ def test_options_are_checked():
     assert get_config("free-transformer-tiny").family_options["latent_bits"] == 6
     without = make(encoder=False)
     assert without(IDS, LABELS)[0] > 0  # of the prior: also a bound
-    with pytest.raises(UserError, match="has no encoder"):
+    with pytest.raises(UserError, match="cannot be trained without an encoder"):
         without.train()(IDS, LABELS)
 
 

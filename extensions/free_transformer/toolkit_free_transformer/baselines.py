@@ -1,4 +1,4 @@
-"""Llamas with the shapes of the Free Transformers, to compare with. Imports no torch."""
+"""Baseline Llamas with the shapes of the Free Transformers. Imports no torch."""
 
 from toolkit.models.families.llama import check, from_hf_config, to_hf_config, weight_map
 from toolkit.models.families.named import named

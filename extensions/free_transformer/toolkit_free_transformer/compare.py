@@ -1,7 +1,7 @@
-"""``make compare``: a Free Transformer and its baseline, trained on the same data, in one picture and one table.
+"""``make compare``: plot and tabulate a Free Transformer and its baseline, trained on the same data.
 
-The baseline's loss, a negative log-likelihood, compares with the Free Transformer's bounds, the ELBO (CE + KL) and
-IWAE-K. Its cross-entropy given the encoder's latents does not compare, because the encoder has seen the text.
+The baseline's loss, a negative log-likelihood, is comparable with the Free Transformer's bounds, the ELBO (CE + KL) and
+IWAE-K. The cross-entropy given the encoder's latents is not comparable, because the encoder sees the text.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from toolkit.ui.loggers import read_metrics
 from toolkit_free_transformer.iwae import iwae_of_checkpoint
 from toolkit_free_transformer.letters import Letters, entropy_per_token
 
-NOTE = "CE with the encoder's Z is not comparable with the baseline: the encoder has seen the tokens to predict"
+NOTE = "CE with the encoder's Z is not comparable with the baseline: the encoder sees the tokens to predict"
 
 
 def read_run(out_dir: Path) -> list[dict[str, float]]:
-    """Return the rows of a finished run's metrics that have a validation.
+    """Return the rows with a validation from a finished run's metrics.
 
     Raises:
         UserError: the run is not finished, or had no validation.
@@ -33,14 +33,14 @@ def read_run(out_dir: Path) -> list[dict[str, float]]:
 
 
 def data_entropy(data: DataModule, length: int | None) -> float | None:
-    """Return the entropy of the data in nats per token; None if it is not known."""
+    """Return the entropy of the data in nats per token; None if unknown."""
     if isinstance(data, Letters) and length is not None:
         return entropy_per_token(length - 1, data.run, data.noise)
     return None
 
 
 def make_table(free: Path, baseline: Path, k: int, rows: int) -> str:
-    """Return the comparison of two runs, as Markdown."""
+    """Return the comparison of two runs as a Markdown table."""
     last = {out_dir: read_run(out_dir)[-1] for out_dir in (free, baseline)}
     sizes = [
         sum(p.numel() for p in model_on_meta(read_model_config(out_dir / "final")).parameters())
@@ -49,13 +49,13 @@ def make_table(free: Path, baseline: Path, k: int, rows: int) -> str:
     entropy = data_entropy(*data_of_run(free / "final", trust=False))
     of_free, bound = last[free], iwae_of_checkpoint(str(free / "final"), k, rows)
     lines: list[tuple[str, float | None, float | None]] = [
-        ("negative log-likelihood; of the Free Transformer its bound, the ELBO", last[baseline]["val_loss"],
+        ("negative log-likelihood (Free Transformer: ELBO, an upper bound)", last[baseline]["val_loss"],
          of_free["val_elbo"]),
-        (f"the same by the tighter bound IWAE-{k}, of {rows} rows", None, bound),
+        (f"IWAE-{k}, a tighter upper bound, on {rows} rows", None, bound),
         ("KL, a part of the ELBO", None, of_free["val_kl"]),
         ("CE with the encoder's Z, the other part: not comparable", None, of_free["val_ce"]),
         ("CE with Z from the prior", None, of_free["val_prior_ce"]),
-        ("entropy of the data: no model can be below", entropy, entropy),
+        ("entropy of the data: a lower bound", entropy, entropy),
     ]  # fmt: skip
 
     def cell(value: float | None) -> str:

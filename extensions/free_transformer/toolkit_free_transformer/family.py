@@ -1,7 +1,7 @@
-"""The family of models: configurations, options, and import and export as a Hugging Face folder. Imports no torch.
+"""The model family: configurations, options, and conversion from and to Hugging Face folders. Imports no torch.
 
-The paper's sizes are as reported for its 1.5B and 8B models: layers, widths and heads. Values that it does not
-report are from the model with this shape (Qwen2.5 1.5B with its tied embeddings, Llama 3 8B) with Llama 3's vocabulary.
+Layers, widths and heads are the paper's for its 1.5B and 8B models. Values that the paper does not report come from
+the model with the same shape (Qwen2.5 1.5B with tied embeddings, Llama 3 8B), with Llama 3's vocabulary.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class LatentOptions:
     """``ModelConfig.family_options`` of a Free Transformer.
 
     Args:
-        latent_bits: H, the bits of the latent of a token; it has 2^H codes. ``latent_dim`` is another name of it.
-        free_bits: kappa: so many bits of KL divergence per token cost nothing in training.
-        mapper: How a code becomes a vector: "exact" has a vector for each of the 2^H codes, and the gradient of Eq. 8;
-            "factored" one for each bit, whose sum it is, with the gradient through each bit.
-        encoder: The model has its encoder. Without one, exported for generation only, latents come from the prior.
+        latent_bits: H, the latent bits per token, for 2^H codes. ``latent_dim`` is an alias.
+        free_bits: kappa, the bits of KL divergence per token without a penalty in training.
+        mapper: How to map a code to a vector. "exact": one vector per code (2^H), with the gradient of Eq. 8;
+            "factored": the sum of one vector per bit, with a gradient through each bit.
+        encoder: Whether the model has an encoder. Without it the model can only generate, with latents from the prior.
     """
 
     latent_bits: int = 16
@@ -41,10 +41,10 @@ class LatentOptions:
     def __post_init__(self) -> None:
         bits, free = self.latent_bits, self.free_bits
         if type(bits) is not int or not 1 <= bits <= MAX_BITS:
-            codes = f"a token has 2^{bits} codes, each with a vector; " if type(bits) is int and bits > 0 else ""
+            codes = f"2^{bits} codes need as many vectors; " if type(bits) is int and bits > 0 else ""
             raise UserError(f"{_FLAG}.latent_bits {bits}: {codes}must be an integer from 1 to {MAX_BITS}")
         if type(free) not in (int, float) or not 0 <= free <= bits:
-            raise UserError(f"{_FLAG}.free_bits {free}: must be between 0 and latent_bits {bits}")
+            raise UserError(f"{_FLAG}.free_bits {free}: must be from 0 to latent_bits {bits}")
         if self.mapper not in ("exact", "factored"):
             raise UserError(f"{_FLAG}.mapper {self.mapper}: must be exact or factored")
         if type(self.encoder) is not bool:
@@ -52,10 +52,10 @@ class LatentOptions:
 
     @classmethod
     def of(cls, config: ModelConfig) -> LatentOptions:
-        """Read the options of a configuration.
+        """Read the options from a configuration.
 
         Raises:
-            UserError: One is unknown or has an invalid value.
+            UserError: An option is unknown or has an invalid value.
         """
         options = dict(config.family_options or {})
         if "latent_dim" in options:
@@ -85,13 +85,15 @@ def validate(config: ModelConfig) -> None:
     """Check options and architecture.
 
     Raises:
-        UserError: An option is invalid, or the decoder is no Llama.
+        UserError: An option is invalid, or the decoder is not a Llama.
     """
     LatentOptions.of(config)
     if config.n_layer < 2:
-        raise UserError(f"--model_config.n_layer {config.n_layer}: must be at least 2: the latent is put in the middle")
+        raise UserError(
+            f"--model_config.n_layer {config.n_layer}: must be at least 2, because latents enter in the middle"
+        )
     if config.rope_kind == "longrope":
-        raise UserError("--model_config.rope_adjustments: longrope is not supported by the family free_transformer")
+        raise UserError("--model_config.rope_adjustments: longrope is not supported by free_transformer; remove it")
     hf_config.require_llama(config, free=("bias", "family_options"))
 
 
@@ -99,19 +101,19 @@ check = validate
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a ``config.json`` that :func:`to_hf_config` has written."""
+    """Return the config for a ``config.json`` written by :func:`to_hf_config`."""
     options = {f.name: config_json[f"latent_{f.name}"] for f in fields(LatentOptions)}
     return replace(llama.from_hf_config(config_json), family_options=options)
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``: a Llama's, and the options of the latent."""
+    """Return the content of ``config.json``: a Llama's, with the latent options."""
     options = {f"latent_{name}": value for name, value in vars(LatentOptions.of(config)).items()}
     return llama.to_hf_config(config) | {"architectures": ["FreeTransformerForCausalLM"]} | options
 
 
 def weight_map(config: ModelConfig) -> list[WeightMapping]:
-    """Return the weight map: the decoder under Llama's names, and encoder and latent under their own."""
+    """Return the weight map. The decoder has Llama's names; encoder and latent weights keep toolkit's names."""
     maps = tables.decoder_weights(config)
     names = ["latent.weight"]
     if LatentOptions.of(config).encoder:
@@ -121,7 +123,7 @@ def weight_map(config: ModelConfig) -> list[WeightMapping]:
 
 
 def _of_encoder(entry: WeightMapping) -> WeightMapping:
-    """Return the entry of the encoder's block that corresponds to one of the first block."""
+    """Return the encoder's entry that corresponds to an entry of the first block."""
     native = tuple(name.replace("transformer.h.0.", "encoder.block.") for name in entry.native)
     hf = tuple(name.replace("model.layers.0.", "model.encoder.block.") for name in entry.hf)
     return WeightMapping(native, hf, entry.transforms)

@@ -1,7 +1,7 @@
 """The importance-weighted bound IWAE-K of the negative log-likelihood (Burda et al. 2016, arXiv 1509.00519).
 
 ``python -m toolkit_free_transformer.iwae CHECKPOINT_DIR [--k 16] [--rows 64]`` prints it for the validation data of the
-run that wrote the checkpoint. K = 1 is the negative ELBO; the bound falls with K, to the negative log-likelihood.
+checkpoint's run. K = 1 is the negative ELBO; as K grows, the bound decreases to the negative log-likelihood.
 """
 
 import argparse
@@ -18,16 +18,16 @@ from toolkit_free_transformer.model import FreeTransformer
 
 @torch.no_grad()
 def iwae(model: FreeTransformer, input_ids: Tensor, labels: Tensor, k: int, seed: int = 0) -> Tensor:
-    """Return a bound of the negative log-likelihood of each row, (B,), in nats.
+    """Return an upper bound of the negative log-likelihood of each row, (B,), in nats.
 
-    It is -log of the mean over K draws z from the encoder's q(z | row) of p(row | z) p(z) / q(z | row).
+    The bound is -log(mean of p(row | z) p(z) / q(z | row)) over K samples z from the encoder's q(z | row).
 
     Args:
-        model: In evaluation mode.
-        input_ids: (B, T) without padding: the encoder sees all tokens.
-        labels: (B, T).
-        k: Draws; each is a forward pass.
-        seed: Seed of the draws.
+        model: The model in evaluation mode.
+        input_ids: (B, T) token ids without padding, because the encoder sees all tokens.
+        labels: (B, T) labels.
+        k: Number of samples; each needs a forward pass.
+        seed: Random seed of the samples.
     """
     positions = torch.arange(input_ids.size(1), device=input_ids.device)
     rows = torch.arange(input_ids.size(0), device=input_ids.device)
@@ -44,7 +44,7 @@ def iwae(model: FreeTransformer, input_ids: Tensor, labels: Tensor, k: int, seed
 
 
 def iwae_of_checkpoint(checkpoint_dir: str, k: int, rows: int) -> float:
-    """Return the bound of the first validation rows of a checkpoint's run, in nats per token.
+    """Return the bound for the first validation rows of a checkpoint's run, in nats per token.
 
     Raises:
         UserError: the checkpoint cannot be read.

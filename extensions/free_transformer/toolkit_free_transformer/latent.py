@@ -1,4 +1,4 @@
-"""The latent of a token: H independent bits, their random draw, their divergence from the prior, and the binary mapper.
+"""The latent of a token: H independent bits. Sampling, KL divergence from the prior, and the binary mapper.
 
 Notation of the paper (arXiv 2510.17558): logits l_h of the bits B_h, the code d = sum_h 2^h B_h (Eq. 7), and
 G_d = prod_h sigma(l_h)^U_h(d) (1 - sigma(l_h))^(1 - U_h(d)), the probability of code d, whose bits are U(d).
@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from toolkit.models.loss import chunk_rows
 
 POSTERIOR, PRIOR = 0, 1
-"""Streams of random numbers."""
+"""Random number streams."""
 
 # As signed 64-bit integers: the golden ratio, and the multipliers of splitmix64's finalizer (Steele, Lea, Flood 2014).
 _GOLDEN, _FIRST, _SECOND = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift right without the sign."""
+    """Logical right shift."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -34,13 +34,13 @@ def _mix(x: Tensor) -> Tensor:
 def uniform(seed: int, stream: int, keys: Tensor, positions: Tensor, bits: int) -> Tensor:
     """Return random numbers in [0, 1), (B, T, bits) fp32, each a pure function of its indices.
 
-    So they depend neither on the split of a batch into micro-batches and ranks nor on the device.
+    They do not depend on the device, or on how a batch is split into micro-batches and ranks.
 
     Args:
         seed: Seed of the run.
         stream: POSTERIOR or PRIOR.
-        keys: (B,) int64, of the rows.
-        positions: (T,) int64, in the row.
+        keys: (B,) int64 row keys.
+        positions: (T,) int64 positions in the row.
         bits: Numbers per position.
     """
     state = _mix(torch.full_like(keys, seed % (1 << 62)) * 2 + stream + _GOLDEN)
@@ -51,22 +51,22 @@ def uniform(seed: int, stream: int, keys: Tensor, positions: Tensor, bits: int) 
 
 
 def pack(bits: Tensor) -> Tensor:
-    """(..., H) bool -> (...) int64: the codes."""
+    """Convert bits (..., H) bool to codes (...) int64."""
     return (bits.long() << torch.arange(bits.size(-1), device=bits.device)).sum(-1)
 
 
 def unpack(codes: Tensor, n_bits: int) -> Tensor:
-    """(...) int64 -> (..., H) int64, 0 or 1: the bits."""
+    """Convert codes (...) int64 to bits (..., H) int64, 0 or 1."""
     return (codes[..., None] >> torch.arange(n_bits, device=codes.device)) & 1
 
 
 def sample_codes(logits: Tensor, numbers: Tensor) -> Tensor:
-    """Draw the bits with the probabilities sigma(logits), (B, T, H), by numbers in [0, 1); return codes, (B, T)."""
+    """Sample codes (B, T), whose bits are 1 with probability sigma(logits), from uniform ``numbers`` (B, T, H)."""
     return pack(numbers < logits.detach().float().sigmoid())
 
 
 def kl_divergence(logits: Tensor) -> Tensor:
-    """Return the KL divergence of bits from uniform ones in nats: (..., H) -> (...), fp32.
+    """Return the KL divergence of the bits from uniform bits in nats: (..., H) -> (...), fp32.
 
     H ln 2 - sum_h (entropy of bit h), where the entropy is softplus(l) - l sigma(l).
     """
@@ -75,13 +75,13 @@ def kl_divergence(logits: Tensor) -> Tensor:
 
 
 def log_probability(logits: Tensor, codes: Tensor) -> Tensor:
-    """Return log G_d of the codes d, (B, T), in nats."""
+    """Return log G_d for the codes d, (B, T), in nats."""
     logits = logits.float()
     return F.logsigmoid(torch.where(unpack(codes, logits.size(-1)) > 0, logits, -logits)).sum(-1)
 
 
 def code_probabilities(p: Tensor) -> Tensor:
-    """(n, h), the probabilities of h bits -> (n, 2^h), the probabilities of their codes."""
+    """Convert the probabilities of h bits, (n, h), to the probabilities of their codes, (n, 2^h)."""
     table = p.new_ones(p.size(0), 1)
     for h in range(p.size(1)):
         bit = p[:, h : h + 1]
@@ -92,8 +92,8 @@ def code_probabilities(p: Tensor) -> Tensor:
 def lookup(logits: Tensor, weight: Tensor, codes: Tensor) -> Tensor:
     """Return Z @ weight for Z = Y + G - stopgrad(G) (Eq. 8), where Y is the one-hot vector of the code.
 
-    The value is a row of the weight. The gradient of the logits is that through G over all 2^H codes; it is computed
-    for a chunk of tokens at a time, so that no tensor has tokens times 2^H elements.
+    The value is a row of the weight. The gradient of the logits flows through G over all 2^H codes. It is computed for
+    a chunk of tokens at a time, because a tensor of all tokens times 2^H would be too large.
 
     Args:
         logits: (B, T, H).
@@ -130,8 +130,8 @@ class _Lookup(torch.autograd.Function):
 def _grad_of_logits(logits: Tensor, weight: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Return sum_d v_d G_d U_h(d) - sigma(l_h) sum_d v_d G_d for each bit h, with v = grad @ weight.T.
 
-    G is the outer product of the probabilities of the low and the high half of the bits, so that both sums are products
-    of v with one half and then with the other.
+    G is the outer product of the probabilities of the low and the high half of the bits. Both sums are therefore
+    products of v with one half and then with the other.
     """
     n_bits = logits.size(-1)
     n_low = n_bits // 2

@@ -1,9 +1,8 @@
-"""The paper's synthetic task: a letter, and a line in which it stands at a random place, with noise.
+"""The paper's synthetic task: predict a noisy line that repeats a letter at a random position.
 
-``K>______KKK!KKKK____!___``: after the letter and ``>`` a line of ``_``, in which a run of the letter begins at a
-random position, and each character is replaced by ``!`` with a small probability. Once the position is known and the
-noise, the line is: they are what a latent can carry. Described after Fleuret 2025, arXiv 2510.17558, section 4.1, from
-summaries.
+Example: ``K>______KKK!KKKK____!___``. The letter and ``>`` are followed by a line of ``_``, in which a run of the
+letter begins at a random position. Each character is replaced by ``!`` with a small probability. Latents can encode
+the position and the noise, which determine the line. After summaries of Fleuret 2025, arXiv 2510.17558, section 4.1.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ class Letters(DataModule):
     """Lines with a run of one letter at a random position, with noise.
 
     Args:
-        num_rows: Lines to train on.
-        val_rows: Lines to validate on; none of them is drawn like one to train on.
-        run: Length of the run.
-        noise: Probability of each character to be replaced by an exclamation mark.
-        seed: Seed of the lines.
+        num_rows: Training lines.
+        val_rows: Validation lines, which use other random numbers than training lines.
+        run: Length of the run of letters.
+        noise: Probability that an exclamation mark replaces a character.
+        seed: Random seed of the lines.
         num_workers: Data loading processes; 0 uses the training process.
     """
 
@@ -53,7 +52,7 @@ class Letters(DataModule):
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
     ) -> PreparedData:
-        """See :meth:`DataModule.prepare`; without a tokenizer, a token is a byte."""
+        """Prepare the rows, see :meth:`DataModule.prepare`. Without a tokenizer, tokens are bytes."""
         from toolkit.data.tokenizer import train_bpe
 
         length = max_seq_length - 1
@@ -75,9 +74,10 @@ class Letters(DataModule):
 
 
 def entropy_per_token(length: int, run: int, noise: float) -> float:
-    """Return the entropy of a line given its letter, in nats per predicted token: position and noise.
+    """Return the entropy of a line given its letter, in nats per predicted token.
 
-    It is 1e-4 too large at most: two positions are rarely the same line.
+    This is the entropy of position and noise. It is at most 1e-4 too large, because different positions rarely give
+    the same line.
     """
     bits = 0.0 if noise == 0 else -noise * math.log(noise) - (1 - noise) * math.log(1 - noise)
     return (math.log(length - run + 1) + length * bits) / (length + 1)
@@ -88,10 +88,10 @@ class LetterRows:
     """The rows of :class:`Letters`.
 
     Args:
-        options: Those of the data.
-        table: Tokens of A to Z, ``>``, ``_`` and ``!``.
-        length: Characters of a line.
-        split: 0 to train on, 1 to validate on.
+        options: The data module.
+        table: Token ids of A to Z, ``>``, ``_`` and ``!``.
+        length: Characters per line.
+        split: 0 for training, 1 for validation.
         rows: Number of rows.
     """
 
@@ -115,7 +115,7 @@ class LetterRows:
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
     def _line(self, generator: np.random.Generator) -> np.ndarray:
-        """Return indices into the table, (2 + length,)."""
+        """Return a line as indices into the table, (2 + length,)."""
         import numpy as np
 
         run, letter = self.options.run, generator.integers(26)

@@ -1,15 +1,15 @@
-"""The Free Transformer: a decoder with a random latent Z_t per token, put in at its middle block, and its encoder.
+"""The Free Transformer: a decoder with a random latent Z_t per token, injected at its middle block, and its encoder.
 
-Source: Fleuret 2025, arXiv 2510.17558. With X the residual stream after L/2 of the L blocks:
+Source: Fleuret 2025, arXiv 2510.17558. Let X be the residual stream after L/2 of the L blocks:
 
-- the encoder, one non-causal block, has one learned vector as its query at all positions, so that only the rotary
-  positions tell them apart, and X as keys and values; a linear layer makes the logits of the H bits of Z_t;
-- block L/2 + 1 takes its queries from X, and keys and values from X + R, where R_t is the vector of the code Z_t;
-- the prior of Z is uniform. The training loss is the cross-entropy given Z from the encoder, plus for each token
-  max(0, KL - kappa) (Eq. 5).
+- The encoder is one non-causal block. Its query is one learned vector at all positions, which differ only in RoPE;
+  keys and values come from X. A linear layer computes the logits of the H bits of Z_t.
+- Block L/2 + 1 computes queries from X, and keys and values from X + R, where R_t is the vector of the code Z_t.
+- The prior of Z is uniform. The training loss is the cross-entropy given the encoder's Z, plus max(0, KL - kappa) per
+  token (Eq. 5).
 
-Random numbers are a function of (seed, row, position, bit), so that every split of a batch over ranks and micro-batches
-draws the same ones, and so does a resumed run.
+Random numbers are a function of (seed, row, position, bit). They do not depend on how a batch is split over ranks and
+micro-batches, or on a resume.
 """
 
 import math
@@ -39,7 +39,7 @@ from toolkit_free_transformer.latent import (
 
 
 class Encoder(nn.Module):
-    """One block with a learned query, and the logits of the latents' bits."""
+    """A non-causal block with a learned query, and a linear layer for the logits of the latent bits."""
 
     def __init__(self, config: ModelConfig, latent_bits: int) -> None:
         super().__init__()
@@ -53,20 +53,20 @@ class Encoder(nn.Module):
 
 
 class FreeTransformer(GPT):
-    """A decoder with a random latent per token; see the module's docstring.
+    """A decoder with a random latent per token; see the module docstring.
 
     Args:
-        config: A config of the family "free_transformer", whose ``family_options`` are :class:`LatentOptions`.
+        config: A config of the family "free_transformer" with :class:`LatentOptions` in ``family_options``.
 
     Raises:
-        UserError: An option is invalid, or the decoder is no Llama.
+        UserError: An option is invalid, or the decoder is not a Llama.
     """
 
     loss_parts = ("ce", "kl", "elbo", "prior_ce")
     is_row_independent = False  # latents depend on the complete prompt
     note = (
-        "ce is given the encoder's latents, and the encoder has seen the tokens to predict: only elbo (ce + kl) and "
-        "val_loss are comparable with a model without latents"
+        "ce uses the encoder's latents, and the encoder sees the tokens to predict: only elbo (ce + kl) and val_loss "
+        "are comparable with a model without latents"
     )
 
     def __init__(self, config: ModelConfig) -> None:
@@ -97,21 +97,21 @@ class FreeTransformer(GPT):
 
         Args:
             input_ids, labels, positions, documents, kv_cache, sequence_length, logits_to_keep: See :class:`GPT`.
-            sample_keys: (B,) int64: row numbers that seed the latents. Default: 0, 1, 2, ...; for "inference" 0, which
-                makes a sequence independent of its batch.
-            mode: Without labels. "training": latents from the encoder. "inference": latents from the prior; with a
-                KV cache that has its prompt, the encoder gives the latents of the prompt's tokens.
-            codes: (B, T) int64: the latents; only for "inference" without a KV cache.
+            sample_keys: (B,) int64 row numbers that seed the latents. Default: 0, 1, 2, ...; for "inference" 0, so that
+                a sequence does not depend on its batch.
+            mode: Source of the latents without labels. "training": the encoder. "inference": the prior, except for
+                prompt tokens in a KV cache, whose latents come from the encoder.
+            codes: (B, T) int64 latents; only for "inference" without a KV cache.
 
         Returns:
-            Logits (B, T, padded_vocab_size); in mode "training" also the logits of the latents' bits, (B, T, H). With
-            labels ``(loss_sum, n_tokens)``; in training mode of the module the loss is the cross-entropy and the KL
-            divergence above kappa, otherwise both in full: the negative ELBO, an upper bound of the negative
-            log-likelihood that is comparable with the loss of a model without latents. KL counts for each token up to
-            the last supervised one of its document: its latent can tell what follows.
+            Logits (B, T, padded_vocab_size); in mode "training" also the logits of the latent bits, (B, T, H). With
+            labels ``(loss_sum, n_tokens)``. If ``self.training``, the loss is the cross-entropy plus the KL divergence
+            above kappa. Otherwise it includes all of the KL divergence: this is the negative ELBO, an upper bound of
+            the negative log-likelihood, and comparable with a model without latents. The KL includes all tokens up to
+            the last supervised token of a document, because their latents can encode later tokens.
 
         Raises:
-            UserError: The encoder is needed and is missing.
+            UserError: The model needs an encoder and has none.
             ValueError: Arguments are incompatible, or the sequence is too long.
         """
         if mode not in ("training", "inference"):
@@ -162,20 +162,20 @@ class FreeTransformer(GPT):
         return loss, (labels != IGNORE_INDEX).sum()
 
     def _encode(self, x: Tensor, inputs: BlockInputs, documents: Tensor | None, is_live: Tensor | None) -> Tensor:
-        """Return the logits of the latents' bits, (B, T, H), fp32.
+        """Return the logits of the latent bits, (B, T, H), fp32.
 
         Args:
             x: Output of the lower half.
-            inputs: What all blocks of this pass share.
-            documents: (B, T) ids of packed rows: latents depend on their document only (N9).
-            is_live: (B, T) bool: tokens that the encoder sees; None for all. Padding is not among them.
+            inputs: The inputs that all blocks share.
+            documents: (B, T) document ids of packed rows; latents depend only on their document (N9).
+            is_live: (B, T) bool, the tokens that the encoder sees, without padding; None for all tokens.
         """
         if self.encoder is None:
-            raise UserError(f"{self.config.name}: has no encoder (family_options.encoder false): it cannot be trained")
+            raise UserError(f"{self.config.name}: cannot be trained without an encoder; use a checkpoint with one")
         return self.encoder(x, encoder_mask(x, documents, is_live), inputs.ropes[0]).float()
 
     def _draw(self, z_logits: Tensor, keys: Tensor, seed: int | None = None) -> Tensor:
-        """Return codes from the encoder's distribution, (B, T)."""
+        """Sample codes from the encoder's distribution, (B, T)."""
         seed = (self.seed if self.training else 0) if seed is None else seed
         positions = torch.arange(z_logits.size(1), device=z_logits.device)
         return sample_codes(z_logits, uniform(seed, POSTERIOR, keys, positions, z_logits.size(-1)))
@@ -191,7 +191,7 @@ class FreeTransformer(GPT):
         return self.run_blocks(x, range(self._half), inputs)[0], inputs
 
     def _upper(self, x: Tensor, inputs: BlockInputs, codes: Tensor, z_logits: Tensor | None = None) -> Tensor:
-        """Run the upper half with the latents; ``z_logits`` get a gradient through them."""
+        """Run the upper half with the latents. ``z_logits`` receive a gradient through the latents."""
         source = x + self._vectors(codes, z_logits)
         return self.run_blocks(x, range(self._half, self.config.n_layer), inputs, kv_source=source)[0]
 
@@ -215,11 +215,11 @@ class FreeTransformer(GPT):
         return torch.arange(start, start + input_ids.size(1), device=input_ids.device)
 
     def _prior_codes(self, keys: Tensor, positions: Tensor, seed: int = 0) -> Tensor:
-        """Return uniform codes, (B, T)."""
+        """Sample codes from the uniform prior, (B, T)."""
         return pack(uniform(seed, PRIOR, keys, positions, self.options.latent_bits) < 0.5)
 
     def _inference_codes(self, input_ids: Tensor, keys: Tensor, cache: KVCache | None) -> Tensor:
-        """Return the codes of new tokens: of the prompt from the encoder, others from the prior, once per position."""
+        """Return the codes of new tokens, sampled once per position: prompt from the encoder, others from the prior."""
         if cache is None:
             return self._prior_codes(keys, self._positions(input_ids))
         start = cache.length
@@ -236,8 +236,8 @@ class FreeTransformer(GPT):
 
 
 def live_tokens(labels: Tensor, documents: Tensor | None) -> Tensor:
-    """(B, T) -> (B, T) bool: the tokens up to the last supervised one of their document. Later ones, such as padding,
-    change no loss."""
+    """Return the tokens up to the last supervised token of their document, (B, T) bool. Later tokens, such as padding,
+    do not affect the loss."""
     T = labels.size(1)
     ends = torch.arange(1, T + 1, device=labels.device) * (labels != IGNORE_INDEX)
     documents = torch.zeros_like(labels) if documents is None else documents % T  # padding, -1, becomes the last
@@ -246,10 +246,10 @@ def live_tokens(labels: Tensor, documents: Tensor | None) -> Tensor:
 
 
 def encoder_mask(x: Tensor, documents: Tensor | None, is_live: Tensor | None) -> AttentionMask:
-    """Return the mask of the encoder: all live tokens of the document; no mask where that is all tokens.
+    """Return the encoder's attention mask: all live tokens of the document; no mask if all tokens are visible.
 
-    Without documents the mask is one row for all queries. So that no query of a row without live tokens is left without
-    keys, its first token is always visible; of packed rows each token sees itself.
+    Without documents, all queries share one mask row. Every query needs a key: without documents the first token is
+    always visible, and in packed rows each token sees itself.
     """
     T = x.size(1)
     if is_live is None and documents is None:
@@ -259,7 +259,7 @@ def encoder_mask(x: Tensor, documents: Tensor | None, is_live: Tensor | None) ->
     if documents is not None:
         mask = (documents[:, :, None] == documents[:, None, :]) & is_live[:, None, :]
         return AttentionMask(T, (mask | torch.eye(T, dtype=torch.bool, device=x.device))[:, None])
-    if x.device.type == "cpu" and bool(is_live.all()):  # elsewhere the question would wait for the device
+    if x.device.type == "cpu" and bool(is_live.all()):  # on other devices this would synchronize
         return AttentionMask(T)
     is_first = torch.arange(T, device=x.device) == 0
     return AttentionMask(T, (is_live | is_first)[:, None, None, :])

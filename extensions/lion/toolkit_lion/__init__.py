@@ -1,8 +1,8 @@
-"""The optimizer Lion, and a callback that shows how far its momentum and the gradients agree."""
+"""The Lion optimizer, and a callback that logs how often its momentum and the gradients have the same sign."""
 
 from toolkit.extension import Extension
 
-# Names and where they are. Every command imports this file, so that it imports no torch.
+# Every command imports this file, so it must not import torch.
 EXTENSION = Extension(
     optimizers={"Lion": "toolkit_lion.optimizer.Lion"},
     callbacks={"MomentumAgreement": "toolkit_lion.callback.MomentumAgreement"},

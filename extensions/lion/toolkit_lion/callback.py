@@ -1,4 +1,4 @@
-"""How far Lion's momentum and the gradients agree."""
+"""Log how often Lion's momentum and the gradients have the same sign."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from toolkit.distributed.shards import shard_of
 class MomentumAgreement(toolkit.Callback):
     """Adds the column ``momentum_agreement``: the fraction of weights whose momentum and gradient have the same sign.
 
-    About 0.5 is noise, so that a larger batch or a smaller learning rate may help. Empty in the first step.
+    A value near 0.5 indicates noise; a larger batch or a smaller learning rate may help. Empty in the first step.
     """
 
     columns = ("momentum_agreement",)
@@ -21,7 +21,7 @@ class MomentumAgreement(toolkit.Callback):
         self.counts: torch.Tensor | None = None
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
-        """Count on this rank: under FSDP it has its shards only."""
+        """Count on this rank, which has only its shards under FSDP."""
         state = trainer.optimizer.optimizer.state
         shards = map(shard_of, trainer.model.parameters())
         pairs = [(p.grad, state[p]["momentum"]) for p in shards if p.grad is not None and state[p]]
@@ -29,7 +29,7 @@ class MomentumAgreement(toolkit.Callback):
         self.counts = torch.tensor([float(same), float(sum(gradient.numel() for gradient, _ in pairs))])
 
     def on_log(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Every rank calls this in the same step, so that it may sum over the ranks."""
+        """Sum the counts over all ranks, which all call this at the same step."""
         if self.counts is None:  # before the first step
             return
         same, count = sum_over_ranks(self.counts.to(trainer.fabric.device)).tolist()

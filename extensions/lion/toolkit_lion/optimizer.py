@@ -1,4 +1,4 @@
-"""Lion: sign momentum."""
+"""The Lion optimizer: sign of the momentum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,24 +7,24 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Each weight moves by the learning rate, in the direction of the sign of an average of its gradients.
+    """Lion moves each weight by the learning rate, in the direction of the sign of the averaged gradient.
 
-    With the gradient g and the momentum m (Chen et al. 2023, arXiv 2302.06675, algorithm 2):
+    With gradient g and momentum m (Chen et al. 2023, arXiv 2302.06675, algorithm 2):
 
         w <- w - lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * w)
         m <- b2 * m + (1 - b2) * g
 
-    It keeps one number per weight, Adam two. Its learning rate is 3 to 10 times smaller than Adam's, and its weight
-    decay as many times larger. Each weight's update is independent of the others: FSDP's shards work.
+    The state is one number per weight; Adam's is two. Use a learning rate 3 to 10 times smaller than Adam's, and a
+    weight decay larger by the same factor. Each weight is updated independently, so FSDP is supported.
 
     Args:
-        params: Parameters, or groups of them.
+        params: Parameters or parameter groups.
         lr: Learning rate.
         betas: b1 and b2.
         weight_decay: Decoupled weight decay.
 
     Raises:
-        ValueError: A beta is not from 0 (inclusive) to 1 (exclusive).
+        ValueError: A beta is not in [0, 1).
     """
 
     def __init__(

@@ -59,7 +59,7 @@ def test_executors_are_names():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"thunder": ThunderArgs(jit=False)}, "--thunder.jit False: has no effect without a strategy of Thunder"),
+        ({"thunder": ThunderArgs(jit=False)}, "--thunder.jit False: has no effect without a Thunder strategy"),
         ({"thunder": ThunderArgs(executors="sdpa")}, "--thunder.executors sdpa: has no effect without --compiler"),
         (
             {"strategy": "thunder_ddp", "thunder": ThunderArgs("ZERO2")},

@@ -1,6 +1,6 @@
 """Lightning Thunder, a source-to-source compiler, for toolkit: ``--compiler thunder`` and two strategies.
 
-``ThunderFSDPStrategy`` and ``ThunderDDPStrategy`` work with plain Lightning Fabric, too. Not tried on CUDA.
+``ThunderFSDPStrategy`` and ``ThunderDDPStrategy`` also work with plain Lightning Fabric. Not tested on CUDA.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""``--compiler thunder``: compile the blocks with ``thunder.jit``, under any of toolkit's strategies."""
+"""``--compiler thunder``: compile the blocks with ``thunder.jit`` under toolkit's strategies."""
 
 import warnings
 from collections.abc import Hashable, Mapping
@@ -18,22 +18,22 @@ def compile_blocks(
     longest_ragged: int,
     groups: Mapping[str, Any],
 ) -> None:
-    """Compile the blocks in place: their class and the names of their weights stay as they are.
+    """Compile the blocks in place. Class and weight names do not change.
 
-    Blocks of toolkit that differ only in their weights are compiled once. Thunder compiles anew for each length of the
-    rows, and for validation. Not tried on CUDA.
+    toolkit blocks that differ only in their weights share a compilation. Thunder recompiles for each row length and
+    for validation. Not tested on CUDA.
 
     Args:
         module: The model.
-        blocks: The classes of its blocks.
-        longest_ragged: Tokens of the longest row, where rows differ in length; else 0.
-        groups: Options of extensions by group.
+        blocks: The block classes.
+        longest_ragged: Tokens in the longest row if row lengths vary; otherwise 0.
+        groups: Extension options by group.
 
     Raises:
         UserError: Thunder cannot compile the blocks, or an executor is unknown.
     """
     if longest_ragged:
-        warnings.warn("rows differ in length: Thunder compiles each length anew (seconds per length)", stacklevel=2)
+        warnings.warn("row lengths vary: Thunder recompiles for each length, which takes seconds", stacklevel=2)
     if isinstance(module, GPT):
         module.uses_kernels = False  # blocks get masks, which Thunder can trace
     options: ThunderArgs = groups.get("thunder", ThunderArgs())

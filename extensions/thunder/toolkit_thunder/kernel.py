@@ -1,9 +1,9 @@
-"""A module's forward compiled by Thunder, with the parameters given at each call.
+"""A module's forward compiled by Thunder, with the parameters passed at each call.
 
-Thunder reads a module's parameters where it finds them at the time of ``thunder.jit``. Strategies replace them (FSDP by
-views of what it has gathered), and equal blocks differ in nothing else. So a kernel traces a copy of the module without
-values, on the meta device, and each call gives it the tensors to compute with: names of weights and checkpoints stay as
-they are, and equal blocks share one kernel.
+``thunder.jit`` binds a module's current parameters. Strategies replace parameters later (FSDP by views of gathered
+weights), and equal blocks differ only in their parameters. A kernel therefore traces a copy of the module on the meta
+device, and each call passes the tensors to compute with. Weight names and checkpoints do not change, and equal blocks
+share a kernel.
 """
 
 import copy
@@ -23,19 +23,19 @@ from toolkit_thunder.versions import load_thunder
 
 
 class Slot(NamedTuple):
-    """Where a module has a parameter."""
+    """A module attribute that holds a parameter."""
 
     name: str
     owner: nn.Module
     attribute: str
 
     def get(self) -> Tensor:
-        """Return the parameter, or what a strategy has put in its place."""
+        """Return the parameter, or the tensor that a strategy has put in its place."""
         return getattr(self.owner, self.attribute)
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """Return all places of parameters; a tied parameter has several."""
+    """Return the slots of all parameters. A tied parameter has several slots."""
     return [
         Slot(f"{path}.{name}".lstrip("."), owner, name)
         for path, owner in module.named_modules()
@@ -45,14 +45,14 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 
 class Kernel:
-    """The compiled forward of a module, and of others of the same structure.
+    """The compiled forward of a module and of other modules with the same structure.
 
     Args:
-        module: The module; it is copied without its values.
-        name: Its name in the trace. Thunder's buckets are made of the parts of names, up to the first number (BLOCK)
-            or the last part (LAYER).
-        executors: Names of Thunder's executors; None for Thunder's choice.
-        make_transforms: Makes the transforms of one compiled function: Thunder's FSDP or DDP.
+        module: The module, which is copied to the meta device.
+        name: Name of the module in the trace. Thunder assigns parameters to buckets by name, up to the first number
+            (BLOCK) or without the last component (LAYER).
+        executors: Names of Thunder executors; None for Thunder's defaults.
+        make_transforms: Creates the transforms (Thunder's FSDP or DDP) for one compiled function.
 
     Raises:
         UserError: an executor is unknown, or the module has parts that Thunder cannot compile.
@@ -74,8 +74,8 @@ class Kernel:
         """Run the forward.
 
         Args:
-            slots: The module's parameters, of which the trace takes the shapes.
-            values: What to compute with: the same tensors, or this rank's shards of them.
+            slots: The module's parameters, which define the shapes in the trace.
+            values: The tensors to compute with: the parameters, or this rank's shards.
             training: The module's mode.
             args, options: Arguments of the module's forward.
 
@@ -106,7 +106,7 @@ class Kernel:
         memo: dict[int, Any] = {}
         for old, (shape, dtype, requires_grad) in zip(slots_of(self._mold), expected, strict=True):
             new = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
-            new._thunder_device = device  # type: ignore[attr-defined]  # where Thunder takes the values to be
+            new._thunder_device = device  # type: ignore[attr-defined]  # Thunder assumes that the values are here
             memo.setdefault(id(old.get()), new)
         module = copy.deepcopy(self._mold, memo).train(training)
         traced = (_TracedBlock if isinstance(module, Block) else _Traced)(_without_hooks(module), self._name)
@@ -119,7 +119,7 @@ class Kernel:
 
 
 class _Traced(nn.Module):
-    """Gives a module a name in the trace."""
+    """Wrapper that gives a module a name in the trace."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Traced(nn.Module):
 
 
 class _TracedBlock(_Traced):
-    """A block of toolkit whose arguments are tensors and numbers, see :func:`plain_arguments`."""
+    """Wrapper of a toolkit block that takes tensors and numbers, see :func:`plain_arguments`."""
 
     def forward(
         self, x: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool, cos: Tensor | None, sin: Tensor | None
@@ -141,7 +141,7 @@ class _TracedBlock(_Traced):
 
 
 class _Rope:
-    """A RotaryEmbedding of given cosines and sines, without slots, which Thunder cannot trace."""
+    """A RotaryEmbedding with fixed cosines and sines, without ``__slots__``, which Thunder cannot trace."""
 
     def __init__(self, cos: Tensor, sin: Tensor | None) -> None:
         self.cos, self.sin = cos, sin
@@ -153,9 +153,9 @@ class _Rope:
 def plain_arguments(
     x: Tensor, attn_mask: AttentionMask, rope: RotaryEmbedding | None, *others: Any, **options: Any
 ) -> tuple[Any, ...] | None:
-    """Return the arguments of a block of toolkit as tensors and numbers; None if Thunder does not take them.
+    """Return the arguments of a toolkit block as tensors and numbers.
 
-    These are a KV cache, as in samples during training, and other optional arguments.
+    Returns None for arguments that Thunder does not support: a KV cache (in samples during training) and others.
     """
     if any(other is not None for other in (*others, *options.values())):
         return None
@@ -163,7 +163,7 @@ def plain_arguments(
 
 
 def structure_of(block: nn.Module) -> Hashable:
-    """Return what two blocks of toolkit must have in common to share a kernel."""
+    """Return a key that is equal for toolkit blocks that can share a kernel."""
     parts = []
     for name, part in block.named_modules():
         # two attributes by which the model chooses a block's arguments
@@ -177,7 +177,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @functools.cache
 def _adapter() -> Any:
-    """Return the executor that replaces a function of toolkit that Thunder cannot trace."""
+    """Return the executor that replaces toolkit's fused attention, which Thunder cannot trace."""
     load_thunder()
     from thunder.extend import OperatorExecutor
 
@@ -187,7 +187,7 @@ def _adapter() -> Any:
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float) -> Any:
-    """toolkit.models.attention.fused_attention in Thunder's operations, which have no ``enable_gqa``."""
+    """toolkit.models.attention.fused_attention in Thunder operations, which lack ``enable_gqa``."""
     import thunder.torch as operations
 
     if (repeats := q.shape[1] // k.shape[1]) > 1:
@@ -196,7 +196,7 @@ def _attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float)
 
 
 def find_executors(names: Sequence[str] | None) -> tuple[Any, ...]:
-    """Return Thunder's executors of these names, or its default ones, after toolkit's adapter.
+    """Return toolkit's adapter and the named Thunder executors, or Thunder's default executors.
 
     Raises:
         UserError: an executor is unknown, or not available here.
@@ -206,26 +206,25 @@ def find_executors(names: Sequence[str] | None) -> tuple[Any, ...]:
     for name in names or ():
         if name not in executors_by_name:
             raise UserError(
-                f"--thunder.executors {name}: not available here; use some of {', '.join(sorted(executors_by_name))}"
+                f"--thunder.executors {name}: is not available; choose from {', '.join(sorted(executors_by_name))}"
             )
     selected = thunder.get_default_executors() if names is None else [executors_by_name[name] for name in names]
     return (_adapter(), *selected)
 
 
 def _require_supported(module: nn.Module) -> None:
-    """
-    Raises:
-        UserError: Thunder cannot compile the module.
-    """
+    """Raise UserError if Thunder cannot compile the module."""
     for part in module.modules():
         if isinstance(part, Block) and part.has_experts:
-            raise UserError("--compiler thunder: cannot compile the routing of experts; use --compiler torch")
+            raise UserError("--compiler thunder: cannot compile expert routing; use --compiler torch")
         if part is not module and (part._forward_hooks or part._forward_pre_hooks):
-            raise UserError(f"--compiler thunder: {type(part).__name__} inside a block has hooks, which would not run")
+            raise UserError(
+                f"--compiler thunder: {type(part).__name__} in a block has hooks, which would not run; remove them"
+            )
 
 
 def _without_values(module: nn.Module) -> nn.Module:
-    """Return a copy whose parameters are on the meta device; buffers are copied."""
+    """Return a copy with parameters on the meta device and copied buffers."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in module.parameters()
@@ -234,7 +233,7 @@ def _without_values(module: nn.Module) -> nn.Module:
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
-    """Let the parts of a module call their forward directly: Thunder takes most of its time to trace nn.Module's call.
+    """Make submodules call ``forward`` directly, because tracing ``nn.Module.__call__`` takes most of Thunder's time.
 
     Measured for a block of a tiny Llama: 2.5 instead of 6.6 seconds of one CPU core.
     """

@@ -16,14 +16,14 @@ class ThunderArgs:
     """Options of --compiler thunder and --strategy thunder_fsdp or thunder_ddp.
 
     Args:
-        sharding_strategy: What thunder_fsdp keeps between the forward and the backward pass of a block: ZERO2 its
-            gathered weights, ZERO3 only the shards, which are then gathered twice.
-        bucketing_strategy: What thunder_fsdp gathers in one collective: one tensor (NONE), the weights of a layer
-            (LAYER), or the weights of a block (BLOCK).
-        jit: Compile the blocks in thunder_fsdp and thunder_ddp. false runs them eagerly, to look for an error;
-            thunder_fsdp then keeps gathered weights, as with ZERO2.
-        executors: Names of Thunder's executors in order of priority, separated by commas, such as sdpa,nvfuser.
-            Default: Thunder's own choice.
+        sharding_strategy: How thunder_fsdp shards. ZERO2 keeps gathered weights from the forward to the backward pass;
+            ZERO3 keeps only the shards and gathers twice.
+        bucketing_strategy: Weights that thunder_fsdp gathers in one collective: one tensor (NONE), one layer (LAYER)
+            or one block (BLOCK).
+        jit: Compile the blocks in thunder_fsdp and thunder_ddp. false runs them eagerly for debugging; thunder_fsdp
+            then keeps gathered weights, as with ZERO2.
+        executors: Thunder executors in order of priority, separated by commas, such as sdpa,nvfuser. Default:
+            Thunder's defaults.
     """
 
     sharding_strategy: Literal["ZERO2", "ZERO3"] = "ZERO3"
@@ -45,7 +45,7 @@ class ThunderArgs:
 
     @property
     def executor_names(self) -> list[str] | None:
-        """The names; None for Thunder's own choice."""
+        """The executor names; None for Thunder's defaults."""
         return None if self.executors is None else split_names(self.executors)
 
 
@@ -53,7 +53,7 @@ def check_run(args: Any) -> None:
     """Check the options of a run, a :class:`toolkit.planning.run_args.RunArgs`.
 
     Raises:
-        UserError: an option of Thunder has no effect, an option or an installed version is not supported.
+        UserError: a Thunder option has no effect, or an option or installed version is not supported.
     """
     options: ThunderArgs = args.groups.get("thunder", ThunderArgs())
     uses = [f"--compiler {args.compiler}"] if args.compiler == "thunder" else []
@@ -72,7 +72,7 @@ def check_run(args: Any) -> None:
             args.strategy in STRATEGIES and args.optimizer.in_backward,
             "gradients are complete only after the backward pass",
         ),
-        "finetune_lora": (args.strategy == "thunder_fsdp" and args.lora is not None, "adapters would be sharded"),
+        "finetune_lora": (args.strategy == "thunder_fsdp" and args.lora is not None, "it would shard the adapters"),
     }
     for option, (is_given, reason) in refused.items():
         if is_given:
@@ -80,7 +80,7 @@ def check_run(args: Any) -> None:
 
 
 def _check_used(options: ThunderArgs, compiler: str, strategy: str) -> None:
-    """Check that every option with a value other than its default has an effect."""
+    """Check that every option with a non-default value has an effect."""
     used = {
         "sharding_strategy": strategy == "thunder_fsdp",
         "bucketing_strategy": strategy == "thunder_fsdp",
@@ -90,9 +90,9 @@ def _check_used(options: ThunderArgs, compiler: str, strategy: str) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
         if value != field.default and not used[field.name]:
-            needs = "--strategy thunder_fsdp" if field.name.endswith("_strategy") else "a strategy of Thunder"
+            needs = "--strategy thunder_fsdp" if field.name.endswith("_strategy") else "a Thunder strategy"
             if field.name == "executors":
-                needs = "--compiler thunder or a strategy of Thunder"
+                needs = "--compiler thunder or a Thunder strategy"
             raise UserError(f"--thunder.{field.name} {value}: has no effect without {needs}; remove it")
     if strategy in STRATEGIES and compiler == "torch":
-        raise UserError(f"--compiler torch: is not supported with --strategy {strategy}, which compiles with Thunder")
+        raise UserError(f"--compiler torch: is not supported with --strategy {strategy}, which uses Thunder; remove it")

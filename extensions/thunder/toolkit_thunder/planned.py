@@ -16,16 +16,17 @@ class PlannedFSDP:
     def plan(
         self, groups: Mapping[str, Any], *, devices: int, num_nodes: int, accelerator: str, precision: Precision
     ) -> StrategyPlan:
-        """
+        """Return the strategy's plan.
+
         Raises:
-            UserError: there is one device, or the precision is not supported.
+            UserError: there is only one device, or the precision is not supported.
         """
         size, options = _ranks("thunder_fsdp", devices, num_nodes, accelerator), _options(groups)
         if precision == "16-mixed":
             raise UserError("--precision 16-mixed is not supported with --strategy thunder_fsdp; use bf16-mixed")
         if not options.jit:
             return StrategyPlan(
-                "fsdp", "SHARD_GRAD_OP", Layout(shard=size), "not compiled, keeps gathered weights as ZERO2 does"
+                "fsdp", "SHARD_GRAD_OP", Layout(shard=size), "not compiled, keeps gathered weights like ZERO2"
             )
         sharding = {"ZERO2": "SHARD_GRAD_OP", "ZERO3": "FULL_SHARD"}[options.sharding_strategy]
         reason = f"{options.sharding_strategy}, buckets {options.bucketing_strategy}"
@@ -51,9 +52,10 @@ class PlannedDDP:
     def plan(
         self, groups: Mapping[str, Any], *, devices: int, num_nodes: int, accelerator: str, precision: Precision
     ) -> StrategyPlan:
-        """
+        """Return the strategy's plan.
+
         Raises:
-            UserError: there is one device.
+            UserError: there is only one device.
         """
         size = _ranks("thunder_ddp", devices, num_nodes, accelerator)
         return StrategyPlan(
@@ -83,5 +85,5 @@ def _ranks(strategy: str, devices: int, num_nodes: int, accelerator: str) -> int
     if size == 1:
         raise UserError(f"--strategy {strategy}: requires several devices; on one use --compiler thunder")
     if accelerator == "mps":
-        raise UserError(f"--strategy {strategy}: does not run on mps; use --accelerator cpu")
+        raise UserError(f"--strategy {strategy}: is not supported on mps; use --accelerator cpu")
     return size

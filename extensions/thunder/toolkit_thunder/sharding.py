@@ -1,7 +1,7 @@
 """Thunder's FSDP transform, with the sharding and bucketing strategies that lightning-thunder 0.2.6 ignores.
 
-``thunder.jit`` of that version keeps gathered weights until the backward pass under ZERO3 too, and gathers each tensor
-alone, whatever the bucketing strategy: its pass for buckets is not called.
+In that version, ``thunder.jit`` keeps gathered weights until the backward pass even under ZERO3, and gathers tensors
+one by one under every bucketing strategy, because it does not call its bucketing pass.
 
 Import this after :func:`toolkit_thunder.versions.load_thunder`.
 """
@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 
 def make_transforms(device: torch.device, group: dist.ProcessGroup, sharding: str, bucketing: str) -> list[Any]:
-    """Return the transforms of one compiled function.
+    """Return the transforms for one compiled function.
 
     Args:
         device: Device of the shards.
@@ -42,7 +42,7 @@ def make_transforms(device: torch.device, group: dist.ProcessGroup, sharding: st
 
 
 class _Rewrite(Transform):
-    """Changes the trace of the computation before Thunder derives the backward pass."""
+    """Transform that rewrites the computation trace before Thunder derives the backward pass."""
 
     def __init__(self, rewrite: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Rewrite(Transform):
 
 
 def _gather_buckets(trace: Any, group: dist.ProcessGroup, name_of: Callable[[Any], str]) -> Any:
-    """Gather the parameters of a bucket, of one dtype, in one collective: concatenated, and split again."""
+    """Gather parameters with the same bucket and dtype in one collective: concatenate, all-gather, split."""
     buckets: dict[Any, list[Any]] = defaultdict(list)
     for symbol in trace.bound_symbols:
         if symbol.sym is prims.synchronize:
@@ -70,7 +70,7 @@ def _gather_buckets(trace: Any, group: dist.ProcessGroup, name_of: Callable[[Any
 
 
 def _gather_bucket(trace: Any, symbols: list[Any], group: dist.ProcessGroup) -> dict[Any, Any]:
-    """Append the operations of a bucket to a trace; return the gathered tensor for each that they replace."""
+    """Append the operations of a bucket to a trace. Return each replaced tensor with its gathered tensor."""
     size, start, parts = group.size(), 0, {}
     with tracectx(trace):
         trace.push_scope([])
@@ -89,7 +89,7 @@ def _gather_bucket(trace: Any, symbols: list[Any], group: dist.ProcessGroup) -> 
 
 
 def _gather_again_in_backward(trace: Any) -> Any:
-    """Mark gathered parameters, and what is made of them by slicing and reshaping, to be computed again."""
+    """Mark gathered parameters, and their slices and reshaped views, for recomputation in the backward pass."""
     gathered: set[str] = set()
     views = ("getitem", "reshape", "view")
     for symbol in trace.bound_symbols:

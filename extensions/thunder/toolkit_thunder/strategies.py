@@ -1,10 +1,9 @@
-"""Strategies of Lightning Fabric that distribute with Thunder: its compiled blocks contain the collectives.
+"""Lightning Fabric strategies in which Thunder's compiled blocks contain the collectives.
 
 Each block is a unit: one function, compiled by Thunder, that gathers weights and reduces gradients. Parameters outside
-of blocks (embedding, last norm, head) are the root: torch gathers them before the forward and reduces their
-gradients at the end of the backward. Without block classes, the complete module is one unit, as in LitGPT's strategies.
-
-Gradients are reduced after each micro-batch. Not tried on CUDA: what is tested ran on gloo and CPUs.
+blocks (embedding, final norm, head) form the root unit: torch gathers them before the forward pass and reduces their
+gradients at the end of the backward pass. Without block classes, the complete module is one unit, as in LitGPT's
+strategies. Gradients are reduced after each micro-batch. Tested with gloo on CPUs only, not on CUDA.
 """
 
 import math
@@ -31,17 +30,17 @@ Blocks = Sequence[type[nn.Module]]
 
 
 class ThunderDDPStrategy(DDPStrategy):
-    """Replicas whose gradients Thunder's compiled blocks all-reduce.
+    """Data parallelism in which Thunder's compiled blocks all-reduce the gradients.
 
     Args:
-        jit: Compile; False runs the same eagerly.
-        executors: Names of Thunder's executors; None for Thunder's choice.
-        blocks: Classes of modules that are compiled one by one; by default the complete module is compiled.
-        bucket_size_in_mb: Size of the buckets of gradients, within a unit.
+        jit: Whether to compile; False runs eagerly.
+        executors: Names of Thunder executors; None for Thunder's defaults.
+        blocks: Classes of the modules to compile separately. By default the complete module is compiled.
+        bucket_size_in_mb: Size of the gradient buckets within a unit.
         options: Options of DDPStrategy, such as ``timeout``.
 
     Raises:
-        UserError: a version does not fit (on construction).
+        UserError: an installed version is not supported.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ThunderDDPStrategy(DDPStrategy):
         self._backward_sync_control = ReduceEachMicroBatch()
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Give all ranks rank 0's values, and compile.
+        """Broadcast rank 0's weights to all ranks, and compile.
 
         Raises:
             UserError: Thunder cannot compile the module, or an executor is unknown.
@@ -79,22 +78,22 @@ class ThunderDDPStrategy(DDPStrategy):
 
 
 class ThunderFSDPStrategy(ModelParallelStrategy):
-    """Fully sharded data parallelism by Thunder, over all ranks.
+    """Fully sharded data parallelism over all ranks, compiled by Thunder.
 
-    Parameters are DTensors of rows, so that clipping, state dicts and optimizer state are Fabric's and torch's, as with
-    FSDP2. Every rank has the complete model while it is set up. Precision 16-mixed is not supported by Fabric.
+    Parameters are DTensors sharded by rows. As with FSDP2, Fabric and torch handle clipping, state dicts and optimizer
+    state. During setup, every rank holds the complete model. Fabric does not support precision 16-mixed here.
 
     Args:
-        sharding_strategy: ZERO3 gathers the weights of a unit again in the backward pass, ZERO2 keeps them.
-        bucketing_strategy: What is gathered in one collective: a tensor (NONE), a layer (LAYER), a block (BLOCK).
-        jit: Compile; False runs the same eagerly, and keeps gathered weights as ZERO2 does.
-        executors: Names of Thunder's executors; None for Thunder's choice.
-        blocks: Classes of modules that are compiled one by one; by default the complete module is compiled.
+        sharding_strategy: ZERO3 gathers a unit's weights again in the backward pass; ZERO2 keeps them.
+        bucketing_strategy: Tensors per all-gather: one tensor (NONE), one layer (LAYER) or one block (BLOCK).
+        jit: Whether to compile; False runs eagerly and keeps gathered weights as ZERO2 does.
+        executors: Names of Thunder executors; None for Thunder's defaults.
+        blocks: Classes of the modules to compile separately. By default the complete module is compiled.
         state_dict_type: Whether ``fabric.save`` writes one file ("full") or a folder of shards ("sharded").
         options: Options of ModelParallelStrategy, such as ``timeout``.
 
     Raises:
-        UserError: a version does not fit (on construction).
+        UserError: an installed version is not supported.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class ThunderFSDPStrategy(ModelParallelStrategy):
         self._backward_sync_control = ReduceEachMicroBatch()
 
     def setup_environment(self) -> None:
-        ParallelStrategy.setup_environment(self)  # Fabric's class would make a mesh of two dimensions
+        ParallelStrategy.setup_environment(self)  # Fabric's class would create a two-dimensional mesh
         self._setup_distributed()
 
     @property
@@ -129,14 +128,15 @@ class ThunderFSDPStrategy(ModelParallelStrategy):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
     ) -> Tensor:
-        """Clip the norm of the complete gradient; return it, the same on all ranks."""
+        """Clip the gradient by its global norm, and return the norm, which is equal on all ranks."""
         norm = super().clip_gradients_norm(module, optimizer, max_norm, *args, **options)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """
+        """Shard the parameters and install the compiled units.
+
         Raises:
-            ValueError: a parameter has no rows.
+            ValueError: a parameter is a scalar.
             UserError: Thunder cannot compile the module, or an executor is unknown.
         """
 
@@ -160,14 +160,14 @@ def _kernel_maker(
 
 
 def _shard_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace each parameter by a DTensor of this rank's rows of rank 0's values; tied ones by the same DTensor."""
+    """Replace each parameter by a DTensor sharded by rows, with rank 0's values. Tied parameters share a DTensor."""
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
             if parameter is None:
                 continue
             if not parameter.ndim:
-                raise ValueError(f"parameter {path}.{name} has no rows to shard; make it a tensor of one element")
+                raise ValueError(f"parameter {path}.{name} is a scalar and cannot be sharded; give it shape (1,)")
             if parameter not in sharded:
                 rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
                 sharded[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -175,7 +175,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _padded_rows(parameter: Tensor) -> Tensor:
-    """Return this rank's rows of a DTensor, with rows of zeros where the others have more: Thunder's layout."""
+    """Return this rank's rows of a DTensor, zero-padded to the largest shard as Thunder requires."""
     assert isinstance(parameter, DTensor)
     rows = parameter.to_local()
     missing = math.ceil(parameter.size(0) / parameter.device_mesh.size()) - rows.size(0)
@@ -183,7 +183,7 @@ def _padded_rows(parameter: Tensor) -> Tensor:
 
 
 def _gathered(parameter: Tensor) -> Tensor:
-    """Return the complete parameter; the backward pass averages its gradient over the ranks."""
+    """Return the unsharded parameter. The backward pass averages its gradient over the ranks."""
     assert isinstance(parameter, DTensor)
     complete, size = parameter.full_tensor(grad_placements=[Partial()]), parameter.device_mesh.size()
     if complete.requires_grad:
@@ -192,7 +192,7 @@ def _gathered(parameter: Tensor) -> Tensor:
 
 
 class _AverageGradient(torch.autograd.Function):
-    """Returns its argument; the backward pass averages the gradient over the ranks."""
+    """Identity function whose backward pass averages the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The parts of a module whose parameters are handled together: each compiled block is a unit, the rest is the root."""
+"""Units that fetch their parameters together: each compiled block is a unit, and the rest is the root unit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ class Unit:
 
     Args:
         module: The module.
-        slots: The parameters that it handles.
-        kernel: Its compiled forward; None runs it eagerly.
-        fetch: Returns what the kernel computes with, of a parameter.
-        fetch_complete: Returns what the eager forward computes with, of a parameter.
+        slots: The unit's parameters.
+        kernel: The module's compiled forward; None runs it eagerly.
+        fetch: Returns the tensor that the kernel uses for a parameter.
+        fetch_complete: Returns the tensor that the eager forward uses for a parameter.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Unit:
             return self._eager(*args, **options)
 
     def _fetched(self, fetch: Fetch) -> list[Tensor]:
-        """Return a value for each slot; tied parameters have one."""
+        """Return a value for each slot. Tied parameters share a value."""
         values: dict[int, Tensor] = {}
         parameters = [slot.get() for slot in self._slots]
         for parameter in parameters:
@@ -57,7 +57,7 @@ class Unit:
 
 @contextmanager
 def _replaced(slots: list[Slot], values: list[Tensor]) -> Iterator[None]:
-    """Compute with other tensors in the place of parameters."""
+    """Context that replaces parameters by other tensors."""
     tensors = [slot.get() for slot in slots]
     try:
         for slot, value in zip(slots, values, strict=True):
@@ -75,15 +75,15 @@ def install_units(
     fetch: Fetch,
     fetch_complete: Fetch,
 ) -> None:
-    """Make each block a unit, and what is outside of blocks the root unit, which is not compiled.
+    """Make each block a unit, and everything else the root unit, which is not compiled.
 
     Without blocks, the complete module is one unit.
 
     Args:
-        module: Its ``forward`` and its blocks' are replaced; names of parameters stay.
-        blocks: The classes of the blocks.
-        make_kernel: Compiles a block, given its name.
-        fetch, fetch_complete: See :class:`Unit`; ``fetch_complete`` is also for the root.
+        module: The model. Replaces ``forward`` of the module and its blocks; parameter names do not change.
+        blocks: The block classes.
+        make_kernel: Compiles a block, given the block and its name.
+        fetch, fetch_complete: See :class:`Unit`. The root unit uses ``fetch_complete``.
     """
     units = {name: part for name, part in module.named_modules() if isinstance(part, blocks)} if blocks else {}
     units = units or {"": module}

@@ -1,4 +1,4 @@
-"""The versions of lightning-thunder and torch that work together, and how thunder is imported."""
+"""Check the versions of lightning-thunder and torch, and import thunder."""
 
 import functools
 import warnings
@@ -11,18 +11,18 @@ from typing import Any
 from toolkit.errors import UserError
 
 THUNDER = "0.2.6"
-"""The extension uses parts of Thunder that are not public, so that another version may not work."""
+"""The only supported version, because the extension uses private APIs of Thunder."""
 TORCH = ((2, 10), (2, 13))
-"""First and last minor version: toolkit's first, and the one that this version of Thunder was tried with."""
+"""Supported minor versions: from toolkit's minimum to the latest tested with this version of Thunder."""
 _NAMED_TENSORS = ("align_as", "align_to", "has_names", "refine_names", "rename")
-"""Methods of torch.Tensor that torch 2.13 no longer has, and that Thunder registers when it is imported."""
+"""Methods of torch.Tensor that Thunder registers on import, and that torch 2.13 has removed."""
 
 
 def require_versions(needed_by: str) -> None:
-    """Check the installed versions, without importing them.
+    """Check the installed versions, without importing the packages.
 
     Args:
-        needed_by: The option or class, for the message.
+        needed_by: The option or class that needs Thunder, for the message.
 
     Raises:
         UserError: lightning-thunder is not installed, or it or torch has another version.
@@ -40,28 +40,30 @@ def require_versions(needed_by: str) -> None:
     first, last = TORCH
     if not first <= tuple(int(part) for part in version.split(".")[:2]) <= last:
         supported = " to ".join(f"{major}.{minor}" for major, minor in TORCH)
-        raise UserError(f"{needed_by}: lightning-thunder {THUNDER} needs torch {supported}, found {version}")
+        raise UserError(
+            f"{needed_by}: lightning-thunder {THUNDER} needs torch {supported}, found {version}; install one of them"
+        )
 
 
 @functools.cache
 def load_thunder() -> ModuleType:
-    """Import thunder and return it.
+    """Import and return thunder.
 
     Raises:
         UserError: see :func:`require_versions`.
     """
     require_versions("thunder")
     with _placeholders(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as those about executors that are not installed
+        warnings.simplefilter("ignore")  # such as warnings about missing executors
         import thunder
-    # of torch 2.13, in each collective of Thunder
+    # torch 2.13 warns at each of Thunder's collectives
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     return thunder
 
 
 @contextmanager
 def _placeholders() -> Iterator[None]:
-    """Add the methods that Thunder registers and torch has no more, and remove them again."""
+    """Context that adds the methods that torch has removed and Thunder registers."""
     import torch
 
     added = [name for name in _NAMED_TENSORS if not hasattr(torch.Tensor, name)]
@@ -78,5 +80,5 @@ def _placeholder(name: str) -> Any:
     def method(*args: Any, **options: Any) -> Any:
         raise NotImplementedError(f"torch.Tensor.{name} is not in this version of torch")
 
-    method.__name__ = name  # Thunder looks for it under this name
+    method.__name__ = name  # Thunder looks it up by this name
     return method
