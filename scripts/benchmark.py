@@ -91,7 +91,7 @@ def write_tokens(folder: Path, work: Work, vocab_size: int) -> None:
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function in a separate process, and return its result.
 
-    Linux includes the memory of the parent at fork in the peak of a child: this process must stay small.
+    This process must stay small, because Linux includes the parent's memory at fork in a child's peak.
     """
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
@@ -115,7 +115,7 @@ def versions(python: str, *packages: str) -> dict[str, str]:
 def run_round(
     work: Work, config: ModelConfig, pythons: dict[str, str], folder: Path, turn_seconds: float
 ) -> dict[str, Measurement]:
-    """Run each product once: one after the other, or in turns of ``turn_seconds``."""
+    """Run each product once: sequentially, or alternating every ``turn_seconds``."""
     if turn_seconds == 0:
         return {product: PRODUCTS[product](work, config, folder, python) for product, python in pythons.items()}
     with ThreadPoolExecutor(len(pythons)) as pool:
@@ -145,7 +145,7 @@ def measure(
                 expected = measured["toolkit"][0].parameters
                 if run.parameters != expected:
                     raise UserError(
-                        f"--peers {product}: it builds {run.parameters:,} parameters, toolkit {expected:,}: "
+                        f"--peers {product}: its model has {run.parameters:,} parameters, toolkit's {expected:,}: "
                         f"the results are not comparable; remove it for --model {work.model}"
                     )
             for out_dir in ("toolkit", "litgpt", "litgpt-shipped", "trainer"):
@@ -161,7 +161,7 @@ def measure_case(
     rounds: int,
     turn_seconds: float = 0,
 ) -> dict[str, Any]:
-    """Measure one case in turns, and return what ``--format json`` prints.
+    """Measure one case, and return the result that ``--format json`` prints.
 
     ``pythons`` and ``environments`` come from :func:`find_pythons`, ``config`` from :func:`choose_config`.
     """
@@ -201,7 +201,7 @@ def build_report(
 
 
 def machine() -> dict[str, Any]:
-    """Describe the CPU and its load average of the last minute."""
+    """Describe the CPU and its load average over the last minute."""
     model = ""
     if (info := Path("/proc/cpuinfo")).is_file():
         match = re.search(r"model name\s*: (.+)", info.read_text())
@@ -211,7 +211,7 @@ def machine() -> dict[str, Any]:
 
 
 def describe(host: dict[str, Any], packages: dict[str, str] | None = None) -> str:
-    """Return a line of what :func:`machine` found, and of versions."""
+    """Format the result of :func:`machine` and package versions as one line."""
     line = f"{host['cpu']}, {host['cpus']} CPUs, load before {host['load']}"
     return "; ".join([line, ", ".join(map(" ".join, packages.items()))] if packages else [line])
 
@@ -270,7 +270,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", default="pythia-14m", help="a named architecture; `toolkit pretrain list` prints them")
     add("--seq_length", type=int, default=256, help="tokens per sequence (%(default)s)")
     add("--batch_size", type=int, default=4, help="sequences per step (%(default)s)")
-    add("--precision", default="32-true", choices=PRECISIONS, help="of all products; bf16-master without --peers")
+    add("--precision", default="32-true", choices=PRECISIONS, help="for all products; bf16-master needs no --peers")
     add("--compiler", default="none", choices=["none", "torch"], help="for all products (%(default)s)")
     add("--steps", type=int, default=40, help="optimizer steps per run, including the warm-up (%(default)s)")
     add("--warmup_steps", type=int, default=10, help="first steps to exclude (%(default)s)")
@@ -279,8 +279,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--turn_seconds",
         type=float,
         default=0,
-        help="run the products of a round at once, one of them at a time for this long, the others stopped; several "
-        "steps; on a machine of changing speed (default: one product after the other)",
+        help="alternate between the products of a round every so many seconds, pausing the others; use several steps "
+        "per turn; for machines with varying speed (default: run one product after the other)",
     )
     add("--threads", type=int, default=usable_cpus(), help="OMP_NUM_THREADS of all products (%(default)s)")
     add("--model_config", metavar="JSON", default={}, type=json.loads, help="fields that override the architecture")

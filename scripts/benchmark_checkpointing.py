@@ -1,10 +1,10 @@
-"""Measure the memory and the time of a training step with each mode of activation checkpointing, on the CPU.
+"""Measure the memory and time of a training step with each activation checkpointing mode, on the CPU.
 
     python scripts/benchmark_checkpointing.py --model SmolLM2-135M --seq_length 256 --batch_size 1
 
-One process runs forward and backward passes of the three modes in turn; ratios are computed within each round. Seconds
-are CPU time over all threads, on which other processes have little effect. Bytes count the tensors that exist,
-without weights and gradients.
+One process runs forward and backward passes with the three modes in turn; ratios are computed within each round.
+Seconds are CPU time over all threads, which other processes hardly affect. Bytes include all existing tensors except
+weights and gradients.
 """
 
 import argparse
@@ -23,29 +23,29 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
 
 MODES = ("none", "selective", "full")
-VOCAB_SIZE = 8192  # of models without one
+VOCAB_SIZE = 8192  # for models without a vocab_size
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations have created while it is entered and that still exist.
+    """Mode that counts the bytes of existing storages that operations have created in it.
 
     Args:
-        known: Tensors that do not count.
+        ignored: Tensors to ignore.
 
     Attributes:
-        peak: The most bytes at a time.
+        peak: Peak bytes.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._known = {t.untyped_storage().data_ptr() for t in known}
+        self._ignored = {t.untyped_storage().data_ptr() for t in ignored}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._known:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._ignored:
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.now())
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure_bytes(model: GPT, ids: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes after the blocks, and at the peak of forward and backward pass."""
+    """Return the bytes after the blocks, and the peak bytes of the forward and backward pass."""
     kept: list[int] = []
     with LiveBytes([*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]) as live:
         hook = model.transformer.ln_f.register_forward_hook(lambda _, __, out: kept.append(live.now() - out.nbytes))

@@ -2,8 +2,8 @@
 
     python scripts/benchmark_checkpoints.py --model pythia-160m
 
-The weights are random, in fp32. Everything is in the page cache before it is read, and on the
-disk (fsync) after it is written. Each round runs all of them one after the other.
+The weights are random fp32. Reads come from the page cache, and writes end with fsync. Each round runs all actions
+one after the other.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def sync(path: Path) -> None:
 
 
 def write_bytes(path: Path, size: int) -> None:
-    """Write bytes as `dd conv=fsync` does: the rate of the disk."""
+    """Write and sync bytes as `dd conv=fsync` does, to measure the disk."""
     block = os.urandom(BLOCK)
     with open(path, "wb", buffering=0) as file:
         for start in range(0, size, BLOCK):
@@ -40,7 +40,7 @@ def write_bytes(path: Path, size: int) -> None:
 
 
 def measure(model_name: str, rounds: int) -> dict[str, Any]:
-    """Return the GB of the weights, and the seconds of each action in each round."""
+    """Return the size of the weights in GB, and the seconds of each action in each round."""
     import torch
     from safetensors.torch import load_file, save_file
 

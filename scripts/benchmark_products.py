@@ -1,4 +1,4 @@
-"""The products that scripts/benchmark.py compares: how to run each and read its figures.
+"""Run the products that scripts/benchmark.py compares, and read their figures.
 
 Each run is a process of the real product in a folder with ``tokens`` (LitData) and ``tokens.npy``.
 """
@@ -58,8 +58,8 @@ QUIET = {
 class Work:
     """The workload of a run.
 
-    ``model_config``: fields that override the named architecture. ``as_shipped``: each product starts as its README
-    starts it: model, tokens, batch and steps are the same, everything else is the product's default.
+    ``model_config``: fields that override the named architecture. ``as_shipped``: use each product's defaults, except
+    for model, tokens, batch and steps.
     """
 
     model: str
@@ -193,11 +193,13 @@ def litgpt_config(config: ModelConfig) -> dict[str, Any]:
         UserError: LitGPT does not support the architecture.
     """
     if config.position_embedding != "rope":
-        raise UserError(f"--model {config.name}: LitGPT has no {config.position_embedding} positions; remove this peer")
+        raise UserError(
+            f"--model {config.name}: LitGPT does not support {config.position_embedding} positions; remove this peer"
+        )
     values, default = config.to_dict(), ModelConfig()
     for name in values.keys() - LITGPT_FIELDS - LITGPT_INFERS:
         if values[name] != getattr(default, name):
-            raise UserError(f"--model {config.name}: LitGPT has no {name}, here {values[name]}; remove this peer")
+            raise UserError(f"--model {config.name}: LitGPT does not support {name} {values[name]}; remove this peer")
     litgpt_values = {name: value for name, value in values.items() if name in LITGPT_FIELDS and value is not None}
     return litgpt_values | {"rope_base": int(config.rope_base)}  # an integer in LitGPT
 
@@ -223,7 +225,7 @@ def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str)
 
 
 def peer_allocator(work: Work) -> dict[str, str]:
-    """glibc keeps freed memory, as toolkit has it, unless the products run as shipped."""
+    """Return the variables that make glibc keep freed memory as in toolkit; empty if products run as shipped."""
     return {} if work.as_shipped else MALLOC
 
 
@@ -266,13 +268,13 @@ PEERS = [name for name in PRODUCTS if name != "toolkit"]
 
 
 RUNNING: list[int] = []
-"""The process IDs of the products that run now."""
+"""Process IDs of the running products."""
 
 
 def take_turns(runs: Collection[Future[Measurement]], seconds: float) -> None:
-    """Let one product at a time run for ``seconds``, with the others stopped, until all runs end.
+    """Alternate between the products every ``seconds``, pausing the others, until all runs end.
 
-    The median step of a product is undisturbed where ``seconds`` are several steps.
+    If ``seconds`` cover several steps, the pauses do not affect a product's median step.
     """
     try:
         while not all(run.done() for run in runs):

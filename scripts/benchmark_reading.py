@@ -1,10 +1,10 @@
-"""Measure how long training waits for data, and the memory of a long pass over it, on the CPU.
+"""Measure how long training waits for data, and the memory of a long pass over the data, on the CPU.
 
     python scripts/benchmark_reading.py
 
-The runs are `toolkit.train`'s, with a model that sleeps in place of computing, as a CPU does while a GPU works:
-a step takes its tokens divided by the rate. The wait is the run's own record, data_wait_s in metrics.csv, without
-the first three steps, which start the readers. The long pass reads steps of the highest rate without a pause.
+`toolkit.train` runs a model that sleeps instead of computing, as a CPU waits for a GPU: a step takes its tokens divided
+by the rate. The wait is data_wait_s in metrics.csv, without the first three steps, which start the readers. The long
+pass reads the steps of the highest rate without pauses.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SOURCES = ("LitData", "TextFiles", "HuggingFaceText")
 
 
 class Sleeper(nn.Module):
-    """Takes as long as a device that trains ``rate`` tokens per second."""
+    """Model that sleeps as long as a device that trains ``rate`` tokens per second computes."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Sleeper(nn.Module):
 
 
 def write_sources(folder: Path) -> None:
-    """Write the texts, a tokenizer trained on them, and token chunks as of other tools."""
+    """Write texts, a tokenizer trained on them, and token chunks in other tools' formats."""
     (folder / "text").mkdir()
     for i, path in enumerate(find_sources()):
         (folder / "text" / f"{i:05}.txt").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
@@ -60,7 +60,7 @@ def write_sources(folder: Path) -> None:
     assert prepared.tokenizer is not None
     (folder / "tokenizer").mkdir()
     prepared.tokenizer.save(folder / "tokenizer")
-    for name in SOURCES:  # the preparation is not part of what is measured
+    for name in SOURCES:  # do not measure the preparation
         make_data(name, folder, 0).prepare(tokenizer=Tokenizer.load(folder / "tokenizer"), **quiet)
 
 
@@ -77,7 +77,7 @@ def rows_per_step(rate: int) -> int:
 
 
 def measure_wait(name: str, folder: Path, workers: int, rate: int, steps: int) -> dict[str, Any]:
-    """Return the mean and the longest wait of a step in seconds, and the mean step."""
+    """Return the mean and longest wait of a step, and the mean step time, in seconds."""
     rows, out_dir = rows_per_step(rate), folder / f"{name}-{workers}-{rate}"
     sizes = {"max_seq_length": T, "global_batch_size": rows, "micro_batch_size": rows}
     with redirect_stdout(sys.stderr):
@@ -92,7 +92,7 @@ def measure_wait(name: str, folder: Path, workers: int, rate: int, steps: int) -
 
 
 def measure_memory(name: str, folder: Path, steps: int) -> dict[str, Any]:
-    """Return MB of anonymous memory after a tenth, a half and all of the steps, and tokens per second."""
+    """Return MB of anonymous memory after a tenth, half and all of the steps, and tokens per second."""
     tokenizer = Tokenizer.load(folder / "tokenizer")
     data = make_data(name, folder, 0).prepare(tokenizer=tokenizer, max_seq_length=T, report=lambda line: None)
     rows = ROWS[200_000]
@@ -110,7 +110,7 @@ def measure_memory(name: str, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def anonymous_mb() -> float:
-    """Return the memory of this process without the pages of files."""
+    """Return the anonymous memory of this process in MB, without file pages."""
     match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) * 1024 / 1e6

@@ -1,10 +1,10 @@
-"""Measure what a checkpoint costs a training run: written before training goes on, or with --train.async_save.
+"""Measure the cost of a checkpoint during training, with and without --train.async_save.
 
     python scripts/benchmark_saving.py --model pythia-31m --save_interval 10
 
 Each round trains both runs on random tokens, one after the other, in separate processes. Reported per checkpoint:
-the seconds for which training waits, the CPU seconds of this wait, and the CPU seconds of the thread that writes while
-training goes on. Other processes have little effect on CPU seconds.
+the seconds that training waits, the CPU seconds of the wait, and the CPU seconds of the thread that writes during
+training. Other processes hardly affect CPU seconds.
 """
 
 import argparse
@@ -24,7 +24,7 @@ MODES = {"sync": "false", "async": "true"}
 
 
 class Meter:
-    """Sums the time of the functions that it wraps, in the main thread or in others; calls among them count once."""
+    """Sums the time of wrapped functions, in the main thread or in other threads. Nested calls count once."""
 
     def __init__(self, is_main: bool) -> None:
         self.seconds = self.cpu_seconds = 0.0
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--save_interval", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--saves", type=int, default=4, help="checkpoints per run")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out_dir", help="where the checkpoints go; by default a temporary folder")
+    parser.add_argument("--out_dir", help="folder of the checkpoints (default: a temporary folder)")
     options = parser.parse_args()
     flags = [
         options.model, "--data=SyntheticTokens", "--accelerator=cpu", "--devices=1", "--train.max_seq_length=64",

@@ -1,9 +1,9 @@
-"""Measure the seconds of `--help`, and of a run of two steps from the command to its end, for toolkit and LitGPT.
+"""Measure the seconds of `--help` and of a complete run of two steps, for toolkit and LitGPT.
 
     python scripts/benchmark_startup.py --litgpt_python ../env-litgpt/bin/python
 
-Each is a separate process, and the products take turns. The model is tiny, so that imports and preparation are most
-of the run; both save it at the end, and LitGPT's compilation is off.
+Products run in separate processes and take turns. The model is tiny, so imports and preparation take most of the run.
+Both products save the model at the end, and LitGPT does not compile.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def measure(litgpt_python: str | None, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each command in each round; the first round, which reads the files, is omitted."""
+    """Return the seconds of each command in each round, without the first round, which fills the page cache."""
     pythons = {"toolkit": sys.executable} | ({"litgpt": litgpt_python} if litgpt_python else {})
     config = get_config(WORK.model).with_vocab_size(VOCAB_SIZE)
     times: dict[str, list[float]] = {}

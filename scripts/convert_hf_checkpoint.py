@@ -1,4 +1,4 @@
-"""Write lit_model.pth and model_config.yaml into a Hugging Face folder, like LitGPT's script of the same name.
+"""Write lit_model.pth and model_config.yaml into a Hugging Face folder, like LitGPT's script with the same name.
 
 Also converts SentencePiece's tokenizer.model to a tokenizer.json if there is none.
 

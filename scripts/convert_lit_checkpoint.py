@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder from a LitGPT or toolkit checkpoint, with the options of LitGPT's script of this name.
+"""Write a Hugging Face folder from a LitGPT or toolkit checkpoint, like LitGPT's script with the same name.
 
     python scripts/convert_lit_checkpoint.py --checkpoint_path checkpoints/org/model/lit_model.pth --output_dir DIR
 

@@ -106,7 +106,7 @@ def test_products_alternate_and_must_build_the_same_model(monkeypatch):
     benchmark.measure(WORK, config, {"toolkit": "", "litgpt": ""}, rounds=2)
     assert turns == ["toolkit", "litgpt", "toolkit", "litgpt"]
     monkeypatch.setitem(benchmark.PRODUCTS, "litgpt", product("litgpt", 6))
-    with pytest.raises(products.UserError, match="--peers litgpt: it builds 6 parameters, toolkit 5"):
+    with pytest.raises(products.UserError, match="--peers litgpt: its model has 6 parameters, toolkit's 5"):
         benchmark.measure(WORK, config, {"toolkit": "", "litgpt": ""}, rounds=1)
 
 
@@ -147,7 +147,7 @@ def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
         ("--peers transformers --transformers_python no/such/python", "--transformers_python no/such/python"),
         ("--peers torchtitan", "--peers torchtitan: must be one of litgpt"),
         ("--model pythia14m", "did you mean 'pythia-14m'"),
-        ("--model gpt2 --peers litgpt", "LitGPT has no learned positions"),
+        ("--model gpt2 --peers litgpt", "LitGPT does not support learned positions"),
         ("--seq_length 4096", "takes at most 2048 tokens"),
         ("--steps 10 --warmup_steps 10", "--warmup_steps 10: must be"),
         ("--batch_size 0", "--batch_size 0: must be at least 1"),
@@ -202,7 +202,7 @@ def test_litgpt_gets_only_known_fields():
         try:
             assert products.litgpt_config(get_config(name).with_vocab_size(64)).keys() <= known, name
         except products.UserError as error:
-            assert "LitGPT has no " in str(error)
+            assert "LitGPT does not support " in str(error)
             refused.add(get_config(name).family)
     assert "gpt_oss" in refused and not refused & {"llama", "gpt_neox", "qwen3", "gemma2", "olmo2", "mixtral"}
 
