@@ -23,7 +23,7 @@ from torch import distributed as dist
 from toolkit.config import AUTO, Auto
 from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.lifeline import Lifeline
-from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, open_store, run_key_prefix
+from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, is_in_torchrun, open_store, run_key_prefix
 from toolkit.distributed.shutdown import ShutdownCoordinator, children, first_line, name_ranks
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import PeerLostError, UserError
@@ -96,6 +96,11 @@ class RunGroup:
         # A separate connection: the process group blocks the other one while it waits for a key.
         self.shutdown.store = dist.PrefixStore(name, open_store(host, port, self.timeouts.first, is_host=False))
         if self._query_store(lambda: store.add(f"claimed/{rank}", 1)) > 1:
+            if is_in_torchrun():  # the nodes disagree on the number of restarts
+                raise UserError(
+                    f"RANK {rank}: taken by an earlier attempt of this torchrun job; give each attempt a new store: "
+                    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun on every node"
+                )
             raise UserError(
                 f"NODE_RANK {self.world.node_rank}: another process is also rank {rank}; number the nodes from 0"
             )

@@ -40,7 +40,7 @@ def open_store(host: str, port: int, seconds: float, is_host: bool) -> Store:
     """
     from torch import distributed as dist
 
-    is_host = is_host and not _is_in_torchrun()
+    is_host = is_host and not is_in_torchrun()
     deadline = time.monotonic() + seconds
     while not is_host:  # torch retries too, but prints a stack trace each time
         try:
@@ -59,11 +59,17 @@ def open_store(host: str, port: int, seconds: float, is_host: bool) -> Store:
 
 
 def run_key_prefix(number: int) -> str:
-    """Return the prefix of a run's keys. It is unique because torchrun's store outlives a failed attempt."""
-    return f"run-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{number}"
+    """Return the prefix of a run's keys. It is unique because torchrun's store outlives a failed attempt.
+
+    The restart count is used only there, because it may differ between nodes: torchrun counts the restarts that a
+    node's own ranks have caused (pytorch/pytorch#108158).
+    """
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if is_in_torchrun() else 0
+    return f"run-{attempt}-{number}"
 
 
-def _is_in_torchrun() -> bool:
+def is_in_torchrun() -> bool:
+    """Whether torchrun hosts the store. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes rank 0 host it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -92,7 +98,7 @@ def report_failure(error: BaseException | None, text: str, code: int, report: Ca
     if peer is None:
         return report("")
     report_once = cache(lambda: report(peer.prefix))
-    if peer.others is None or (peer.rank == 0 and not _is_in_torchrun()):
+    if peer.others is None or (peer.rank == 0 and not is_in_torchrun()):
         report_once()
     try:
         store = _open_to_publish(peer, min(CONNECT_TIMEOUT_S, _timeout()))
@@ -139,7 +145,7 @@ def _publish(store: Store, peer: _FailedProcess, text: str, code: int) -> None:
         store.add("read", 1)
         return
     store.set("end", f"{code} {text}")
-    if _is_in_torchrun():
+    if is_in_torchrun():
         return
     # This process hosts the store: keep it until the others have read it.
     deadline = time.monotonic() + (_timeout() if peer.others is not None else min(CONNECT_TIMEOUT_S, _timeout()))
