@@ -86,12 +86,18 @@ def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
     parameters: list[Any] = list(module.parameters())
     for parameter in parameters:
         if hasattr(parameter, "device_mesh"):  # a DTensor, sharded by rows
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-            layout = parameter.device_mesh, parameter.placements
-            _, (first_row, *_) = compute_local_shape_and_global_offset(parameter.shape, *layout)
-            parts[id(parameter)] = (parameter.shape, first_row * parameter.shape[1:].numel())
+            parts[id(parameter)] = (parameter.shape, first_row(parameter) * parameter.shape[1:].numel())
     return parts
+
+
+def first_row(tensor: Any) -> int:
+    """Return the first row of a DTensor's local shard; 0 for other tensors."""
+    if not hasattr(tensor, "device_mesh"):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, (row, *_) = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return row
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Case:
     fault: str | None = None
     """Fault to inject; see rank_worker.broken."""
     look_at: str | None = None
-    """Additional measurement: "collectives", "graphs" or "memory"."""
+    """Additional measurement: "collectives", "gradients", "graphs" or "memory"."""
     command: str = "pretrain"
     """Words before the flags."""
     out: str | None = None

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
@@ -29,11 +30,13 @@ from helpers.faulty_callbacks import skew_gradient
 from helpers.peak_memory import rise
 from helpers.slow_writes import slow_disk, writes_that_last
 from toolkit import cli
-from toolkit.checkpoints.run import sharded
+from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
 from toolkit.diagnostics import communication, single_process
 from toolkit.diagnostics.gradients import GradientRecorder
 from toolkit.distributed import fsdp, strategy
+from toolkit.distributed.shards import shard_of, sharded_values
+from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import GuardError
 from toolkit.models.mlp import LLaMAMLP
 from toolkit.private_torch import local_shard
@@ -157,6 +160,30 @@ def counting(seen: dict, train_step):
         return result
 
     return counted
+
+
+def recording_gradients(file: Path, train_step):
+    """Write the unsharded gradients of the first step to ``file``."""
+
+    def record(module) -> None:
+        whole, cuts, gradients = StateDictOptions(full_state_dict=True), cuts_of(module), {}
+        for name, p in module.named_parameters():
+            if (gradient := shard_of(p).grad) is not None:
+                (gradient,) = sharded_values({"": gradient}, p).values()
+                gradients[name] = state_dicts._gather(gradient, whole, cuts.get(name)).clone()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save(gradients, file)
+
+    def recorded(fabric, objective, update, *arguments):
+        module, is_first = unwrapped(update.model), not file.exists()
+        if is_first:
+            hook = update.optimizer.optimizer.register_step_pre_hook(lambda *_: record(module))
+        result = train_step(fabric, objective, update, *arguments)
+        if is_first:
+            hook.remove()
+        return result
+
+    return recorded
 
 
 def counting_graphs(seen: dict, train_step):
@@ -328,6 +355,11 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
                 stack.enter_context(mock.patch.object(build, "build_model", measuring(seen, build.build_model)))
             if case["look_at"] == "collectives":
                 stack.enter_context(mock.patch.object(trainer, "train_step", counting(seen, trainer.train_step)))
+            if case["look_at"] == "gradients":
+                file = cases.parent.parent / f"{case['name']}.gradients"
+                stack.enter_context(
+                    mock.patch.object(trainer, "train_step", recording_gradients(file, trainer.train_step))
+                )
             if case["look_at"] == "graphs":
                 stack.enter_context(mock.patch.object(trainer, "train_step", counting_graphs(seen, trainer.train_step)))
             if case["fault"]:

@@ -12,6 +12,8 @@ from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
 from toolkit.data import SyntheticTokens
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import get_config
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning import compatibility
 from toolkit.planning.auto import with_options
@@ -30,6 +32,8 @@ ARGS = RunArgs(
 )
 IN_BACKWARD, BF16 = {"optimizer.in_backward": True}, {"optimizer.state_dtype": "bf16"}
 LORA, MODULE, SGD = {"lora": LoRAConfig()}, {"module": nn.Linear(1, 1)}, {"optimizer_class": torch.optim.SGD}
+SPLIT = {"tensor_parallel_size": 2}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
 
@@ -68,6 +72,26 @@ CASES = [
     ({"strategy": "ddp", "tensor_parallel_size": 2}, {"devices": 2},
      "--tensor_parallel_size 2 is not supported with --strategy ddp: only FSDP2 can be combined with it; use "
      "--strategy fsdp"),
+    (SPLIT, {"model": get_config("Mixtral-8x7B-v0.1")} | FSDP,
+     "--tensor_parallel_size 2 is not supported with experts (MoE): they are not divided; remove one of them"),
+    (SPLIT, {"model": ModelConfig(latent_attention=LATENT)} | FSDP,
+     "--tensor_parallel_size 2 is not supported with latent attention (MLA): it is not divided; remove one of them"),
+    (SPLIT, {"model": get_config("OLMo-2-1124-7B")} | FSDP,
+     "--tensor_parallel_size 2 is not supported with --model_config.norm_qk_type olmo2: the norm needs all heads of a "
+     "token; remove one of them"),
+    (SPLIT | MODULE | {"block_classes": (nn.Linear,)}, FSDP,
+     "--tensor_parallel_size 2 is not supported with a user-provided or extension model: only toolkit's own layers"),
+    (SPLIT | {"compiler": "thunder"}, FSDP,
+     "--tensor_parallel_size 2 is not supported with --compiler thunder; use --compiler torch or none"),
+    (SPLIT | NF4 | LORA, FSDP,
+     "--tensor_parallel_size 2 is not supported with --quantize bnb.nf4: 4-bit blocks are not divided; remove one"),
+    (SPLIT | {"lora": LoRAConfig(dropout=0.1)}, FSDP,
+     "--tensor_parallel_size 2 is not supported with --lora_dropout 0.1: the ranks would drop different elements; use "
+     "--lora_dropout 0"),
+    (SPLIT | {"optimizer.name": "Muon"}, FSDP,
+     "--tensor_parallel_size 2 is not supported with --optimizer.name Muon: it needs complete matrices; use AdamW"),
+    (SPLIT | BF16, FSDP,
+     "--tensor_parallel_size 2 is not supported with --optimizer.state_dtype bf16: the ranks would round equal values"),
     ({"fsdp.param_dtype": "bf16"}, FSDP,
      "--fsdp.param_dtype bf16 is not supported with --precision 32-true: the weights have another dtype; use "
      "bf16-mixed"),
@@ -140,7 +164,12 @@ CASES = [
 ]  # fmt: skip
 
 
-def test_each_row_is_violated_by_a_run_and_says_so(monkeypatch):
+@pytest.fixture
+def thunder(monkeypatch):
+    monkeypatch.setattr("toolkit.config.options.COMPILERS", ("auto", "none", "torch", "thunder"))
+
+
+def test_each_row_is_violated_by_a_run_and_says_so(monkeypatch, thunder):
     def check(options: dict, run: dict, message: str) -> None:
         run = dict(run)
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL" if run.pop("detail", False) else "OFF")
@@ -186,7 +215,7 @@ def test_an_optimizer_of_an_extension_may_not_be_updated_in_parts(monkeypatch):
         assert "is not supported with a user-provided or extension optimizer" in message
 
 
-def test_facts_that_are_not_known_yet_violate_no_row():
+def test_facts_that_are_not_known_yet_violate_no_row(thunder):
     """The first stage knows neither devices nor strategy."""
     for options, _, message in CASES:
         known = list(find_conflicts(Facts(with_options(ARGS, options))))

@@ -12,6 +12,7 @@ from torch import nn
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import checksum
+from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import DifferenceError
 from toolkit.private_torch import local_parts, local_shard
 from toolkit.training.callbacks import Callback
@@ -51,9 +52,8 @@ class GradientRecorder(Callback):
         self._gradients: dict[str, float] = {}
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        module, shards = unwrapped(trainer.model), trainer.config.strategy.shards
         try:
-            self._gradients = gradient_norms(module, shards)
+            self._gradients = gradient_norms(unwrapped(trainer.model))
         except DifferenceError as error:
             raise DifferenceError(f"step {trainer.progress.step + 1}: {error}") from None
 
@@ -64,25 +64,22 @@ class GradientRecorder(Callback):
         self.records.append(StepRecord(metrics["loss"], norm, gradients))
 
 
-def gradient_norms(module: nn.Module, shards: int) -> dict[str, float]:
-    """Return the gradient norm of each trained parameter over all ranks. Collective.
-
-    ``shards`` is the number of ranks per model replica: ranks r and r + shards hold the same shard.
-    """
+def gradient_norms(module: nn.Module) -> dict[str, float]:
+    """Return the gradient norm of each trained parameter over all ranks. Collective."""
     parameters = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-    sharded = local_parts(module).keys()
+    sharded, cuts, layout = local_parts(module).keys(), cuts_of(module), ranks.layout()
     gradients = [local_shard(p.grad) if p.grad is not None else torch.zeros(0) for p in parameters.values()]
     all_squares = _all_gather(torch.stack([_sum_of_squares(g) for g in gradients]))
     all_sums = _all_gather(torch.tensor([checksum(g) for g in gradients], dtype=torch.int64))
     norms = {}
     for i, (name, parameter) in enumerate(parameters.items()):
-        group = shards if id(parameter) in sharded else 1
-        for rank, sums in enumerate(all_sums):
-            if not torch.equal(sums[i], all_sums[rank % group][i]):
+        holders = layout.first_holders(id(parameter) in sharded, name in cuts)
+        for rank, holder in enumerate(holders):
+            if not torch.equal(all_sums[rank][i], all_sums[holder][i]):
                 raise DifferenceError(
-                    f"the gradient of {name} differs between ranks {rank % group} and {rank}, which hold the same shard"
+                    f"the gradient of {name} differs between ranks {holder} and {rank}, which hold the same shard"
                 )
-        norms[name] = math.sqrt(sum(float(part[i]) for part in all_squares[:group]))
+        norms[name] = math.sqrt(sum(float(all_squares[rank][i]) for rank in sorted(set(holders))))
     return norms
 
 

@@ -25,11 +25,13 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from toolkit.config import FSDPArgs, Precision
+from toolkit.distributed import ranks
 from toolkit.distributed.fsdp import ReplicatedVectors, ShardedPrecision
 from toolkit.distributed.mesh import Layout, data_mesh
+from toolkit.distributed.names import canonical_name
 from toolkit.distributed.private_lightning import BackwardSyncControl
-from toolkit.distributed.ranks import world_size
 from toolkit.distributed.shards import add_shards, give_gradients, shard_of
+from toolkit.distributed.tensor_parallel import cuts_of, reduce_gradients
 from toolkit.distributed.units import plan_units, unit_precision
 from toolkit.models.init import Materializer
 from toolkit.private_torch import allocate, fill_shard, local_shard
@@ -94,7 +96,7 @@ class FullyShardedStrategy(ReplicatedVectors):
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         dist.all_reduce(tensor, group=group)
-        return tensor / world_size() if reduce_op == "mean" else tensor
+        return tensor / ranks.world_size() if reduce_op == "mean" else tensor
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         dist.barrier()
@@ -165,19 +167,29 @@ class FullyShardedStrategy(ReplicatedVectors):
 
     def _complete_gradients(self, module: nn.Module) -> None:
         self._reduce_replicated_gradients()
+        reduce_gradients(module)
         give_gradients(module)
 
     def _norm(self, module: nn.Module) -> torch.Tensor:
         """Return the total gradient norm, an fp32 scalar on this rank's device, equal on all ranks."""
-        replicated = set(self._replicated)
-        gradients: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for parameter in module.parameters():
+        replicated, cuts = set(self._replicated), cuts_of(module)
+        gradients: dict[tuple[bool, bool], list[torch.Tensor]] = {}  # by whether sharded, and cut by tensor parallelism
+        for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                gradients[parameter in replicated].append(local_shard(parameter.grad))
-        sharded, whole = (self._sum_of_squares(part) for part in gradients)
+                kind = parameter not in replicated, canonical_name(name) in cuts
+                gradients.setdefault(kind, []).append(local_shard(parameter.grad))
+        squares = {
+            (is_sharded, is_cut): self._sum_of_squares(gradients.get((is_sharded, is_cut), []))
+            for is_sharded in (True, False)
+            for is_cut in (True, False)
+        }
+        sharded = torch.stack([squares[True, False], squares[True, True]])
         dist.all_reduce(sharded, group=self._mesh.get_group("shard"))
-        norm = (sharded + whole).sqrt()
-        if self._layout.replicate > 1:
+        whole, cut = sharded + torch.stack([squares[False, False], squares[False, True]])
+        if cuts:
+            ranks.sum_over_ranks(cut, "tensor")
+        norm = (whole + cut).sqrt()
+        if self._layout.replicate * self._layout.tensor > 1:
             # The norms of the replicas may differ in the last bit; clipping by them would let the replicas diverge.
             dist.all_reduce(norm, op=dist.ReduceOp.MAX)
         return norm

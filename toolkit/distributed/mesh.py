@@ -73,6 +73,17 @@ class Layout:
             groups.setdefault(key, []).append(rank)
         return list(groups.values())
 
+    def first_holders(self, is_sharded: bool, is_cut: bool) -> list[int]:
+        """Return, for each rank, the first rank that holds the same part of a parameter.
+
+        Args:
+            is_sharded: Whether the parameter is sharded over the ranks of a replica.
+            is_cut: Whether tensor parallelism divides it.
+        """
+        same = ["replicate", *([] if is_sharded else ["shard", "context"]), *([] if is_cut else ["tensor"])]
+        firsts = {rank: group[0] for group in self.groups(*same) for rank in group}
+        return [firsts[rank] for rank in range(self.world_size)]
+
     def __str__(self) -> str:
         return " x ".join(f"{size} {field.name}" for field in fields(self) if (size := getattr(self, field.name)) > 1)
 

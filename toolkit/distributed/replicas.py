@@ -1,11 +1,11 @@
 """N4 synchronized-replicas: after the first step, all model replicas must be bit-equal."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 
-from toolkit.distributed.ranks import all_gather_object, is_distributed
-from toolkit.errors import GuardError
+from toolkit.distributed.ranks import all_gather_object, is_distributed, layout
+from toolkit.errors import GuardError, join_first
 from toolkit.private_torch import local_shard
 
 _CHUNK = 1 << 22  # elements per addition; an int64 copy is 32 MiB
@@ -24,13 +24,15 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
     return int(plain), int(weighted)
 
 
-def require_equal_replicas(parameters: Mapping[str, torch.Tensor], sizes: dict[str, int], shards: int) -> None:
+def require_equal_replicas(
+    parameters: Mapping[str, torch.Tensor], sizes: dict[str, int], cut: Container[str] = ()
+) -> None:
     """Compare the checksums of all parameters over the ranks. Collective; raises GuardError on every rank.
 
     Args:
         parameters: This rank's shard of each parameter, by name; the same names in the same order on every rank.
-        sizes: The number of elements of each unsharded parameter.
-        shards: Ranks per replica: ranks r and r + shards hold the same shard.
+        sizes: The number of elements of each complete parameter.
+        cut: The names of the parameters that tensor parallelism divides.
     """
     if not is_distributed():
         return
@@ -39,17 +41,18 @@ def require_equal_replicas(parameters: Mapping[str, torch.Tensor], sizes: dict[s
     for i, name in enumerate(parameters):
         by_rank = [rank_checksums[i] for rank_checksums in checksums]
         numels = [numel for _, _, numel in by_rank]
-        is_replicated = all(numel == sizes[name] for numel in numels)  # unsharded on every rank, with any strategy
-        group = 1 if is_replicated else shards
-        references = by_rank[:group] * (len(by_rank) // group)
-        for rank, (fingerprint, reference) in enumerate(zip(by_rank, references, strict=True)):
-            if fingerprint != reference:
+        size = sizes[name] // (layout().tensor if name in cut else 1)
+        is_sharded = any(numel != size for numel in numels)  # with any strategy
+        holders = layout().first_holders(is_sharded, name in cut)
+        for rank, holder in enumerate(holders):
+            if by_rank[rank] != by_rank[holder]:
                 raise GuardError(
-                    f"the replicas of {name} on ranks {rank % group} and {rank} differ after the first step: gradients "
+                    f"the replicas of {name} on ranks {holder} and {rank} differ after the first step: gradients "
                     "are not synchronized between them; the cause is the strategy, not the data"
                 )
-        if not is_replicated and sum(numels[:group]) != sizes[name]:
+        if (held := sum(numels[rank] for rank in set(holders))) != sizes[name]:
+            names = join_first(list(map(str, sorted(set(holders)))))
             raise GuardError(
-                f"the shards of {name} on ranks 0 to {group - 1} have {sum(numels[:group])} elements instead of "
-                f"{sizes[name]}: the strategy does not shard as planned"
+                f"the shards of {name} on ranks {names} have {held} elements instead of {sizes[name]}: the "
+                "strategy does not shard as planned"
             )

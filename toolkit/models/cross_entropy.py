@@ -22,6 +22,10 @@ import torch
 from toolkit.models.mixed_mm import has_values
 
 CrossEntropy = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Softmax = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+"""Maps logits (rows, vocabulary) and targets (rows, 1) to softmax - one-hot, if needed, and the losses (rows,). May
+overwrite the logits.
+"""
 
 LARGEST_EXACT_LOSS = 80.0
 """In nats. Above this, :func:`cross_entropy_` on a CPU is inexact: probabilities below 1e-38 are denormal or zero."""
@@ -34,8 +38,9 @@ def cross_entropy_(
     bias: torch.Tensor | None,
     softcap: float | None,
     dtype: torch.dtype | None,
+    softmax: Softmax | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the losses and the gradient. Overwrites ``logits``."""
+    """Compute the losses and the gradient. Overwrites ``logits``. ``softmax`` replaces the device's default."""
     slope = None
     if bias is not None:
         logits += bias
@@ -44,12 +49,11 @@ def cross_entropy_(
         slope = None if dtype is None else 1 - logits.square()
         logits.mul_(softcap)
     at = (targets if ignored is None else targets.where(~ignored, 0))[:, None]
-    softmax = _softmax_once_ if logits.device.type == "cpu" else _softmax_
-    probabilities, target_probs, losses = softmax(logits, at)
+    softmax = softmax or (_softmax_once_ if logits.device.type == "cpu" else _softmax_)
+    grad, losses = softmax(logits, at, dtype is not None)
     losses = losses if ignored is None else losses.masked_fill(ignored, 0.0)
     if dtype is None:
         return losses, None
-    grad = probabilities.scatter_(1, at, target_probs - 1)  # not scatter_add_: one element per row, deterministic
     if slope is not None:
         grad.mul_(slope)
     if ignored is not None:
@@ -57,21 +61,23 @@ def cross_entropy_(
     return losses, grad.to(dtype)
 
 
-def _softmax_once_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return probabilities (rows, vocabulary), target probabilities (rows, 1) and losses (rows,).
-
-    Computes the exponential once per logit; it dominates the run time on a CPU.
-    """
+def _softmax_once_(logits: torch.Tensor, at: torch.Tensor, needs_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the exponential once per logit; it dominates the run time on a CPU. See :data:`Softmax`."""
     probabilities = torch.softmax(logits, dim=1, out=logits)
     target_probs = probabilities.gather(1, at)
-    return probabilities, target_probs, -target_probs.log().squeeze(1)
+    losses = -target_probs.log().squeeze(1)
+    if needs_grad:
+        probabilities.scatter_(1, at, target_probs - 1)  # not scatter_add_: one element per row, deterministic
+    return probabilities, losses
 
 
-def _softmax_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _softmax_(logits: torch.Tensor, at: torch.Tensor, needs_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`_softmax_once_`, but exact for any loss; computes a second exponential per logit."""
     log_p = torch.log_softmax(logits, dim=1, out=logits)
     target_log_probs = log_p.gather(1, at)
-    return log_p.exp_(), target_log_probs.exp(), -target_log_probs.squeeze(1)
+    if needs_grad:
+        log_p.exp_().scatter_(1, at, target_log_probs.exp() - 1)
+    return log_p, -target_log_probs.squeeze(1)
 
 
 def pointwise_cross_entropy(

@@ -119,7 +119,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         uniform_length: Build masks and rotary embeddings for rows of this many tokens, so that compiled blocks share
             one graph for all lengths. 0 picks the fastest form per batch.
         uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` instead of masks where supported.
-        compiled_loss: Whether to use a compiled cross-entropy kernel if available, or the kernel itself.
+        compiled_loss: Whether to use a compiled cross-entropy kernel if available, or the function to use.
 
     Embedding and logits have size ``config.padded_vocab_size``, a multiple of ``padding_multiple`` by default. The
     first ``config.vocab_size`` entries are the tokenizer's.

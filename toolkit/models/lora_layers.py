@@ -93,13 +93,16 @@ class LoRAMixin(nn.Module):
         dropped_plain = plain if dropped is x else self.project(dropped)
         a, b = self._factors()
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            norms = torch.addmm(self.base_weight().float(), b, a, alpha=self.scaling).norm(dim=1)
+            norms = self._row_norms(a, b)
         # Section 4.3 of the paper: the norms are constants. Scales are near 1, where bf16 has steps of 1/256: use fp32.
         hidden = self._hidden(dropped, a, plain.dtype)
         y = self._row_scales(norms) * _addmm(dropped_plain, hidden, b.to(plain.dtype))
         if dropped_plain is not plain:
             y = y + (plain - dropped_plain)
         return (y if self.bias is None else y + self.bias).to(plain.dtype)
+
+    def _row_norms(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.base_weight().float(), b, a, alpha=self.scaling).norm(dim=1)
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, self.dropout) if self.training and self.dropout else x

@@ -61,7 +61,7 @@ def head_loss(
         labels: (...), int64; rows labeled -100 are ignored and have a zero gradient.
         low_rank: LoRA factors of the head, (..., R) and (vocabulary, R). Their product is added to the logits.
         softcap: Soft cap of the logits z, softcap * tanh(z / softcap) (Gemma 2), or None.
-        compiled: Whether to use a compiled cross-entropy kernel if available, or the kernel itself.
+        compiled: Whether to use a compiled cross-entropy kernel if available, or the function to use.
         log_probs: Return the log-probability of each label instead, 0 where it is -100, in the shape of ``labels``.
 
     Returns:
@@ -159,14 +159,15 @@ def _losses_and_grads(
     rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     buffer = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
     cross_entropy: CrossEntropy = cross_entropy_
-    if compiled and grad_dtype is not None:
-        kernel = compiled if callable(compiled) else None
-        cross_entropy = kernel or choose_cross_entropy(buffer, bias, softcap, grad_dtype)
+    if callable(compiled):
+        cross_entropy = compiled
+    elif compiled and grad_dtype is not None:
+        cross_entropy = choose_cross_entropy(buffer, bias, softcap, grad_dtype)
     for chunk in chunks:
         logits = _logits(products, chunk, buffer[: chunk.stop - chunk.start])
         masked = None if ignored is None else ignored[chunk]
         losses, grad_logits = cross_entropy(logits, targets[chunk], masked, bias, softcap, grad_dtype)
-        if device.type == "cpu":
+        if device.type == "cpu" and cross_entropy is cross_entropy_:
             _replace_inexact(losses, products, chunk, targets, bias, softcap)
         all_losses.append(losses)
         if grad_logits is None:

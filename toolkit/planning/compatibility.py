@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from toolkit.config import AUTO, DDPArgs, FSDPArgs
 from toolkit.errors import UserError
 from toolkit.extension import registered, run_checks
+from toolkit.models.families import family_of
 
 if TYPE_CHECKING:
     from toolkit.distributed.strategy import StrategyPlan
+    from toolkit.models.config import ModelConfig
     from toolkit.planning.batch import BatchPlan
     from toolkit.planning.run_args import RunArgs
 
@@ -31,6 +33,7 @@ class Facts:
         batch: The division of the global batch.
         has_moments: Whether the optimizer keeps state with the shape of the weights.
         needs_unsharded: Whether the optimizer's class sets ``needs_unsharded``.
+        model: The architecture.
     """
 
     args: RunArgs
@@ -41,6 +44,7 @@ class Facts:
     batch: BatchPlan | None = None
     has_moments: bool = True
     needs_unsharded: bool = False
+    model: ModelConfig | None = None
 
     @property
     def strategy_name(self) -> str:
@@ -117,6 +121,19 @@ class Facts:
         return next((f"--{name}_parallel_size {size}" for name, size in sizes.items() if size > 1), "")
 
     @property
+    def is_split(self) -> bool:
+        """Whether tensor parallelism divides the layers."""
+        return self.args.tensor_parallel_size > 1
+
+    def splits(self, name: str) -> bool:
+        """Whether tensor parallelism would divide a model that sets this option."""
+        return self.is_split and self.model is not None and bool(getattr(self.model, name))
+
+    @property
+    def is_extension_model(self) -> bool:
+        return self.model is not None and family_of(self.model).model_class() is not None
+
+    @property
     def unused_ddp(self) -> str:
         return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
 
@@ -178,6 +195,7 @@ _MASTERS = "--precision bf16-master"
 _MOMENTS = "--optimizer.state_dtype bf16"
 _NAME = "--optimizer.name {optimizer.name:NAME}"
 _SHARDED = "{strategy_name:fsdp or an extension's strategy}"
+_TENSOR = "--tensor_parallel_size {tensor_parallel_size:N}"
 _FOREIGN = "a user-provided or extension optimizer"
 _NO_BLOCKS = "a module without known blocks"
 _SET_BLOCK_CLASSES = "set block_classes"
@@ -215,6 +233,25 @@ ROWS: tuple[Row, ...] = (
         "--strategy {args.strategy:single, ddp, fsdp1 or an extension's strategy}",
         lambda f: bool(f.model_parallel_flag) and f.args.strategy not in (AUTO, "fsdp", "fsdp2"),
         "only FSDP2 can be combined with it", "use --strategy fsdp"),
+    # tensor parallelism
+    Row(_TENSOR, "experts (MoE)", lambda f: f.splits("n_expert"), "they are not divided"),
+    Row(_TENSOR, "latent attention (MLA)", lambda f: f.splits("latent_attention"), "it is not divided"),
+    Row(_TENSOR, "--model_config.norm_qk_type olmo2",
+        lambda f: f.splits("norm_qk") and f.model is not None and f.model.norm_qk_type == "olmo2",
+        "the norm needs all heads of a token"),
+    Row(_TENSOR, "a user-provided or extension model",
+        lambda f: f.is_split and (f.args.module is not None or f.is_extension_model),
+        "only toolkit's own layers are divided"),
+    Row(_TENSOR, "--compiler {compiler:NAME of an extension's compiler}",
+        lambda f: f.is_split and f.args.compiler not in (AUTO, "none", "torch"), "", "use --compiler torch or none"),
+    Row(_TENSOR, _QUANTIZE, lambda f: f.is_split and f.args.quantize is not None, "4-bit blocks are not divided"),
+    Row(_TENSOR, "--lora_dropout {lora.dropout:above 0}",
+        lambda f: f.is_split and f.args.lora is not None and f.args.lora.dropout > 0,
+        "the ranks would drop different elements", "use --lora_dropout 0"),
+    Row(_TENSOR, "--optimizer.name {optimizer.name:Adafactor, AdamW8bit, Muon}",
+        lambda f: f.is_split and f.uses("adafactor", "adamw8bit", "muon"), "it needs complete matrices", "use AdamW"),
+    Row(_TENSOR, _MOMENTS, lambda f: f.is_split and f.has_bf16_moments,
+        "the ranks would round equal values differently"),
     # dtypes
     *_dtypes(),
     Row("--fsdp.reduce_dtype fp16", "--precision {precision:32-true, bf16-true, bf16-master, bf16-mixed}",

@@ -15,6 +15,7 @@ from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.data.base import choose_seq_length
 from toolkit.distributed.device import device_memory, pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
+from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
@@ -114,6 +115,8 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     requested = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
     args = replace(args, train=replace(args.train, max_seq_length=requested or AUTO))
     model = choose_model(args)
+    if model is not None:
+        require_divisible(model, args.tensor_parallel_size)
     length = choose_length(args.train, model)
     choices = choose_options(args, devices, length, make_memory_estimator(model, args, devices))
     args = choices.args
@@ -149,6 +152,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
             batch,
             has_moments="state_dtype" not in optimizer or args.optimizer_class is not None or has_moments(optimizer),
             needs_unsharded=getattr(cls, "needs_unsharded", False),
+            model=model,
         )
     )
     if (ratio := args.loraplus_lr_ratio) != 1:

@@ -277,7 +277,7 @@ def build_callbacks(run: Run, user_callbacks: Sequence[Callback], stack: ExitSta
     train, state = run.args.train, run.state
     peak = peak_flops(run.fabric.device, run.config.precision)
     throughput = Throughput(state.flops, None if peak is None else peak * ranks.world_size())
-    callbacks: list[Callback] = [ReplicaCheck(state.model, run.config.strategy.shards), ThroughputMonitor(throughput)]
+    callbacks: list[Callback] = [ReplicaCheck(state.model), ThroughputMonitor(throughput)]
     if run.args.profile:
         callbacks.append(Profile(run.args.profiler))
     if isinstance(run.reader.order, MixtureOrder):

@@ -22,6 +22,7 @@ from toolkit.distributed.fabric import block_dtype, materialize_with
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.private_lightning import FabricModule
+from toolkit.distributed.tensor_parallel import split_model
 from toolkit.errors import UserError
 from toolkit.extension import load_registered
 from toolkit.models.activation_checkpointing import checkpoint_blocks
@@ -125,6 +126,9 @@ def build_model(
         values = _values(
             spec, spec.meta_model, args.seed, None if shards else source, shards, adapters, fabric.device, storage
         )
+        if (size := ranks.layout().tensor) > 1:
+            rank = ranks.layout().coordinates(ranks.global_rank())["tensor"]
+            values = split_model(spec.meta_model, size, rank, ranks.group("tensor"))(values)
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     if isinstance(module, GPT):
@@ -149,7 +153,7 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
     precision, where the accumulated gradient is fp32 and the weight bf16 (pytorch 111317).
     """
     if isinstance(module, GPT):
-        module.compiled_loss = True
+        module.compiled_loss = module.compiled_loss or True
         # selective checkpointing warns about in-place operations such as gpt-oss's; tests cover them
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.reset()  # graphs of an earlier run in this process count toward torch's recompile limit

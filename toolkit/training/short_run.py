@@ -22,7 +22,7 @@ class ShortRunTrainer(Trainer):
         return self.out_dir / name
 
     def _build_callbacks(self, run: Run, user_callbacks: Sequence[Callback], stack: ExitStack) -> list[Callback]:
-        return [ReplicaCheck(run.state.model, run.config.strategy.shards), *user_callbacks]
+        return [ReplicaCheck(run.state.model), *user_callbacks]
 
     def _stop_for_signal(self, signals: SignalWatch) -> None:
         signal_number = max(ranks.all_gather_object(signals.received))

@@ -23,6 +23,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import shard_of
+from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
 from toolkit.private_torch import local_parts, local_shard
@@ -53,7 +54,9 @@ class _LocalParameter:
     shape: torch.Size
     """Shape of the unsharded parameter."""
     start: int
-    """Offset of this rank's first element in the flattened parameter."""
+    """Offset of this rank's first element in the flattened parameter; of a divided one, in its local tensor."""
+    cut: Cut | None = None
+    """This rank's part of a parameter that tensor parallelism divides."""
 
     @property
     def local(self) -> Tensor:
@@ -63,6 +66,16 @@ class _LocalParameter:
     @property
     def is_sharded(self) -> bool:
         return self.local.numel() != self.shape.numel()
+
+    def read(self, stored: _LazyTensor) -> Tensor:
+        """Read this rank's elements of a saved tensor with the parameter's shape, flattened."""
+        count = self.local.numel()
+        if self.cut is None or not count:
+            return stored.read(self.start, self.start + count)
+        row, rows = self.shape[1:].numel(), self.local.size(0)
+        ranges = self.cut.rows(self.start // (count // rows), rows)
+        values = torch.cat([stored.read(first * row, (first + length) * row) for first, _, length in ranges])
+        return values.view(rows, row)[:, self.cut.columns].flatten() if self.cut.dim else values
 
 
 def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -193,12 +206,14 @@ def _local_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> li
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(canonical_name(name))
-    sharded, parts = local_parts(module), []
+    sharded, cuts, parts = local_parts(module), cuts_of(module), []
     for parameter in module.parameters():
         trained = shard_of(parameter)
         if id(trained) in groups:
             shape, start = sharded.get(id(parameter), (parameter.shape, 0))
-            parts.append(_LocalParameter(names[id(parameter)], trained, groups[id(trained)], shape, start))
+            cut = cuts.get(names[id(parameter)][0])
+            shape = shape if cut is None else cut.shape
+            parts.append(_LocalParameter(names[id(parameter)], trained, groups[id(trained)], shape, start, cut))
     return parts
 
 
@@ -284,7 +299,7 @@ def _load_tensor(
         return target.copy_(stored.read(first, first + target.numel()).view(target.shape))
     is_scalar, has_param_shape = stored.shape == (), stored.shape in (part.shape, (part.shape.numel(),))
     is_sharded = part.is_sharded and not is_scalar
-    shape, start = (part.local.shape, part.start) if is_sharded else (stored.shape, 0)
+    shape = part.local.shape if is_sharded else stored.shape
     fits, is_same = has_param_shape or not is_sharded, target is None
     if target is not None:
         is_same = target.shape == shape or (has_param_shape and target.numel() == part.local.numel())
@@ -295,7 +310,8 @@ def _load_tensor(
         raise _MismatchError(f"{key} has dtype {stored.dtype}, not {target.dtype}")
     if target is None or not is_same:
         target = torch.empty(shape, dtype=stored.dtype, device=part.parameter.device)
-    return target.copy_(stored.read(start, start + target.numel()).view(target.shape))
+    values = part.read(stored) if is_sharded else stored.read(0, target.numel())
+    return target.copy_(values.view(target.shape))
 
 
 def _first_element(stored: _LazyTensor, target: Tensor, part: _LocalParameter) -> int | None:

@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit.checkpoints.run.optimizer_state import SEPARATOR, group_values
+from toolkit.checkpoints.run.pieces import Pieces, as_pieces
 from toolkit.checkpoints.run.sharded import load_sharded
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import is_sharded, shard_of, sharded_values
+from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.models.lora import is_adapter
 from toolkit.optim.bf16 import MASTER
 
@@ -37,7 +39,11 @@ def full_state(
     their names, as one tensor. On CUDA with ``offload`` only rank 0 gets the tensors, in CPU memory.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload and _on_cuda(module))
-    weights = _without_warnings(get_model_state_dict, module, options=options)
+    if cuts := cuts_of(module):
+        named = [(canonical_name(name), p.detach()) for name, p in module.named_parameters()]
+        weights = {tied.get(name, name): _gather(value, options, cuts.get(name)) for name, value in named}
+    else:
+        weights = _without_warnings(get_model_state_dict, module, options=options)
     state: dict[str, Any] = {}
     if not _has_no_state(optimizer):
         state = _optimizer_state(module, optimizer, options)
@@ -63,6 +69,7 @@ def sharded_state(
     """
     options = StateDictOptions(cpu_offload=offload and _on_cuda(module))
     weights = _untied(_without_warnings(get_model_state_dict, module, options=options), tied)
+    weights = as_pieces(weights, cuts_of(module))
     if _has_no_state(optimizer):
         return weights, {}, {"values": None, **_group_state(module, optimizer, {})}
     state = _optimizer_state(module, optimizer, options)
@@ -77,7 +84,9 @@ def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) 
     ``tied``: see :func:`tied_names`.
     """
     weights = _without_warnings(get_model_state_dict, module)
-    load_sharded(_untied(weights, tied), folder)
+    load_sharded(as_pieces(_untied(weights, tied), cuts_of(module)), folder)
+    if cuts_of(module):
+        return  # the shards share memory with the parameters
     weights |= {second: weights[first] for second, first in tied.items()}
     _without_warnings(set_model_state_dict, module, weights)
 
@@ -90,10 +99,13 @@ def adapter_state(
     torch's functions would also gather the base model.
     """
     adapters = {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
-    whole = StateDictOptions(full_state_dict=True)
-    weights = {name: _gather(p.detach(), whole).cpu() for name, p in adapters.items()}
+    whole, cuts = StateDictOptions(full_state_dict=True), cuts_of(module)
+    weights = {name: _gather(p.detach(), whole, cuts.get(name)).cpu() for name, p in adapters.items()}
     state = {
-        name: {k: v.cpu() if isinstance(v := _gather(value, whole), torch.Tensor) else v for k, value in values.items()}
+        name: {
+            k: v.cpu() if isinstance(v := _gather_state(value, whole, p, cuts.get(name)), torch.Tensor) else v
+            for k, value in values.items()
+        }
         for name, p in adapters.items()
         if (values := sharded_values(optimizer.state.get(shard_of(p), {}), p))
     }
@@ -108,21 +120,31 @@ def _optimizer_state(
             get_optimizer_state_dict, module, optimizer, options=options
         )["state"]
         return state
-    gathered = {}
+    gathered, cuts = {}, cuts_of(module)
     for name, parameter in module.named_parameters():
         if values := optimizer.state.get(shard_of(parameter)):
-            values = sharded_values(values, parameter)
-            gathered[canonical_name(name)] = {key: _gather(value, options) for key, value in values.items()}
+            values, name = sharded_values(values, parameter), canonical_name(name)
+            gathered[name] = {
+                key: _gather_state(value, options, parameter, cuts.get(name)) for key, value in values.items()
+            }
     return gathered
 
 
-def _gather(value: Any, options: StateDictOptions) -> Any:
-    """Gather and offload an optimizer value as torch's functions do with these options. Collective."""
-    if options.full_state_dict and hasattr(value, "full_tensor"):
-        value = value.full_tensor()
+def _gather_state(value: Any, options: StateDictOptions, parameter: nn.Parameter, cut: Cut | None) -> Any:
+    """Gather and offload an optimizer value of a parameter. ``cut`` applies to values of the parameter's shape."""
+    has_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return _gather(value, options, cut if has_shape else None)
+
+
+def _gather(value: Any, options: StateDictOptions, cut: Cut | None = None) -> Any:
+    """Gather and offload a value as torch's functions do with these options, or return its pieces. Collective."""
+    if options.full_state_dict and (hasattr(value, "full_tensor") or cut is not None):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        value = value if cut is None else cut.gather(value)
         if options.cpu_offload and ranks.global_rank() > 0:
             return value.new_empty(0)  # only rank 0 writes
-    return value.cpu() if options.cpu_offload and isinstance(value, torch.Tensor) else value
+    value = value.cpu() if options.cpu_offload and isinstance(value, torch.Tensor) else value
+    return value if cut is None or options.full_state_dict else Pieces.of(value, cut)
 
 
 def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

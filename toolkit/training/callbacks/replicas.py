@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import require_equal_replicas
+from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.training.callbacks.base import Callback
 from toolkit.training.model import ModelSpec, unwrapped
 
@@ -14,14 +15,15 @@ if TYPE_CHECKING:
 
 
 class ReplicaCheck(Callback):
-    """Compares shard checksums between replicas, once. ``shards`` is the number of ranks per model replica."""
+    """Compares checksums between ranks that hold the same part of a parameter, once."""
 
-    def __init__(self, spec: ModelSpec, shards: int) -> None:
-        self.spec, self.shards, self.is_done = spec, shards, False
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec, self.is_done = spec, False
 
     def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if not self.is_done:
-            parts = {canonical_name(name): p for name, p in unwrapped(trainer.model).named_parameters()}
+            module = unwrapped(trainer.model)
+            parts = {canonical_name(name): p for name, p in module.named_parameters()}
             sizes = {canonical_name(name): size for name, size in self.spec.sizes.items()}
-            require_equal_replicas(parts, sizes, self.shards)
+            require_equal_replicas(parts, sizes, cuts_of(module))
             self.is_done = True

@@ -1,0 +1,369 @@
+"""Tensor parallelism: each rank of a tensor group holds and computes a part of every layer (Megatron-LM, Shoeybi et al.
+2019, arXiv 1909.08053).
+
+| layer | each rank's part | all-reduced |
+|---|---|---|
+| attention | some of the query, key and value heads, and the columns of ``proj`` that read them | the output |
+| MLP | some of the hidden units | the output |
+| embedding, head | some of the vocabulary | the embedded tokens; per chunk of the loss, maximum, sum and target |
+
+The gradient of each layer's input is all-reduced, too. Parameters are plain tensors of the local size, which FSDP2
+shards over the data-parallel ranks. :class:`Cut` records where a local tensor belongs in the complete one.
+Other parameters (norms, biases of outputs) are equal on all ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.distributed import ranks
+from toolkit.distributed.names import canonical_name
+from toolkit.errors import UserError
+from toolkit.models.attention import CausalSelfAttention
+from toolkit.models.config import ModelConfig
+from toolkit.models.cross_entropy import cross_entropy_
+from toolkit.models.gpt import GPT
+from toolkit.models.lora_layers import LoRALinear, LoRAMixin
+from toolkit.models.mlp import GptNeoxMLP, LLaMAMLP
+from toolkit.models.norm import LayerNormPerHead
+from toolkit.private_torch import local_shard
+
+_CUTS = "tensor_cuts"
+_COLUMN_LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
+    CausalSelfAttention: ("qkv",), LLaMAMLP: ("fc_1", "fc_2"), GptNeoxMLP: ("fc",)
+}  # fmt: skip
+"""Layers whose rows (outputs) are divided, by module class. The layer ``proj`` of each reads them: its columns are."""
+
+
+class Cut(NamedTuple):
+    """A rank's part of a parameter.
+
+    Args:
+        shape: Shape of the complete parameter, as in files.
+        dim: The divided dimension.
+        sections: Sizes along ``dim`` of sections that are each divided: queries, keys and values of a fused layer.
+        size: Number of ranks that share the parameter.
+        rank: This rank among them.
+    """
+
+    shape: torch.Size
+    dim: int
+    sections: tuple[int, ...]
+    size: int
+    rank: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Start and stop in the complete parameter of each range along ``dim`` that the local tensor consists of."""
+        found, start = [], 0
+        for section in self.sections:
+            part = section // self.size
+            found.append((start + self.rank * part, start + (self.rank + 1) * part))
+            start += section
+        return found
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the local tensor."""
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the complete tensor. Collective over the tensor group."""
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, local.contiguous(), group=ranks.group("tensor"))
+        whole = local.new_empty(self.shape)
+        for rank, part in enumerate(parts):
+            lengths = [section // self.size for section in self.sections]
+            for (start, stop), values in zip(
+                self._replace(rank=rank).ranges, part.split(lengths, self.dim), strict=True
+            ):
+                whole.narrow(self.dim, start, stop - start).copy_(values)
+        return whole
+
+    def rows(self, first: int, count: int) -> list[tuple[int, int, int]]:
+        """Return the ranges of ``count`` local rows from ``first``: row in the complete tensor, local row, length."""
+        if self.dim:
+            return [(first, first, count)] if count else []
+        found, at = [], 0
+        for start, stop in self.ranges:
+            begin, end = max(first, at), min(first + count, at + stop - start)
+            if begin < end:
+                found.append((start + begin - at, begin, end - begin))
+            at += stop - start
+        return found
+
+    @property
+    def columns(self) -> slice:
+        """The columns of the complete tensor that the local tensor has."""
+        return slice(*self.ranges[0]) if self.dim else slice(None)
+
+
+def require_divisible(config: ModelConfig, size: int) -> None:
+    """Check that a tensor parallel size divides everything that :func:`split_model` divides.
+
+    Raises:
+        UserError: names the sizes that do.
+    """
+    counts = {
+        "attention heads": config.n_head,
+        "key/value heads": config.n_query_groups,
+        "hidden units of the MLP": config.intermediate_size,
+    }
+    if config.padded_vocab_size is not None:  # otherwise the tokenizer defines it later
+        counts["rows of the embedding"] = config.padded_vocab_size
+    for what, count in counts.items():
+        if count % size:
+            valid = [str(n) for n in range(1, config.n_head + 1) if not any(each % n for each in counts.values())]
+            use = f"use {'one of ' if len(valid) > 1 else ''}{', '.join(valid)}"
+            if count == config.padded_vocab_size:
+                use += f", or set --model_config.padded_vocab_size {-(-count // size) * size}"
+            name = config.name or "the model"
+            raise UserError(f"--tensor_parallel_size {size}: does not divide the {count} {what} of {name}; {use}")
+
+
+def cuts_of(module: nn.Module) -> dict[str, Cut]:
+    """Return the cut of each divided parameter of a model, by name; empty without tensor parallelism."""
+    return getattr(module, _CUTS, {})
+
+
+def split_model(
+    model: GPT, size: int, rank: int = 0, group: Any = None
+) -> Callable[[Callable[[str, torch.Size], torch.Tensor]], Callable[[str, torch.Size], torch.Tensor]]:
+    """Divide a model on the meta device in place: this rank computes its part of each layer.
+
+    Args:
+        size: Number of ranks of the tensor group.
+        rank: This rank in the group.
+        group: The process group; None for a model that only estimates memory and time: it communicates nothing.
+
+    Returns:
+        A function that makes a function of name and shape return this rank's part of a parameter instead of all of it.
+    """
+    require_divisible(model.config, size)
+    split = _Split(model, size, rank, group)
+    split.layers()
+    cuts = split.cuts
+    setattr(model, _CUTS, cuts)
+    model.config = replace(
+        model.config, n_head=model.config.n_head // size, n_query_groups=model.config.n_query_groups // size
+    )  # sizes of the KV cache and of attention's kernels
+
+    def part_of(value_of: Callable[[str, torch.Size], torch.Tensor]) -> Callable[[str, torch.Size], torch.Tensor]:
+        return lambda name, shape: (
+            cuts[name].take(value_of(name, cuts[name].shape)) if name in cuts else value_of(name, shape)
+        )
+
+    return part_of
+
+
+class _Split:
+    """Divides the layers of a model. Arguments as in :func:`split_model`."""
+
+    def __init__(self, model: GPT, size: int, rank: int, group: Any) -> None:
+        self.model, self.size, self.rank, self.group = model, size, rank, group
+        self.cuts: dict[str, Cut] = {}
+        self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters remain one
+        self._names = {module: name for name, module in model.named_modules()}
+
+    def layers(self) -> None:
+        copy_input = lambda module, args: (copy(args[0], self.group), *args[1:])  # noqa: E731
+        for module in list(self.model.modules()):
+            for kind, names in _COLUMN_LAYERS.items():
+                if isinstance(module, kind):
+                    for name in names:
+                        self._columns(getattr(module, name), module)
+                    self._rows(module.get_submodule("proj"))
+                    module.register_forward_pre_hook(copy_input)
+            if isinstance(module, CausalSelfAttention):
+                self._attention(module)
+        embedding, head = self.model.transformer.wte, self.model.lm_head
+        self._columns(head)
+        self._parameter(embedding, "weight")
+        first = self.rank * embedding.weight.size(0)
+        vars(embedding).update(group=self.group, first=first)
+        embedding.__class__ = _Embedding
+        head.register_forward_hook(self._gather_logits)
+        self.model.transformer.ln_f.register_forward_hook(lambda module, args, output: copy(output, self.group))
+        self.model.compiled_loss = partial(cross_entropy_, softmax=partial(_softmax_, self.group, first))
+
+    def _parameter(self, owner: nn.Module, key: str, dim: int = 0, sections: tuple[int, ...] = ()) -> None:
+        """Replace a parameter by a meta tensor of the local size, and record its cut."""
+        old = getattr(owner, key)
+        if old is None:
+            return
+        cut = Cut(old.shape, dim, sections or (old.size(dim),), self.size, self.rank)
+        if old not in self._replaced:
+            shape = [n // self.size if i == dim else n for i, n in enumerate(old.shape)]
+            new = nn.Parameter(old.new_empty(shape), requires_grad=old.requires_grad)
+            self._replaced[old] = new
+        setattr(owner, key, self._replaced[old])
+        self.cuts[f"{self._names[owner]}.{key}"] = cut
+
+    def _columns(self, layer: nn.Linear, owner: nn.Module | None = None) -> None:
+        """Divide the rows of a layer's weight."""
+        sections = owner.stacked_rows[1] if isinstance(owner, CausalSelfAttention) else ()
+        self._parameter(layer, "weight", 0, sections)
+        self._parameter(layer, "bias", 0, sections)
+        layer.out_features //= self.size
+        for adapter in layer.adapters if isinstance(layer, LoRAMixin) else ():
+            self._parameter(adapter, "B")
+            if layer.dora:
+                self._parameter(adapter, "magnitude")
+            adapter.rows = range(adapter.rows.start // self.size, adapter.rows.stop // self.size)
+
+    def _rows(self, layer: nn.Module) -> None:
+        """Divide the columns of a layer's weight."""
+        assert isinstance(layer, nn.Linear)
+        self._parameter(layer, "weight", 1)
+        layer.in_features //= self.size
+        vars(layer)["group"] = self.group
+        for adapter in layer.adapters if isinstance(layer, LoRAMixin) else ():
+            self._parameter(adapter, "A", 1)
+        layer.__class__ = _RowLoRALinear if isinstance(layer, LoRALinear) else _RowLinear
+
+    def _attention(self, attention: CausalSelfAttention) -> None:
+        attention.n_head //= self.size
+        attention.n_groups //= self.size
+        if attention.sinks is not None:
+            self._parameter(attention, "sinks")
+        for norm in (attention.norm_q, attention.norm_k):
+            if isinstance(norm, LayerNormPerHead):
+                self._parameter(norm, "weight")
+                norm.heads //= self.size
+                norm.normalized_shape = tuple(norm.weight.shape)
+
+    def _gather_logits(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        width = output.size(-1)
+        return reduce(F.pad(output, (self.rank * width, (self.size - 1 - self.rank) * width)), self.group)
+
+
+class _RowLinear(nn.Linear):
+    """A linear layer with a part of the columns. The products are summed over the group, then the bias is added."""
+
+    group: Any
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return reduce(F.linear(x, self.weight), self.group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.project(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class _RowLoRALinear(LoRAMixin, _RowLinear):
+    """A :class:`_RowLinear` with adapters, whose A also has a part of the columns."""
+
+    def base_weight(self) -> torch.Tensor:
+        return self.weight
+
+    def _hidden(self, dropped: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return reduce(super()._hidden(dropped, a, dtype), self.group)
+
+    def _row_norms(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return reduce(super()._row_norms(a, b).square(), self.group).sqrt()
+
+
+class _Embedding(nn.Embedding):
+    """An embedding with the rows of the tokens from ``first`` on."""
+
+    group: Any
+    first: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        ids, is_elsewhere = _local_ids(input, self.first, self.weight.size(0))
+        y = F.embedding(ids, self.weight)
+        return reduce(y.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.group)
+
+
+def _softmax_(
+    group: Any, first: int, logits: torch.Tensor, at: torch.Tensor, needs_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:data:`toolkit.models.cross_entropy.Softmax` over a vocabulary of which this rank has the tokens from ``first``.
+
+    Exact for any loss.
+    """
+    logits -= _all_reduce(logits.amax(1, keepdim=True), group, dist.ReduceOp.MAX)
+    at, is_elsewhere = _local_ids(at, first, logits.size(1))
+    targets = logits.gather(1, at).masked_fill_(is_elsewhere, 0)
+    exponentials = logits.exp_()
+    total, targets = _all_reduce(torch.stack((exponentials.sum(1, keepdim=True), targets)), group)
+    losses = (total.log() - targets).squeeze(1)
+    if needs_grad:
+        # one element per row: deterministic
+        exponentials.div_(total).scatter_add_(1, at, is_elsewhere.to(logits.dtype) - 1)
+    return exponentials, losses
+
+
+def _local_ids(ids: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of tokens among the ``size`` tokens from ``first``, and a mask of the others, with index 0."""
+    ids = ids - first
+    is_elsewhere = (ids < 0) | (ids >= size)
+    return ids.masked_fill(is_elsewhere, 0), is_elsewhere
+
+
+def copy(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return x. Its gradient is summed over the group, because each rank computes with a part of a layer."""
+    return x if group is None else _Copy.apply(x, group)
+
+
+def reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the sum of x over the group. The gradient is the output's, which all ranks have."""
+    return x if group is None else _Reduce.apply(x, group)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return _all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def _all_reduce(x: torch.Tensor, group: Any, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(x, operation, group)
+    return x
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Complete the gradients of the parameters that all ranks of a tensor group hold, with one all-reduce.
+
+    If the ranks use a parameter for different heads or rows, its gradient is the sum. Otherwise all ranks have the same
+    gradient, and the mean makes it bit-equal (N4) even if a kernel is not deterministic.
+    """
+    cuts, gradients, sizes = cuts_of(module), list[torch.Tensor](), list[int]()
+    for name, parameter in module.named_parameters() if cuts else ():
+        if canonical_name(name) not in cuts and parameter.grad is not None:
+            gradients.append(local_shard(parameter.grad))
+            sizes.append(1 if _is_shared_by_parts(canonical_name(name)) else ranks.layout().tensor)
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten().float() for gradient in gradients])
+    ranks.sum_over_ranks(flat, "tensor")
+    for gradient, size, total in zip(gradients, sizes, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient) / size)
+
+
+def _is_shared_by_parts(name: str) -> bool:
+    """Whether each rank computes a part of the gradient: the QK-norm of all heads, and A of a layer with some rows."""
+    return ".norm_q." in name or ".norm_k." in name or name.endswith(".A")
