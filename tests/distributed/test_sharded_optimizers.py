@@ -40,6 +40,7 @@ MORE = {
     "accumulate": ["--fsdp.accumulate", "sharded"],
     "grad-op": ["--fsdp.sharding_strategy", "SHARD_GRAD_OP"],
     "sharded-state": ["--fsdp.state_dict_type", "sharded"],
+    "offload": ["--fsdp.cpu_offload", "true"],
 }
 SAME = [(name, layout, "") for name in OPTIMIZERS for layout in ("2", "4", "2x2")]
 SAME += [(name, "2", more) for name in ("muon", "adafactor") for more in MORE if more]
@@ -51,7 +52,8 @@ def case_of(name: str, layout: str, more: str = "", source: str = "") -> Case:
     strategy = ["--strategy", {"1": "auto", "ddp": "ddp"}.get(layout, "fsdp2")]
     flags = [*OPTIMIZERS[name], *strategy, *MORE[more], "--train.save_interval", "10", "--train.keep_last", "0"]
     flags += ["--resume", "auto"] if source else []
-    return Case("-".join(filter(None, (name, source, layout, more))), flags, LAYOUTS[layout][1])
+    fault = "offload on a CPU" if more == "offload" else None
+    return Case("-".join(filter(None, (name, source, layout, more))), flags, LAYOUTS[layout][1], fault)
 
 
 def run_all(folder, cases: list[tuple[str, ...]], shared: list[str]) -> None:
@@ -131,7 +133,7 @@ class Matrices(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        shapes = ((18, 10), (3, 18), (5, 3, 4), (10,))
+        shapes = ((19, 6), (3, 18), (5, 3, 4), (10,))
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
 
     def forward(self) -> torch.Tensor:
@@ -143,7 +145,7 @@ def updated(model: nn.Module, kind: str) -> list[torch.Tensor]:
     """Return the parameters after three steps."""
     parameters = [shard_of(p) for p in model.parameters()]
     qkv, small, *others = parameters
-    groups = [{"params": [qkv], "rows": (10, 4, 4)}, {"params": [small], "rows": ()}, {"params": others, "main": False}]
+    groups = [{"params": [qkv], "rows": (11, 4, 4)}, {"params": [small], "rows": ()}, {"params": others, "main": False}]
     if kind == "adafactor":
         cls = ShardedAdafactor if isinstance(model, FSDPModule) else torch.optim.Adafactor
         optimizer: torch.optim.Optimizer = cls(parameters, lr=0.5, weight_decay=0.1)

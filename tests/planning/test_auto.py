@@ -23,6 +23,10 @@ from toolkit.planning.run_args import run_args
 DDP = {"strategy": "ddp"}
 
 
+class OfMatrices(torch.optim.SGD):
+    needs_unsharded = True
+
+
 @pytest.fixture(scope="module")
 def config_of() -> Callable[..., ResolvedConfig]:
     """Resolves a run with options by dotted names, on 8 GPUs of 80 GB."""
@@ -87,6 +91,8 @@ def test_strategies_of_runs(config_of):
              "ddp, 8 replicas (auto: fsdp is not supported with --optimizer.name Muon)"),
             ({"precision": "bf16-master"}, {"gb": 3},
              "ddp, 8 replicas (auto: fsdp is not supported with --precision bf16-master)"),
+            ({"optimizer_class": OfMatrices}, {},
+             "ddp, 8 replicas (auto: fsdp is not supported with the other options)"),
         ],
     )  # fmt: skip
     with pytest.raises(UserError, match="--ddp.bucket_cap_mb 5.0 has no effect with fsdp"):
