@@ -102,7 +102,7 @@ def test_bare_flag_in_every_training_command(command):
         (["--profiler.wait", "2"], "--profiler.wait 2: has no effect without --profile"),
         (["--profile", "false", "--profiler.with_stack", "true"], "--profiler.with_stack True: has no effect"),
         (["--profile", "--profiler.active", "0"], "--profiler.active 0: must be greater than zero"),
-        (["--profile", "--train.max_steps", "5"], "profiling begins after step 5, and the run has 5"),
+        (["--profile", "--train.max_steps", "5"], "profiling begins after step 5, but the run has only 5"),
     ],
 )
 def test_options_without_effect_are_refused(tmp_path, capsys, flags, message):
