@@ -276,7 +276,7 @@ def test_user_error_after_launch_is_printed_once(tmp_path):
     )
     done = run_script(script)
     assert done.returncode == 1 and done.stdout.count("ended") == 2
-    assert done.stderr.count("Traceback") == 1 and "UserError: --train.global_batch_size 64" in done.stderr
+    assert done.stderr.count("Traceback") == 1 and "UserError: train.global_batch_size 64" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
