@@ -91,8 +91,12 @@ def losses_differ(a, b) -> float:
 
 def weights_differ(a, b) -> float:
     first, second = load_weights(a / "final"), load_weights(b / "final")
-    assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).norm() / second[name].norm()) for name in second)
+    assert first.keys() ^ second.keys() <= {"lm_head.weight"}  # tied, and not in sharded checkpoints
+    return max(float((first[name] - second[name]).norm() / second[name].norm()) for name in first.keys() & second)
+
+
+def losses_allowed(name: str) -> float:
+    return 5e-5 if "moments" in name else 1e-5
 
 
 def weights_allowed(name: str) -> float:
@@ -108,7 +112,7 @@ def weights_allowed(name: str) -> float:
 )
 def test_n3_shards_are_updated_as_on_one_process(folder, name, layout, more):
     case, one = folder / case_of(name, layout, more).name, folder / case_of(name, "1").name
-    assert losses_differ(case, one) < 1e-5
+    assert losses_differ(case, one) < losses_allowed(name)
     assert weights_differ(case, one) <= weights_allowed(name)
 
 
@@ -122,7 +126,7 @@ def test_s2_state_of_sharded_optimizers_resumes_on_any_layout(folder, name, sour
         difference = losses_differ(resumed, uninterrupted), weights_differ(resumed, uninterrupted)
         if layout == source[0]:
             assert difference == (0, 0)
-        assert difference[0] < 1e-5 and difference[1] <= weights_allowed(name), difference
+        assert difference[0] < losses_allowed(name) and difference[1] <= weights_allowed(name), difference
 
     check_each(check, LAYOUTS)
 
