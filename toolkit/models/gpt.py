@@ -13,12 +13,11 @@ from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.cross_entropy import CrossEntropy
 from toolkit.models.families import family_of
+from toolkit.models.head import Head
 from toolkit.models.init import InitializedModel
 from toolkit.models.kv_cache import KVCache, LayerCache
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
-from toolkit.models.lora_layers import LoRALinear
-from toolkit.models.loss import head_loss
 from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, FixedShapeMaskBuilder
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, mask_until_last_label
@@ -138,7 +137,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.uses_kernels = True
         self.compiled_loss: bool | CrossEntropy = False
         self.loss_part_sums: dict[str, torch.Tensor] = {}
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+        self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position_embedding == "learned":
             parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -300,11 +299,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
         return self._head_loss(x, labels, log_probs=True)
 
     def _head_loss(self, x: torch.Tensor, labels: torch.Tensor, log_probs: bool = False) -> torch.Tensor:
-        x, head = self._head_input(x), self.lm_head
-        low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
         softcap = self.config.final_logit_softcapping
-        options = low_rank, softcap, self.compiled_loss
-        return head_loss(x, head.weight, head.bias, labels, *options, log_probs=log_probs)
+        return self.lm_head.loss(self._head_input(x), labels, softcap, self.compiled_loss, log_probs)
 
     def _head_input(self, x: torch.Tensor) -> torch.Tensor:
         x = self.transformer.ln_f(x)

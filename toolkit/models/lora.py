@@ -9,6 +9,7 @@ from torch import nn
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, model_on_meta
+from toolkit.models.head import Head, LoRAHead
 from toolkit.models.init import parameter_generator
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import Adapter, LoRALinear
@@ -104,7 +105,8 @@ def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, ran
     adapted = {part: value if isinstance(value, range) else rows for part, value in parts.items() if value}
     if not adapted:
         return
-    layer = LoRALinear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    layer_class = LoRAHead if isinstance(linear, Head) else LoRALinear
+    layer = layer_class(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     layer.weight, layer.bias = linear.weight, linear.bias  # the same parameters: preserves ties
     layer.train(linear.training)
     layer.add_adapters(config, adapted)

@@ -1,0 +1,29 @@
+"""The LM head."""
+
+import torch
+from torch import nn
+
+from toolkit.models.cross_entropy import CrossEntropy
+from toolkit.models.lora_layers import LoRALinear
+from toolkit.models.loss import head_loss
+
+
+class Head(nn.Linear):
+    """A linear layer with a second forward method, :meth:`loss`. FSDP gathers its weights for both."""
+
+    def loss(
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor,
+        softcap: float | None,
+        compiled: bool | CrossEntropy,
+        log_probs: bool = False,
+    ) -> torch.Tensor:
+        """Return the loss or the label log-probabilities, see :func:`toolkit.models.loss.head_loss`."""
+        low_rank = self.low_rank(x, x.dtype) if isinstance(self, LoRALinear) else None
+        options = low_rank, softcap, compiled
+        return head_loss(x, self.weight, self.bias, labels, *options, log_probs=log_probs)
+
+
+class LoRAHead(LoRALinear, Head):
+    """A head with adapters."""
