@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         main_process_only,
         setup_distributed,
     )
+    from toolkit.distributed.shards import shard_of
     from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
     from toolkit.training.callbacks import Callback
@@ -35,7 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GPT", "Callback", "ModelConfig", "TrainResult", "Trainer", "all_gather", "all_reduce", "barrier", "broadcast",
     "cleanup_distributed", "finetune", "generate", "get_local_rank", "get_rank", "get_world_size", "is_main_process",
-    "load", "main_process_only", "memory_stats", "rank_print", "setup_distributed", "train",
+    "load", "main_process_only", "memory_stats", "rank_print", "setup_distributed", "shard_of", "train",
 ]  # fmt: skip
 
 # GNU OpenMP (in torch's Linux builds) reads this when torch starts its threads. By default, waiting threads spin so
@@ -56,6 +57,7 @@ _HOMES = {
     "barrier": "toolkit.distributed.ranks",
     "memory_stats": "toolkit.training.memory_stats",
     "rank_print": "toolkit.distributed.ranks",
+    "shard_of": "toolkit.distributed.shards",
 } | dict.fromkeys(
     (
         "all_gather", "all_reduce", "broadcast", "cleanup_distributed", "get_local_rank", "get_rank", "get_world_size",

@@ -76,7 +76,11 @@ def largest_shard(parameter: Tensor) -> int:
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the tensor that the optimizer updates: the parameter's local shard, or the parameter if unsharded."""
+    """Return the tensor that the optimizer updates: the parameter's local shard, or the parameter if unsharded.
+
+    Its ``grad`` is this rank's gradient once the step's gradient is complete, and the optimizer's state has it as key.
+    A rank's shard of a parameter with fewer rows than ranks may be empty.
+    """
     return getattr(parameter, _SHARD, parameter)
 
 

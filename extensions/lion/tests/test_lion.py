@@ -49,7 +49,7 @@ def test_interrupted_run_equals_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_two_processes_equal_one(strategy, tmp_path):
     for devices in (1, 2):
         run = [*RUN, "--accelerator", "cpu", "--devices", str(devices), "--out_dir", str(tmp_path / str(devices))]

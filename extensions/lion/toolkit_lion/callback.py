@@ -6,7 +6,6 @@ import torch
 
 import toolkit
 from toolkit.distributed.ranks import sum_over_ranks
-from toolkit.distributed.shards import shard_of
 
 
 class MomentumAgreement(toolkit.Callback):
@@ -23,8 +22,8 @@ class MomentumAgreement(toolkit.Callback):
     def on_before_optimizer_step(self, trainer: Any) -> None:
         """Count on this rank, which has only its shards under FSDP."""
         state = trainer.optimizer.optimizer.state
-        shards = map(shard_of, trainer.model.parameters())
-        pairs = [(p.grad, state[p]["momentum"]) for p in shards if p.grad is not None and state[p]]
+        weights = map(toolkit.shard_of, trainer.model.parameters())
+        pairs = [(p.grad, state[p]["momentum"]) for p in weights if p.grad is not None and state[p]]
         same = sum(((gradient * momentum) > 0).sum() for gradient, momentum in pairs)
         self.counts = torch.tensor([float(same), float(sum(gradient.numel() for gradient, _ in pairs))])
 
