@@ -72,20 +72,15 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
-    """Map the ``id`` of each FSDP or DTensor parameter to its unsharded shape and local start index.
+    """Map the ``id`` of each DTensor parameter, sharded by rows, to its unsharded shape and local start index.
 
     The index is in elements of the flattened parameter. :func:`local_shard` has the local length. torch's state-dict
     functions also support shards, but hold two copies of the optimizer state when loading.
     """
-    flat_params: list[Any] = [handle.flat_param for handle in _handles(module)]
-    parts = {
-        id(parameter): (shape, info.intra_param_start_idx or 0)
-        for flat in flat_params
-        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
-    }
+    parts = {}
     parameters: list[Any] = list(module.parameters())
     for parameter in parameters:
-        if hasattr(parameter, "device_mesh"):  # a DTensor, sharded by rows
+        if hasattr(parameter, "device_mesh"):
             parts[id(parameter)] = (parameter.shape, first_row(parameter) * parameter.shape[1:].numel())
     return parts
 
@@ -132,27 +127,9 @@ def rank_wrapper() -> Any:
     return _DistWrapper(None, use_dist=dist.is_available() and dist.is_initialized(), coordinator_rank=0)
 
 
-def restore_gradient_dtypes(module: nn.Module) -> None:
-    """Cast the gradients that FSDP accumulated in ``no_sync`` to the parameter dtype.
-
-    ``no_sync`` accumulates in the FSDP unit's compute dtype, and a 16-bit sum loses small gradients.
-    """
-    for handle in _handles(module):
-        gradient = handle.flat_param.grad
-        if gradient is not None and gradient.dtype != handle._orig_param_dtype:
-            gradient.data = gradient.to(handle._orig_param_dtype)
-            handle._use_unsharded_grad_views()  # otherwise parameters keep views of the old tensor
-
-
 def has_fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices several times as fast as fp32 ones (AMX)."""
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
-
-
-def complete_cpu_backend() -> None:
-    """Add ``torch.cpu.memory_summary``, which FSDP calls when saving with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
-    if not hasattr(torch.cpu, "memory_summary"):
-        torch.cpu.memory_summary = lambda: "no summary on a CPU"  # type: ignore[attr-defined]
 
 
 def record_memory_history(enabled: bool = True) -> None:
@@ -166,21 +143,6 @@ def record_memory_history(enabled: bool = True) -> None:
 def dump_memory_history(path: Path) -> None:
     """Write the recorded allocations in the format of pytorch.org/memory_viz. Not tested on CUDA."""
     torch.cuda.memory._dump_snapshot(str(path))
-
-
-def shard_over_one_rank(module: nn.Module) -> None:
-    """Use FULL_SHARD in a group of one rank.
-
-    torch falls back to NO_SHARD. That keeps offloaded weights on the device until the backward pass, and fails in mixed
-    precision with tied weights.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-    from torch.distributed.fsdp._flat_param import HandleShardingStrategy
-
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        unit.sharding_strategy = ShardingStrategy.FULL_SHARD
-    for handle in _handles(module):
-        handle._sharding_strategy = HandleShardingStrategy.FULL_SHARD
 
 
 def prebuild_ddp_buckets(module: Any) -> None:
@@ -203,39 +165,6 @@ def prebuild_ddp_buckets(module: Any) -> None:
         weight.backward(torch.zeros_like(weight))
     module.reducer._rebuild_buckets()
     module.zero_grad()
-
-
-def zero_offloaded_gradients(module: nn.Module) -> None:
-    """Zero the gradients that are offloaded to the CPU; FSDP would add the next step's gradients to them."""
-    for handle in _handles(module):
-        if getattr(handle.flat_param, "_cpu_grad", None) is not None:
-            handle.flat_param._cpu_grad.zero_()
-
-
-def reduce_over_shards_only(module: nn.Module) -> None:
-    """Skip HYBRID_SHARD's all-reduce over replicas in the backward pass; call :func:`sum_over_replicas` instead.
-
-    Either way, gradients are divided by the world size.
-    """
-    from torch.distributed.fsdp._flat_param import HandleShardingStrategy
-
-    for handle in _handles(module):
-        handle._sharding_strategy = HandleShardingStrategy.FULL_SHARD
-
-
-def sum_over_replicas(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """All-reduce the gradient shards over ``group``, one collective per FSDP unit."""
-    for handle in _handles(module):
-        if handle.flat_param.grad is not None:
-            dist.all_reduce(handle.flat_param.grad, group=group)
-
-
-def _handles(module: nn.Module) -> list[Any]:
-    """Return the FlatParamHandle of each FSDP unit."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import
-
-    units = FullyShardedDataParallel.fsdp_modules(module)
-    return [unit._handle for unit in units if unit._handle is not None]
 
 
 def muon_learning_rate(lr: float, adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:

@@ -140,14 +140,15 @@ def test_sharded_gradients_without_accumulation_are_refused(capsys):
     assert "nothing is accumulated" in mistake(
         capsys, "pretrain", "pythia-160m", *sharded, "--train.global_batch_size", "8"
     )
-    assert "adapters are replicated" in mistake(capsys, "finetune_lora", "meta-llama/Llama-3.2-1B", *sharded)
     assert "has no effect with one device" in mistake(capsys, "pretrain", "pythia-160m", "--fsdp.accumulate", "sharded")
 
 
 @pytest.mark.slow
 def test_the_wrap_plan_is_shown(capsys):
     run = ["pretrain", "pythia-160m", "--devices", "2"]
-    assert plan(capsys, *run)["units"] == "12 x Block, 7,087,872 parameters each; root, 77,268,480"
+    assert plan(capsys, *run)["units"] == (
+        "12 x Block, 7,087,872 parameters each; Embedding, 38,633,472; Head, 38,633,472; root, 1,536"
+    )
     size = plan(capsys, *run, "--fsdp.auto_wrap", "size")
     assert size["strategy"].startswith("fsdp FULL_SHARD, units by size, 2 shards") and "wraps nothing" in size["units"]
     assert size["memory_gb"]["unsharded_unit"] > plan(capsys, *run)["memory_gb"]["unsharded_unit"]
@@ -162,9 +163,6 @@ def test_offload_and_steps_in_the_backward_pass_are_planned(capsys):
     planned = plan(capsys, *run, "--fsdp.cpu_offload", "true")
     assert planned["host_memory_gb"] == pytest.approx(4 * 26.95 / 8, rel=0.01)
     assert planned["memory_gb"]["optimizer"] < 0.01
-    assert "FSDP cannot add" in mistake(
-        capsys, *run, "--fsdp.cpu_offload", "true", "--fsdp.accumulate", "sharded", "--train.global_batch_size", "16"
-    )
     one = plan(capsys, "pretrain", "pythia-160m", "--fsdp.cpu_offload", "true")
     assert one["strategy"].startswith("fsdp FULL_SHARD") and one["memory_gb"]["optimizer"] < 0.01
     one = ["pretrain", "pythia-1b", "--train.global_batch_size", "1", "--train.micro_batch_size", "1"]

@@ -9,7 +9,7 @@ import pytest
 from helpers.groups import free_port, losses, read_until
 from helpers.processes import PRETRAIN, finish, flags_for, folders, pretrain, start
 
-SHARDED = ["--strategy", "fsdp2", "--fsdp.sharding_strategy", "FULL_SHARD", "--fsdp.state_dict_type", "sharded"]
+SHARDED = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD", "--fsdp.state_dict_type", "sharded"]
 
 
 def flags(corpus: Path, out: Path) -> list[str]:

@@ -16,7 +16,9 @@ def broken(tmp_path_factory, shared_flags, request):
     sharded = [*fsdp, "--fsdp.state_dict_type", "sharded"]
     async_save = ["--train.async_save", "true"]
     cases = [
-        Case("mesh", ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"], fault="mesh"),
+        Case("mesh", fsdp, fault="mesh"),
+        Case("mesh-fsdp1", [*fsdp, "--strategy", "fsdp1"], fault="mesh of fsdp1"),
+        Case("nan-fsdp1", [*fsdp, "--strategy", "fsdp1", "--train.save_interval", "1"], fault="nan on rank 1"),
         Case("norms", [*fsdp, "--precision", "bf16-mixed"], fault="norms"),
         Case("nan-ddp", ["--strategy", "ddp", "--train.save_interval", "1"], fault="nan on rank 1"),
         Case("nan-fsdp", [*fsdp, "--train.save_interval", "1", *async_save], fault="nan on rank 1"),
@@ -40,7 +42,12 @@ def output_of(folder, name) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameter"), [("mesh", "lm_head.weight"), slow("norms", "transformer.h.0.norm_1.weight")]
+    ("name", "parameter"),
+    [
+        ("mesh", "lm_head.weight"),
+        slow("mesh-fsdp1", "lm_head.weight"),
+        slow("norms", "transformer.h.0.norm_1.weight"),
+    ],
 )
 def test_n4_different_replicas_are_detected_after_the_first_step(broken, name, parameter):
     folder, results = broken
@@ -67,7 +74,7 @@ def test_n4_hybrid_replicas_clip_by_one_norm(tmp_path, shared_flags):
     assert [seen["exit"] for seen in ranks] == [0] * 4, output_of(tmp_path, "hybrid")
 
 
-@pytest.mark.parametrize("name", [slow("nan-ddp"), "nan-fsdp"])
+@pytest.mark.parametrize("name", [slow("nan-ddp"), slow("nan-fsdp1"), "nan-fsdp"])
 def test_n7_nonfinite_loss_on_one_rank_stops_all(broken, name):
     folder, results = broken
     assert [seen["exit"] for seen in results[name]] == [3, 3]

@@ -7,6 +7,7 @@ from helpers.cases import has_slow_tests
 from helpers.groups import Case, run_group
 
 FSDP = ["--strategy", "fsdp", "--train.max_steps", "2"]
+FSDP1 = ["--strategy", "fsdp1", "--train.max_steps", "2"]
 DDP = ["--strategy", "ddp", "--train.max_steps", "2"]
 STATIC = ["--ddp.static_graph", "true", "--train.micro_batch_size", "4"]
 
@@ -16,9 +17,13 @@ def seen(tmp_path_factory, shared_flags, request):
     folder = tmp_path_factory.mktemp("options")
     cases = [
         Case("fsdp", FSDP),
+        Case("fsdp1", FSDP1),
         Case("mixed", [*FSDP, "--precision", "bf16-mixed"]),
         Case("fsdp-all", [
             *FSDP, "--precision", "bf16-mixed", "--fsdp.param_dtype", "fp32", "--fsdp.reduce_dtype", "bf16",
+        ]),
+        Case("fsdp1-all", [
+            *FSDP1, "--precision", "bf16-mixed", "--fsdp.param_dtype", "fp32", "--fsdp.reduce_dtype", "bf16",
             "--fsdp.backward_prefetch", "post", "--fsdp.forward_prefetch", "true",
             "--fsdp.limit_all_gathers", "false", "--fsdp.sharding_strategy", "SHARD_GRAD_OP",
         ]),
@@ -29,30 +34,32 @@ def seen(tmp_path_factory, shared_flags, request):
         Case("ddp-static", [*DDP, *STATIC], fault="weights of the MLPs are not used"),
     ]  # fmt: skip
     if not has_slow_tests(request):
-        cases = [case for case in cases if case.name in ("mixed", "fsdp-all")]
+        cases = [case for case in cases if case.name in ("mixed", "fsdp1-all")]
     results = run_group(folder, 2, cases, shared_flags)
     return {name: ranks[1] for name, ranks in results.items()}
 
 
 @pytest.mark.slow
-def test_fsdp_defaults(seen):
-    options = seen["fsdp"]["options"]
+def test_fsdp1_defaults(seen):
+    options = seen["fsdp1"]["options"]
     assert "BACKWARD_PRE" in options["backward_prefetch"] and options["limit_all_gathers"]
     assert not options["forward_prefetch"] and "FULL_SHARD" in options["sharding"]
     assert "param_dtype=None" in options["block"] and "reduce_dtype=None" in options["block"]
 
 
+def test_n8_mixed_precision_keeps_reduction_and_master_weights_in_fp32(seen):
+    block, root = ["torch.bfloat16", "torch.float32"], ["None", "torch.float32"]
+    assert seen["mixed"]["options"]["dtypes"] == {"FSDPBlock": block, "FSDPGPT": root}
+    assert seen["mixed"]["dtypes"] == ["torch.float32"]
+
+
 @pytest.mark.slow
-def test_n8_mixed_precision_keeps_reduction_buffers_and_master_weights_in_fp32(seen):
-    options = seen["mixed"]["options"]
-    assert "param_dtype=torch.bfloat16" in options["block"]
-    for unit in ("block", "root"):
-        assert "reduce_dtype=torch.float32" in options[unit] and "buffer_dtype=torch.float32" in options[unit]
-    assert "param_dtype=None" in options["root"] and seen["mixed"]["dtypes"] == ["torch.float32"]
+def test_every_fsdp_option_reaches_the_units(seen):
+    assert seen["fsdp-all"]["options"]["dtypes"]["FSDPBlock"] == ["torch.float32", "torch.bfloat16"]
 
 
-def test_every_fsdp_option_reaches_the_wrapper(seen):
-    options = seen["fsdp-all"]["options"]
+def test_every_fsdp1_option_reaches_the_wrapper(seen):
+    options = seen["fsdp1-all"]["options"]
     assert "BACKWARD_POST" in options["backward_prefetch"] and "SHARD_GRAD_OP" in options["sharding"]
     assert options["forward_prefetch"] and not options["limit_all_gathers"]
     for dtype in ("param_dtype=torch.float32", "reduce_dtype=torch.bfloat16"):
@@ -62,7 +69,7 @@ def test_every_fsdp_option_reaches_the_wrapper(seen):
 @pytest.mark.slow
 def test_bf16_true_keeps_explicit_dtypes(seen):
     assert seen["bf16-true"]["dtypes"] == ["torch.bfloat16"]
-    assert "reduce_dtype=torch.float32" in seen["bf16-true"]["options"]["block"]
+    assert seen["bf16-true"]["options"]["dtypes"]["FSDPBlock"] == ["None", "torch.float32"]
 
 
 @pytest.mark.slow

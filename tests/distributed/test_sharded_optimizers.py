@@ -1,4 +1,4 @@
-"""Optimizers on sharded weights (fsdp2): the same training as one process, and state that resumes on any layout."""
+"""Optimizers on sharded weights: the same training as one process, and state that resumes on any layout."""
 
 import shutil
 
@@ -49,7 +49,7 @@ ALWAYS = [("muon", "2", ""), ("adafactor", "2", "")]
 
 
 def case_of(name: str, layout: str, more: str = "", source: str = "") -> Case:
-    strategy = ["--strategy", {"1": "auto", "ddp": "ddp"}.get(layout, "fsdp2")]
+    strategy = ["--strategy", {"1": "auto", "ddp": "ddp"}.get(layout, "fsdp")]
     flags = [*OPTIMIZERS[name], *strategy, *MORE[more], "--train.save_interval", "10", "--train.keep_last", "0"]
     flags += ["--resume", "auto"] if source else []
     fault = "offload on a CPU" if more == "offload" else None
@@ -188,7 +188,7 @@ PLANNED = [{"name": "Muon"}, {"name": "Muon", "state_dtype": "bf16"}, {"name": "
 
 def memory_main(rank: int, port: int) -> None:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    plan = StrategyPlan("fsdp", "FULL_SHARD", Layout(shard=2), "", engine="fsdp2")
+    plan = StrategyPlan("fsdp", "FULL_SHARD", Layout(shard=2), "")
     config = ModelConfig(
         vocab_size=512, block_size=128, n_layer=4, n_embd=128, n_head=4, n_query_groups=2, intermediate_size=320
     )

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.groups import free_port, start_ranks
+from torch import distributed as dist
 from torch import nn
 
 from toolkit.config import DDPArgs, FSDPArgs
-from toolkit.distributed.fsdp import ShardedStrategy, unit_precision
+from toolkit.distributed.fsdp import ShardedPrecision, ShardedStrategy, unit_precision
+from toolkit.distributed.fsdp1 import FSDP1Strategy
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
@@ -36,19 +39,31 @@ def plan(
         ({"strategy": "fsdp"}, "single", None, Layout()),
         ({"devices": 8}, "fsdp", "FULL_SHARD", Layout(shard=8)),
         ({"devices": 8, "nodes": 2}, "fsdp", "HYBRID_SHARD", Layout(replicate=2, shard=8)),
-        ({"devices": 1, "nodes": 4}, "ddp", None, Layout(replicate=4)),
+        ({"devices": 1, "nodes": 4}, "fsdp", "NO_SHARD", Layout(replicate=4)),
+        ({"devices": 1, "nodes": 4, "strategy": "fsdp1"}, "ddp", None, Layout(replicate=4)),
         ({"devices": 8, "nodes": 2, "sharding": "FULL_SHARD"}, "fsdp", "FULL_SHARD", Layout(shard=16)),
         ({"devices": 1, "nodes": 4, "sharding": "FULL_SHARD"}, "fsdp", "FULL_SHARD", Layout(shard=4)),
         ({"devices": 2, "nodes": 2, "sharding": "SHARD_GRAD_OP"}, "fsdp", "SHARD_GRAD_OP", Layout(shard=4)),
-        ({"devices": 4, "sharding": "NO_SHARD"}, "ddp", None, Layout(replicate=4)),
+        ({"devices": 4, "sharding": "NO_SHARD"}, "fsdp", "NO_SHARD", Layout(replicate=4)),
+        ({"devices": 4, "sharding": "NO_SHARD", "strategy": "fsdp1"}, "ddp", None, Layout(replicate=4)),
+        ({"devices": 8, "shard_size": 4}, "fsdp", "HYBRID_SHARD", Layout(replicate=2, shard=4)),
+        ({"devices": 4, "nodes": 2, "shard_size": 8}, "fsdp", "FULL_SHARD", Layout(shard=8)),
+        ({"devices": 4, "shard_size": 1}, "fsdp", "NO_SHARD", Layout(replicate=4)),
         ({"devices": 2, "nodes": 2, "strategy": "ddp"}, "ddp", None, Layout(replicate=4)),
     ],
 )
-def test_n4_every_mesh_is_explicit_and_no_shard_group_has_one_rank(options, kind, sharding, layout):
+def test_n4_every_mesh_is_explicit_and_fsdp1_has_no_shard_group_of_one_rank(options, kind, sharding, layout):
     found = plan(**options)
     assert (found.kind, found.sharding, found.layout) == (kind, sharding, layout)
     assert found.reason and str(found)
-    assert found.kind != "fsdp" or found.shards > 1
+    assert found.engine != "fsdp1" or found.kind != "fsdp" or found.shards > 1
+
+
+def test_shard_size_must_divide_the_devices():
+    with pytest.raises(
+        UserError, match="--fsdp.shard_size 3: does not divide the 8 data-parallel devices; use one of 1, 2, 4, 8"
+    ):
+        plan(devices=4, nodes=2, shard_size=3)
 
 
 def test_one_device_reports_unused_sharding():
@@ -57,19 +72,41 @@ def test_one_device_reports_unused_sharding():
 
 
 def test_buffers_get_the_requested_dtype():
-    block, root = unit_precision(FSDPArgs(buffer_dtype="bf16"), "bf16-mixed")
-    assert block.buffer_dtype == root.buffer_dtype == torch.bfloat16
-    strategy = ShardedStrategy(
-        {nn.Linear}, Layout(shard=2), "FULL_SHARD", FSDPArgs(buffer_dtype="bf16"), "bf16-mixed", "cpu"
-    )
+    options = FSDPArgs(buffer_dtype="bf16")
+    strategy = FSDP1Strategy({nn.Linear}, Layout(shard=2), "FULL_SHARD", options, "bf16-mixed", "cpu")
+    for dtypes in unit_precision(options, "bf16-mixed"):
+        assert strategy._mixed_precision(dtypes).buffer_dtype == torch.bfloat16
     with pytest.raises(UserError, match="--fsdp.buffer_dtype bf16: has no effect"):
         strategy.setup_module(nn.Linear(2, 2))
+
+
+def skip_main(rank: int, port: int) -> None:
+    """A rank whose gradient overflows, or not."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    precision, weight = ShardedPrecision("16-mixed", "cpu"), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for overflowing, expected in ((1, 1.0), (None, 0.0)):
+        precision.scaler.scale(weight.sum()).backward()
+        scale = precision.scaler.get_scale()
+        if rank == overflowing:
+            weight.grad[0] = torch.inf
+        precision.unscale_gradients(optimizer)
+        precision.optimizer_step(optimizer)
+        optimizer.zero_grad()
+        assert weight.tolist() == [expected] * 3
+        assert precision.scaler.get_scale() == (scale if overflowing is None else scale / 2)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_rank_skips_the_update_of_all():
+    start_ranks(skip_main, (free_port(),), 2)
 
 
 def test_replicated_vector_without_gradient_contributes_zeros():
     used, unused, frozen = (nn.Parameter(torch.ones(3)) for _ in range(3))
     used.grad = torch.full((3,), 2.0)
     frozen.requires_grad_(False)
-    ShardedStrategy._reduce_replicated_gradients(SimpleNamespace(_replicated=[used, unused, frozen]))
+    ShardedStrategy._complete_gradients(SimpleNamespace(_replicated=[used, unused, frozen]), nn.Module())
     assert torch.equal(unused.grad, torch.zeros(3)) and torch.equal(used.grad, torch.full((3,), 2.0))
     assert frozen.grad is None

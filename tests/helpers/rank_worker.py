@@ -34,11 +34,12 @@ from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
 from toolkit.diagnostics import communication, single_process
 from toolkit.diagnostics.gradients import GradientRecorder
-from toolkit.distributed import fsdp, strategy
+from toolkit.distributed import fsdp, fsdp1, strategy
 from toolkit.distributed.shards import shard_of, sharded_values
 from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import GuardError
 from toolkit.models.mlp import LLaMAMLP
+from toolkit.planning import resolve
 from toolkit.private_torch import local_shard
 from toolkit.training import build, checkpointer, data_reader, trainer
 from toolkit.training.callbacks import metrics
@@ -69,6 +70,7 @@ def waiting_gradients(module) -> list[torch.Tensor]:
     """Return unsharded gradients that FSDP holds between micro-batches, in addition to the parameters' gradients."""
     if isinstance(module, FSDPModule):
         groups = [m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule)]
+        groups = [group for group in groups if group is not None]  # the root may have no sharded parameter
         parts = [part for group in groups for part in group.fsdp_params]
         held = [part.unsharded_accumulated_grad for part in parts]
         held += [part.unsharded_param.grad for part in parts if hasattr(part, "_unsharded_param")]
@@ -130,6 +132,11 @@ def measuring(seen: dict, build_model):
 
 def options_of(module) -> dict:
     """Return the user's options as the wrapper has them."""
+    if isinstance(module, FSDPModule):
+        _, *units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        policies = {type(part).__name__: part._get_fsdp_state()._mp_policy for part in (*units, module)}
+        dtypes = {name: [str(policy.param_dtype), str(policy.reduce_dtype)] for name, policy in policies.items()}
+        return {"units": [type(unit).__name__.removeprefix("FSDP") for unit in units], "dtypes": dtypes}
     if isinstance(module, FullyShardedDataParallel):
         root, *units = FullyShardedDataParallel.fsdp_modules(module)
         return {
@@ -198,17 +205,20 @@ def counting_graphs(seen: dict, train_step):
     return counted
 
 
+def hybrid_mesh(device: str):
+    return init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+
+
 def broken(kind: str):
     """Inject a fault."""
-    if kind == "mesh":  # shard groups of one rank: torch does not synchronize the replicas
-
-        def mesh(layout, device):
-            return init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("r", "s"))
-
+    if kind == "mesh":  # shard groups of one rank without replicas
+        return mock.patch.object(fsdp, "data_mesh", lambda layout, device: hybrid_mesh(device)["shard"])
+    if kind == "mesh of fsdp1":  # shard groups of one rank: torch does not synchronize the replicas
         hybrid = {"FULL_SHARD": ShardingStrategy.HYBRID_SHARD}
-        return mock.patch.multiple(fsdp, data_mesh=mesh, ShardingStrategy=hybrid)
+        mesh = lambda layout, device: hybrid_mesh(device)  # noqa: E731
+        return mock.patch.multiple(fsdp1, data_mesh=mesh, ShardingStrategy=hybrid)
     if kind == "norms":  # gradients of replicated parameters are never reduced
-        return mock.patch.object(fsdp.ShardedStrategy, "_reduce_replicated_gradients", lambda self: None)
+        return mock.patch.object(fsdp.ShardedStrategy, "_complete_gradients", lambda self, module: None)
     if kind == "norms that differ":  # between the replicas of HYBRID_SHARD, by more than rounding
         norm = fsdp.ShardedStrategy._norm_of_replica
 
@@ -216,6 +226,8 @@ def broken(kind: str):
             return norm(self, module) * (1 + 0.1 * (dist.get_rank() // 2))
 
         return mock.patch.object(fsdp.ShardedStrategy, "_norm_of_replica", skewed)
+    if kind == "16-mixed on a CPU":  # no fault: GPUs without bfloat16 use it
+        return mock.patch.object(resolve, "pick_precision", lambda *args: "16-mixed")
     if kind == "compile with the eager backend":  # no fault: dynamo without the compile time
         return mock.patch.object(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
     if kind == "offload on a CPU":  # no fault: the code of offloaded shards, without pinned memory and streams
@@ -319,13 +331,12 @@ def with_nan(train_step):
         model, optimizer = update.model, update.optimizer
         if next(steps) == 2 and dist.get_rank() == 1:
             unwrapped(model).register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
-        before = copy.deepcopy([list(model.parameters()), list(optimizer.state.values())])
+        before = copy.deepcopy([list(map(shard_of, model.parameters())), list(optimizer.state.values())])
         try:
             return train_step(fabric, objective, update, *arguments)
         except GuardError:
-            torch.testing.assert_close(
-                [list(model.parameters()), list(optimizer.state.values())], before, rtol=0, atol=0
-            )
+            after = [list(map(shard_of, model.parameters())), list(optimizer.state.values())]
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
             raise
 
     return step

@@ -39,7 +39,7 @@ def test_gpus_without_bf16_get_no_advice_to_use_it():
 def test_options_without_fsdp_are_given_up_where_only_a_copy_does_not_fit():
     for options, flags in (
         ({"precision": "bf16-master"}, "--precision bf16-mixed"),
-        ({"optimizer": {"name": "Muon"}, "strategy": "ddp"}, "--optimizer.name AdamW --strategy fsdp"),
+        ({"optimizer": {"name": "Muon"}, "strategy": "ddp"}, "--strategy fsdp --fsdp.sharding_strategy FULL_SHARD"),
     ):
         train = {"micro_batch_size": 1, "global_batch_size": 8, "max_seq_length": 128}
         plan, changes = advise("pretrain", DeviceSpec("cuda", 8, 1, 0.75e9), 0.75, train=train, **options)

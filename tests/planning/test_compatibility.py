@@ -35,6 +35,7 @@ LORA, MODULE, SGD = {"lora": LoRAConfig()}, {"module": nn.Linear(1, 1)}, {"optim
 SPLIT = {"tensor_parallel_size": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
+FSDP1 = {"strategy": "fsdp1"}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
 
 
@@ -105,16 +106,16 @@ CASES = [
      "--fsdp.cpu_offload true is not supported with --precision 16-mixed: loss scaling needs gradients on the device"),
     ({"optimizer.options": {"fused": True}}, CUDA | MIXED,
      "--optimizer.options fused is not supported with --precision 16-mixed"),
-    ({"strategy": "fsdp2", "fsdp.forward_prefetch": True}, FSDP,
-     "--fsdp.forward_prefetch true is not supported with --strategy fsdp2: FSDP2 has no such option; use --strategy"),
-    ({"strategy": "fsdp2"}, {"device": "cuda", "devices": 2} | MIXED,
-     "--strategy fsdp2 is not supported with --precision 16-mixed: loss scaling with sharded gradients is untested"),
-    ({"fsdp.accumulate": "sharded", **LORA}, {"micro": 8, **FSDP},
-     "--fsdp.accumulate sharded has no effect with finetune_lora: adapters are replicated; remove it"),
+    ({}, {"devices": 2, "torch": "2.10.1+cu126"},
+     "--strategy fsdp is not supported with torch 2.10.1+cu126; install torch 2.11 or newer, or use --strategy fsdp1"),
+    ({"fsdp.shard_size": 2, "fsdp.sharding_strategy": "FULL_SHARD"}, FSDP,
+     "--fsdp.shard_size 2 has no effect with --fsdp.sharding_strategy FULL_SHARD; use HYBRID_SHARD"),
+    ({"fsdp.forward_prefetch": True}, FSDP,
+     "--fsdp.forward_prefetch true is not supported with --strategy fsdp; remove it, or use --strategy fsdp1"),
+    (FSDP1 | {"train.activation_checkpointing": "full"}, FSDP,
+     "--strategy fsdp1 is not supported with --train.activation_checkpointing full; use --strategy fsdp"),
     ({"fsdp.accumulate": "sharded"}, FSDP,
      "--fsdp.accumulate sharded has no effect with one micro-batch per step: nothing is accumulated; remove it"),
-    ({"fsdp.accumulate": "sharded", "fsdp.cpu_offload": True}, {"device": "cuda", "micro": 8, **FSDP},
-     "--fsdp.accumulate sharded is not supported with --fsdp.cpu_offload true: FSDP cannot add"),
     ({"fsdp.cpu_offload": True, **NF4, **LORA}, CUDA,
      "--fsdp.cpu_offload true is not supported with --quantize bnb.nf4: 4-bit weights stay on the device"),
     ({"strategy": "fsdp", **MODULE}, FSDP,
@@ -134,13 +135,13 @@ CASES = [
     (LORA, {"precision": "bf16-master"},
      "--precision bf16-master is not supported with finetune_lora: adapters are already fp32 and their base is bf16; "
      "use bf16-true"),
-    ({"optimizer.name": "adafactor"}, FSDP, "--optimizer.name Adafactor is not supported with fsdp"),
-    ({"optimizer.name": "Muon"}, FSDP,
-     "--optimizer.name Muon is not supported with fsdp: its shards are not rows of matrices"),
+    ({"optimizer.name": "adafactor", **FSDP1}, FSDP, "--optimizer.name Adafactor is not supported with fsdp1"),
+    ({"optimizer.name": "Muon", **FSDP1}, FSDP,
+     "--optimizer.name Muon is not supported with fsdp1: its shards are not rows of matrices"),
     (SGD, {"needs_unsharded": True, **FSDP},
      "a user-provided or extension optimizer is not supported with fsdp: its needs_unsharded is True"),
     ({}, {"precision": "bf16-master", **FSDP}, "--precision bf16-master is not supported with fsdp"),
-    (BF16, FSDP, "--optimizer.state_dtype bf16 is not supported with fsdp"),
+    (BF16 | FSDP1, FSDP, "--optimizer.state_dtype bf16 is not supported with fsdp1"),
     (SGD, {"precision": "bf16-master"}, "--precision bf16-master is not supported with a user-provided"),
     (BF16 | SGD, {}, "--optimizer.state_dtype bf16 is not supported with a user-provided"),
     (BF16, {"precision": "bf16-true"}, "--optimizer.state_dtype bf16 is not supported with --precision bf16-true"),
@@ -173,6 +174,7 @@ def test_each_row_is_violated_by_a_run_and_says_so(monkeypatch, thunder):
     def check(options: dict, run: dict, message: str) -> None:
         run = dict(run)
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL" if run.pop("detail", False) else "OFF")
+        monkeypatch.setattr(Facts, "torch_version", run.pop("torch", torch.__version__))
         facts = facts_of(options, **run)
         (found,) = find_conflicts(facts)
         assert found.startswith(message) and "{" not in found
@@ -195,8 +197,8 @@ def test_supported_runs_violate_no_row():
         ({}, {}),
         ({}, {"devices": 8, "device": "cuda", "precision": "bf16-mixed"}),
         ({"fsdp.accumulate": "sharded"}, {"micro": 8, **FSDP}),
-        *(({"strategy": "fsdp2", "optimizer.name": name}, FSDP) for name in ("Muon", "AdamW8bit", "Adafactor")),
-        (BF16 | {"strategy": "fsdp2"}, FSDP),
+        *(({"optimizer.name": name}, FSDP) for name in ("Muon", "AdamW8bit", "Adafactor")),
+        (BF16, FSDP),
         (SGD | {"strategy": "ddp"}, {"needs_unsharded": True, **FSDP}),
         (sizes | {"train.activation_checkpointing": "full", "compiler": "torch"}, FSDP),
         (sizes | NF4 | LORA | {"compiler": "torch"}, FSDP),
@@ -204,6 +206,23 @@ def test_supported_runs_violate_no_row():
         (MODULE | {"strategy": "ddp"}, {"devices": 2}),
         (NF4 | LORA, {"precision": "bf16-true"}),
     ])  # fmt: skip
+
+
+def test_fsdp1_refuses_what_only_fsdp_does():
+    def check(options: dict, option: str) -> None:
+        (message,) = find_conflicts(facts_of(FSDP1 | options, devices=2))
+        assert message == f"--strategy fsdp1 is not supported with {option}; use --strategy fsdp"
+        assert not list(find_conflicts(facts_of({"strategy": "fsdp"} | options, devices=2)))
+
+    check_each(check, [
+        (LORA, "finetune_lora"),
+        ({"module": nn.Linear(1, 1), "block_classes": (nn.Linear,)}, "a module from Python"),
+        ({"compiler": "torch"}, "--compiler torch"),
+        ({"fsdp.cpu_offload": True}, "--fsdp.cpu_offload true"),
+        ({"fsdp.auto_wrap": "size"}, "--fsdp.auto_wrap size"),
+    ])  # fmt: skip
+    only = {"fsdp.limit_all_gathers": False, "fsdp.backward_prefetch": "none", "fsdp.reduce_dtype": "fp32"}
+    assert not list(find_conflicts(facts_of(FSDP1 | only, devices=2)))
 
 
 def test_an_optimizer_of_an_extension_may_not_be_updated_in_parts(monkeypatch):

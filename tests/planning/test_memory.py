@@ -465,10 +465,24 @@ def test_unsharded_units_are_root_and_two_blocks():
     setup = setup_of("gpt_neox", "32-true")
     model = build_on_meta(setup)
     block = sum(p.numel() for p in model.transformer.h[0].parameters())
-    root = sum(p.numel() for p in model.parameters()) - 6 * block
-    assert plan_memory(sharded(setup, 2)).unsharded_unit == 4 * (2 * block + root) + 4 * (block + root)
+    root = sum(p.numel() for p in model.transformer.ln_f.parameters())
+    head = model.lm_head.weight.numel()
+    fsdp1 = replace(setup, strategy=replace(sharded(setup, 2).strategy, engine="fsdp1"))
+    assert plan_memory(fsdp1).unsharded_unit == 4 * (2 * block + 2 * head + root) + 4 * (2 * block + 2 * head + root)
+    assert plan_memory(sharded(setup, 2)).unsharded_unit == 4 * (2 * block + root) + 4 * (2 * block + root)
     kept = plan_memory(sharded(setup, 2, sharding_strategy="SHARD_GRAD_OP")).unsharded_unit
-    assert kept == 4 * (6 * block + root) + 4 * (block + root)
+    assert kept == 4 * (6 * block + 2 * head + root) + 4 * (2 * block + root)
+
+
+def test_adapters_are_sharded_with_their_block():
+    setup = setup_of("llama", "32-true", LORAS["lora all"])
+    one, two, ddp = (
+        plan_memory(replace(planned, accumulation=2))
+        for planned in (setup, sharded(setup, 2), replace(setup, strategy=replace(SINGLE, kind="ddp")))
+    )
+    assert two.adapters == one.adapters / 2 and two.gradients == one.gradients == ddp.gradients == one.adapters
+    assert two.optimizer == pytest.approx(one.optimizer / 2, rel=0.01)
+    assert ddp.adapters == one.adapters and ddp.optimizer == one.optimizer
 
 
 def test_accumulated_gradients_are_unsharded_or_shards():
@@ -511,13 +525,13 @@ def test_unsharded_units_are_those_of_the_wrap_plan():
         return plan_memory(sharded(setup, 2, auto_wrap="class", wrap_classes=list(classes))).unsharded_unit
 
     rest = total - 2 * mlp
-    assert unsharded("LLaMAMLP") == 4 * (2 * mlp + rest) + 4 * (mlp + rest)
+    assert unsharded("LLaMAMLP") == 4 * (2 * mlp + rest) + 4 * (2 * mlp + rest)
     rest = total - 2 * (attention + mlp)
-    assert unsharded("LLaMAMLP", "CausalSelfAttention") == 4 * (attention + mlp + rest) + 4 * (mlp + rest)
+    assert unsharded("LLaMAMLP", "CausalSelfAttention") == 4 * (attention + mlp + rest) + 4 * (2 * mlp + rest)
     block = sum(p.numel() for p in model.blocks[0].parameters())
     rest, outer = total - 2 * block, block - mlp
     # the block around an MLP stays gathered, and the next block is gathered meanwhile
-    assert unsharded("Block", "LLaMAMLP") == 4 * (outer + mlp + outer + rest) + 4 * (max(mlp, outer) + rest)
+    assert unsharded("Block", "LLaMAMLP") == 4 * (outer + mlp + outer + rest) + 4 * (2 * max(mlp, outer) + rest)
 
 
 def test_hybrid_shards_within_a_node():

@@ -32,7 +32,7 @@ def test_each_preset_does_what_it_says():
     # what was chosen is saved in the place of the preset
     saved = speed.hyperparameters()
     assert (saved["preset"], saved["strategy"], saved["train"]["micro_batch_size"]) == ("balanced", "fsdp", 8)
-    assert config_of("memory", optimizer={"name": "Muon"}).strategy.kind == "ddp"  # the only one that it supports
+    assert config_of("memory", precision="bf16-master").strategy.kind == "ddp"  # the only one that supports it
     nodes = config_of("memory", DeviceSpec("cuda", 8, 2, memory=40e9))
     assert str(nodes.strategy).startswith("fsdp FULL_SHARD, one unit per block, 16 shards")
 
@@ -56,7 +56,7 @@ def test_given_values_stay():
     given = config_of("memory", train={"micro_batch_size": 2, "activation_checkpointing": "selective"})
     assert (given.batch.micro_batch_size, given.args.train.activation_checkpointing) == (2, "selective")
     assert config_of("speed", strategy="fsdp").strategy.kind == "fsdp"
-    assert config_of("speed", fsdp={"forward_prefetch": True}).strategy.kind == "fsdp"  # which ddp does not have
+    assert config_of("speed", fsdp={"shard_size": 8}).strategy.kind == "fsdp"  # which ddp does not have
 
 
 def test_a_batch_that_only_the_preset_divides():

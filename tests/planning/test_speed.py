@@ -230,8 +230,9 @@ def test_links_of_strategies():
     assert sent("single", None, Layout(), 1, 1) == 0
     assert sent("ddp", None, Layout(replicate=8), 8, 1) == pytest.approx(2 * 7 / 8 * size / rate + latency(2))
     units, head = len(model.blocks), 4 * sum(p.numel() for n, p in model.named_parameters() if ".h." not in n)
-    moved = 3 * (size - head) + 2 * head  # the root unit stays gathered
-    collectives = latency(3 * units + 2)
+    moved = 3 * (size - head) + 2 * head  # head, embedding and root are gathered once
+    others = 1 if setup.config.tie_embeddings else 3
+    collectives = latency(3 * units + 2 * others)
     assert sent("fsdp", "FULL_SHARD", Layout(shard=8), 8, 1) == pytest.approx(7 / 8 * moved / rate + collectives)
     assert sent("ddp", None, Layout(replicate=16), 8, 2) > sent("ddp", None, Layout(replicate=8), 8, 1)
     of_nodes = communication(

@@ -396,22 +396,24 @@ def test_muon_takes_the_matrices_of_blocks_but_no_biases():
     assert {n.rpartition(".")[2] for n in names} == {"weight"} and len(names) > 4
 
 
+FSDP, FSDP1 = {"strategy": "fsdp"}, {"strategy": "fsdp1"}
+
+
 def test_errors_name_the_option_and_the_fix():
     def check(message, devices, **options):
-        strategy = "fsdp" if devices > 1 else "auto"
         with pytest.raises(UserError, match=message) as error:
-            resolve(arguments("corpus", "out", strategy=strategy, **options), DeviceSpec("cpu", devices, 1))
+            resolve(arguments("corpus", "out", **{"strategy": "auto"} | options), DeviceSpec("cpu", devices, 1))
         assert "\n" not in str(error.value)
 
     moments = OptimizerArgs(state_dtype="bf16")
     cases = {
-        "--precision bf16-master.*fsdp.*use bf16-mixed": (2, {"precision": "bf16-master"}),
+        "--precision bf16-master.*fsdp.*use bf16-mixed": (2, FSDP | {"precision": "bf16-master"}),
         "--precision bf16-master.*use bf16-true": (1, {"precision": "bf16-master", "lora": LoRAConfig()}),
-        "--optimizer.state_dtype bf16.*use --strategy fsdp2 or ddp": (2, {"optimizer": moments}),
-        "--optimizer.name Muon.*use --strategy fsdp2, ddp or AdamW": (2, {"optimizer": OptimizerArgs(name="Muon")}),
-        "--optimizer.name AdamW8bit.*use --strategy fsdp2, ddp or AdamW": (
+        "--optimizer.state_dtype bf16.*use --strategy fsdp or ddp": (2, FSDP1 | {"optimizer": moments}),
+        "--optimizer.name Muon.*use --strategy fsdp, ddp or AdamW": (2, FSDP1 | {"optimizer": OptimizerArgs("Muon")}),
+        "--optimizer.name AdamW8bit.*use --strategy fsdp, ddp or AdamW": (
             2,
-            {"optimizer": OptimizerArgs(name="AdamW8bit")},
+            FSDP1 | {"optimizer": OptimizerArgs("AdamW8bit")},
         ),
         "state_dtype bf16 has no .*SGD: it has no moments": (
             1,

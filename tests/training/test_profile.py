@@ -205,9 +205,8 @@ def group(tmp_path_factory, corpus, request):
         "--data.vocab_size", "300", "--train.global_batch_size", "4", "--train.micro_batch_size", "1",
         "--train.max_seq_length", "32", "--train.save_interval", "0", "--eval.final_validation", "false",
     ]  # fmt: skip
-    prefetch = ["--strategy", "fsdp", "--fsdp.forward_prefetch", "true"]
     cases = [
-        Case("fsdp", [*prefetch, "--train.max_steps", "4", "--profile", "true", *SHORT]),
+        Case("fsdp", ["--strategy", "fsdp", "--train.max_steps", "4", "--profile", "true", *SHORT]),
         Case("slow", ["--train.max_steps", "4", "--train.log_interval", "2"], fault="slow data on rank 1"),
     ]
     results = run_group(folder, 2, cases if has_slow_tests(request) else cases[1:], shared)
@@ -222,8 +221,8 @@ def test_fsdp_gathers_and_prefetches_are_named_in_the_trace_of_each_rank(group):
         events = read_trace(folder / f"rank-{rank:04d}.json.gz")
         gathers = [e for e in events if e["name"].startswith(("c10d::allgather_", "c10d::_allgather_base_"))]
         assert gathers and any(e["name"].startswith("gloo:all_gather") for e in events)
-        for name in ("_pre_forward_prefetch", "_pre_backward_prefetch"):
-            ranges = [e for e in events if e["name"] == f"FullyShardedDataParallel.{name}"]
+        for name in ("FSDP::all_gather (transformer.h.0)", "FSDP::backward_prefetch for transformer.h.0"):
+            ranges = [e for e in events if e["name"] == name]
             inside = [
                 gather for gather in gathers for e in ranges
                 if e["tid"] == gather["tid"] and e["ts"] <= gather["ts"] <= e["ts"] + e["dur"]

@@ -17,7 +17,7 @@ T = TypeVar("T")
 Accelerator = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["32-true", "bf16-true", "bf16-master", "bf16-mixed", "16-mixed"]
 TrainingCommand = Literal["pretrain", "finetune_full", "finetune_lora"]
-Strategy = Literal["auto", "single", "ddp", "fsdp", "fsdp2"]
+Strategy = Literal["auto", "single", "ddp", "fsdp", "fsdp1", "fsdp2"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Auto = Literal["auto"]
@@ -226,7 +226,8 @@ class FSDPArgs:
     Args:
         sharding_strategy: HYBRID_SHARD shards over the devices of a node and replicates over nodes; FULL_SHARD shards
             over all devices; SHARD_GRAD_OP shards gradients and optimizer state, but keeps weights unsharded between
-            forward and backward; NO_SHARD is ddp. auto: HYBRID_SHARD.
+            forward and backward; NO_SHARD replicates on every device. auto: HYBRID_SHARD.
+        shard_size: Devices per model replica with HYBRID_SHARD. auto: the devices of a node.
         auto_wrap: What becomes an FSDP unit. block: each block; size: modules with at least min_num_params parameters;
             class: modules of wrap_classes. All other weights form the root unit, which stays gathered during a step.
         min_num_params: Minimum parameters of a unit with auto_wrap size, not counting units inside it. auto:
@@ -236,11 +237,11 @@ class FSDPArgs:
             commands read both.
         param_dtype: Compute dtype of the blocks' weights. auto: as --precision.
         reduce_dtype: Dtype of gradient reduction. auto: fp32 under mixed precision.
-        buffer_dtype: Dtype of buffers, for models that have them. auto: fp32 under mixed precision.
+        buffer_dtype: Dtype of buffers, for models that have them; fsdp1 only. auto: fp32 under mixed precision.
         backward_prefetch: All-gather the next block's weights before ("pre") or after ("post") the current gradient
-            reduction.
-        forward_prefetch: Issue the next block's all-gather before the current block's forward pass.
-        limit_all_gathers: Keep at most two blocks' unsharded weights in memory.
+            reduction; fsdp1 only.
+        forward_prefetch: Issue the next block's all-gather before the current block's forward pass; fsdp1 only.
+        limit_all_gathers: Keep at most two blocks' unsharded weights in memory; fsdp1 only, fsdp always does.
         accumulate: How gradients accumulate over micro-batches. unsharded: each device keeps all gradients and reduces
             them once per step; sharded: each device reduces them after every micro-batch and keeps its shard. auto:
             sharded if unsharded gradients do not fit in device memory.
@@ -249,6 +250,7 @@ class FSDPArgs:
     """
 
     sharding_strategy: Literal["auto", "HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = AUTO
+    shard_size: int | Auto = AUTO
     auto_wrap: Literal["block", "size", "class"] = "block"
     min_num_params: int | Auto = AUTO
     wrap_classes: list[str] | str | None = None
@@ -263,7 +265,7 @@ class FSDPArgs:
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("fsdp", self, "min_num_params")
+        require_positive("fsdp", self, "min_num_params", "shard_size")
         for name, choice in (("min_num_params", "size"), ("wrap_classes", "class")):
             value = getattr(self, name)
             require_option(
@@ -339,9 +341,9 @@ class RunOptions:
         tensor_parallel_size: Devices of a node over which each matrix of a layer is split.
         context_parallel_size: Devices over which the tokens of a sequence are split.
         pipeline_parallel_size: Pipeline stages. Each has a part of the layers.
-        strategy: Distributed strategy: auto, single, ddp, fsdp, or an extension's. auto: single on one device; on
-            several fsdp, or ddp if the other options do not support fsdp. Options of --fsdp or --ddp imply that
-            strategy.
+        strategy: auto, single, ddp, fsdp (torch's fully_shard), fsdp1 (torch's older FSDP), or an extension's. auto:
+            single on one device; on several fsdp, or ddp if the other options do not support fsdp. Options of --fsdp or
+            --ddp imply that strategy.
         preset: Choose sharding, micro-batch and activation checkpointing by the run's estimated memory. memory: the
             least memory; speed: SHARD_GRAD_OP if it fits, and large micro-batches; balanced: the defaults. Options
             with non-default values do not change.

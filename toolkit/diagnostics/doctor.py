@@ -217,7 +217,7 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
             train=TrainArgs(global_batch_size=4 * world.world_size, micro_batch_size=2, max_seq_length=64),
             optimizer=OptimizerArgs(), out_dir=folder, precision="32-true", accelerator=options.accelerator,
             devices=world.devices, num_nodes=world.num_nodes, timeout=options.minutes,
-            strategy="fsdp" if options.strategy == AUTO else options.strategy,  # auto would choose ddp
+            strategy=options.strategy,
         )  # fmt: skip
         args = short_run_args(args, 1, folder)
         config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))

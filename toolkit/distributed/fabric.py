@@ -15,8 +15,8 @@ from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed import ranks
 from toolkit.distributed.ddp_bf16 import BF16DDPStrategy
 from toolkit.distributed.device import pick_accelerator, pick_precision
-from toolkit.distributed.fsdp import ShardedStrategy
-from toolkit.distributed.fsdp2 import FullyShardedStrategy
+from toolkit.distributed.fsdp import FullyShardedStrategy, ShardedStrategy
+from toolkit.distributed.fsdp1 import FSDP1Strategy
 from toolkit.distributed.memory import disable_malloc_trim
 from toolkit.distributed.private_lightning import FabricModule, LauncherMixin
 from toolkit.distributed.strategy import StrategyPlan
@@ -38,15 +38,12 @@ class _BF16DDP(LauncherMixin, BF16DDPStrategy):
     """DDP for bf16 weights with fp32 master weights, with toolkit's launcher."""
 
 
-class _Sharded(LauncherMixin, ShardedStrategy):
+class _FSDP(LauncherMixin, FullyShardedStrategy):
     """FSDP with toolkit's launcher."""
 
 
-class _FullySharded(LauncherMixin, FullyShardedStrategy):
-    """FSDP2 with toolkit's launcher."""
-
-
-_SHARDED = (ShardedStrategy, FullyShardedStrategy)
+class _FSDP1(LauncherMixin, FSDP1Strategy):
+    """FSDP1 with toolkit's launcher."""
 
 
 class _True16Bits(HalfPrecision):
@@ -75,7 +72,7 @@ def _precision_options(precision: Precision) -> tuple[dict[str, Any], list[Any]]
 
 def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:
     """Materialize a meta-device module immediately. With FSDP, do so when the strategy shards it."""
-    if isinstance(fabric.strategy, _SHARDED):
+    if isinstance(fabric.strategy, ShardedStrategy):
         fabric.strategy.materialize = materialize
     else:
         for submodule in module.modules():
@@ -84,17 +81,17 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
 
 def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype in which FSDP all-gathers block weights of dtype ``dtype``; None without FSDP."""
-    return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, _SHARDED) else None
+    return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, ShardedStrategy) else None
 
 
 def knows_gradient_norm(fabric: Fabric) -> bool:
     """Whether :func:`gradient_norm` supports the strategy. Extension strategies support only clipping."""
-    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, _BF16DDP, *_SHARDED))
+    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, _BF16DDP, ShardedStrategy))
 
 
 def gradient_norm(fabric: Fabric, model: FabricModule, optimizer: Any) -> torch.Tensor:
     """Complete the gradient reduction and return the norm, an fp32 scalar on every rank. Call once per step."""
-    if isinstance(fabric.strategy, _SHARDED):
+    if isinstance(fabric.strategy, ShardedStrategy):
         return fabric.strategy.gradient_norm(model._forward_module)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not gradients:
@@ -128,14 +125,14 @@ def build_fabric(
     strategy: ParallelStrategy
     if plan.extension is not None:
         extension = load_registered("strategies", plan.extension)()
-        cls, arguments = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
-        strategy = type(cls.__name__, (LauncherMixin, cls), {})(**arguments)
+        cls, options_of_class = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
+        strategy = type(cls.__name__, (LauncherMixin, cls), {})(**options_of_class)
     elif plan.kind == "ddp":
         strategy = (_BF16DDP if precision == "bf16-master" else _DDP)(**asdict(ddp))
     else:
         assert plan.sharding is not None
-        sharded = _FullySharded if plan.engine == "fsdp2" else _Sharded
-        strategy = sharded(block_classes, plan.layout, plan.sharding, fsdp, precision, accelerator, plan.offloads)
+        arguments = block_classes, plan.layout, plan.sharding, fsdp, precision, accelerator
+        strategy = _FSDP1(*arguments) if plan.engine == "fsdp1" else _FSDP(*arguments, offloads=plan.offloads)
         options, plugins = {}, []  # the strategy sets the precision
     return Fabric(
         accelerator=accelerator,

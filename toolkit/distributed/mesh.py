@@ -101,11 +101,11 @@ def data_devices(model_parallel: Layout, devices: int, num_nodes: int) -> tuple[
         UserError: The sizes do not divide the devices.
     """
     tensor, context, pipeline = model_parallel.tensor, model_parallel.context, model_parallel.pipeline
-    _require_divisor("tensor_parallel_size", tensor, devices, f"the {devices} devices of a node")
+    require_divisor("tensor_parallel_size", tensor, devices, f"the {devices} devices of a node")
     world = devices * num_nodes
-    _require_divisor("context_parallel_size", context, world // tensor, f"{world} devices / {tensor} tensor parallel")
+    require_divisor("context_parallel_size", context, world // tensor, f"{world} devices / {tensor} tensor parallel")
     rest, inner = world // (tensor * context), tensor * context
-    _require_divisor(
+    require_divisor(
         "pipeline_parallel_size", pipeline, rest, f"{world} devices / ({tensor} tensor x {context} context parallel)"
     )
     if num_nodes % pipeline == 0 and devices % inner == 0:
@@ -115,7 +115,8 @@ def data_devices(model_parallel: Layout, devices: int, num_nodes: int) -> tuple[
     return 1, rest // pipeline
 
 
-def _require_divisor(option: str, size: int, whole: int, description: str) -> None:
+def require_divisor(option: str, size: int, whole: int, description: str) -> None:
+    """Raise UserError with the sizes that work if an option's value does not divide ``whole``."""
     if whole % size:
         sizes = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
         raise UserError(f"--{option} {size}: does not divide {description}; use one of {sizes}")

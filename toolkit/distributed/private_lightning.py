@@ -2,8 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -15,9 +14,8 @@ from torch import nn
 
 from toolkit.distributed import ranks
 from toolkit.distributed.shutdown import PARENT, children, wait_for_children
-from toolkit.private_torch import restore_gradient_dtypes
 
-__all__ = ["AccumulateInFP32", "BackwardSyncControl", "FabricModule", "LauncherMixin", "ReduceEachMicroBatch"]
+__all__ = ["BackwardSyncControl", "FabricModule", "LauncherMixin"]
 
 
 class LauncherMixin(ParallelStrategy):
@@ -56,24 +54,3 @@ class _Launcher(_SubprocessScriptLauncher):
             self._call_children_scripts()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
-
-
-class ReduceEachMicroBatch(BackwardSyncControl):
-    """Lets FSDP reduce every micro-batch's gradients. Each rank accumulates its shards in the parameter dtype."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        return nullcontext()
-
-
-class AccumulateInFP32(BackwardSyncControl):
-    """Defers FSDP's gradient reduction to the last micro-batch and accumulates in fp32."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        return _accumulate(module) if enabled else nullcontext()
-
-
-@contextmanager
-def _accumulate(module: Any) -> Iterator[None]:
-    with module.no_sync():
-        yield
-    restore_gradient_dtypes(module)

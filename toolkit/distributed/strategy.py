@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from toolkit.config import AUTO, STRATEGIES, DDPArgs, FSDPArgs, Precision
-from toolkit.distributed.mesh import UNSHARDED, Layout, data_devices
+from toolkit.distributed.mesh import UNSHARDED, Layout, data_devices, require_divisor
 from toolkit.extension import load_registered
 
+FSDP = (AUTO, "fsdp", "fsdp2")
+"""Values of ``--strategy`` that use the current FSDP engine. "fsdp2" is another spelling of "fsdp"."""
 OFFLOADING = ("cuda",)
 """Accelerators that can offload to CPU memory."""
 
@@ -32,7 +34,7 @@ class StrategyPlan:
     units: str = "one unit per block"
     offloads: bool = False
     extension: str | None = None
-    engine: Literal["fsdp1", "fsdp2"] = "fsdp1"
+    engine: Literal["fsdp1", "fsdp2"] = "fsdp2"
 
     @property
     def shards(self) -> int:
@@ -48,7 +50,7 @@ class StrategyPlan:
             return f"ddp, {self.layout.replicate} replicas ({self.reason})"
         shards = f"{self.shards} shard{'s' if self.shards > 1 else ''}"
         replicas = f", {self.layout.replicate} replicas" if self.layout.replicate > 1 else ""
-        name = "fsdp2" if self.engine == "fsdp2" else "fsdp"
+        name = "fsdp1" if self.engine == "fsdp1" else "fsdp"
         return f"{name} {self.sharding}, {self.units}, {shards}{replicas} ({self.reason})"
 
 
@@ -89,7 +91,7 @@ def plan_strategy(
 
     ``model_parallel`` has the sizes of the pipeline, context and tensor dimensions; the others follow.
 
-    fsdp with shard groups of one rank becomes ddp, because torch would not synchronize the replicas (N4). A single
+    FSDP1 with shard groups of one rank becomes ddp, because torch would not synchronize the replicas (N4). A single
     device uses FSDP only to offload.
 
     Raises:
@@ -102,26 +104,21 @@ def plan_strategy(
         )
         return replace(planned, extension=strategy)
     requested = strategy
-    engine: Literal["fsdp1", "fsdp2"] = "fsdp2" if strategy == "fsdp2" else "fsdp1"
-    strategy = "fsdp" if engine == "fsdp2" else strategy
     if strategy == AUTO and ranks > 1:
         strategy = implied_strategy(fsdp, ddp) or AUTO
-    plan = _plan(strategy, sharding_of(fsdp), *data_devices(model_parallel, devices, num_nodes))
+    plan = _plan(strategy, fsdp, *data_devices(model_parallel, devices, num_nodes))
     if model_parallel != UNSHARDED:
         plan = _add_model_parallel(plan, model_parallel)
-        engine = "fsdp2"
-    if engine == "fsdp2" and plan.kind == "ddp":
-        plan = replace(plan, kind="fsdp", sharding="NO_SHARD")
     if (requested, strategy) == (AUTO, "ddp"):
         plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
-    if offloads and ranks == 1 and strategy in ("auto", "fsdp"):
+    if offloads and ranks == 1 and strategy in FSDP:
         plan = StrategyPlan("fsdp", "FULL_SHARD", Layout(), "--fsdp.cpu_offload on one device")
     if offloads and plan.kind == "fsdp":
         plan = replace(plan, offloads=True)
     if fsdp.auto_wrap != "block":
         plan = replace(plan, units=f"units by {fsdp.auto_wrap}")
-    return replace(plan, engine=engine)
+    return replace(plan, engine="fsdp1") if strategy == "fsdp1" else plan
 
 
 def _add_model_parallel(plan: StrategyPlan, sizes: Layout) -> StrategyPlan:
@@ -143,8 +140,8 @@ def sharding_of(fsdp: FSDPArgs) -> str:
     return "HYBRID_SHARD" if fsdp.sharding_strategy == AUTO else fsdp.sharding_strategy
 
 
-def _plan(strategy: str, sharding: str, devices: int, num_nodes: int) -> StrategyPlan:
-    ranks = devices * num_nodes
+def _plan(strategy: str, fsdp: FSDPArgs, devices: int, num_nodes: int) -> StrategyPlan:
+    ranks, sharding = devices * num_nodes, sharding_of(fsdp)
     if ranks == 1:
         reason = "only one available" if strategy in ("auto", "single") else f"{strategy} on one device is equivalent"
         if sharding not in ("HYBRID_SHARD", "NO_SHARD"):
@@ -152,15 +149,26 @@ def _plan(strategy: str, sharding: str, devices: int, num_nodes: int) -> Strateg
         return StrategyPlan("single", None, Layout(), reason)
     if strategy == "ddp":
         return StrategyPlan("ddp", None, Layout(replicate=ranks), "--strategy ddp")
-    flag = f"--fsdp.sharding_strategy {sharding}"
-    if sharding == "NO_SHARD":
-        return StrategyPlan("ddp", None, Layout(replicate=ranks), f"{flag}: replicas")
+    shards = {"HYBRID_SHARD": _hybrid_shards(fsdp, devices, ranks), "NO_SHARD": 1}.get(sharding, ranks)
+    reason = f"--fsdp.sharding_strategy {sharding}"
+    if fsdp.shard_size != AUTO and sharding == "HYBRID_SHARD":
+        reason = f"--fsdp.shard_size {shards}"
+    elif sharding == "NO_SHARD":
+        reason += ": replicas"
+    elif shards == 1:
+        reason += " with one device per node has no shards"
+    elif sharding == "HYBRID_SHARD":
+        where = f": sharded within each of {num_nodes} nodes, replicated between them"
+        reason += " on one node is full sharding" if shards == ranks else where
+    if shards == 1 and strategy == "fsdp1":
+        return StrategyPlan("ddp", None, Layout(replicate=ranks), reason)
     if sharding == "HYBRID_SHARD":
-        if devices == 1:
-            return StrategyPlan("ddp", None, Layout(replicate=ranks), f"{flag} with one device per node has no shards")
-        if num_nodes == 1:
-            reason = f"{flag} on one node is full sharding"
-            return StrategyPlan("fsdp", "FULL_SHARD", Layout(shard=devices), reason)
-        reason = f"{flag}: sharded within each of {num_nodes} nodes, replicated between them"
-        return StrategyPlan("fsdp", "HYBRID_SHARD", Layout(replicate=num_nodes, shard=devices), reason)
-    return StrategyPlan("fsdp", sharding, Layout(shard=ranks), flag)
+        sharding = "NO_SHARD" if shards == 1 else "FULL_SHARD" if shards == ranks else sharding
+    return StrategyPlan("fsdp", sharding, Layout(replicate=ranks // shards, shard=shards), reason)
+
+
+def _hybrid_shards(fsdp: FSDPArgs, devices: int, ranks: int) -> int:
+    if fsdp.shard_size == AUTO:
+        return devices
+    require_divisor("fsdp.shard_size", fsdp.shard_size, ranks, f"the {ranks} data-parallel devices")
+    return fsdp.shard_size

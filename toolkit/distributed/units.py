@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
 
 from toolkit.config import AUTO, Dtype, FSDPArgs, Precision
 from toolkit.distributed.device import DTYPES
@@ -27,8 +26,10 @@ MIN_NUM_PARAMS = 100_000_000
 """Value of ``FSDPArgs.min_num_params`` for auto, as in torch."""
 
 GPT_UNITS = (Block, CausalSelfAttention, LatentAttention, LLaMAMLP, GptNeoxMLP, LLaMAMoE, Experts)
-"""Modules of GPT that may be units. Excludes the head, because the loss uses its weights outside its forward, and the
-embedding, which is all-gathered in fp32."""
+"""Modules of GPT that may be units by size or class. Excludes head and embedding, which are all-gathered in fp32."""
+
+HEAD, EMBEDDING = "lm_head", "transformer.wte"
+"""Names of GPT's head and embedding."""
 
 LOSS_WRAPPER_PREFIX = "module"
 """Name of a user-provided model in :class:`toolkit.models.loss_wrapper.LossWrapper`."""
@@ -52,10 +53,17 @@ class Unit(NamedTuple):
         return self.name.startswith(f"{other.name}.")
 
 
-def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[nn.Module], ...]) -> list[Unit]:
-    """Return the units in module order, the root first."""
+def plan_units(
+    module: nn.Module, options: FSDPArgs, block_classes: tuple[type[nn.Module], ...], has_head_unit: bool = True
+) -> list[Unit]:
+    """Return the units in the order of the forward pass, the root first.
+
+    With units by block, an untied head and embedding of GPT are units, unless ``has_head_unit`` is False (FSDP1).
+    """
     if options.auto_wrap == "block":
         names = {name for name, part in module.named_modules() if isinstance(part, block_classes)}
+        if has_head_unit and isinstance(module, GPT) and not module.config.tie_embeddings:
+            names |= {HEAD, EMBEDDING}
     elif options.auto_wrap == "class":
         classes = options.wrap_classes or []
         names = _by_class(module, re.split(r",\s*", classes) if isinstance(classes, str) else classes)
@@ -67,7 +75,7 @@ def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[n
         while owner not in units:
             owner = owner.rpartition(".")[0]
         units[owner].parameters.append(parameter)
-    return list(units.values())
+    return sorted(units.values(), key=lambda unit: unit.name == HEAD)
 
 
 def _candidates(module: nn.Module) -> dict[str, nn.Module]:
@@ -120,7 +128,10 @@ def _min_num_params(options: FSDPArgs) -> int:
 def describe_units(units: list[Unit], options: FSDPArgs) -> str:
     """Return the wrap plan in words: ``2 x Block, 3,072 parameters each; root 4,096``."""
     counts = Counter((type(unit.module).__name__, unit.size) for unit in units[1:])
-    parts = [f"{n} x {name}, {size:,} parameters each" for (name, size), n in counts.items()]
+    parts = [
+        f"{n} x {name}, {size:,} parameters each" if n > 1 else f"{name}, {size:,}"
+        for (name, size), n in counts.most_common()
+    ]
     if len(units) > 1:
         return "; ".join([*parts, f"root, {units[0].size:,}"])
     text = f"root, {units[0].size:,} parameters"
@@ -130,7 +141,14 @@ def describe_units(units: list[Unit], options: FSDPArgs) -> str:
     return text
 
 
-def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecision | None, MixedPrecision | None]:
+class UnitDtypes(NamedTuple):
+    """Dtypes of an FSDP unit's all-gather and of its gradient reduction; None keeps the dtype of the weights."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+
+
+def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[UnitDtypes | None, UnitDtypes | None]:
     """Return the dtypes of the block units and of the root unit; None where the model's dtypes are kept.
 
     Inputs are not cast: the residual stream keeps the same dtype as on one device.
@@ -138,15 +156,14 @@ def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecis
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     if mixed is None and {options.param_dtype, options.reduce_dtype, options.buffer_dtype} == {"auto"}:
         return None, None
-    default = None if mixed is None else torch.float32
 
     def dtype(name: Dtype, otherwise: torch.dtype | None) -> torch.dtype | None:
         return otherwise if name == "auto" else DTYPES[name]
 
-    rest: dict[str, Any] = {
-        "reduce_dtype": dtype(options.reduce_dtype, default),
-        "buffer_dtype": dtype(options.buffer_dtype, default),
-        "cast_forward_inputs": False,
-        "cast_root_forward_inputs": False,
-    }
-    return MixedPrecision(param_dtype=dtype(options.param_dtype, mixed), **rest), MixedPrecision(**rest)
+    reduce_dtype = dtype(options.reduce_dtype, None if mixed is None else torch.float32)
+    return UnitDtypes(dtype(options.param_dtype, mixed), reduce_dtype), UnitDtypes(None, reduce_dtype)
+
+
+def unit_dtypes(part: Unit, options: FSDPArgs, precision: Precision) -> UnitDtypes | None:
+    """Return the dtypes of a unit of GPT. Head, embedding and root are all-gathered in the dtype of their weights."""
+    return unit_precision(options, precision)[part.name in ("", HEAD, EMBEDDING)]

@@ -24,7 +24,7 @@ MAX_SHARD_GRAD_OP_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
 MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
 """Tokens per micro-batch: the minimum that keeps a GPU busy, and the maximum above which speed does not improve."""
 MICRO_BATCH_SIZE = "train.micro_batch_size"
-FSDP_COMPATIBLE = {"precision": "bf16-mixed", "optimizer.name": "AdamW", "optimizer.state_dtype": AUTO}
+FSDP_COMPATIBLE = {"precision": "bf16-mixed"}
 """Replacements for option values that FSDP does not support."""
 UNKNOWN = "if memory is unknown before the run"
 
@@ -85,10 +85,7 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
                 f"it takes {_gb(gathered)}, at most {MAX_SHARD_GRAD_OP_FRACTION:.0%} of {_gb(devices.memory)}"
             )
     if strategy.get("strategy") == "fsdp" and need(strategy, default) == math.inf != need({"strategy": "ddp"}, default):
-        options = [f"--{option} {_get(args, option)}" for option in fsdp_incompatible_options(args)] or [
-            "the other options"
-        ]
-        strategy, reasons["strategy"] = {"strategy": "ddp"}, f"fsdp is not supported with {', '.join(options)}"
+        strategy, reasons["strategy"] = {"strategy": "ddp"}, _why_not_fsdp(args)
     if has_choice and devices.memory < math.inf:
         by_size = {size: need(strategy, size) for size in sizes}
         size, reasons[MICRO_BATCH_SIZE] = choose_size(by_size, default, length or 1, devices.memory)
@@ -135,22 +132,36 @@ def choose_size(memory_by_size: Mapping[int, float], default: int, length: int, 
 
 def fsdp_incompatible_options(args: RunArgs) -> Changes:
     """Return replacements for the options that FSDP does not support."""
+    rows = _only_violated_by_fsdp(args).keys()
+    return {
+        option: value
+        for option, value in FSDP_COMPATIBLE.items()
+        if rows - _violated_rows(with_options(args, {option: value}), "fsdp").keys()
+    }
 
-    def violated(changes: Changes, kind: Literal["fsdp", "ddp"]) -> set[Row]:
-        changed = with_options(args, changes)
-        facts = Facts(
-            changed, none_if_auto(changed.precision) or "", strategy=StrategyPlan(kind, None, Layout(shard=2), "")
-        )
-        return {row for row in ROWS if row.applies(facts)}
 
-    rows = violated({}, "fsdp") - violated({}, "ddp")
-    return {option: value for option, value in FSDP_COMPATIBLE.items() if rows - violated({option: value}, "fsdp")}
+def _why_not_fsdp(args: RunArgs) -> str:
+    message = next(iter(_only_violated_by_fsdp(args).values()), "fsdp does not support the other options")
+    return message.partition(";")[0]
+
+
+def _only_violated_by_fsdp(args: RunArgs) -> dict[Row, str]:
+    with_ddp = _violated_rows(args, "ddp")
+    return {row: message for row, message in _violated_rows(args, "fsdp").items() if row not in with_ddp}
+
+
+def _violated_rows(args: RunArgs, kind: Literal["fsdp", "ddp"]) -> dict[Row, str]:
+    """Return the rows of the table that the options violate under a strategy, with their messages."""
+    plan = StrategyPlan(kind, None, Layout(shard=2), "")
+    needs_unsharded = getattr(args.optimizer_class, "needs_unsharded", False)
+    facts = Facts(args, none_if_auto(args.precision) or "", strategy=plan, needs_unsharded=needs_unsharded)
+    return {row: row.message(facts) for row in ROWS if row.applies(facts)}
 
 
 def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]:
     """Return the strategy changes to try, fastest first. An empty change keeps the current strategy."""
     user_strategy = implied_strategy(args.fsdp, args.ddp) if args.strategy == AUTO else args.strategy
-    gathers = is_speed and world_size > 1 and args.fsdp.sharding_strategy == AUTO
+    gathers = is_speed and world_size > 1 and args.fsdp.sharding_strategy == args.fsdp.shard_size == AUTO
     if user_strategy is not None or world_size == 1:
         return [{"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, {}] if gathers and user_strategy == "fsdp" else [{}]
     gathered = [{"strategy": "fsdp", "fsdp.sharding_strategy": "SHARD_GRAD_OP"}] if gathers else []

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,7 +49,9 @@ class Facts:
 
     @property
     def strategy_name(self) -> str:
-        return "" if self.strategy is None else self.strategy.extension or self.strategy.kind
+        if self.strategy is None:
+            return ""
+        return "fsdp1" if self.is_fsdp1 else self.strategy.extension or self.strategy.kind
 
     @property
     def is_fsdp(self) -> bool:
@@ -58,9 +61,7 @@ class Facts:
     @property
     def is_extension_or_fsdp1(self) -> bool:
         """Whether the strategy is an extension's or FSDP1, whose shards are not rows."""
-        if self.strategy is not None and self.strategy.extension is not None:
-            return True
-        return self.is_fsdp and not self.is_fsdp2
+        return self.is_fsdp1 or (self.strategy is not None and self.strategy.extension is not None)
 
     @property
     def offloads(self) -> bool:
@@ -96,7 +97,7 @@ class Facts:
     @property
     def unused_fsdp(self) -> str:
         """The first FSDP option that has no effect, as a flag with value; "" if there is none."""
-        if self.strategy is None or self.strategy_name == "fsdp":
+        if self.strategy is None or self.strategy_name in ("fsdp", "fsdp1"):
             return ""
         allowed = ["state_dict_type"]
         if self.strategy.extension is None:
@@ -104,14 +105,17 @@ class Facts:
         return _first_changed("fsdp", self.args.fsdp, allowed)
 
     @property
+    def is_fsdp1(self) -> bool:
+        return self.strategy is not None and self.is_fsdp and self.strategy.engine == "fsdp1"
+
+    @property
     def is_fsdp2(self) -> bool:
-        return self.strategy is not None and self.is_fsdp and self.strategy.engine == "fsdp2"
+        return self.strategy_name == "fsdp"
 
     @property
     def fsdp1_only(self) -> str:
-        """The first option that FSDP2 does not support, as a flag with value; "" if there is none."""
-        only = ("buffer_dtype", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
-        supported = [field.name for field in fields(self.args.fsdp) if field.name not in only]
+        """The first option that only FSDP1 has, as a flag with value; "" if there is none."""
+        supported = [field.name for field in fields(self.args.fsdp) if field.name not in _ONLY_FSDP1]
         return _first_changed("fsdp", self.args.fsdp, supported) if self.is_fsdp2 else ""
 
     @property
@@ -132,6 +136,25 @@ class Facts:
     @property
     def is_extension_model(self) -> bool:
         return self.model is not None and family_of(self.model).model_class() is not None
+
+    @property
+    def not_in_fsdp1(self) -> str:
+        """The first option that FSDP1 does not support, with its value; "" if there is none."""
+        if not self.is_fsdp1:
+            return ""
+        args, rest = self.args, ("cpu_offload", "auto_wrap", "min_num_params", "wrap_classes")
+        unsupported = {
+            "finetune_lora": self.has_adapters,
+            "a module from Python": args.module is not None,
+            f"--train.activation_checkpointing {args.train.activation_checkpointing}": _is_recomputed(self),
+            f"--compiler {args.compiler}": args.compiler not in (AUTO, "none"),
+        }
+        first = next((name for name, is_used in unsupported.items() if is_used), "")
+        return first or _first_changed("fsdp", args.fsdp, [f.name for f in fields(args.fsdp) if f.name not in rest])
+
+    @property
+    def torch_version(self) -> str:
+        return version("torch")
 
     @property
     def unused_ddp(self) -> str:
@@ -187,6 +210,9 @@ def _dtypes() -> Iterator[Row]:
         yield Row(f"--fsdp.param_dtype {dtype}", other, applies, "the weights have another dtype", f"use {fix}")
 
 
+_ONLY_FSDP1 = ("buffer_dtype", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
+_MIN_TORCH = (2, 11)
+"""First version of torch whose ``fully_shard`` is supported."""
 _IN_BACKWARD = "--optimizer.in_backward true"
 _CHECKPOINTING = "--train.activation_checkpointing {train.activation_checkpointing:selective, full}"
 _QUANTIZE = "--quantize {quantize:bnb.nf4, bnb.nf4-dq}"
@@ -194,7 +220,7 @@ _OFFLOAD = "--fsdp.cpu_offload true"
 _MASTERS = "--precision bf16-master"
 _MOMENTS = "--optimizer.state_dtype bf16"
 _NAME = "--optimizer.name {optimizer.name:NAME}"
-_SHARDED = "{strategy_name:fsdp or an extension's strategy}"
+_NO_ROWS = "{strategy_name:fsdp1 or an extension's strategy}"
 _TENSOR = "--tensor_parallel_size {tensor_parallel_size:N}"
 _FOREIGN = "a user-provided or extension optimizer"
 _NO_BLOCKS = "a module without known blocks"
@@ -263,19 +289,20 @@ ROWS: tuple[Row, ...] = (
         lambda f: bool(f.args.optimizer.options.get("fused")) and f.precision == "16-mixed",
         "a fused optimizer unscales the gradients after they are clipped"),
     # FSDP
-    Row("{fsdp1_only:--fsdp.buffer_dtype, backward_prefetch, forward_prefetch, limit_all_gathers}", "--strategy fsdp2",
-        lambda f: bool(f.fsdp1_only), "FSDP2 has no such option", "use --strategy fsdp"),
-    Row("--strategy fsdp2", "--precision 16-mixed", lambda f: f.is_fsdp2 and f.precision == "16-mixed",
-        "loss scaling with sharded gradients is untested", "use --strategy fsdp"),
-    _no_effect("--fsdp.accumulate {fsdp.accumulate:sharded, unsharded}", "finetune_lora",
-               lambda f: f.args.fsdp.accumulate != AUTO and f.has_adapters and not f.is_fsdp2,
-               "adapters are replicated"),
+    Row("--strategy fsdp", "torch {torch_version:older than 2.11}",
+        lambda f: f.is_fsdp2 and tuple(map(int, f.torch_version.split(".")[:2])) < _MIN_TORCH,
+        "", "install torch 2.11 or newer, or use --strategy fsdp1"),
+    _no_effect("--fsdp.shard_size {fsdp.shard_size:N}",
+               "--fsdp.sharding_strategy {fsdp.sharding_strategy:FULL_SHARD, SHARD_GRAD_OP, NO_SHARD}",
+               lambda f: f.args.fsdp.shard_size != AUTO and f.args.fsdp.sharding_strategy not in (AUTO, "HYBRID_SHARD"),
+               fix="use HYBRID_SHARD"),
+    Row("{fsdp1_only:--fsdp.buffer_dtype, backward_prefetch, forward_prefetch, limit_all_gathers}", "--strategy fsdp",
+        lambda f: bool(f.fsdp1_only), "", "remove it, or use --strategy fsdp1"),
+    Row("--strategy fsdp1", "{not_in_fsdp1:finetune_lora, modules from Python, recomputed activations, compilers, "
+        "--fsdp.cpu_offload, --fsdp.auto_wrap}", lambda f: bool(f.not_in_fsdp1), "", "use --strategy fsdp"),
     _no_effect("--fsdp.accumulate {fsdp.accumulate:sharded, unsharded}", "one micro-batch per step",
                lambda f: f.args.fsdp.accumulate != AUTO and f.batch is not None and f.accumulation == 1,
                "nothing is accumulated"),
-    Row("--fsdp.accumulate sharded", _OFFLOAD,
-        lambda f: f.args.fsdp.accumulate == "sharded" and f.offloads,
-        "FSDP cannot add to gradients in CPU memory", "use micro-batches as large as the global batch"),
     Row(_OFFLOAD, _QUANTIZE, lambda f: f.offloads and f.args.quantize is not None,
         "4-bit weights stay on the device"),
     # user-provided modules
@@ -291,22 +318,23 @@ ROWS: tuple[Row, ...] = (
         "4-bit layers compute in bf16 or fp32", "use bf16-true, or 32-true on a GPU without bfloat16"),
     _no_effect("--fsdp.state_dict_type sharded", "finetune_lora",
                lambda f: f.has_adapters and f.args.fsdp.state_dict_type == "sharded",
-               "every device holds all adapters"),
+               "adapters are saved in one file"),
     Row("--train.tie_embeddings {train.tie_embeddings:true, false}", "finetune_lora",
         lambda f: f.has_adapters and f.args.train.tie_embeddings is not None, "the base model is frozen", "remove it"),
     Row(_MASTERS, "finetune_lora", lambda f: f.has_adapters and f.precision == "bf16-master",
         "adapters are already fp32 and their base is bf16", "use bf16-true"),
     # optimizers
-    Row("--optimizer.name Adafactor", "fsdp",
-        lambda f: f.is_fsdp and not f.is_fsdp2 and f.args.optimizer.name.lower() == "adafactor",
-        "its shards are not rows of matrices", "use --strategy fsdp2, ddp or AdamW"),
-    Row("--optimizer.name {optimizer.name:Muon, AdamW8bit}", _SHARDED,
+    Row("--optimizer.name Adafactor", "fsdp1",
+        lambda f: f.is_fsdp1 and f.args.optimizer.name.lower() == "adafactor",
+        "its shards are not rows of matrices", "use --strategy fsdp or AdamW"),
+    Row("--optimizer.name {optimizer.name:Muon, AdamW8bit}", _NO_ROWS,
         lambda f: f.is_extension_or_fsdp1 and f.uses("muon", "adamw8bit"),
-        "its shards are not rows of matrices", "use --strategy fsdp2, ddp or AdamW"),
-    Row(_MASTERS, _SHARDED, lambda f: (f.is_fsdp or f.is_extension_or_fsdp1) and f.precision == "bf16-master",
+        "its shards are not rows of matrices", "use --strategy fsdp, ddp or AdamW"),
+    Row(_MASTERS, "{strategy_name:fsdp, fsdp1 or an extension's strategy}",
+        lambda f: (f.is_fsdp or f.is_extension_or_fsdp1) and f.precision == "bf16-master",
         "under fsdp, bf16-mixed has fp32 shards and gathers in bf16", "use bf16-mixed or --strategy ddp"),
-    Row(_MOMENTS, _SHARDED, lambda f: f.is_extension_or_fsdp1 and f.has_bf16_moments,
-        "its shards are not rows of matrices", "use --strategy fsdp2 or ddp"),
+    Row(_MOMENTS, _NO_ROWS, lambda f: f.is_extension_or_fsdp1 and f.has_bf16_moments,
+        "its shards are not rows of matrices", "use --strategy fsdp or ddp"),
     Row(_FOREIGN, "{strategy_name:fsdp}", lambda f: f.is_fsdp and f.needs_unsharded,
         "its needs_unsharded is True", "use --strategy ddp"),
     Row(_MASTERS, _FOREIGN, lambda f: f.precision == "bf16-master" and not f.is_builtin,

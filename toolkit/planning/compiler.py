@@ -40,6 +40,7 @@ def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:
         "a user-provided model": args.module is not None,
         "an extension's model": family in registered("families"),
         f"--strategy {strategy.extension}": strategy.extension is not None,
+        "--strategy fsdp1": strategy.engine == "fsdp1",
         f"--quantize {args.quantize}": args.quantize is not None,
         "--fsdp.cpu_offload true": strategy.offloads,
         f"--fsdp.auto_wrap {args.fsdp.auto_wrap}": strategy.kind == "fsdp" and args.fsdp.auto_wrap != "block",

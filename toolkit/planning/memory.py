@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.distributed.units import Unit, plan_units, unit_precision
+from toolkit.distributed.units import HEAD, Unit, plan_units, unit_dtypes, unit_precision
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import refuse_experts
@@ -126,7 +126,8 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
     quantized = quantized_weights(setup, model)
     base = {n: p for n, p in model.named_parameters() if not is_adapter(n) and n not in quantized}
     adapters = [p for n, p in model.named_parameters() if is_adapter(n)]
-    adapter_bytes = FP32 * sum(p.numel() for p in adapters)
+    adapter_bytes = FP32 * _local_elements(setup, adapters)
+    adapter_gradients = FP32 * _count(adapters) if setup.accumulates_unsharded else adapter_bytes
     trained = [p for p in base.values() if p.requires_grad]
     weights = setup.weight_bytes * _local_elements(setup, base.values())
     copies = 1 if setup.strategy.kind != "ddp" or setup.ddp.gradient_as_bucket_view else 2
@@ -135,7 +136,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         elements: float = max(p.numel() for p in trained)  # one at a time
     else:
         elements = _count(trained) if setup.accumulates_unsharded else _local_elements(setup, trained)
-    gradients = copies * (setup.weight_bytes * elements + adapter_bytes)
+    gradients = copies * (setup.weight_bytes * elements + adapter_gradients)
     if setup.sums_in_fp32:  # in addition to ddp's bf16 buckets
         gradients = FP32 * elements + (gradients if setup.strategy.kind == "ddp" else 0)
     activations = measure_activations(setup) if with_activations else Activations(0.0, 0.0, 0.0)
@@ -191,16 +192,19 @@ def _sharded_elements(setup: MemoryInputs, parameters: list[nn.Parameter]) -> fl
 
 
 def _host_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
-    """Return the bytes of offloaded shards. FSDP also allocates gradients for frozen weights."""
+    """Return the bytes of offloaded shards."""
     if not setup.strategy.offloads:
         return 0.0
-    state = optimizer_bytes(setup, model, _sharded_parameters(setup, model))
-    return 2 * setup.weight_bytes * _sharded_elements(setup, base) + state
+    adapters = [p for name, p in model.named_parameters() if is_adapter(name)]
+    trained = [p for p in base if p.requires_grad]
+    tensors = setup.weight_bytes * (_sharded_elements(setup, base) + _sharded_elements(setup, trained))
+    tensors += 2 * FP32 * _sharded_elements(setup, adapters)
+    return tensors + optimizer_bytes(setup, model, _sharded_parameters(setup, model))
 
 
 def _sharded_parameters(setup: MemoryInputs, model: GPT) -> dict[str, int]:
     """Return {name: number of shards} for FSDP's sharded trainable parameters."""
-    trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad and not is_adapter(n))
+    trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
     return {name: setup.strategy.shards for name, p in trained if not _is_replicated(setup, p)}
 
 
@@ -252,43 +256,42 @@ def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) ->
 
 
 def _unsharded_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
-    """Return the bytes of FSDP1's unsharded tensors (torch.distributed.fsdp, _runtime_utils).
+    """Return the bytes of FSDP's unsharded tensors.
 
-    The root unit (embedding, head, final norm) stays unsharded during the step. Of the other units (usually blocks),
-    the current and the next are unsharded, or all with SHARD_GRAD_OP or without limit_all_gathers. A unit's gradient
-    is unsharded until it is reduced, and copied if it is reduced in another dtype.
+    The root unit stays unsharded during the step. Of the other units, the current and the next are unsharded, or all
+    with SHARD_GRAD_OP or without limit_all_gathers. A unit's gradient is copied into a buffer to reduce it. The head's
+    gradient is counted by :func:`toolkit.planning.activations.logits_bytes`.
     """
     if setup.strategy.kind != "fsdp":
         return 0
-    unit, root = unit_precision(setup.fsdp, setup.precision)
-
-    def size(precision: Any, name: str) -> int:
-        dtype = getattr(precision, name, None)
-        return setup.weight_bytes if dtype is None else dtype.itemsize
-
     adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
-    rest, *units = plan_units(model, setup.fsdp, (Block,))
-
-    def sharded(part: Unit, trained: bool = False) -> int:
-        parameters = [p for p in part.parameters if id(p) not in adapters and (p.requires_grad or not trained)]
-        return _count(p for p in parameters if not _is_replicated(setup, p))
-
     packed = {id(p) for p in quantized.values()}
 
     def gathered_bytes(part: Unit) -> float:
-        in_4_bits = _count(p for p in part.parameters if id(p) in packed)
-        return size(unit, "param_dtype") * (sharded(part) - in_4_bits) + BYTES_4BIT * in_4_bits
+        dtype = getattr(unit_dtypes(part, setup.fsdp, setup.precision), "param_dtype", None)
+        total = 0.0
+        for p in part.parameters:
+            width = FP32 if id(p) in adapters else setup.weight_bytes
+            width = width if dtype is None else dtype.itemsize
+            total += 0 if _is_replicated(setup, p) else p.numel() * (BYTES_4BIT if id(p) in packed else width)
+        return total
 
+    def gradient_bytes(part: Unit) -> float:
+        dtypes = unit_dtypes(part, setup.fsdp, setup.precision)
+        elements = _count(p for p in part.parameters if p.requires_grad and not _is_replicated(setup, p))
+        own = FP32 if adapters else setup.weight_bytes
+        compute, reduced = (own if d is None else d.itemsize for d in dtypes or (None, None))
+        return (reduced + (0 if part.name in ("", HEAD) else compute)) * elements
+
+    rest, *units = plan_units(model, setup.fsdp, (Block,), setup.strategy.engine == "fsdp2")
     gathered = sum(map(gathered_bytes, units))
-    if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers:
+    if setup.strategy.sharding not in ("SHARD_GRAD_OP", "NO_SHARD") and setup.fsdp.limit_all_gathers:
         # a unit, its enclosing units, and the next unit
         together = [
             [*(other for other in units if part.is_inside(other)), *units[i : i + 2]] for i, part in enumerate(units)
         ]
         gathered = max((sum(map(gathered_bytes, parts)) for parts in together), default=0)
-    compute, reduced = size(unit, "param_dtype"), size(unit, "reduce_dtype")
-    largest = max((sharded(part, trained=True) for part in units), default=0)
-    gradient = (compute + (reduced if reduced != compute else 0)) * largest
+    gradient = max(map(gradient_bytes, units), default=0)
     # gradients that accumulate unsharded include the root's
-    root_gradient = 0 if setup.accumulates_unsharded else setup.weight_bytes * sharded(rest, trained=True)
-    return gathered + size(root, "param_dtype") * sharded(rest) + gradient + root_gradient
+    root_gradient = 0 if setup.accumulates_unsharded else gradient_bytes(rest)
+    return gathered + gathered_bytes(rest) + gradient + root_gradient

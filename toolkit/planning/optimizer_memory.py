@@ -53,7 +53,7 @@ def update_bytes(setup: MemoryInputs, model: GPT) -> float:
     bf16 (``torch.optim._muon``), on a CPU all in fp32; for sharded weights also one gathered matrix and its update.
     Sharded Adafactor: the updates of one chunk. Unfused on CUDA: intermediate values for a group's weights.
     """
-    shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
+    shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def size(parameter: nn.Parameter) -> float:

@@ -127,6 +127,8 @@ def run_args(
     """
     values = vars(shared) | ({} if adapters is None else vars(adapters)) | options
     values = {name: value for name, value in values.items() if name in RunArgs.__dataclass_fields__}
+    if shared.strategy == "fsdp2":
+        values["strategy"] = "fsdp"
     if command != "pretrain":
         name = options["checkpoint_dir"]
         base = find_checkpoint_dir(name)

@@ -20,6 +20,7 @@ from toolkit.checkpoints.run.sharded import ShardReader, is_sharded
 from toolkit.checkpoints.scratch import SMALL_NUMEL
 from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed import ranks
+from toolkit.distributed.fsdp1 import flat_parts
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import shard_of
@@ -206,7 +207,7 @@ def _local_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> li
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(canonical_name(name))
-    sharded, cuts, parts = local_parts(module), cuts_of(module), []
+    sharded, cuts, parts = flat_parts(module) | local_parts(module), cuts_of(module), []
     for parameter in module.parameters():
         trained = shard_of(parameter)
         if id(trained) in groups:

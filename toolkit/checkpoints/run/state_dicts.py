@@ -139,7 +139,8 @@ def _gather_state(value: Any, options: StateDictOptions, parameter: nn.Parameter
 def _gather(value: Any, options: StateDictOptions, cut: Cut | None = None) -> Any:
     """Gather and offload a value as torch's functions do with these options, or return its pieces. Collective."""
     if options.full_state_dict and (hasattr(value, "full_tensor") or cut is not None):
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if hasattr(value, "full_tensor"):
+            value = value.to(value.device_mesh.device_type).full_tensor()  # offloaded shards are in CPU memory
         value = value if cut is None else cut.gather(value)
         if options.cpu_offload and ranks.global_rank() > 0:
             return value.new_empty(0)  # only rank 0 writes
@@ -174,8 +175,9 @@ def _on_cuda(module: nn.Module) -> bool:
 
     FSDP may keep its shards in CPU memory, and gathers them on its compute device.
     """
-    compute_device = getattr(module, "compute_device", None)
-    return "cuda" in {getattr(compute_device, "type", None), *(p.device.type for p in module.parameters())}
+    meshes = (getattr(p, "device_mesh", None) for p in module.parameters())
+    devices = {getattr(mesh, "device_type", None) for mesh in meshes}
+    return "cuda" in devices | {p.device.type for p in module.parameters()}
 
 
 def _flatten(state: dict[str, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -25,7 +25,7 @@ def _without_fsdp(file: File) -> str:
     """Return the reason why the run does not use FSDP; "" if it does."""
     strategy = file.option("strategy")
     if strategy is not None:
-        return "" if strategy == "fsdp" else f"no effect, the strategy is {strategy}"
+        return "" if strategy.startswith("fsdp") else f"no effect, the strategy is {strategy}"
     return "no effect, use_fsdp is false" if file.find("distributed", "use_fsdp") is False else ""
 
 

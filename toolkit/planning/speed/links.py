@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from toolkit.distributed.units import Unit, plan_units, unit_precision
+from toolkit.distributed.mesh import Layout
+from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_dtypes, unit_precision
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.planning.memory import BYTES_4BIT, quantized_weights
@@ -37,7 +38,7 @@ def communication(
 
     ddp: the all-reduce of every bucket but the last overlaps with the last backward pass. fsdp: a block's all-gather
     overlaps with the previous block, its reduction with the next block's backward pass; collectives of the root unit,
-    the first block and replicated parameters do not overlap.
+    the first unit and replicated parameters do not overlap.
 
     Args:
         model: The model on the meta device.
@@ -78,6 +79,13 @@ class _Topology:
             rate = min(rate, self.gpu.network * min(ranks, self.devices))
         return LATENCY + moved / (rate * NCCL_SHARE)
 
+    def all_reduce_replicas(self, size: float, layout: Layout) -> float:
+        """Return the seconds to all-reduce each device's shard of ``size`` bytes over the replicas."""
+        if layout.shard == 1:
+            return self.all_reduce(size)
+        rate = self.gpu.link if self.num_nodes == 1 else self.gpu.network
+        return LATENCY + 2 * size * (layout.replicate - 1) / layout.replicate / (rate * NCCL_SHARE)
+
     def all_reduce(self, size: float) -> float:
         """Return the seconds of an all-reduce: within nodes, then of each device's part between nodes."""
         inside = 2 * self.gather(size, self.devices)
@@ -89,44 +97,46 @@ class _Topology:
 
 def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, backward: float) -> tuple[float, float]:
     """Return the seconds of all collectives, and the exposed seconds."""
-    unit, root = unit_precision(setup.fsdp, setup.precision)
-    rest, *units = plan_units(model, setup.fsdp, (Block,))
-    whole = [p for n, p in model.named_parameters() if is_adapter(n) or (unit is not None and p.ndim < 2)]
-    replicated, in_4_bits = set(map(id, whole)), {id(p) for p in quantized_weights(setup, model).values()}
+    rest, *units = plan_units(model, setup.fsdp, (Block,), setup.strategy.engine == "fsdp2")
+    has_vectors = unit_precision(setup.fsdp, setup.precision)[0] is not None  # replicated
+    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
+    in_4_bits = {id(p) for p in quantized_weights(setup, model).values()}
     strategy, steps = setup.strategy, setup.accumulation
 
-    def size(part: Unit, precision: object, kind: str, trained: bool) -> float:
-        dtype = getattr(precision, kind, None)
-        itemsize = setup.weight_bytes if dtype is None else dtype.itemsize
-        parameters = [p for p in part.parameters if id(p) not in replicated and (p.requires_grad or not trained)]
-        return sum(p.numel() * (BYTES_4BIT if id(p) in in_4_bits else itemsize) for p in parameters)
+    def size(part: Unit, kind: str, trained: bool) -> float:
+        dtype, total = getattr(unit_dtypes(part, setup.fsdp, setup.precision), kind, None), 0.0
+        for p in part.parameters:
+            if (p.requires_grad or not trained) and not (has_vectors and p.ndim < 2):
+                width = FP32 if id(p) in adapters else setup.weight_bytes
+                width = width if dtype is None else dtype.itemsize
+                total += p.numel() * (BYTES_4BIT if id(p) in in_4_bits else width)
+        return total
 
-    def gather(part: Unit, precision: object, kind: str = "param_dtype", trained: bool = False) -> float:
-        bytes_sent = size(part, precision, kind, trained)
+    def gather(part: Unit, kind: str = "param_dtype", trained: bool = False) -> float:
+        bytes_sent = size(part, kind, trained)
         return topology.gather(bytes_sent, strategy.shards) if bytes_sent else 0.0
 
-    keeps_weights = strategy.sharding == "SHARD_GRAD_OP"
+    keeps_weights = strategy.sharding in ("SHARD_GRAD_OP", "NO_SHARD")
     in_forward = 1 if keeps_weights and setup.accumulates_unsharded else steps  # kept until the gradients are reduced
     reductions = 1 if setup.accumulates_unsharded else steps
-    gathers = sum(gather(part, unit) for part in units)
-    scatters = sum(gather(part, unit, "reduce_dtype", trained=True) for part in units)
-    root_gather, root_scatter = gather(rest, root), gather(rest, root, "reduce_dtype", trained=True)
-    again = 0.0 if keeps_weights else gathers
+    gathers = sum(gather(part) for part in units)
+    scatters = sum(gather(part, "reduce_dtype", trained=True) for part in units)
+    root_gather, root_scatter = gather(rest), gather(rest, "reduce_dtype", trained=True)
+    # the backward pass needs no embedding, and follows the head at once
+    again = 0.0 if keeps_weights else sum(gather(part) for part in units if part.name not in (HEAD, EMBEDDING))
     sent = in_forward * (gathers + root_gather) + steps * again + reductions * (scatters + root_scatter)
-    first = gather(units[0], unit) if units else 0.0
+    first = gather(units[0]) if units else 0.0
     exposed = in_forward * (root_gather + first + max(0.0, gathers - forward))
     # the reductions share the link with the gathers of their backward pass
     prefetched = 0.0 if setup.fsdp.backward_prefetch == "none" else again
     exposed += steps * (again - prefetched) + (steps - reductions) * max(0.0, prefetched - backward)
     exposed += reductions * (root_scatter + max(0.0, prefetched + scatters - backward))
     if strategy.layout.replicate > 1:  # each shard over the replicas, overlapped when it follows a reduce-scatter
-        shards = sum(size(part, unit, "reduce_dtype", trained=True) for part in [rest, *units]) / strategy.shards
-        replicas = LATENCY + 2 * shards * (strategy.layout.replicate - 1) / strategy.layout.replicate / (
-            topology.gpu.network * NCCL_SHARE
-        )
+        shards = sum(size(part, "reduce_dtype", trained=True) for part in [rest, *units]) / strategy.shards
+        replicas = topology.all_reduce_replicas(shards, strategy.layout)
         hidden = 0.0 if setup.fsdp.accumulate == "sharded" else backward
         sent, exposed = sent + replicas, exposed + max(LATENCY, replicas - hidden)
-    if trained := sum(p.numel() for p in whole if p.requires_grad):
-        mean = topology.all_reduce(FP32 * trained)
+    if vectors := sum(p.numel() for p in model.parameters() if p.requires_grad and has_vectors and p.ndim < 2):
+        mean = topology.all_reduce(FP32 * vectors)
         sent, exposed = sent + mean, exposed + mean
     return sent, exposed

@@ -193,7 +193,7 @@ def _sharding_seconds(setup: MemoryInputs, model: GPT, gpu: GpuSpec) -> float:
 def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, gpu: GpuSpec) -> tuple[float, str | None]:
     """Return the seconds of norm, clipping and update on a device's shard, and a note if the update is estimated."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
+    shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
     rate = gpu.bandwidth * BANDWIDTH_SHARE
     dtype = setup.dtype if setup.lora is None else torch.float32
     weights = dtype.itemsize * sum(p.numel() for p in trained) / shards
