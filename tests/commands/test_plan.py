@@ -234,7 +234,7 @@ def test_the_cpu_memory_of_a_node_limits_what_is_offloaded(capsys):
     # FULL_SHARD stays although offloading follows: otherwise a node would need four times as much
     for host_gb, is_sharded in ((200, False), (100, True)):
         run[2:] = ["--devices", "8", "--num_nodes", "4", "--train.global_batch_size", "32", "--train.micro_batch_size",
-                   "1", "--device_memory_gb", "10"]  # fmt: skip
+                   "1", "--device_memory_gb", "9"]  # fmt: skip
         planned = plan(capsys, *run, host_gb=host_gb)
         changes = [advice["change"] for advice in planned["advice"]]
         assert planned["advice"][-1]["fits"] and "--fsdp.cpu_offload true" in changes, planned["advice"]
