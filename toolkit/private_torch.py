@@ -57,7 +57,7 @@ def set_group_timeouts(seconds: float) -> None:
 
 
 def tensor_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-    """Return the norm of each tensor. NaN and Inf propagate. Gradient clipping uses the same kernel."""
+    """Return the L2 norm of each tensor, with the kernel of torch's gradient clipping. NaN and Inf propagate."""
     return torch._foreach_norm(list(tensors), dtype=dtype)
 
 

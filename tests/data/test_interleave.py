@@ -128,7 +128,7 @@ def test_a_source_that_would_end_is_refused_before_the_run_or_ends_it():
 
 
 def test_weight_of_less_than_a_row_is_refused():
-    with pytest.raises(UserError, match=r"sources\.b\.weight 1e-06: is less than one of 100,000 rows"):
+    with pytest.raises(UserError, match=r"sources\.b\.weight 1e-06: is less than one row in 100,000; raise it"):
         slots_per_source(sources({"a": 1 - 1e-6, "b": 1e-6}))
 
 

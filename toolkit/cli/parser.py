@@ -14,7 +14,7 @@ from toolkit.config import AUTO
 from toolkit.config.checks import note
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions, OptionValue, class_path
 from toolkit.config.other_formats import split, translate
-from toolkit.config.other_formats.rules import File
+from toolkit.config.other_formats.rules import ForeignConfig
 from toolkit.distributed import rendezvous
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
@@ -140,7 +140,7 @@ def flatten_files(
 
     later, layers = dict(flags), []
     for (path, _), (groups, _), options in reversed(list(zip(files, parts, file_options, strict=True))):
-        layers.append(translate(File(path or "", groups, dict(options), later, world_size)) + options)
+        layers.append(translate(ForeignConfig(path or "", groups, dict(options), later, world_size)) + options)
         later = dict(layers[-1]) | later
     yield from reversed(layers)
 

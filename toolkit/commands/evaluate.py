@@ -86,8 +86,8 @@ def setup(
         micro_batch_size: Sequences per forward pass.
         eval: Limits of the evaluation.
         max_seq_length: Tokens per sequence. auto: as in the run if its data is used, else the model's context length.
-        trust_checkpoint_data: Without --data, read from and write a cache to the paths in the checkpoint's
-            hyperparameters.yaml.
+        trust_checkpoint_data: Without --data, use the data paths in the checkpoint's hyperparameters.yaml; a cache is
+            written there.
         tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.

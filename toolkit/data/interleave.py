@@ -46,21 +46,21 @@ class SourceRows:
 def interleave(counts: Sequence[int]) -> np.ndarray:
     """Return the source index of each slot, (sum(counts),) int64. Each source's slots are evenly spaced.
 
-    Slot j of source i is sorted by (j + 0.5) / counts[i]. In any prefix, a source's row count is exact to within about
-    half a row per source in the mixture.
+    The slots are sorted by (j + 0.5) / counts[i], for row j of source i. In any prefix, a source has its share of the
+    rows to within about half a row per source in the mixture.
     """
     positions = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
     sources = np.repeat(np.arange(len(counts)), counts)
     return sources[np.argsort(positions, kind="stable")]
 
 
-def ranks_within(sources: np.ndarray, n_sources: int) -> np.ndarray:
+def occurrence_numbers(sources: np.ndarray, n_sources: int) -> np.ndarray:
     """Return the number of earlier slots with the same source, for each slot."""
-    ranks = np.empty_like(sources)
+    numbers = np.empty_like(sources)
     for source in range(n_sources):
         (slots,) = np.nonzero(sources == source)
-        ranks[slots] = np.arange(len(slots))
-    return ranks
+        numbers[slots] = np.arange(len(slots))
+    return numbers
 
 
 def slots_per_source(sources: Sequence[SourceRows]) -> np.ndarray:
@@ -76,7 +76,7 @@ def slots_per_source(sources: Sequence[SourceRows]) -> np.ndarray:
     for source, count in zip(sources, slots, strict=True):
         if source.weight and not count:
             raise UserError(
-                f"--data.sources.{source.name}.weight {source.weight:g}: is less than one of {PERIOD:,} rows; raise it "
+                f"--data.sources.{source.name}.weight {source.weight:g}: is less than one row in {PERIOD:,}; raise it, "
                 "or give 0"
             )
     return slots
@@ -191,14 +191,16 @@ class MixtureOrder:
         self.began = int(self._base.sum())
         self.slots = slots_per_source(sources)
         self._pattern = interleave(self.slots.tolist())
-        self._ranks = ranks_within(self._pattern, len(sources))
+        self._occurrences = occurrence_numbers(self._pattern, len(sources))
         self._counters = [_TokenCounter(*pair) for pair in zip(sources, self.orders, strict=True)]
         self._tokens_before = self._tokens(self._base)
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
         periods, slot = np.divmod(np.asarray(positions, dtype=np.int64) - self.began, PERIOD)
         source_of = self._pattern[slot]
-        positions = self._base[source_of] + periods * self.slots[source_of] + self._ranks[slot]  # within each source
+        positions = (
+            self._base[source_of] + periods * self.slots[source_of] + self._occurrences[slot]
+        )  # within each source
         row_ids = np.empty_like(positions)
         for i in np.unique(source_of):
             in_source = source_of == i
@@ -210,8 +212,8 @@ class MixtureOrder:
         count = row_count(source.rows)
         if source.max_epochs is not None and count is not None and positions.max() >= source.max_epochs * count:
             raise DataError(
-                f"--data.sources.{source.name}.max_epochs {source.max_epochs:g}: all of its {count:,} rows have been "
-                "read that often; raise it, give this source a lower weight, or end the run here"
+                f"--data.sources.{source.name}.max_epochs {source.max_epochs:g}: the {count:,} rows of the source have "
+                "been read that often; raise max_epochs, lower the weight of the source, or end the run at this step"
             )
 
     def state(self, position: int) -> dict[str, Any]:

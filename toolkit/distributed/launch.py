@@ -154,8 +154,8 @@ class RunGroup:
         lifeline.close()
         if not self.fabric.world_size == ranks.world_size() == size:
             raise UserError(
-                f"--devices {self.world.devices}: expected {size} processes on --num_nodes "
-                f"{self.world.num_nodes}, but {ranks.world_size()} are connected"
+                f"expected {size} processes (--devices {self.world.devices} x --num_nodes {self.world.num_nodes}), but "
+                f"{ranks.world_size()} are connected; give the numbers that the launcher uses"
             )
 
     def _wait_for_ranks(self, name: str, what: str) -> None:
@@ -190,7 +190,7 @@ class RunGroup:
         assert self._store is not None
         if self._store.check([key]):
             return True
-        if self.shutdown.peer_failed():
+        if self.shutdown.peer_ended():
             raise PeerLostError("another rank has ended")
         return False
 

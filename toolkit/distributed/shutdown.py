@@ -52,7 +52,7 @@ class ShutdownCoordinator:
         """Whether this process prints messages for its node if rank 0 is lost."""
         return self.world.local_rank == 0 or self.world.global_rank == 1
 
-    def peer_failed(self) -> bool:
+    def peer_ended(self) -> bool:
         """Whether another process has ended."""
         return bool(self._describe_lost_peer()) or self.store.check(["ended"])
 

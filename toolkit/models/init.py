@@ -113,12 +113,12 @@ class InitializedModel(type):
 
 def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
     """Initialize all parameters of a model with a ``config``. Meta parameters are materialized on ``device``."""
-    materialize = Materializer(model, init_weight(model, seed), device)
+    materialize = Materializer(model, weight_initializer(model, seed), device)
     for module in model.modules():
         materialize(module)
 
 
-def init_weight(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
+def weight_initializer(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
     """Return a function that maps a parameter's name and shape to its initial value."""
     config = cast(ModelConfig, model.config)
     return lambda name, shape: draw(name, shape, seed=seed, config=config)

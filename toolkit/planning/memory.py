@@ -175,7 +175,7 @@ def _count(parameters: Any) -> int:
 
 
 def _local_elements(setup: MemoryInputs, parameters: Any) -> float:
-    """Return the number of elements of the parameters on one device.
+    """Return the number of parameter elements that one device stores.
 
     FSDP shards each unit equally, but replicates vectors if it all-gathers in another dtype.
     """

@@ -20,7 +20,7 @@ from toolkit.optim.schedule import build_schedule, describe_scaling
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.memory_inputs import with_known_vocabulary
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, memory_inputs, resolve, with_length
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, memory_inputs, resolve, with_default_limit
 from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.planning.sample_model import model_of
 
@@ -80,7 +80,7 @@ class RunPlan:
 def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     """Resolve a run and estimate its memory, without starting it."""
     try:
-        args = with_length(args)
+        args = with_default_limit(args)
     except UserError:  # the length does not matter for the memory; an epoch has an unknown number of steps
         args = replace(args, train=replace(args.train, epochs=1))
     config = resolve(args, devices)
@@ -155,6 +155,6 @@ def _config_of(option: str, value: str) -> ModelConfig:
         return get_config(value)
     except UserError as error:
         raise UserError(
-            f"{option} {value}: no such folder, here or below checkpoints/, and no architecture of that name"
+            f"{option} {value}: no such folder, also not below checkpoints/, and no architecture of that name"
             f"{suggest_names(value)}"
         ) from error

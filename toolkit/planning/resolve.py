@@ -111,7 +111,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
 
     This second stage needs torch. The first stage is :func:`toolkit.planning.run_args.run_args`.
     """
-    args = with_length(args)
+    args = with_default_limit(args)
     requested = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
     args = replace(args, train=replace(args.train, max_seq_length=requested or AUTO))
     model = choose_model(args)
@@ -237,14 +237,14 @@ def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
     return precision
 
 
-def has_length(train: TrainArgs) -> bool:
+def has_limit(train: TrainArgs) -> bool:
     """Whether the user limits the run."""
     return any(limit is not None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time))
 
 
-def with_length(args: RunArgs) -> RunArgs:
+def with_default_limit(args: RunArgs) -> RunArgs:
     """Set the default length if the run has no limit."""
-    if has_length(args.train):
+    if has_limit(args.train):
         return args
     if args.defaults.epochs is not None:
         return replace(args, train=replace(args.train, epochs=args.defaults.epochs))

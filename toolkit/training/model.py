@@ -28,7 +28,7 @@ from toolkit.extension import load_registered
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
-from toolkit.models.init import Materializer, init_weight
+from toolkit.models.init import Materializer, weight_initializer
 from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
@@ -215,7 +215,7 @@ def _values(
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
-        return init_weight(model, seed)
+        return weight_initializer(model, seed)
     weights = load_compatible_weights(source, model)
     if spec.lora is None:
         return lambda name, shape: weights[name]

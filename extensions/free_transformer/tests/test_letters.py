@@ -9,7 +9,7 @@ from toolkit_free_transformer.letters import Letters, entropy_per_token
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import build_model
-from toolkit.models.init import Materializer, init_weight
+from toolkit.models.init import Materializer, weight_initializer
 
 
 def test_lines_have_a_run_of_their_letter_at_a_random_position():
@@ -36,7 +36,7 @@ def test_the_latent_learns_what_the_decoder_cannot_know():
     """First the loss of a decoder, the entropy of the position; then the latents carry a part of it."""
     data = Letters(run=4, noise=0.0).prepare(tokenizer=None, max_seq_length=17, report=print)
     model = build_model(get_config("free-transformer-tiny").with_vocab_size(257))
-    materialize = Materializer(model, init_weight(model, 1), "cpu")
+    materialize = Materializer(model, weight_initializer(model, 1), "cpu")
     for module in model.modules():
         materialize(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)

@@ -15,7 +15,7 @@ from toolkit.inference.generate import generate
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of, get_config
 from toolkit.models.gpt import GPT, build_model
-from toolkit.models.init import Materializer, init_weight
+from toolkit.models.init import Materializer, weight_initializer
 from toolkit.models.kv_cache import KVCache
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
@@ -30,7 +30,7 @@ LABELS = IDS.roll(-1, 1)
 
 def make(**options) -> FreeTransformer:
     model = build_model(replace(CONFIG, family_options={"latent_bits": 4} | options))
-    materialize = Materializer(model, init_weight(model, 1), "cpu")
+    materialize = Materializer(model, weight_initializer(model, 1), "cpu")
     for module in model.modules():
         materialize(module)
     with torch.no_grad():  # larger than the initial ones, so that everything matters

@@ -118,7 +118,7 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
     peft = _PeftAdapters(folder, settings, tensors, layers)
     lora = _lora_config(folder, settings, _adapted_parts(layers, tensors, config))
     hf_fused = _split_hf_fused(peft, lora)
-    lora, qkv = _split_fused_qkv(peft, lora, config)
+    lora, qkv = _detect_fused_parts(peft, lora, config)
     model = adapted_on_meta(replace(config, tie_embeddings=False), lora)
     adapters: dict[str, Tensor] = {}
     note = None
@@ -254,8 +254,8 @@ def _is_fused(layer: Layer) -> bool:
     return layer.is_fused_in_hf or _is_fused_qkv(layer)
 
 
-def _split_fused_qkv(peft: _PeftAdapters, lora: LoRAConfig, config: ModelConfig) -> tuple[LoRAConfig, _Fused]:
-    """Detect the parts in the adapters of QKV layers that are fused both natively and in Hugging Face.
+def _detect_fused_parts(peft: _PeftAdapters, lora: LoRAConfig, config: ModelConfig) -> tuple[LoRAConfig, _Fused]:
+    """Find which of q, k and v are adapted in QKV layers that both toolkit and Hugging Face fuse.
 
     ``lora`` is the configuration of all other layers. Returns the configuration with a separate adapter for each part,
     and the layout of the fused adapters.
@@ -280,7 +280,7 @@ def _split_fused_qkv(peft: _PeftAdapters, lora: LoRAConfig, config: ModelConfig)
 
 
 def _split_hf_fused(peft: _PeftAdapters, lora: LoRAConfig) -> _Fused:
-    """Like :func:`_split_fused_qkv`, for MLP layers that only Hugging Face fuses. All of their parts are adapted."""
+    """Like :func:`_detect_fused_parts`, for MLP layers that only Hugging Face fuses. All of their parts are adapted."""
     layers = [layer for layer in peft.layers if layer.is_fused_in_hf]
     rank = peft.rank(lora, layers)
     if rank == lora.r:

@@ -103,7 +103,7 @@ class RemoteRun:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def start_uploads(self, keep_last: int, report: Callable[[str], None]) -> Uploader:
-        """Acquire the lease and start the uploader. Queue local checkpoints that the storage lacks."""
+        """Start the uploader. Queue the newest local checkpoint and ``best``, if the storage lacks them."""
         with self._one_line_errors(), ExitStack() as after_failure:
             after_failure.callback(self.lease.release)
             self.lease.acquire(report)

@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.config.checks import note
 from toolkit.config.command import OptionValue
 from toolkit.config.other_formats import fsdp_guide, mingpt
-from toolkit.config.other_formats.rules import File, Options
+from toolkit.config.other_formats.rules import ForeignConfig, Options
 from toolkit.errors import UserError, did_you_mean
 
 FORMATS = {
@@ -37,7 +37,7 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return groups, {name: inner for name, inner in values.items() if name not in groups}
 
 
-def translate(file: File) -> list[tuple[str, OptionValue]]:
+def translate(file: ForeignConfig) -> list[tuple[str, OptionValue]]:
     """Convert the groups of a file to options. Prints a line per key on standard error, on rank 0 only."""
     lines: list[str] = []
     set_by: dict[str, tuple[str, Any]] = {}  # the key that set an option, and the value
@@ -60,7 +60,7 @@ def translate(file: File) -> list[tuple[str, OptionValue]]:
     return [(option, OptionValue(file.source, value)) for option, (_, value) in set_by.items()]
 
 
-def _check_names(file: File, group: str) -> None:
+def _check_names(file: ForeignConfig, group: str) -> None:
     """Check the key names of a group, before slower checks."""
     keys, rules = file.groups[group], FORMATS.get(group)
     if rules is None:
@@ -73,7 +73,7 @@ def _check_names(file: File, group: str) -> None:
             raise UserError(f"{file.source}: {group}.{key}: no such key{hint}")
 
 
-def _translate_key(file: File, group: str, key: str) -> tuple[Options, str]:
+def _translate_key(file: ForeignConfig, group: str, key: str) -> tuple[Options, str]:
     """Return the options that a key sets, and the outcome for display."""
     rule, key_value, name = FORMATS[group][key], OptionValue(file.source, file.groups[group][key]), f"{group}.{key}"
     overrides = [file.override(option) for option in rule.options]
@@ -104,7 +104,7 @@ def _merge(source: str, set_by: dict[str, tuple[str, Any]], key: str, options: O
             )
 
 
-def _is_unset(file: File, option: str) -> bool:
+def _is_unset(file: ForeignConfig, option: str) -> bool:
     """Whether neither the file nor an override sets an option that a group implies."""
     names = _REPLACED_BY.get(option, (option,))
     return not any(name in file.toolkit_options or file.override(name) for name in names)

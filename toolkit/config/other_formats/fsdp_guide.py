@@ -11,7 +11,7 @@ from toolkit.config.other_formats.rules import (
     COUNT,
     POSITIVE,
     Convert,
-    File,
+    ForeignConfig,
     Options,
     Rule,
 )
@@ -21,7 +21,7 @@ _BF16 = {True: "bf16-mixed", False: "32-true"}
 _PARAM_DTYPE = {"bfloat16": "bf16-mixed", "float16": "16-mixed", "float32": "32-true"}
 
 
-def _without_fsdp(file: File) -> str:
+def _without_fsdp(file: ForeignConfig) -> str:
     """Return the reason why the run does not use FSDP; "" if it does."""
     strategy = file.option("strategy")
     if strategy is not None:
@@ -29,7 +29,7 @@ def _without_fsdp(file: File) -> str:
     return "no effect, use_fsdp is false" if file.find("distributed", "use_fsdp") is False else ""
 
 
-def _without_shards(file: File) -> str:
+def _without_shards(file: ForeignConfig) -> str:
     """Return the reason why the run shards nothing; "" if it shards."""
     sharding = file.option("fsdp.sharding_strategy") or file.find("distributed", "fsdp_sharding_strategy")
     if reason := _without_fsdp(file):
@@ -49,7 +49,7 @@ def _between_devices(option: str) -> Convert:
     return lambda file, value: _without_shards(file) or {option: value}
 
 
-def _min_num_params(file: File, number: int) -> Options | str:
+def _min_num_params(file: ForeignConfig, number: int) -> Options | str:
     policy = file.option("fsdp.auto_wrap") or file.find("distributed", "fsdp_auto_wrap_policy")
     if policy not in ("size", "size_based_auto_wrap"):
         return "no effect without fsdp_auto_wrap_policy size_based_auto_wrap"
@@ -59,13 +59,13 @@ def _min_num_params(file: File, number: int) -> Options | str:
 # ---- precision
 
 
-def _mixed_precision(file: File, is_mixed: bool) -> str:
+def _mixed_precision(file: ForeignConfig, is_mixed: bool) -> str:
     """Return the precision for FSDP's dtypes. The guide's default is bfloat16."""
     dtype = file.find("distributed", "fsdp_param_dtype")
     return _PARAM_DTYPE.get(str(dtype), "bf16-mixed") if is_mixed else "32-true"
 
 
-def _precision(file: File) -> str | None:
+def _precision(file: ForeignConfig) -> str | None:
     """Return the precision of the run; None if it is auto."""
     if "precision" in {**file.toolkit_options, **file.overrides}:
         return file.option("precision")
@@ -75,7 +75,7 @@ def _precision(file: File) -> str | None:
     return _mixed_precision(file, is_mixed is not False)
 
 
-def _without_dtypes(file: File) -> str:
+def _without_dtypes(file: ForeignConfig) -> str:
     """Return the reason why FSDP's dtypes have no effect; "" if they apply."""
     is_off = file.find("distributed", "fsdp_mixed_precision") is False
     return "no effect, fsdp_mixed_precision is false" if is_off else _without_fsdp(file)
@@ -84,7 +84,7 @@ def _without_dtypes(file: File) -> str:
 def _dtype(option: str) -> Convert:
     """Return the converter for a dtype whose auto value follows --precision."""
 
-    def convert(file: File, dtype: str) -> Options | str:
+    def convert(file: ForeignConfig, dtype: str) -> Options | str:
         if reason := _without_dtypes(file):
             return reason
         precision = _precision(file)

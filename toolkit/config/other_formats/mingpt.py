@@ -8,18 +8,18 @@ from toolkit.config.other_formats.rules import (
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
-    File,
+    ForeignConfig,
     Options,
     Rule,
     text,
 )
 
 
-def _block_size(file: File, size: int) -> Options:
+def _block_size(file: ForeignConfig, size: int) -> Options:
     return {"model_config.block_size": size, "train.max_seq_length": size}
 
 
-def _max_epochs(file: File, epochs: float) -> Options:
+def _max_epochs(file: ForeignConfig, epochs: float) -> Options:
     """Multiply epochs by the row length: a minGPT epoch has one row per position of the text."""
     length = file.option("train.max_seq_length") or file.find("data_config", "block_size")
     if length is None:
@@ -27,7 +27,7 @@ def _max_epochs(file: File, epochs: float) -> Options:
     return {"train.epochs": epochs * COUNT(length)}
 
 
-def _snapshot_path(file: File, path: str) -> Options:
+def _snapshot_path(file: ForeignConfig, path: str) -> Options:
     return {"resume": "auto", "out_dir": path.removesuffix(".pt")}
 
 

@@ -12,7 +12,7 @@ from toolkit.errors import did_you_mean
 
 Options = dict[str, Any]
 """Values of toolkit's options by dotted name."""
-Convert = Callable[["File", Any], Options | str]
+Convert = Callable[["ForeignConfig", Any], Options | str]
 
 
 class Rule(NamedTuple):
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
     note: str = ""
     fixes: Mapping[str, str] = {}
 
-    def apply(self, file: File, value: Any) -> Options | str:
+    def apply(self, file: ForeignConfig, value: Any) -> Options | str:
         """Return the options that the key sets, or why it sets none.
 
         Raises:
@@ -53,7 +53,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class File:
+class ForeignConfig:
     """A file with groups of another tool.
 
     Args:
@@ -118,7 +118,7 @@ def text(value: Any) -> str:
 # ---- keys of several formats
 
 
-def _per_device(file: File, size: int) -> Options:
+def _per_device(file: ForeignConfig, size: int) -> Options:
     return {"train.micro_batch_size": size, "train.global_batch_size": size * file.world_size()}
 
 

@@ -65,9 +65,9 @@ class StreamReader:
         except OSError as error:
             raise self._lost_cache_error(error) from error
         if not all(self.stream.ready(number) for number in request.ahead):
-            self.require_workers()
+            self.ensure_workers()
 
-    def require_workers(self) -> None:
+    def ensure_workers(self) -> None:
         """Start tokenize workers that are not running. Raise DataError after too many starts."""
         try:
             self._starts += start_workers(self.stream.folder, self.workers, self.max_bytes)
@@ -100,7 +100,7 @@ class StreamReader:
             time.sleep(_POLL)
             with contextlib.suppress(FileNotFoundError):
                 raise DataError(error.read_text(encoding="utf-8"))
-            self.require_workers()
+            self.ensure_workers()
             if time.monotonic() - last_line > HEARTBEAT:
                 last_line = time.monotonic()
                 self.report(f"Data: waiting for segment {number:,} to be tokenized ({last_line - started:.0f} s)")

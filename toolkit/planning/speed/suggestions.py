@@ -53,7 +53,7 @@ def suggestions(plan: RunPlan, gpu: GpuSpec, prediction: Prediction) -> list[Sug
 def _best(
     change: Callable[[RunPlan], Iterator[tuple[str, RunArgs]]], plan: RunPlan, gpu: GpuSpec, prediction: Prediction
 ) -> tuple[Suggestion, RunPlan] | None:
-    """Return the fastest variant of a change that fits."""
+    """Return the fastest variant of a change that fits; None if no variant fits and is faster by ``MIN_GAIN``."""
     best = None
     for text, args in change(plan):
         try:
