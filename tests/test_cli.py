@@ -237,7 +237,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         f"pretrain --accelerator cpu {sizes[:-10]}": "--train.global_batch_size 7: ",
         "pretrain --resume nowhere": "--resume nowhere: ",
         f"finetune_lora {base} --data Alpaca --data.prompt_style alpacca": "--data.prompt_style alpacca: must be",
-        "pretrain --data TextFiles --data.train_data_path empty.txt": "--data.train_data_path empty.txt: is empty",
+        "pretrain --data TextFiles --data.train_data_path empty.txt": "--data.train_data_path empty.txt: the file is",
         "pretrain --data TextFiles --data.train_data_path no/*.txt": "--data.train_data_path no/*.txt: no file matches",
         "pretrain --data HuggingFaceText --data.path x --train.epochs 1": "--train.epochs 1: the number of rows",
         "pretrain --num_nodes 2": "--num_nodes 2: NODE_RANK is not set",

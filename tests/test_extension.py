@@ -242,7 +242,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "loose.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_parts.Log"))
     (tmp_path / "long.py").write_text(LONG)
     cases = {
-        "--extensions nothing-here": "nothing-here: no such module here or installed package; install it if you",
+        "--extensions nothing-here": "nothing-here: no such module in the current folder, and none is installed",
         "--extensions empty": "--extensions empty: has no EXTENSION",
         "--extensions broken": "--extensions broken: No module named 'not_a_module'",
         "--extensions leaves": "--extensions leaves: leaves calls sys.exit(0) when it is imported",
@@ -258,7 +258,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions long --data NoSuch": "--data NoSuch: no such class; known are",
         "--extensions long --data Broken": "extension long: data Broken: long.Missing: long has no Missing",
         "--extensions long --data Wrong": "--data Wrong: must be a class derived from DataModule",
-        "--extensions long --data Long --data.length 200": "train[0]: has 200 tokens, and a sequence has 128",
+        "--extensions long --data Long --data.length 200": "train[0]: has 200 input tokens, but sequences have at",
         "--extensions letters --letters.loud": "--letters.loud true: has no effect without --strategy replicas",
         "--extensions letters --letters.load 1": "--letters.load 1: no such option; did you mean --letters.loud",
         "--extensions letters --compiler printng": "printing; did you mean 'printing'",

@@ -81,7 +81,9 @@ def generate(
     values = parse_object(generate_command.setup, options | positional)
     shared: InferenceOptions = values["shared"]
     if values["prompts_path"] is not None:
-        raise UserError(f"prompts_path {values['prompts_path']}: is not supported here; pass the prompts as a list")
+        raise UserError(
+            f"prompts_path {values['prompts_path']}: is not supported in Python; pass the prompts as a list"
+        )
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if len(prompts) * values["num_samples"] < 2 and values["batch_size"] is not None:
         raise UserError(f"batch_size {values['batch_size']}: has no effect with a single sample; remove it")

@@ -273,8 +273,8 @@ def _import_extension(module: str) -> Extension:
         extension = getattr(import_object(module), "EXTENSION", None)
     except ImportError as error:
         is_missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "\0")
-        hint = "no such module here or installed package; install it if you trust it" if is_missing else error
-        raise UserError(one_line(hint)) from error
+        missing = "no such module in the current folder, and none is installed; install it if you trust it"
+        raise UserError(missing if is_missing else one_line(error)) from error
     except Exception as error:
         raise UserError(f"does not import: {type(error).__name__}: {one_line(error)}") from error
     if not isinstance(extension, Extension):

@@ -192,7 +192,7 @@ def test_litgpt_folder_loads_without_conversion(tmp_path):
         ("n_layer: 2", "vocab_size is missing"),
         (litgpt_config(mlp_class_name="SomeMoE"), "mlp_class_name SomeMoE: must be one of LLaMAMLP"),
         (litgpt_config(mlp_class_name="LLaMAMoE"), "n_expert_per_token 0: must be between 1 and n_expert 0"),
-        (litgpt_config(rope_interleave=True), "rope_interleave True: this version cannot"),
+        (litgpt_config(rope_interleave=True), "rope_interleave True: unknown field, perhaps"),
     ],
 )
 def test_s4_malformed_configs_are_one_line_errors(tmp_path, monkeypatch, text, message):

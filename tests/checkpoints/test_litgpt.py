@@ -96,16 +96,16 @@ def test_litgpt_pretrain_checkpoint_with_optimizer_loads():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"n_expert_groups": 4}, "n_expert_groups 4: LitGPT models with this field are not"),
-        ({"first_k_dense_replace": 1}, "first_k_dense_replace 1: this version cannot compute such a model"),
-        ({"n_shared_expert": 1}, "n_shared_expert 1: this version cannot compute such a model"),
-        ({"latent_attention": {"q_lora_rank": 8}}, "latent_attention .*: LitGPT models with this field are not"),
-        ({"rope_interleave": True}, "rope_interleave True: this version cannot compute such a model"),
+        ({"n_expert_groups": 4}, "n_expert_groups 4: is not supported; run toolkit convert_from_hf"),
+        ({"first_k_dense_replace": 1}, "first_k_dense_replace 1: unknown field, perhaps of a later version; upgrade"),
+        ({"n_shared_expert": 1}, "n_shared_expert 1: unknown field, perhaps of a later version; upgrade"),
+        ({"latent_attention": {"q_lora_rank": 8}}, "latent_attention .*: is not supported; run toolkit"),
+        ({"rope_interleave": True}, "rope_interleave True: unknown field, perhaps of a later version; upgrade"),
         (
             {"rope_adjustments": {"factor": 4.0, "beta_fast": 32, "beta_slow": 1, "original_max_seq_len": 16}},
             "rope_adjustments: with beta_fast and beta_slow, LitGPT stretches the high frequencies",
         ),
-        ({"rope_condense_ratio": 8}, "rope_condense_ratio 8: this version cannot compute such a model"),
+        ({"rope_condense_ratio": 8}, "rope_condense_ratio 8: unknown field, perhaps of a later version; upgrade"),
     ],
 )
 def test_unsupported_litgpt_fields_are_rejected(tmp_path, values, message):

@@ -1,6 +1,7 @@
 """S7 verified-bytes: the manifest of a checkpoint folder."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,6 +57,14 @@ def test_huge_files_are_not_read(folder):
         with pytest.raises(UserError, match=f"{name}.*larger than [0-9,]+ bytes"):
             read_manifest(folder) if name == "COMPLETE" else Tokenizer.load(folder)
         (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+
+
+def test_a_manifest_that_cannot_be_read_is_not_called_malformed(folder, monkeypatch):
+    monkeypatch.setattr(manifest, "open_regular", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(
+        DamagedCheckpointError, match="COMPLETE: cannot be read: Permission denied; check its permissions"
+    ):
+        read_manifest(folder)
 
 
 def test_malformed_manifest_is_a_one_line_error(folder):

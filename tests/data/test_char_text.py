@@ -41,7 +41,7 @@ def test_tokens_are_characters_and_the_end_is_held_out(prepare):
     assert TEXT[:used][-len(val) - 34 :].find(val) >= 0 and 0 <= 0.2 * used - len(val) < 18
     again, _ = prepare(tokenizer=data.tokenizer)
     assert decoded(again.train, data.tokenizer) == TEXT[: len(again.train) * 17]
-    with pytest.raises(UserError, match="--data CharText: .* longer tokens than characters; use --data TextFiles"):
+    with pytest.raises(UserError, match="--data CharText: the tokenizer .* has tokens of more than one character; use"):
         prepare(tokenizer=train_bpe([TEXT], 300))
     with pytest.raises(UserError, match="^--data.path none.txt: no such file; provide a text file or its URL$"):
         prepare("none.txt")

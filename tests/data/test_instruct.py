@@ -175,7 +175,7 @@ def test_template_file_changes_rows_and_cache_key_and_is_saved(prepare, tokenize
         assert data.tokenizer.files["chat_template.jinja"] == source.encode()
         keys.append(data.content_key)
     assert len(set(keys)) == 3
-    with pytest.raises(UserError, match="--data.chat_template .*: give either this or --data.prompt_style"):
+    with pytest.raises(UserError, match="--data.chat_template .*: is not supported with --data.prompt_style"):
         JSON("x", chat_template=str(file), prompt_style="alpaca")
 
 

@@ -44,7 +44,7 @@ def test_options_have_the_same_default_in_all_modules():
         (lambda: TextFiles("x", vocab_size=256), "--data.vocab_size 256"),
         (lambda: TextFiles("x", val_fraction=1.0), "--data.val_fraction 1.0"),
         (lambda: TextFiles("x", val_fraction=-0.1), "--data.val_fraction -0.1"),
-        (lambda: TextFiles("x", val_fraction=0.1, val_data_path="y"), "not both"),
+        (lambda: TextFiles("x", val_fraction=0.1, val_data_path="y"), "not supported with --data.val_data_path"),
         (lambda: TextFiles("x", num_workers=-1), "--data.num_workers -1"),
         (lambda: CharText("x", block_size=0), "--data.block_size 0"),
         (lambda: CharText("x", train_split=0), "--data.train_split 0"),

@@ -209,9 +209,7 @@ def test_resume_within_a_segment_of_other_rows_is_refused(folder, tmp_path):
     assert within == before | {"rows": order._counts[-1]}
     counts = stream.counts(segment).__dict__ | {"tokens": stream.counts(segment).tokens + T + 1}
     stream._counts_file(segment).write_text(json.dumps(counts))  # a file was repaired
-    names = (
-        rf"\w+\.\S+: has {within['rows'] + 1} rows here, but {within['rows']} when the checkpoint was saved; restore"
-    )
+    names = rf"\w+\.\S+: has {within['rows'] + 1} rows now, but {within['rows']} when the checkpoint was saved; restore"
     with pytest.raises(DataError, match=names):
         sample_order(prepared.train, 3, within).ids(np.array([begin + 1]))
     sample_order(prepared.train, 3, before).ids(np.array([begin]))  # also of a run before rows were saved
@@ -295,9 +293,9 @@ def test_invalid_input_is_one_line(folder, tmp_path, monkeypatch):
         ({"path": "https://user:secret@host/x.txt"}, "--data.path https://...: contains credentials"),
         ({"path": "simplecache::https://user:secret@host/x.txt"}, "contains credentials"),
         ({"path": "https://host/x.txt?X-Amz-Signature=secret"}, "contains credentials"),
-        ({}, "--data.repo_id None: give either this or --data.path"),
-        ({"path": "x", "repo_id": "y/z"}, "give either this or --data.path"),
-        ({"path": "x", "subset": "y"}, "--data.subset y: needs --data.repo_id"),
+        ({}, "--data.repo_id None: give either --data.repo_id or --data.path"),
+        ({"path": "x", "repo_id": "y/z"}, "give either --data.repo_id or --data.path"),
+        ({"path": "x", "subset": "y"}, "--data.subset y: has no effect with --data.path; remove it"),
         ({"path": "x", "val_rows": -1}, "--data.val_rows -1"),
         ({"path": "x", "val_path": "y", "val_rows": 0}, "--data.val_rows 0: must be positive"),
         ({"path": "x", "vocab_size": 256}, "--data.vocab_size 256"),

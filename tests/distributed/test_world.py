@@ -117,7 +117,7 @@ REFUSED = {
         ["--devices 3: torchrun started 2 processes on this node (LOCAL_WORLD_SIZE=2); drop --devices, or use "
          "torchrun --nproc_per_node 3"],
     ),
-    "torchrun, nodes": ("auto", 3, None, torchrun(), ["--num_nodes 3", "WORLD_SIZE=4", "2 nodes", "--nnodes 3"]),
+    "torchrun, nodes": ("auto", 3, None, torchrun(), ["--num_nodes 3", "2 nodes", "WORLD_SIZE=4", "--nnodes 3"]),
     "torchrun, --devices 1": (1, "auto", None, torchrun(), ["--devices 1", "LOCAL_WORLD_SIZE=2"]),
     "torchrun, uneven": ("auto", "auto", None, torchrun(0, 3, 2), ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=2"]),
     "torchrun, uneven but divisible": (

@@ -106,8 +106,9 @@ def pretrain(corpus, tmp_path, monkeypatch):
 def test_module_that_exits_is_named(pretrain, tmp_path, capsys):
     (tmp_path / "leaving_callbacks.py").write_text("import sys; sys.exit(0)")
     assert pretrain("--callbacks", "leaving_callbacks.C") == 2
-    assert "--callbacks leaving_callbacks.C: its module does not import: leaving_callbacks calls sys.exit(0)" in (
-        capsys.readouterr().err
+    assert (
+        "--callbacks leaving_callbacks.C: its module does not import: ImportError: leaving_callbacks calls sys.exit(0)"
+        in (capsys.readouterr().err)
     )
 
 
@@ -169,12 +170,15 @@ def test_an_error_in_a_callback_names_it(pretrain, tmp_path, capsys):
     ("value", "message"),
     [
         ("my_callbacks.Nothing", "my_callbacks.Nothing: no such class"),
-        ("no_module.Nothing", "no_module.Nothing: no such class"),
+        ("no_module.Nothing", "no_module.Nothing: no such class in the current folder or an installed package"),
+        ("my_callbacks.sub.Nothing", "my_callbacks.sub.Nothing: no such class"),
+        ("failing_callbacks.C", "failing_callbacks.C: its module does not import: AttributeError: "),
         ("pathlib.Path", "pathlib.Path: must be a class derived from toolkit.Callback"),
         ("my_callbacks.StopAfter", "my_callbacks.StopAfter: missing a required argument: 'step'"),
     ],
 )
-def test_mistakes_in_callbacks_are_one_line(pretrain, capsys, value, message):
+def test_mistakes_in_callbacks_are_one_line(pretrain, tmp_path, capsys, value, message):
+    (tmp_path / "failing_callbacks.py").write_text("import sys; sys.no_such_name")
     assert pretrain("--callbacks", value) == 2
     error = capsys.readouterr().err.strip()
     assert message in error and "\n" not in error

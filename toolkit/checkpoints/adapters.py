@@ -89,7 +89,7 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; copy it from the run's folder") from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: does not describe adapters: {one_line(error)}") from error
+        raise UserError(f"{path}: does not describe adapters: {one_line(error)}; copy it again") from error
 
 
 def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = None) -> AdapterInfo:

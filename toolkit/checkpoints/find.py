@@ -20,12 +20,12 @@ def find_checkpoint_dir(value: str | Path) -> Path:
     if not folder.is_dir():
         if step_in_name(path) is not None or path.name == FINAL or (path.parent != Path() and path.parent.is_dir()):
             raise UserError(
-                f"checkpoint_dir {value}: no such folder, here or below checkpoints/; {_suggest_folder(path.parent)}"
+                f"checkpoint_dir {value}: no such folder, also not below checkpoints/; {_suggest_folder(path.parent)}"
             )
         is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not str(value).startswith(".")
         name = value if is_hub_name else "ORGANIZATION/NAME"
         raise UserError(
-            f"checkpoint_dir {value}: no such folder, here or below checkpoints/; to fetch a model from the hub, run "
+            f"checkpoint_dir {value}: no such folder, also not below checkpoints/; to fetch a model from the hub, run "
             f"`toolkit download {name}`"
         )
     if not (folder / CONFIG).is_file():

@@ -61,7 +61,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; give a model folder") from error
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: not a model configuration: {one_line(error)}") from error
+        raise UserError(f"{path}: not a model configuration: {one_line(error)}; copy it again") from error
 
 
 def find_model(

@@ -29,7 +29,8 @@ def config_from_litgpt(values: dict[str, Any]) -> ModelConfig:
     if values.get("vocab_size") is not None and (missing := [name for name in _REQUIRED_FIELDS if name not in values]):
         raise UserError(f"{missing[0]} is missing")
     if unsupported := [name for name in _UNSUPPORTED if values.get(name)]:
-        raise UserError(f"{unsupported[0]} {values[unsupported[0]]}: LitGPT models with this field are not supported")
+        hint = "is not supported; run toolkit convert_from_hf on the original Hugging Face model"
+        raise UserError(f"{unsupported[0]} {values[unsupported[0]]}: {hint}")
     values = _with_condensed_positions({name: value for name, value in values.items() if name != "hf_config"})
     values = {name: value for name, value in values.items() if name not in _NEUTRAL or value != _NEUTRAL[name]}
     config = ModelConfig.from_dict(values | _implicit_fields(values))

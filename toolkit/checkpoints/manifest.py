@@ -39,7 +39,8 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
     try:
         content = manifest_bytes(folder)
     except OSError as error:
-        raise DamagedCheckpointError(f"{path}: damaged: not a manifest ({one_line(error):.200}){_FIX}") from error
+        reason = f"cannot be read: {error.strerror or error}; check its permissions and the disk"
+        raise DamagedCheckpointError(f"{path}: {reason}") from error
     return parse_manifest(content, path) if content else None
 
 
@@ -65,7 +66,9 @@ def parse_manifest(content: bytes, path: Path | str) -> dict[str, Checksum]:
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{path}: damaged: not a manifest ({one_line(error):.200}){_FIX}") from error
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {version!r:.20}, this version of toolkit reads {FORMAT_VERSION}")
+        raise UserError(
+            f"{path}: format version {version!r:.20}, this version of toolkit reads {FORMAT_VERSION}; upgrade toolkit"
+        )
     return files
 
 

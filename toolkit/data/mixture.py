@@ -60,8 +60,9 @@ class Mixture(DataModule):
         self.sources = {name: _to_dict(source) for name, source in self._modules.items()}
         weights = {name: source.weight for name, source in self._modules.items()}
         if abs((total := sum(weights.values())) - 1) > 1e-6:
-            as_shares = ", ".join(f"{name} {weight / (total or 1):.6g}" for name, weight in weights.items())
-            raise UserError(f"--data.sources: the weights sum to {total:g}; they must sum to 1: {as_shares}")
+            shares = {name: weight / total if total else 1 / len(weights) for name, weight in weights.items()}
+            as_shares = ", ".join(f"{name} {share:.6g}" for name, share in shares.items())
+            raise UserError(f"--data.sources: the weights sum to {total:g}; they must sum to 1, such as {as_shares}")
 
     @property
     def modules(self) -> dict[str, DataModule]:
@@ -139,7 +140,9 @@ def _read_source(name: Any, entry: Any) -> MixtureSource:
     if not isinstance(module, DataModule):
         module = _make_module(flag, module)
     if isinstance(module, Mixture):
-        raise UserError(f"{flag}.data Mixture: list its sources here, each with the product of both weights")
+        raise UserError(
+            f"{flag}.data Mixture: list its sources in --data.sources, each with the product of both weights"
+        )
     if not is_dataclass(module):
         raise UserError(f"{flag}.data {type(module).__name__}: must be an instance of a dataclass")
     if module.num_workers:

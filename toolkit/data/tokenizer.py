@@ -256,9 +256,7 @@ def _translate_panic(name: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise UserError(
-            f"{name}: tokenizer.json: the tokenizers library fails on this text: {one_line(error)}"
-        ) from None
+        raise UserError(f"{name}: tokenizer.json: the tokenizers library fails on a text: {one_line(error)}") from None
 
 
 def _read_tokenizer_files(folder: Path) -> dict[str, bytes]:
@@ -287,7 +285,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size: Target size, including the special token and 256 bytes. Short texts yield fewer tokens.
     """
     if vocab_size < BYTES + 1:
-        raise UserError(f"--data.vocab_size {vocab_size}: must be at least {BYTES + 1}: the bytes and {END_OF_TEXT}")
+        minimum = f"must be at least {BYTES + 1}, for the {BYTES} bytes and {END_OF_TEXT}"
+        raise UserError(f"--data.vocab_size {vocab_size}: {minimum}")
     os.environ.setdefault(_PARALLEL, "true")
     from tokenizers import Tokenizer as Core
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers

@@ -233,9 +233,9 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
     for name, norm in record.gradients.items():
         print(f"  {name:{width}}{norm:>14.8f}{reference.gradients[name]:>14.8f}")
     largest = compare(record, reference).gradient
-    copies = f"; {world.world_size // config.strategy.shards} copies are bit-equal"
+    copies = f"; the {world.world_size // config.strategy.shards} replicas are bit-equal"
     has_copies = config.strategy.shards < world.world_size
-    print(f"  largest difference from one process {largest:.1e}{copies if has_copies else ''}")
+    print(f"  largest relative difference of a norm from one process: {largest:.1e}{copies if has_copies else ''}")
 
 
 def _print(world: WorldInfo, text: str) -> None:

@@ -24,6 +24,9 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
     return int(plain), int(weighted)
 
 
+_CAUSE = "; this is an error in the strategy, not in your settings or data"
+
+
 def require_equal_replicas(
     parameters: Mapping[str, torch.Tensor], sizes: dict[str, int], cut: Container[str] = ()
 ) -> None:
@@ -48,11 +51,11 @@ def require_equal_replicas(
             if by_rank[rank] != by_rank[holder]:
                 raise GuardError(
                     f"the replicas of {name} on ranks {holder} and {rank} differ after the first step: gradients "
-                    "are not synchronized between them; the cause is the strategy, not the data"
+                    f"are not synchronized between them{_CAUSE}"
                 )
         if (held := sum(numels[rank] for rank in set(holders))) != sizes[name]:
             names = join_first(list(map(str, sorted(set(holders)))))
             raise GuardError(
                 f"the shards of {name} on ranks {names} have {held} elements instead of {sizes[name]}: the "
-                "strategy does not shard as planned"
+                f"strategy does not shard as planned{_CAUSE}"
             )

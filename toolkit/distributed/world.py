@@ -116,8 +116,9 @@ def _read_torchrun(devices: int | Auto, num_nodes: int | Auto, environ: Environ)
         raise UserError(f"--devices {devices}: {started}; drop --devices, or use torchrun --nproc_per_node {devices}")
     if num_nodes not in (AUTO, nodes):
         raise UserError(
-            f"--num_nodes {num_nodes}: {started} of {world_size} (WORLD_SIZE={world_size}), so on "
-            f"{_count(nodes, 'node')}; drop --num_nodes, or use torchrun --nnodes {num_nodes}"
+            f"--num_nodes {num_nodes}: torchrun started {_count(world_size, 'process', 'processes')} on "
+            f"{_count(nodes, 'node')} (WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={per_node}); drop --num_nodes, or use "
+            f"torchrun --nnodes {num_nodes}"
         )
     local_rank = _number("LOCAL_RANK", environ, 0, below=per_node)
     node_rank = _number("GROUP_RANK", environ, 0, below=nodes, default=0 if nodes == 1 else None)

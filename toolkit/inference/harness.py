@@ -53,7 +53,7 @@ class HarnessLM(TemplateLM):
         super().__init__()
         ids = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None]
         if not ids:
-            raise UserError(f"{tokenizer.name}: has neither bos nor eos, one of which is needed to start a text")
+            raise UserError(f"{tokenizer.name}: has neither bos nor eos; set one in tokenizer_config.json")
         self._model, self._tokens = model, tokenizer
         self._prefix, self._end = ids[0], ids[-1]
         self._batch_size = batch_size if model.config.original_max_position is None else 1
@@ -228,7 +228,8 @@ def _batches(items: list[T], size: int) -> Iterator[list[T]]:
 def _read_settings(settings: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
     """Return stop strings, maximum new tokens and sampling settings from a task's generation settings."""
     if unknown := sorted(settings.keys() - _SUPPORTED_SETTINGS):
-        raise UserError(f"--tasks: requests generation settings that are not supported: {', '.join(unknown)}")
+        names = ", ".join(unknown)
+        raise UserError(f"--tasks: requests generation settings that are not supported: {names}; choose other tasks")
     until = settings.get("until") or []
     limit = next((settings[name] for name in _LIMITS if settings.get(name) is not None), DEFAULT_NEW_TOKENS)
     sampling: dict[str, Any] = {"temperature": 0.0}

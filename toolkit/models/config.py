@@ -221,7 +221,7 @@ class ModelConfig:
         hint = "needs norm_class_name LayerNorm with norm_affine true"
         require(self.norm_qk_type != "per_head" or has_weights, "norm_qk_type", hint)
         has_softcap = self.attention_logit_softcapping is not None
-        hint = "cannot be combined with attention_logit_softcapping"
+        hint = "is not supported with attention_logit_softcapping; remove one of them"
         require(not (self.attention_sinks and has_softcap), "attention_sinks", hint)
         self._check_layers()
         self._check_experts()
@@ -359,7 +359,7 @@ class ModelConfig:
         names = {f.name for f in fields(cls)}
         for name, value in values.items():
             if name not in names and value:  # a field of a later version; it has no effect while unset
-                raise UserError(f"{name} {value}: this version cannot compute such a model")
+                raise UserError(f"{name} {value}: unknown field, perhaps of a later version; upgrade toolkit")
         return cls(**{name: value for name, value in values.items() if name in names})
 
     def override(self, overrides: ModelOverrides) -> ModelConfig:

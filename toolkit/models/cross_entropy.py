@@ -139,6 +139,7 @@ def _checked_kernel(
         torch.testing.assert_close(grad.float(), expected.float(), rtol=2e-2, atol=1e-6)  # type: ignore[union-attr]
     except Exception as error:  # compilation can fail in many ways; fall back to the uncompiled version
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        warnings.warn(f"the compiled kernel of the loss is not used: {reason[:200]}", stacklevel=2)
+        fallback = "the uncompiled one is used, which is slower"
+        warnings.warn(f"the compiled loss kernel fails its check: {reason[:200]}; {fallback}", stacklevel=2)
         return cross_entropy_
     return kernel

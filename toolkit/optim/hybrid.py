@@ -152,9 +152,9 @@ def _require_equal_blocks(parameter: nn.Parameter) -> None:
     if sharding.shape[1:].numel() % QUANTIZED_BLOCK or smallest < MIN_8BIT_SIZE:
         shape = " x ".join(map(str, sharding.shape))
         raise UserError(
-            f"--optimizer.name AdamW8bit: a {shape} matrix on {sharding.size} devices has shards of other quantized "
-            f"blocks than the whole; it needs rows of a multiple of {QUANTIZED_BLOCK} elements, and {MIN_8BIT_SIZE} "
-            "elements per shard; use --strategy ddp or --optimizer.name AdamW"
+            f"--optimizer.name AdamW8bit: the quantized blocks of a {shape} matrix do not align with its shards on "
+            f"{sharding.size} devices; its rows must be a multiple of {QUANTIZED_BLOCK} elements, and each shard must "
+            f"have at least {MIN_8BIT_SIZE}; use --strategy ddp or --optimizer.name AdamW"
         )
 
 

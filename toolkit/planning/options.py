@@ -119,7 +119,7 @@ def _check_callbacks(callbacks: object) -> None:
     for path in callbacks.split(",") if isinstance(callbacks, str) else ():
         add_cwd_to_path()
         if "." in path and importlib.util.find_spec(path.strip().partition(".")[0]) is None:
-            raise UserError(f"--callbacks {path}: no such class, here or among the installed packages")
+            raise UserError(f"--callbacks {path}: no such class in the current folder or an installed package")
 
 
 def check_files(data: DataModule) -> None:
@@ -136,8 +136,8 @@ def check_files(data: DataModule) -> None:
         path = Path(value).expanduser()
         if glob.has_magic(str(value)) and not path.exists():
             if not glob.glob(str(path), recursive=True):
-                raise UserError(f"--data.{name} {value}: no file matches")
+                raise UserError(f"--data.{name} {value}: no file matches; check the pattern")
         elif not path.exists():
             raise UserError(f"--data.{name} {value}: no such file or folder")
         elif path.is_file() and not path.stat().st_size:
-            raise UserError(f"--data.{name} {value}: is empty")
+            raise UserError(f"--data.{name} {value}: the file is empty; give a file with data")

@@ -109,7 +109,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
         reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
         raise DamagedCheckpointError(f"{path}: damaged: {reason:.200}; resume from an older checkpoint") from None
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {version!r:.20}, this version of toolkit reads {FORMAT_VERSION}")
+        raise UserError(
+            f"{path}: format version {version!r:.20}, this version of toolkit reads {FORMAT_VERSION}; upgrade toolkit"
+        )
     return meta
 
 

@@ -29,7 +29,7 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
     if count is not None and count < args.train.global_batch_size:
         raise UserError(
             f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {count} "
-            f"{_sequences(data.train, seq_length)} or a smaller batch"
+            f"{_sequences(data.train, seq_length)}, or lower --train.global_batch_size"
         )
     return data
 
@@ -38,9 +38,9 @@ def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
     """Describe the rows for an error message, and how to get more rows."""
     if row_lengths(rows) is None:
         of_length = f" of {seq_length} tokens" if seq_length else ""
-        return f"sequences{of_length}; give more text, a shorter --train.max_seq_length"
+        return f"sequences{of_length}; add text, lower --train.max_seq_length"
     packed = getattr(rows, "packed", False)
-    return "rows of packed samples; give more of them, no packing" if packed else "samples; give more of them"
+    return "rows of packed samples; add data, set --data.packing none" if packed else "samples; add data"
 
 
 def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConfig | None:

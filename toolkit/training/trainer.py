@@ -179,7 +179,8 @@ class Trainer:
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
                 raise GuardError(
-                    f"step {progress.step + 1}: no fp16 loss scale gave a finite gradient in {skipped_in_a_row} steps"
+                    f"step {progress.step + 1}: no fp16 loss scale gave a finite gradient in {skipped_in_a_row} steps; "
+                    "lower --train.learning_rate, or use --precision bf16-mixed or 32-true"
                 )
             run.advance(totals["n_inputs"])
             run.ready_at = time.perf_counter()

@@ -40,7 +40,7 @@ def _accelerator(device: Any) -> str | None:
     """Convert "auto", a device type, or "cuda:N" to an accelerator. N must be the local rank."""
     kind, _, index = re.sub(":auto$", "", str(device)).partition(":")
     if index and index != str(rank := script.get_local_rank()):
-        raise UserError(f"device {device}: each process uses the device of its local rank, here {rank}; use {kind}")
+        raise UserError(f"device {device}: each process uses the device of its local rank ({rank}); use {kind}")
     return None if device is None else kind
 
 

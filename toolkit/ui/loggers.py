@@ -130,7 +130,7 @@ def make_loggers(
         except Exception as error:
             reason = one_line(error) or type(error).__name__
             raise UserError(
-                f"--logger_name {name}: did not start ({reason}); fix this or use --logger_name csv"
+                f"--logger_name {name}: did not start ({reason}); correct its settings, or use --logger_name csv"
             ) from error
         loggers.append(logger)
     return loggers

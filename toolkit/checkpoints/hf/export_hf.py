@@ -103,7 +103,7 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
 def require_transformers(config: ModelConfig | None = None) -> None:
     """Raise UserError if transformers is not installed or has no class for this model family."""
     if config is not None and not family_of(config).is_in_transformers:
-        raise UserError(f"--verify true: transformers has no class for {config.family!r} to compare with; remove it")
+        raise UserError(f"--verify true: transformers has no class for {config.family!r}; remove --verify")
     try:
         import transformers  # noqa: F401
     except ImportError as error:
@@ -120,7 +120,9 @@ def _load_with_transformers(folder: Path) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
     except Exception as error:  # any failure to load, such as an unknown architecture
         reason = one_line(error)[:300]
-        raise GuardError(f"transformers {transformers.__version__} cannot load the export: {reason}") from error
+        raise GuardError(
+            f"transformers {transformers.__version__} cannot load the export: {reason}; try another version"
+        ) from error
 
 
 def _read_model(
@@ -147,7 +149,8 @@ def _change_options(
     for name, shape in shapes.items():
         if name not in weights or weights[name].shape != shape:
             flags = ", ".join(f"--family_options.{option} {value}" for option, value in options.items())
-            raise UserError(f"{flags}: the checkpoint has no {name} of shape {tuple(shape)}, which this needs")
+            needed = f"{name} of shape {tuple(shape)}"
+            raise UserError(f"{flags}: needs {needed}, which the checkpoint lacks; change or remove these options")
     return changed, {name: weights[name] for name in shapes}
 
 

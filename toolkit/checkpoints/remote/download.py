@@ -73,7 +73,8 @@ def _read_complete(storage: Storage, folder: str) -> bytes:
     if content := storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1):
         return content
     raise DamagedCheckpointError(
-        f"{_location(storage, folder)}: incomplete: it has no {COMPLETE}, or an empty one without checksums"
+        f"{_location(storage, folder)}: incomplete: it has no {COMPLETE}, or an empty one without checksums; "
+        "use another checkpoint"
     )
 
 

@@ -29,7 +29,7 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
     if checkpoint_dir.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
         raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give another folder")
     if not (is_sharded(checkpoint_dir / WEIGHTS) or is_sharded(checkpoint_dir / _OPTIMIZER)):
-        raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded: its {WEIGHTS} is one file already")
+        raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded; use it directly")
     # Not write_checkpoint: it deletes unfinished checkpoints next to out_dir, which may belong to a running job.
     write = write_model_folder if is_complete(checkpoint_dir) else write_folder  # only the former marks it complete
     nonfinite: list[str] = []
@@ -61,7 +61,7 @@ def _write_state(tmp: Path, source: Path) -> None:
     state = load_state(source / _STATE)
     optimizer = state.get("optimizer")
     if not isinstance(optimizer, dict):
-        raise UserError(f"{source / _STATE}: holds no optimizer; not a toolkit checkpoint")
+        raise UserError(f"{source / _STATE}: holds no optimizer; give a checkpoint that toolkit wrote")
     if "state" not in optimizer:
         tensors = read_sharded(source / _OPTIMIZER) | (optimizer.get("values") or {})
         rest = {name: value for name, value in optimizer.items() if name != "values"}
@@ -75,6 +75,8 @@ def _optimizer_state(tensors: dict[str, Any], source: Path) -> dict[str, dict[st
     for flat, tensor in tensors.items():
         name, bar, key = flat.rpartition(SEPARATOR)
         if not bar:
-            raise UserError(f"{source / _OPTIMIZER}: holds {flat!r:.100}, which is not an optimizer tensor")
+            raise UserError(
+                f"{source / _OPTIMIZER}: holds {flat!r:.100}, which is not an optimizer tensor; copy it again"
+            )
         state.setdefault(name, {})[key] = tensor
     return state

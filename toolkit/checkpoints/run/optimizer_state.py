@@ -31,6 +31,10 @@ from toolkit.private_torch import local_parts, local_shard
 
 SEPARATOR = "|"  # in names of sharded tensors: parameter|key
 # The schedule sets lr; the others depend on the device.
+_FIX = (
+    "; resume with the --optimizer options and the model of the saved run, or load only the weights with "
+    "--initial_checkpoint_dir"
+)
 _NEVER_RESTORED = {"params", "lr", "fused", "foreach", "capturable"}
 
 
@@ -127,7 +131,7 @@ def load_optimizer(
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{file}: optimizer: malformed ({one_line(error)}); resume from another checkpoint") from error
     if unknown := sorted(entries.keys() - by_name.keys()):
-        raise UserError(f"{where}: optimizer state of {unknown[0]!r:.100}: the optimizer has no such parameter")
+        raise UserError(f"{where}: optimizer state of {unknown[0]!r:.100}: the optimizer has no such parameter{_FIX}")
     masters: dict[str, _LazyTensor] | None = None
     missing: list[_LocalParameter] = []
     for part in parts:
@@ -145,7 +149,7 @@ def load_optimizer(
         try:
             _fill(state, entry, part, is_torch_optimizer)
         except _MismatchError as error:
-            raise UserError(f"{where}: optimizer state of {part.names[0]}: {error}") from None
+            raise UserError(f"{where}: optimizer state of {part.names[0]}: {error}{_FIX}") from None
         if part.parameter.numel():  # FSDP: no state for a parameter of which this rank has no elements
             optimizer.state[part.parameter] = state
         if part.parameter.numel() >= SMALL_NUMEL:
@@ -230,11 +234,15 @@ def _load_groups(
     if not groups:
         return  # a checkpoint of an earlier version
     if len(groups) != len(optimizer.param_groups):
-        raise UserError(f"{file}: optimizer: has {len(groups)} param_groups, this run {len(optimizer.param_groups)}")
+        raise UserError(
+            f"{file}: optimizer: has {len(groups)} param_groups, this run {len(optimizer.param_groups)}{_FIX}"
+        )
     for i, group in enumerate(groups):
         names = map(canonical_name, group["params"])
         if {parts[name].group if name in parts else None for name in names} != {i}:
-            raise UserError(f"{file}: optimizer: param_groups: group {i} does not match the parameters of this run")
+            raise UserError(
+                f"{file}: optimizer: param_groups: group {i} does not match the parameters of this run{_FIX}"
+            )
     if is_torch_optimizer:
         return  # their groups hold options only, which come from the configuration
     by_rank = saved.get("param_groups_by_rank", [])

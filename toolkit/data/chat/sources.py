@@ -64,7 +64,7 @@ def read_template(tokenizer: Tokenizer, path: str) -> tuple[str, str, list[str]]
     try:
         source = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{name}: is not UTF-8") from error
+        raise UserError(f"{name}: is not UTF-8; convert it") from error
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror or error}") from error
     tokenizer_source = tokenizer_template(tokenizer, strict=False)
@@ -87,7 +87,7 @@ def tokenizer_template(tokenizer: Tokenizer, strict: bool = True) -> tuple[str, 
             return TEMPLATE_FILE, content.decode("utf-8")
         except UnicodeDecodeError as error:
             if strict:
-                raise UserError(f"{tokenizer.name}: {TEMPLATE_FILE}: is not UTF-8") from error
+                raise UserError(f"{tokenizer.name}: {TEMPLATE_FILE}: is not UTF-8; convert it") from error
             return None
     setting = tokenizer.settings(CONFIG_FILE).get("chat_template")
     if isinstance(setting, list):

@@ -314,7 +314,10 @@ class ChatTemplate:
         if last is not None:
             return last
         if eos is None:
-            raise self._error("the template has no end-of-turn token, and the tokenizer has no eos token")
+            raise self._error(
+                "the template has no end-of-turn token, and the tokenizer has no eos token; set eos_token in "
+                "tokenizer_config.json"
+            )
         if eos not in self._tokenizer.added_tokens.values():
             raise self._error(
                 f"answers must end with the tokenizer's eos {self._named_tokens['eos_token']}, but it is an ordinary "

@@ -54,7 +54,7 @@ class InstructionData(DataModule):
         hint = "must be at least 0 and less than 1"
         require(fraction is None or 0 <= fraction < 1, "val_split_fraction", fraction, hint)
         both = self.chat_template is not None and self.prompt_style is not None
-        hint = f"give either this or --data.prompt_style {self.prompt_style}, not both"
+        hint = f"is not supported with --data.prompt_style {self.prompt_style}; remove one of them"
         require(not both, "chat_template", self.chat_template, hint)
         if not self.mask_prompt and self.train_on not in (None, "all"):
             raise UserError(f"--data.mask_prompt false: trains on all tokens, but --data.train_on is {self.train_on}")

@@ -98,7 +98,7 @@ class RowFile:
         except MemoryError as error:
             raise UserError(f"{self.option}: {self.path}: not enough memory to read its rows") from error
         if is_empty:
-            raise UserError(f"{self.option}: {self.name} contains no rows")
+            raise UserError(f"{self.option}: {self.name} contains no rows; give data with rows")
 
     def _json_rows(self, path: Path) -> Iterator[tuple[int, Any]]:
         value = _read_json(path)
@@ -186,7 +186,7 @@ def _splits_of_json(path: Path, option: str) -> Splits:
     """Return the splits in a ``.json`` file, which contains a list, an object of lists, or JSON Lines."""
     first = _first_line(path, option)
     if not first:
-        raise UserError(f"{option}: {path} is empty")
+        raise UserError(f"{option}: {path} is empty; give a file with rows")
     if first.startswith("["):
         return Splits([RowFile(path, "json", option)])
     try:
@@ -282,7 +282,7 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
         with open(path, encoding="utf-8-sig") as file:
             reader = csv.DictReader(_lines(file, path), strict=True)
             if duplicates := {name for name, n in Counter(reader.fieldnames or []).items() if n > 1}:
-                raise UserError(f"{path} line 1: duplicate column {min(duplicates)}")
+                raise UserError(f"{path} line 1: duplicate column {min(duplicates)}; rename one")
             while True:
                 number = reader.line_num + 1  # first line of the row; quoted cells may span lines
                 row = next(reader, None)
@@ -290,7 +290,9 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     return
                 if None in row or None in row.values():
                     difference = "more" if None in row else "fewer"
-                    raise UserError(f"{path} line {number:,}: has {difference} cells than the header")
+                    raise UserError(
+                        f"{path} line {number:,}: has {difference} cells than the header; quote cells with commas"
+                    )
                 yield number, row
     except csv.Error as error:
         raise UserError(f"{path} line {number:,}: invalid CSV: {error}") from error
@@ -310,7 +312,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
             batches = file.iter_batches(batch_size=_PARQUET_BATCH)
             yield from enumerate((drop_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: is not a valid Parquet file: {one_line(error)}") from error
+        raise UserError(f"{path}: is not a valid Parquet file: {one_line(error)}; copy it again") from error
 
 
 def drop_nulls(value: Any) -> Any:

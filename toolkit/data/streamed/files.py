@@ -90,7 +90,7 @@ def list_path(value: str, option: str) -> list[SourceFile]:
         if _has_magic(path):
             infos = {k: v for k, v in fs.glob(path, detail=True).items() if v["type"] == "file"}
             if not infos:
-                raise UserError(f"{where}: no file matches")
+                raise UserError(f"{where}: no file matches; check the pattern")
             root = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
         elif fs.isdir(path):
             root, infos = path.rstrip("/"), fs.find(path, detail=True)

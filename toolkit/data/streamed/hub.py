@@ -20,6 +20,7 @@ from toolkit.io.threads import call_with_timeout
 
 _TIMEOUT = 30  # seconds
 _LISTING_TIMEOUT = 300  # seconds; large repositories have many pages, which the client requests without a timeout
+_USE_PATH = "list its files with --data.path hf://datasets/..."
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -65,7 +66,7 @@ def list_split(repository: Repository, subset: str | None, split: str) -> list[S
         splits = f"it has {join_first(sorted(by_split))}" if by_split else "it has no files of a supported format"
         raise UserError(f"--data.split {split}: {repository.repo_id} has no such split; {splits}")
     if not by_split[split]:
-        raise UserError(f"{where}: split {split} has no files")
+        raise UserError(f"{where}: split {split} has no files; give another --data.split")
     return require_text(by_split[split], where)
 
 
@@ -81,7 +82,7 @@ def _list_hub_url(url: str, option: str) -> list[SourceFile]:
         raise UserError(f"{where}: must be hf://datasets/ORGANIZATION/NAME[@REVISION]/FILES")
     repository = open_repository(match["repo"], (match["revision"] or "main").replace("%2F", "/"))
     if not (files := list(_match(repository, [match["pattern"]]))):
-        raise UserError(f"{where}: no file matches")
+        raise UserError(f"{where}: no file matches; check the pattern")
     return require_text(files, where)
 
 
@@ -122,7 +123,8 @@ def _by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
             files_of_split.setdefault(str(item["split"]), []).extend(as_globs(item["path"]))
         return files_of_split
     except (TypeError, KeyError) as error:
-        raise UserError(f"--data.repo_id {repository.repo_id}: the data_files of its README are malformed") from error
+        problem = "the data_files of its README are malformed"
+        raise UserError(f"--data.repo_id {repository.repo_id}: {problem}; {_USE_PATH}") from error
 
 
 def _configs(repository: Repository) -> list[dict[str, Any]]:
@@ -142,7 +144,7 @@ def _configs(repository: Repository) -> list[dict[str, Any]]:
         values = parse_yaml(header[1]) if header else None
     except ValueError as error:
         raise UserError(
-            f"--data.repo_id {repository.repo_id}: the YAML of its README cannot be read: {error}"
+            f"--data.repo_id {repository.repo_id}: the YAML of its README cannot be read: {error}; {_USE_PATH}"
         ) from error
     configs = values.get("configs") if isinstance(values, dict) else None
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []

@@ -57,12 +57,12 @@ class HuggingFaceText(DataModule):
 
     def __post_init__(self) -> None:
         has_one = (self.repo_id is None) != (self.path is None)
-        require(has_one, "repo_id", self.repo_id, "give either this or --data.path")
+        require(has_one, "repo_id", self.repo_id, "give either --data.repo_id or --data.path")
         for name, default in (("subset", None), ("revision", "main"), ("split", "train"), ("val_split", None)):
             value = getattr(self, name)
-            require(self.path is None or value == default, name, value, "needs --data.repo_id; --data.path has no such")
+            require(self.path is None or value == default, name, value, "has no effect with --data.path; remove it")
         both = self.val_split is not None and self.val_path is not None
-        require(not both, "val_path", self.val_path, "give either this or --data.val_split")
+        require(not both, "val_path", self.val_path, "is not supported with --data.val_split; remove one of them")
         source, count = self.val_split or self.val_path, self.val_rows
         require(not source or count > 0, "val_rows", count, f"must be positive to validate on {source}")
         require(count >= 0, "val_rows", count, "must not be negative")
@@ -70,7 +70,7 @@ class HuggingFaceText(DataModule):
         require(budget is None or budget > 0, "max_cache_gb", budget, "must be positive")
         require(self.prepare_workers > 0, "prepare_workers", self.prepare_workers, "must be positive")
         size = self.vocab_size
-        require(size > 256, "vocab_size", size, "must be at least 257: the bytes and <|endoftext|>")
+        require(size > 256, "vocab_size", size, "must be at least 257, for the 256 bytes and <|endoftext|>")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
         require(bool(self.text_column), "text_column", self.text_column, "must be given")
         self._check_urls()

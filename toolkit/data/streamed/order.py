@@ -223,7 +223,7 @@ class StreamOrder:
             source = self.rows.segments.reader.stream.source
             names = join_first([source.files[part.file].name for part in source.segments[segment]], 3)
             raise DataError(
-                f"{names}: has {max(0, n_rows):,} rows here, but {saved:,} when the checkpoint was saved; restore the "
+                f"{names}: has {max(0, n_rows):,} rows now, but {saved:,} when the checkpoint was saved; restore the "
                 "file as it was, or start a new run with another --out_dir"
             )
 

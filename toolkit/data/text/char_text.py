@@ -60,7 +60,8 @@ class CharText(DataModule):
 
         if tokenizer is not None and not tokenizer.is_character_level():
             raise UserError(
-                f"--data CharText: {tokenizer.name} has longer tokens than characters; use --data TextFiles"
+                f"--data CharText: the tokenizer {tokenizer.name} has tokens of more than one character; use "
+                "--data TextFiles"
             )
         option = f"--data.path {self.path}"
         file = _fetch(self.path, "path", self.cache_dir, report) if is_url(self.path) else Path(self.path).expanduser()

@@ -47,7 +47,7 @@ class TextFiles(DataModule):
 
     def __post_init__(self) -> None:
         both = self.val_fraction is not None and self.val_data_path is not None
-        require(not both, "val_fraction", self.val_fraction, "give either this or --data.val_data_path, not both")
+        require(not both, "val_fraction", self.val_fraction, "is not supported with --data.val_data_path; remove one")
         share = self.text_fraction
         require(0 < share <= 1, "text_fraction", share, "must be greater than 0 and at most 1")
         require_text_options(self)

@@ -315,8 +315,8 @@ class DataLoaderRows(IterableRows):
             if part not in (None, (rank, len(infos))):
                 raise UserError(
                     f"{name}: its DistributedSampler has rank {part[0]} of {part[1]} on rank {rank} of "
-                    f"{len(infos)}; pass the dataset itself, which toolkit splits, or pass "
-                    "toolkit.get_world_size() and toolkit.get_rank() to the sampler under torchrun"
+                    f"{len(infos)}; pass the dataset itself, which toolkit splits, or under torchrun "
+                    "pass toolkit.get_world_size() and toolkit.get_rank() to the sampler"
                 )
 
 

@@ -82,7 +82,10 @@ def check_rows(flag: str, data: PreparedData, seq_length: int | None) -> None:
         for row in rows_of(rows[0]) if getattr(rows, "group_size", 1) > 1 else [rows[0]]:
             length = len(read_row(row, f"{flag}: {split}[0]", None)["input_ids"])
             if seq_length is not None and length > seq_length:
-                raise UserError(f"{flag}: {split}[0]: has {length} tokens, and a sequence has {seq_length}")
+                raise UserError(
+                    f"{flag}: {split}[0]: has {length} input tokens, but sequences have at most {seq_length}; truncate "
+                    "the rows in prepare(), or raise --train.max_seq_length"
+                )
 
 
 def row_bytes(row: dict[str, Tensor]) -> bytes:

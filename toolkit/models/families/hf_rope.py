@@ -63,8 +63,8 @@ def _require_agreement(config_json: dict[str, Any], read: dict[str, float], top_
             raise UserError(f"config.json: rope_parameters.{key} {new[key]!r}: is ignored; set it in rope_scaling")
         if top_level[key] != key and config_json.get(key, value) != value:
             raise UserError(
-                f"config.json: {key} {config_json[key]!r}: a {_kind(config_json)} uses {top_level[key]}, "
-                f"here {value!r}; remove one of them"
+                f"config.json: {key} {config_json[key]!r}: a {_kind(config_json)} uses {top_level[key]} "
+                f"{value!r}; remove one of them"
             )
 
 

@@ -1,9 +1,10 @@
 """Create callbacks from class paths, for ``--callbacks`` and YAML files."""
 
 import inspect
+import sys
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.extension import add_cwd_to_path, import_object, load_registered, registered
 from toolkit.planning.run_args import callback_entries
 from toolkit.training.callbacks.base import Callback
@@ -39,11 +40,14 @@ def _load(entry: Any) -> Callback:
 def _import(path: str) -> Any:
     if path in registered("callbacks"):
         return load_registered("callbacks", path)
-    module = path.rpartition(".")[0]
+    module = path.rpartition(".")[0] or path
     add_cwd_to_path()
     try:
         return import_object(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        if isinstance(error, ImportError) and error.name not in (module, module.partition(".")[0]):
-            raise UserError(f"--callbacks {path}: its module does not import: {error}") from error
-        raise UserError(f"--callbacks {path}: no such class, here or among the installed packages") from error
+    except Exception as error:  # the module may raise any
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        if is_missing or module in sys.modules:
+            problem = "no such class in the current folder or an installed package"
+        else:
+            problem = f"its module does not import: {type(error).__name__}: {one_line(error)}"
+        raise UserError(f"--callbacks {path}: {problem}") from error
