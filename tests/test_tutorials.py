@@ -1,4 +1,4 @@
-"""Every command of tutorials/distributed.md, troubleshooting.md, finetune.md and convert.md is run verbatim."""
+"""Every command of distributed.md, parallelism.md, troubleshooting.md, finetune.md and convert.md is run verbatim."""
 
 import csv
 import dataclasses
@@ -24,9 +24,9 @@ from toolkit.models.families import family_of, get_config
 from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
-BLOCKS, TROUBLESHOOTING, FINETUNE, CONVERT = (
+BLOCKS, PARALLELISM, TROUBLESHOOTING, FINETUNE, CONVERT = (
     re.findall(r"```bash\n(.*?)```", (ROOT / "tutorials" / name).read_text(), re.S)
-    for name in ("distributed.md", "troubleshooting.md", "finetune.md", "convert.md")
+    for name in ("distributed.md", "parallelism.md", "troubleshooting.md", "finetune.md", "convert.md")
 )
 # installs nothing: what the page installs must be there
 PIP = """\
@@ -71,7 +71,7 @@ def test_there_are_commands():
     assert len(BLOCKS) >= 6 and "torchrun" in text and "NODE_RANK" in text and "sbatch" in text
 
 
-CASES = [pytest.param(block, id=re.sub(r"\W+", "-", block)[:60]) for block in BLOCKS + TROUBLESHOOTING]
+CASES = [pytest.param(block, id=re.sub(r"\W+", "-", block)[:60]) for block in BLOCKS + PARALLELISM + TROUBLESHOOTING]
 
 
 @pytest.mark.slow

@@ -1,14 +1,20 @@
 """N3 under tensor parallelism: the same training as on one process, in real gloo processes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.cases import check_each, slow_except
 from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.weights import load_weights
+from toolkit.distributed.mesh import Layout
+from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
+from toolkit.planning.memory import Memory, plan_memory
+from toolkit.planning.memory_inputs import MemoryInputs
 
 NEOX = {
     "family": "gpt_neox", "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
@@ -46,7 +52,7 @@ def flags(options: dict) -> list[str]:
 def selected(request, test: str) -> list[str]:
     items = [item for item in request.session.items if item.path == request.path]
     names = [item.callspec.params["name"] for item in items if item.originalname == test]
-    return names + ["llama"] * any(item.originalname.startswith("test_collectives") for item in items)
+    return names + ["llama"] * any(item.originalname.startswith(("test_collectives", "test_plan")) for item in items)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +95,24 @@ def test_collectives_of_a_step_are_counted(runs):
     _, seen = runs
     (counts,) = {tuple(sorted(rank["collectives"].items())) for rank in seen["counted"]}
     assert dict(counts) == {"gloo:all_reduce": 8 * (2 * 4 + 1 + 1 + 2) + 2 + 1 + 2}
+
+
+def test_plan_has_the_part_of_each_rank(runs):
+    """Counted in the middle of a step. Activations inside attention and MLP halve, the residual stream does not."""
+    _, seen = runs
+    config = replace(get_config("pico-llama"), tie_embeddings=False).with_vocab_size(300)
+
+    def plan(tensor: int) -> Memory:
+        strategy = StrategyPlan("fsdp", "NO_SHARD", Layout(tensor=tensor), "", engine="fsdp2")
+        return plan_memory(MemoryInputs(config, "32-true", strategy, 1, 8, 32, {"name": "AdamW"}, "cpu"))
+
+    half, complete = plan(2), plan(1)
+    for rank in seen["llama"]:
+        assert half.weights == rank["parameters"] and half.gradients == rank["gradients"]
+        assert half.optimizer == pytest.approx(rank["moments"], rel=0.01)
+    assert complete.weights == seen["llama-1"][0]["parameters"]
+    assert complete.activations / 2 < half.activations < 0.8 * complete.activations
+    assert half.logits < 0.7 * complete.logits
 
 
 def test_sizes_that_do_not_divide_are_one_line():

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def is_dense(config: ModelConfig) -> bool:
 
 def configs() -> dict[str, ModelConfig]:
     found = {name: config_from_hf(make().to_dict()) for name, make in HF_CONFIGS.items()}
+    found["llama-sinks"] = replace(found["llama"], attention_sinks=True)
     return {name: config for name, config in found.items() if is_dense(config)}
 
 

@@ -88,14 +88,17 @@ class Cut(NamedTuple):
         return whole
 
     def rows(self, first: int, count: int) -> list[tuple[int, int, int]]:
-        """Return the ranges of ``count`` local rows from ``first``: row in the complete tensor, local row, length."""
+        """Return the ranges that ``count`` local rows from ``first`` consist of.
+
+        A range is its first row in the complete tensor, its offset among the ``count`` rows, and its length.
+        """
         if self.dim:
-            return [(first, first, count)] if count else []
+            return [(first, 0, count)] if count else []
         found, at = [], 0
         for start, stop in self.ranges:
             begin, end = max(first, at), min(first + count, at + stop - start)
             if begin < end:
-                found.append((start + begin - at, begin, end - begin))
+                found.append((start + begin - at, begin - first, end - begin))
             at += stop - start
         return found
 
@@ -173,14 +176,13 @@ class _Split:
         self._names = {module: name for name, module in model.named_modules()}
 
     def layers(self) -> None:
-        copy_input = lambda module, args: (copy(args[0], self.group), *args[1:])  # noqa: E731
         for module in list(self.model.modules()):
             for kind, names in _COLUMN_LAYERS.items():
                 if isinstance(module, kind):
                     for name in names:
                         self._columns(getattr(module, name), module)
                     self._rows(module.get_submodule("proj"))
-                    module.register_forward_pre_hook(copy_input)
+                    module.register_forward_pre_hook(lambda module, args: (copy(args[0], self.group), *args[1:]))
             if isinstance(module, CausalSelfAttention):
                 self._attention(module)
         embedding, head = self.model.transformer.wte, self.model.lm_head

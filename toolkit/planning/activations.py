@@ -84,7 +84,7 @@ def _live_bytes(
 ) -> defaultdict[Origin, int]:
     """Return the bytes in memory after the forward pass, by origin."""
     same = (config, setup.precision, setup.strategy.kind == "fsdp", setup.seq_length, setup.device, setup.lora)
-    key = f"{same} {setup.quantize} {setup.packed} {n_rows} {mode}"
+    key = f"{same} {setup.tensor} {setup.quantize} {setup.packed} {n_rows} {mode}"
     if key not in _cache:
         _cache[key] = _run(setup, config, n_rows, mode)
     return _cache[key]
@@ -175,7 +175,8 @@ def logits_bytes(setup: MemoryInputs) -> float:
     The input is cast and masked.
     """
     config, c, n = setup.config, setup.compute_bytes, setup.tokens
-    vocabulary, head = config.padded_vocab_size, config.padded_vocab_size * config.n_embd
+    vocabulary = config.padded_vocab_size // setup.tensor
+    head = vocabulary * config.n_embd
     rows = min(chunk_rows(vocabulary, torch.device(setup.device)), n)
     chunk = rows * vocabulary * (FP32 + (c if c != FP32 else 0))
     trained = head * (FP32 + (c if c != FP32 else 0)) if setup.lora is None else 0

@@ -139,7 +139,7 @@ def _sharded_gradients(plan: RunPlan) -> Iterator[Change]:
 
 def _full_shard(plan: RunPlan) -> Iterator[Change]:
     args, strategy = plan.args, plan.config.strategy
-    if strategy.shards < strategy.layout.world_size or strategy.sharding == "SHARD_GRAD_OP":
+    if strategy.shards < strategy.layout.data_parallel or strategy.sharding == "SHARD_GRAD_OP":
         named = args.strategy not in ("auto", "fsdp")
         fsdp = replace(args.fsdp, sharding_strategy="FULL_SHARD")
         changed = replace(args, strategy="fsdp" if named else args.strategy, fsdp=fsdp, ddp=DDPArgs())

@@ -170,7 +170,7 @@ def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]
 
 def _sizes(args: RunArgs, world_size: int) -> list[int]:
     """Return the micro-batch sizes that divide a device's share of the global batch; 1 if the share is uneven."""
-    per_device, rest = divmod(args.train.global_batch_size, world_size)
+    per_device, rest = divmod(args.train.global_batch_size, world_size // args.model_parallel.world_size)
     return [1] if rest else [size for size in range(1, per_device + 1) if per_device % size == 0]
 
 

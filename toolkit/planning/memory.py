@@ -122,7 +122,8 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
 
     ``model`` is on the meta device. ``with_activations`` False skips the activations, the slowest part to estimate.
     """
-    model = model_of(setup.config, setup.lora) if model is None else model
+    if model is None or setup.tensor > 1:
+        model = model_of(setup.config, setup.lora, setup.tensor)
     quantized = quantized_weights(setup, model)
     base = {n: p for n, p in model.named_parameters() if not is_adapter(n) and n not in quantized}
     adapters = [p for n, p in model.named_parameters() if is_adapter(n)]
@@ -218,6 +219,7 @@ def _copied_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> 
     saved = [p for p in base if not (p.requires_grad and setup.has_masters)]
     weights = FP32 * _count(adapters) if adapters else setup.weight_bytes * _count(saved)
     whole = weights + _optimizer_bytes(replace(setup, strategy=replace(setup.strategy, kind="single")), model)
+    whole *= setup.tensor
     return whole / setup.strategy.layout.world_size if setup.fsdp.state_dict_type == "sharded" else whole
 
 

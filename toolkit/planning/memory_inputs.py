@@ -59,6 +59,11 @@ class MemoryInputs:
     async_save: bool = False
 
     @property
+    def tensor(self) -> int:
+        """Ranks over which each layer is divided."""
+        return self.strategy.layout.tensor
+
+    @property
     def is_mixed(self) -> bool:
         """Whether autocast computes in 16 bits with weights in fp32."""
         return self.precision.endswith("-mixed")

@@ -89,7 +89,8 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     built = model_of(model, args.lora)
     units = None
     if config.strategy.kind == "fsdp":
-        units = describe_units(plan_units(built, config.fsdp, (Block,), config.strategy.engine == "fsdp2"), config.fsdp)
+        part = model_of(model, args.lora, config.strategy.layout.tensor)
+        units = describe_units(plan_units(part, config.fsdp, (Block,), config.strategy.engine == "fsdp2"), config.fsdp)
     plan = RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units)
     return replace(plan, compiler=choose_compiler(config, is_ragged=has_ragged_rows(args.data), steps=plan.steps))
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.distributed.tensor_parallel import split_model
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
@@ -47,13 +48,23 @@ def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 
 _built: dict[str, GPT] = {}
 
 
-def model_of(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
-    """Return the complete model on the meta device. The last model is cached."""
-    key = f"{config} {lora}"
+def model_of(config: ModelConfig, lora: LoRAConfig | None, tensor: int = 1) -> GPT:
+    """Return the model on the meta device, or a rank's part of it. The last model is cached.
+
+    ``tensor`` is the number of ranks over which each layer is divided.
+    """
+    key = f"{config} {lora} {tensor}"
     if key not in _built:
         _built.clear()  # consecutive plans use the same model
-        _built[key] = adapted_on_meta(config, lora)
+        _built[key] = _part_on_meta(config, lora, tensor)
     return _built[key]
+
+
+def _part_on_meta(config: ModelConfig, lora: LoRAConfig | None, tensor: int) -> GPT:
+    model = adapted_on_meta(config, lora)
+    if tensor > 1:
+        split_model(model, tensor)
+    return model
 
 
 def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
@@ -64,7 +75,7 @@ def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
         config: The architecture, see :func:`one_layer_of_each_kind`.
         device: "meta", or any device in a FakeTensorMode.
     """
-    model = adapted_on_meta(config, setup.lora).train()
+    model = _part_on_meta(config, setup.lora, setup.tensor).train()
     gathered = AUTOCAST.get(setup.precision) if setup.strategy.kind == "fsdp" else None
     blocks = {id(p) for block in model.blocks for p in block.parameters()}
     for prefix, module in model.named_modules():

@@ -109,6 +109,8 @@ def format_plan(summary: dict[str, Any]) -> str:
     world = summary["devices"] * summary["num_nodes"]
     sharded = ", their gradients sharded" if summary["accumulate"] == "sharded" else ""
     where = f"{world} x {summary['device']}"
+    # several devices may read the same rows
+    readers = summary["global_batch_size"] // summary["micro_batch_size"] // summary["gradient_accumulation_steps"]
     lines = [
         f"Model      {summary['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
         f"{counts['matmul']:,} in matrix products",
@@ -118,7 +120,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"Strategy   {summary['strategy']}",
         *([f"FSDP units {summary['units']}"] if summary["units"] else []),
         f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "
-        f"{world} device{'s' if world > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated{sharded}",
+        f"{readers} device{'s' if readers > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated{sharded}",
         *([f"           micro batch {reason}"] if (reason := summary["reasons"].get("train.micro_batch_size")) else []),
         *([f"           {scaled}"] if (scaled := summary["lr_scaling"]) else []),
         f"Compiler   {summary['compiler']}{f' ({why})' if (why := summary['reasons'].get('compiler')) else ''}",

@@ -51,7 +51,7 @@ def communication(
         links = f"{gpu.link_name}, {links}"
     if setup.strategy.kind == "single":
         return Communication()
-    topology = _Topology(gpu, devices, num_nodes)
+    topology = _Topology(gpu, max(1, devices // setup.tensor), num_nodes)  # the ranks with the same part of each layer
     if setup.strategy.kind == "ddp":
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         itemsize = FP32 if setup.has_masters else setup.weight_bytes  # see distributed/ddp_bf16.py
@@ -60,7 +60,8 @@ def communication(
         sent, last = topology.all_reduce(size), topology.all_reduce(min(size, bucket))
         return Communication(sent, max(last, sent - backward), links)
     sent, exposed = _fsdp(setup, model, topology, forward, backward)
-    return Communication(sent, exposed, links)
+    tensor = _tensor(setup, _Topology(gpu, devices, num_nodes))
+    return Communication(sent + tensor, exposed + tensor, links)
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,24 @@ class _Topology:
             return inside
         between = 2 * size / self.devices * (self.num_nodes - 1) / self.num_nodes
         return inside + LATENCY + between / (self.gpu.network * NCCL_SHARE)
+
+
+def _tensor(setup: MemoryInputs, topology: _Topology) -> float:
+    """Return the seconds of tensor parallelism's all-reduces. Computation waits for each of them.
+
+    Per layer, the outputs of attention and MLP, once more where they are recomputed, and the gradients of their inputs;
+    the embedded tokens and the gradient of the head's input. Those of the loss are small.
+    """
+    if setup.tensor == 1:
+        return 0.0
+
+    def all_reduce(itemsize: int) -> float:
+        return 2 * topology.gather(itemsize * setup.tokens * setup.config.n_embd, setup.tensor)
+
+    outputs = 2 * setup.config.n_layer * (1 if setup.activation_checkpointing == "none" else 2)
+    gradients = 2 * setup.config.n_layer + 2  # autocast keeps the residual stream in fp32
+    seconds = outputs * all_reduce(setup.compute_bytes) + gradients * all_reduce(setup.weight_bytes)
+    return setup.accumulation * seconds
 
 
 def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, backward: float) -> tuple[float, float]:

@@ -108,7 +108,7 @@ def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
         kernels = gpu.kernels
         forward, backward = kernels.forward * kernels.flash, kernels.backward * kernels.flash
         gpu = gpu._replace(kernels=kernels._replace(forward=forward, backward=backward, flash=1.0))
-    model = model_of(plan.model, setup.lora)
+    model = model_of(plan.model, setup.lora, setup.tensor)
     is_compiled = plan.compiler[0] == "torch"
     has_gradients = batch.accumulation > 1 and setup.strategy.kind != "fsdp"
     trace = trace_micro_step(setup, has_gradients, is_compiled)
@@ -137,7 +137,7 @@ def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
     )
     if config.precision == "32-true":
         return result
-    flops = flops_per_token(model, plan.model, plan.seq_length)
+    flops = flops_per_token(model_of(plan.model, setup.lora), plan.model, plan.seq_length)
     return replace(result, mfu=flops * result.tokens_per_sec / (gpu.peak * setup.strategy.layout.world_size))
 
 

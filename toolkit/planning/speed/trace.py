@@ -53,7 +53,7 @@ def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool
         has_gradients: Whether the micro-batch adds to the gradients of earlier micro-batches.
         is_compiled: Whether the loss is compiled. Blocks have the same operators; ``fusion.py`` fuses them.
     """
-    others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, Layout(), "")
+    others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, Layout(tensor=setup.tensor), "")
     same = replace(setup, strategy=others, accumulation=1, optimizer={}, optimizer_class=None, async_save=False)
     key = f"{same} {has_gradients} {is_compiled}"
     if key not in _traces:
@@ -75,7 +75,7 @@ def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace
     inputs = micro_batch(setup, setup.micro_batch_size, "meta")
     recorder = Recorder((p.grad for p in trained if p.grad is not None), quantized)
     _follow_blocks(model, recorder)
-    if is_compiled:
+    if is_compiled and setup.tensor == 1:
         model.compiled_loss = partial(_compiled_loss, recorder)
     with recorder, warnings.catch_warnings():
         with cuda_on_meta(AUTOCAST.get(setup.precision)):
