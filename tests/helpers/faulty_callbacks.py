@@ -7,6 +7,7 @@ from helpers.slow_writes import slow_fsync
 from toolkit import Callback
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
+from toolkit.models.gpt import Block
 from toolkit.training.model import unwrapped
 
 
@@ -35,6 +36,19 @@ class KillAlone(Callback):
     def on_train_start(self, trainer) -> None:
         if ranks.world_size() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FailInBlock(Callback):
+    """Raises in the forward pass of rank 1's first block, after two steps."""
+
+    def on_train_start(self, trainer) -> None:
+        def fail(*_):
+            if trainer.progress.step == 2:
+                raise ValueError("this block is broken")
+
+        if ranks.global_rank() == 1:
+            block = next(part for part in unwrapped(trainer.model).modules() if isinstance(part, Block))
+            block.register_forward_pre_hook(fail)
 
 
 def skew_gradient(trainer) -> None:

@@ -34,7 +34,7 @@ from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
 from toolkit.diagnostics import communication, single_process
 from toolkit.diagnostics.gradients import GradientRecorder
-from toolkit.distributed import fsdp, fsdp1, strategy
+from toolkit.distributed import fsdp, fsdp1, ranks, strategy
 from toolkit.distributed.shards import shard_of, sharded_values
 from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import GuardError
@@ -178,6 +178,8 @@ def recording_gradients(file: Path, train_step):
             if (gradient := shard_of(p).grad) is not None:
                 (gradient,) = sharded_values({"": gradient}, p).values()
                 gradients[name] = state_dicts._gather(gradient, whole, cuts.get(name)).clone()
+        if ranks.layout().pipeline > 1:
+            gradients = state_dicts.gather_stages(gradients)
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(gradients, file)
 
@@ -365,12 +367,13 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
             if case["look_at"] == "memory":
                 stack.enter_context(mock.patch.object(build, "build_model", measuring(seen, build.build_model)))
             if case["look_at"] == "collectives":
-                stack.enter_context(mock.patch.object(trainer, "train_step", counting(seen, trainer.train_step)))
+                for name in ("train_step", "pipeline_step"):
+                    stack.enter_context(mock.patch.object(trainer, name, counting(seen, getattr(trainer, name))))
             if case["look_at"] == "gradients":
                 file = cases.parent.parent / f"{case['name']}.gradients"
-                stack.enter_context(
-                    mock.patch.object(trainer, "train_step", recording_gradients(file, trainer.train_step))
-                )
+                for name in ("train_step", "pipeline_step"):
+                    step = recording_gradients(file, getattr(trainer, name))
+                    stack.enter_context(mock.patch.object(trainer, name, step))
             if case["look_at"] == "graphs":
                 stack.enter_context(mock.patch.object(trainer, "train_step", counting_graphs(seen, trainer.train_step)))
             if case["fault"]:

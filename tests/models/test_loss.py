@@ -144,6 +144,17 @@ def test_second_backward_is_an_error():
         loss.backward()
 
 
+def test_reusable_loss_gives_each_backward_pass_its_own_gradients():
+    """As zero-bubble schedules need: the gradient of the input first, that of the weight later."""
+    x, weight, _, labels = inputs()
+    expected = gradients(reference(x, weight, None, labels), [x, weight])
+    loss = head_loss(x, weight, None, labels, reusable=True) / 13
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, weight)
+    for gradient, value in zip((first, second), expected, strict=True):
+        torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-6)
+
+
 class _LargestTensors(TorchDispatchMode):
     """Records every operation and the number of elements of the largest tensor of each dtype."""
 

@@ -1,6 +1,8 @@
 """The table of options that are not supported together."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
 FSDP1 = {"strategy": "fsdp1"}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
+PIPELINE, MICRO, LLAMA = {"pipeline_parallel_size": 2}, {"devices": 2, "micro": 8}, get_config("mini-llama")
 
 
 def facts_of(options: dict, *, devices=1, device="cpu", precision="32-true", micro=None, **facts) -> Facts:
@@ -46,7 +49,7 @@ def facts_of(options: dict, *, devices=1, device="cpu", precision="32-true", mic
         args.strategy, args.fsdp, args.ddp,
         devices=devices, num_nodes=1, accelerator=device, precision=precision, model_parallel=args.model_parallel,
     )  # fmt: skip
-    batch = plan_batch(64, micro or 64 // devices, devices)
+    batch = plan_batch(64, micro or 64 // devices, devices, model_parallel=args.model_parallel.world_size)
     return Facts(args, precision, device, devices, strategy, batch, **facts)
 
 
@@ -93,6 +96,33 @@ CASES = [
      "--tensor_parallel_size 2 is not supported with --optimizer.name Muon: it needs complete matrices; use AdamW"),
     (SPLIT | BF16, FSDP,
      "--tensor_parallel_size 2 is not supported with --optimizer.state_dtype bf16: the ranks would round equal values"),
+    ({"pipeline.schedule": "gpipe"}, {"devices": 2},
+     "--pipeline.schedule gpipe has no effect with --pipeline_parallel_size 1; remove it"),
+    ({"pipeline_parallel_size": 4}, {"devices": 4, "micro": 32},
+     "--pipeline_parallel_size 4 is not supported with 2 micro-batches per step: --pipeline.schedule 1f1b needs one "
+     "per stage, interleaved equally many in each round; use --train.global_batch_size 128, or a smaller"),
+    (PIPELINE | {"pipeline.schedule": "interleaved"}, MICRO | {"model": LLAMA},
+     "--pipeline_parallel_size 2 is not supported with the 6 layers of mini-llama: all 4 stages have equally many; use "
+     "1, 3"),
+    (PIPELINE, MICRO | {"model": replace(LLAMA, n_expert=2, n_expert_per_token=1, mlp_class_name="LLaMAMoE")},
+     "--pipeline_parallel_size 2 is not supported with experts (MoE): the balancing loss is a mean"),
+    (PIPELINE | MODULE | {"block_classes": (nn.Linear,)}, MICRO,
+     "--pipeline_parallel_size 2 is not supported with a user-provided or extension model: its forward is not divided"),
+    (PIPELINE | LORA, MICRO, "--pipeline_parallel_size 2 is not supported with finetune_lora: adapters are not"),
+    (PIPELINE | {"objective": SimpleNamespace()}, MICRO,
+     "--pipeline_parallel_size 2 is not supported with --objective SimpleNamespace: the last stage computes"),
+    (PIPELINE | {"compiler": "torch"}, MICRO,
+     "--pipeline_parallel_size 2 is not supported with --compiler torch: compiled stages were not measured"),
+    (PIPELINE | {"optimizer.name": "Muon"}, MICRO,
+     "--pipeline_parallel_size 2 is not supported with --optimizer.name Muon: its matrices are gathered"),
+    (PIPELINE | {"fsdp.cpu_offload": True}, MICRO | {"device": "cuda"},
+     "--pipeline_parallel_size 2 is not supported with --fsdp.cpu_offload true: it was not compared"),
+    (PIPELINE | {"fsdp.accumulate": "sharded"}, MICRO,
+     "--pipeline_parallel_size 2 is not supported with --fsdp.accumulate sharded: the schedule reduces gradients once"),
+    (PIPELINE | {"pipeline.schedule": "zbv", "train.activation_checkpointing": "full"}, MICRO,
+     "--pipeline.schedule zbv is not supported with --train.activation_checkpointing full: its backward pass runs in"),
+    (PIPELINE | {"pipeline.schedule": "zbv"}, MICRO | {"model": replace(LLAMA, n_layer=8)},
+     "--pipeline.schedule zbv is not supported with tied embeddings: the first and the last stage are on one device"),
     ({"fsdp.param_dtype": "bf16"}, FSDP,
      "--fsdp.param_dtype bf16 is not supported with --precision 32-true: the weights have another dtype; use "
      "bf16-mixed"),

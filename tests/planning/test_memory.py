@@ -15,6 +15,7 @@ from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, tied_names
 from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.mesh import Layout
+from toolkit.distributed.stages import STAGES_PER_RANK
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.models import attention
 from toolkit.models.activation_checkpointing import checkpoint_blocks
@@ -539,6 +540,25 @@ def test_hybrid_shards_within_a_node():
     assert plan_memory(sharded(setup, 2, nodes=4)).weights == plan_memory(sharded(setup, 2)).weights
     full = sharded(setup, 2, nodes=4, sharding_strategy="FULL_SHARD")
     assert plan_memory(full).weights == plan_memory(setup).weights / 8
+
+
+def test_pipeline_counts_the_rank_with_most_memory():
+    setup = replace(setup_of("gpt_neox", "32-true"), accumulation=8)
+    model = build_on_meta(setup)
+    block, vocabulary = (sum(p.numel() for p in part.parameters()) for part in (model.transformer.h[0], model.lm_head))
+    norm = sum(p.numel() for p in model.transformer.ln_f.parameters())
+    plan = plan_strategy("auto", FSDPArgs(), DDPArgs(), devices=2, num_nodes=1, accelerator="cuda",
+                         precision="32-true", model_parallel=Layout(pipeline=2))  # fmt: skip
+    memory = {name: plan_memory(replace(setup, strategy=plan, schedule=name)) for name in STAGES_PER_RANK}
+    assert memory["1f1b"].weights == 4 * (3 * block + vocabulary + norm)  # of embedding and head only one
+    assert memory["zbv"].weights == 4 * (3 * block + 2 * vocabulary + norm)
+    received = 4 * 2 * 8 * setup.tokens * setup.config.n_embd
+    assert memory["gpipe"].activations - received == 8 * activations_of_half(setup)
+    assert memory["1f1b"].activations < memory["interleaved"].activations < memory["gpipe"].activations
+
+
+def activations_of_half(setup: MemoryInputs) -> float:
+    return plan_memory(replace(setup, config=replace(setup.config, n_layer=3))).activations
 
 
 def test_peak_counts_the_larger_of_gradients_and_activations():

@@ -16,6 +16,7 @@ from toolkit.config.options import (
     FSDPArgs,
     LogArgs,
     OptimizerArgs,
+    PipelineArgs,
     Precision,
     ProfilerArgs,
     RunOptions,
@@ -27,6 +28,6 @@ from toolkit.config.options import (
 
 __all__ = [
     "AUTO", "COMPILERS", "FINETUNE", "PRETRAIN", "STRATEGIES", "Accelerator", "ActivationCheckpointing", "Auto",
-    "CommandDefaults", "DDPArgs", "Dtype", "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision",
-    "ProfilerArgs", "RunOptions", "Strategy", "TrainArgs", "TrainingCommand", "none_if_auto",
+    "CommandDefaults", "DDPArgs", "Dtype", "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "PipelineArgs",
+    "Precision", "ProfilerArgs", "RunOptions", "Strategy", "TrainArgs", "TrainingCommand", "none_if_auto",
 ]  # fmt: skip

@@ -301,6 +301,19 @@ class DDPArgs:
 
 
 @dataclass(frozen=True)
+class PipelineArgs:
+    """Pipeline parallelism, with --pipeline_parallel_size.
+
+    Args:
+        schedule: Order of the micro-batches' forward and backward passes. 1f1b: alternating, with at most one
+            micro-batch per stage in memory; gpipe: all forward passes first; interleaved: 1f1b with two stages per
+            device; zbv: two stages per device, and the gradients of the weights fill the idle time.
+    """
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zbv"] = "1f1b"
+
+
+@dataclass(frozen=True)
 class ProfilerArgs:
     """Profiler options; they require --profile.
 
@@ -340,7 +353,7 @@ class RunOptions:
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
         tensor_parallel_size: Devices of a node over which each matrix of a layer is split.
         context_parallel_size: Devices over which the tokens of a sequence are split.
-        pipeline_parallel_size: Pipeline stages. Each has a part of the layers.
+        pipeline_parallel_size: Devices over which the layers are split. A step needs at least as many micro-batches.
         strategy: auto, single, ddp, fsdp (torch's fully_shard), fsdp1 (torch's older FSDP), or an extension's. auto:
             single on one device; on several fsdp, or ddp if the other options do not support fsdp. Options of --fsdp or
             --ddp imply that strategy.
@@ -349,6 +362,7 @@ class RunOptions:
             with non-default values do not change.
         fsdp: FSDP options.
         ddp: DDP options.
+        pipeline: Pipeline parallelism options.
         compiler: How to compile the blocks: auto, none, torch (torch.compile), or an extension's compiler. auto:
             torch on CUDA, if all rows have the same length and the run has more than 100 steps; otherwise none.
         deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
@@ -379,6 +393,7 @@ class RunOptions:
     preset: Literal["balanced", "memory", "speed"] = "balanced"
     fsdp: FSDPArgs = FSDPArgs()
     ddp: DDPArgs = DDPArgs()
+    pipeline: PipelineArgs = PipelineArgs()
     compiler: str = AUTO
     deterministic: bool = False
     logger_name: str = "csv"

@@ -12,7 +12,7 @@ from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
 from toolkit.diagnostics.single_process import run_single_process
 from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
-from toolkit.errors import DifferenceError, UserError
+from toolkit.errors import DifferenceError, UserError, require_option
 from toolkit.models.config import ModelOverrides
 from toolkit.planning.plan import format_memory, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
@@ -43,6 +43,9 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
         raise UserError(
             f"--devices {args.devices}: a single process has nothing to compare; use 2 or more, or torchrun"
         )
+    size = args.pipeline_parallel_size
+    hint = "verify_parallel compares gradients of complete models; use 1"
+    require_option(size == 1, "pipeline_parallel_size", size, hint)
     with TemporaryDirectory(prefix="toolkit-") as folder:
         trial = short_run_args(args, steps, folder)
         config = resolve(trial, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))

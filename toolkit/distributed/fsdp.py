@@ -41,6 +41,7 @@ from toolkit.config import FSDPArgs, Precision
 from toolkit.distributed import ranks
 from toolkit.distributed.mesh import Layout, data_mesh
 from toolkit.distributed.names import canonical_name
+from toolkit.distributed.pipeline import pipeline_of
 from toolkit.distributed.private_lightning import BackwardSyncControl
 from toolkit.distributed.shards import add_shards, give_gradients, shard_of
 from toolkit.distributed.tensor_parallel import cuts_of, reduce_gradients
@@ -141,10 +142,11 @@ class ShardedStrategy(ParallelStrategy):
         return norm
 
     def _norm_of_replica(self, module: nn.Module) -> torch.Tensor:
-        replicated, cuts = {id(p) for p in self._replicated}, cuts_of(module)
+        replicated, cuts, pipeline = {id(p) for p in self._replicated}, cuts_of(module), pipeline_of(module)
         gradients: dict[tuple[bool, bool], list[torch.Tensor]] = {}  # by whether sharded, and cut by tensor parallelism
         for name, parameter in module.named_parameters():
-            if (gradient := shard_of(parameter).grad) is not None:
+            is_copy = pipeline is not None and parameter is pipeline.tied_copy
+            if (gradient := shard_of(parameter).grad) is not None and not is_copy:
                 kind = id(parameter) not in replicated, canonical_name(name) in cuts
                 gradients.setdefault(kind, []).append(gradient)
         sharded, unsharded = (
@@ -155,7 +157,8 @@ class ShardedStrategy(ParallelStrategy):
         whole, cut = sharded + unsharded
         if cuts:
             ranks.sum_over_ranks(cut, "tensor")
-        return (whole + cut).sqrt()
+        total = whole + cut
+        return (total if pipeline is None else ranks.sum_over_ranks(total, "pipeline")).sqrt()
 
     def _sum_of_squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients:
@@ -228,7 +231,10 @@ class FullyShardedStrategy(ShardedStrategy):
             "ignored_params": set(self._replicated),
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
-        keeps_weights = self._sharding in ("SHARD_GRAD_OP", "NO_SHARD")
+        pipeline = pipeline_of(module)
+        roots: list[nn.Module] = [module] if pipeline is None else [*pipeline.stages]
+        # otherwise a pipeline would gather the weights for every micro-batch
+        keeps_weights = self._sharding in ("SHARD_GRAD_OP", "NO_SHARD") or pipeline is not None
         for part in reversed(plan_units(module, self._options, self._blocks)[1:]):  # inner units first
             is_head = isinstance(part.module, Head)  # its backward pass follows at once
             policy = _policy(unit if self._is_16_bit(part.module) else root)
@@ -238,8 +244,10 @@ class FullyShardedStrategy(ShardedStrategy):
                 register_fsdp_forward_method(sharded, Head.loss.__name__)
             elif isinstance(part.module, nn.Embedding):
                 sharded.set_unshard_in_backward(False)  # its gradient does not depend on its weights
-        # the root stays gathered until the end of the backward pass
-        fully_shard(module, mp_policy=_policy(root), reshard_after_forward=False if keeps_weights else None, **options)
+        reshards_root = False if keeps_weights else None
+        for stage in roots:  # a root stays gathered until the end of the backward pass
+            fully_shard(stage, mp_policy=_policy(root), reshard_after_forward=reshards_root, **options)
+            stage.register_forward_hook(_reshard)
         if self.materialize is not None:
             allocate(module, torch.device("cpu") if self._offloads else self.root_device)
             for name, parameter in module.named_parameters():
@@ -247,7 +255,6 @@ class FullyShardedStrategy(ShardedStrategy):
                     fill_shard(parameter, self.materialize.value(original))
         add_shards(module)
         self._module = module
-        module.register_forward_hook(_reshard)
         return module
 
     def optimizer_step(self, optimizer: Any, **options: Any) -> Any:

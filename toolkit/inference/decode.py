@@ -170,7 +170,7 @@ def decode(
     Arguments: see :class:`Decoder` and :func:`toolkit.inference.generate.generate`. When the caller stops, the KV cache
     holds the yielded tokens except the last.
     """
-    weight = model.get_parameter("transformer.wte.weight")  # the head's weight may be quantized
+    weight = next(p for p in model.parameters() if p.is_floating_point())  # the head's weight may be quantized
     device, capacity = weight.device, max(map(len, prompts)) + count
     if cache is None:
         cache = KVCache(model.config, len(prompts), capacity, device, weight.dtype)

@@ -119,6 +119,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             one graph for all lengths. 0 picks the fastest form per batch.
         uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` instead of masks where supported.
         compiled_loss: Whether to use a compiled cross-entropy kernel if available, or the function to use.
+        reusable_loss: Whether the backward pass runs through the loss several times.
 
     Embedding and logits have size ``config.padded_vocab_size``, a multiple of ``padding_multiple`` by default. The
     first ``config.vocab_size`` entries are the tokenizer's.
@@ -136,6 +137,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.seed, self.uniform_length = seed, 0
         self.uses_kernels = True
         self.compiled_loss: bool | CrossEntropy = False
+        self.reusable_loss = False
         self.loss_part_sums: dict[str, torch.Tensor] = {}
         self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
@@ -225,10 +227,11 @@ class GPT(nn.Module, metaclass=InitializedModel):
         document_bounds: DocumentBounds | None = None,
         kv_cache: KVCache | None = None,
         sequence_length: int | torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, BlockInputs]:
         """Return the first block's input, (B, T, n_embd), and the shared block inputs.
 
-        Takes the arguments of :meth:`forward`.
+        Takes the arguments of :meth:`forward`, and ``x`` if an earlier pipeline stage has computed the residual stream.
         """
         T = input_ids.size(1)
         uniform_length = self.uniform_length if kv_cache is None else 0
@@ -238,7 +241,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         original_max = self.config.original_max_position
         if original_max is not None and kv_cache is None and max(T, uniform_length) > original_max:
             lengths = document_lengths(input_ids, documents, labels)
-        x = self._embed_tokens(input_ids, positions)
+        x = self._embed_tokens(input_ids, positions) if x is None else x
         kernel, starts = None, None if kv_cache is None else kv_cache.starts
         if self.uses_kernels and kv_cache is None:
             kernel = choose_kernel(self.config, x, documents is not None, document_bounds is not None)
@@ -257,7 +260,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         if kv_cache is not None and kv_cache.position is not None:
             positions, length = kv_cache.position, kv_cache.capacity
         else:
-            n_cached = 0 if kv_cache is None else kv_cache[0].length
+            n_cached = 0 if kv_cache is None else kv_cache.length
             positions, length = torch.arange(n_cached, n_cached + T, device=device), n_cached + T
         if kv_cache is not None and kv_cache.starts is not None:
             # clamp, because finished rows keep running with the others
@@ -300,7 +303,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     def _head_loss(self, x: torch.Tensor, labels: torch.Tensor, log_probs: bool = False) -> torch.Tensor:
         softcap = self.config.final_logit_softcapping
-        return self.lm_head.loss(self._head_input(x), labels, softcap, self.compiled_loss, log_probs)
+        options = softcap, self.compiled_loss, log_probs, self.reusable_loss
+        return self.lm_head.loss(self._head_input(x), labels, *options)
 
     def _head_input(self, x: torch.Tensor) -> torch.Tensor:
         x = self.transformer.ln_f(x)

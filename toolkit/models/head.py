@@ -18,11 +18,12 @@ class Head(nn.Linear):
         softcap: float | None,
         compiled: bool | CrossEntropy,
         log_probs: bool = False,
+        reusable: bool = False,
     ) -> torch.Tensor:
         """Return the loss or the label log-probabilities, see :func:`toolkit.models.loss.head_loss`."""
         low_rank = self.low_rank(x, x.dtype) if isinstance(self, LoRALinear) else None
         options = low_rank, softcap, compiled
-        return head_loss(x, self.weight, self.bias, labels, *options, log_probs=log_probs)
+        return head_loss(x, self.weight, self.bias, labels, *options, log_probs=log_probs, reusable=reusable)
 
 
 class LoRAHead(LoRALinear, Head):

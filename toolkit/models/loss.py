@@ -51,6 +51,7 @@ def head_loss(
     compiled: bool | CrossEntropy = False,
     *,
     log_probs: bool = False,
+    reusable: bool = False,
 ) -> torch.Tensor:
     """Return the cross-entropy of ``x @ weight.T + bias`` in nats, summed over supervised tokens.
 
@@ -63,6 +64,7 @@ def head_loss(
         softcap: Soft cap of the logits z, softcap * tanh(z / softcap) (Gemma 2), or None.
         compiled: Whether to use a compiled cross-entropy kernel if available, or the function to use.
         log_probs: Return the log-probability of each label instead, 0 where it is -100, in the shape of ``labels``.
+        reusable: Allow several backward passes through the loss. Each copies the gradients.
 
     Returns:
         An fp32 scalar or log-probabilities. Matmuls run in the autocast dtype, or in the weight's dtype without
@@ -73,7 +75,7 @@ def head_loss(
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
     tensors = (bias, x, weight, *(low_rank or ()))
     needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
-    function = _HeadLogProbs if log_probs else _HeadLoss
+    function = _HeadLogProbs if log_probs else _ReusableHeadLoss if reusable else _HeadLoss
     return function.apply(labels, dtype, needs_grad, softcap, compiled, *tensors)
 
 
@@ -92,6 +94,14 @@ class _HeadLoss(torch.autograd.Function):
             raise RuntimeError("backward was already called on this loss: gradients are scaled in place, once")
         grads, ctx.grads = ctx.grads, None
         scaled = [None if g is None else g.mul_(grad_output).to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
+        return *_NO_GRADIENTS, *scaled
+
+
+class _ReusableHeadLoss(_HeadLoss):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        scaled = [None if g is None else (g * grad_output).to(d) for g, d in zip(ctx.grads, ctx.dtypes, strict=True)]
         return *_NO_GRADIENTS, *scaled
 
 

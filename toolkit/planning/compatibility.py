@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.config import AUTO, DDPArgs, FSDPArgs
+from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.errors import UserError
 from toolkit.extension import registered, run_checks
 from toolkit.models.families import family_of
@@ -157,6 +158,37 @@ class Facts:
         return version("torch")
 
     @property
+    def is_pipelined(self) -> bool:
+        return self.args.pipeline_parallel_size > 1
+
+    @property
+    def n_stages(self) -> int:
+        return self.args.pipeline_parallel_size * STAGES_PER_RANK[self.args.pipeline.schedule]
+
+    @property
+    def uneven_stages(self) -> str:
+        """The sizes whose stages have equally many layers, if this one's do not; "" if they do."""
+        if self.model is None or not self.is_pipelined or self.model.n_layer % self.n_stages == 0:
+            return ""
+        layers, per_rank = self.model.n_layer, STAGES_PER_RANK[self.args.pipeline.schedule]
+        sizes = [str(n) for n in range(1, layers + 1) if layers % (n * per_rank) == 0]
+        return ", ".join(sizes) or "--pipeline.schedule 1f1b"
+
+    @property
+    def enough_micro_batches(self) -> str:
+        """Global batch sizes with enough micro-batches per step for the pipeline; "" if there are enough."""
+        if self.batch is None or not self.is_pipelined:
+            return ""
+        schedule, size = self.args.pipeline.schedule, self.args.pipeline_parallel_size
+        nearest = nearest_micro_batches(schedule, size, self.accumulation)
+        rows = self.batch.global_batch_size // self.accumulation
+        return "" if self.accumulation in nearest else " or ".join(str(n * rows) for n in nearest)
+
+    @property
+    def objective_name(self) -> str:
+        return type(self.args.objective).__name__
+
+    @property
     def unused_ddp(self) -> str:
         return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
 
@@ -222,6 +254,7 @@ _MOMENTS = "--optimizer.state_dtype bf16"
 _NAME = "--optimizer.name {optimizer.name:NAME}"
 _NO_ROWS = "{strategy_name:fsdp1 or an extension's strategy}"
 _TENSOR = "--tensor_parallel_size {tensor_parallel_size:N}"
+_PIPELINE = "--pipeline_parallel_size {pipeline_parallel_size:N}"
 _FOREIGN = "a user-provided or extension optimizer"
 _NO_BLOCKS = "a module without known blocks"
 _SET_BLOCK_CLASSES = "set block_classes"
@@ -278,6 +311,37 @@ ROWS: tuple[Row, ...] = (
         lambda f: f.is_split and f.uses("adafactor", "adamw8bit", "muon"), "it needs complete matrices", "use AdamW"),
     Row(_TENSOR, _MOMENTS, lambda f: f.is_split and f.has_bf16_moments,
         "the ranks would round equal values differently"),
+    # pipeline parallelism
+    _no_effect("--pipeline.schedule {pipeline.schedule:gpipe, interleaved, zbv}", "--pipeline_parallel_size 1",
+               lambda f: f.args.pipeline.schedule != "1f1b" and not f.is_pipelined),
+    Row(_PIPELINE, "{accumulation:too few} micro-batches per step", lambda f: bool(f.enough_micro_batches),
+        "--pipeline.schedule {pipeline.schedule:NAME} needs one per stage, interleaved equally many in each round",
+        "use --train.global_batch_size {enough_micro_batches:a multiple}, or a smaller --train.micro_batch_size"),
+    Row(_PIPELINE, "the {model.n_layer:number of} layers of {model.name:the model}", lambda f: bool(f.uneven_stages),
+        "all {n_stages:} stages have equally many", "use {uneven_stages:a divisor}"),
+    Row(_PIPELINE, "experts (MoE)", lambda f: f.is_pipelined and f.model is not None and f.model.n_moe_layer > 0,
+        "the balancing loss is a mean over all layers"),
+    Row(_PIPELINE, "a user-provided or extension model",
+        lambda f: f.is_pipelined and (f.args.module is not None or f.is_extension_model),
+        "its forward is not divided into stages"),
+    Row(_PIPELINE, "finetune_lora", lambda f: f.is_pipelined and f.has_adapters,
+        "adapters are not saved by stage", "use finetune_full"),
+    Row(_PIPELINE, "--objective {objective_name:NAME}",
+        lambda f: f.is_pipelined and f.objective_name != "NextToken", "the last stage computes the next-token loss"),
+    Row(_PIPELINE, "--compiler {compiler:torch, thunder}",
+        lambda f: f.is_pipelined and f.args.compiler not in (AUTO, "none"), "compiled stages were not measured"),
+    Row(_PIPELINE, "--optimizer.name Muon", lambda f: f.is_pipelined and f.uses("muon"),
+        "its matrices are gathered over all devices", "use AdamW"),
+    Row(_PIPELINE, _OFFLOAD, lambda f: f.is_pipelined and f.args.fsdp.cpu_offload,
+        "it was not compared with one process"),
+    Row(_PIPELINE, "--fsdp.accumulate sharded", lambda f: f.is_pipelined and f.args.fsdp.accumulate == "sharded",
+        "the schedule reduces gradients once per step", "use unsharded"),
+    Row("--pipeline.schedule zbv", _CHECKPOINTING,
+        lambda f: f.args.pipeline.schedule == "zbv" and _is_recomputed(f),
+        "its backward pass runs in two parts", "use 1f1b"),
+    Row("--pipeline.schedule zbv", "tied embeddings",
+        lambda f: f.args.pipeline.schedule == "zbv" and f.model is not None and f.model.tie_embeddings,
+        "the first and the last stage are on one device", "use 1f1b or --train.tie_embeddings false"),
     # dtypes
     *_dtypes(),
     Row("--fsdp.reduce_dtype fp16", "--precision {precision:32-true, bf16-true, bf16-master, bf16-mixed}",

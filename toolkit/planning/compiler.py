@@ -43,6 +43,7 @@ def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:
         "--strategy fsdp1": strategy.engine == "fsdp1",
         f"--quantize {args.quantize}": args.quantize is not None,
         "--fsdp.cpu_offload true": strategy.offloads,
+        f"--pipeline_parallel_size {args.pipeline_parallel_size}": args.pipeline_parallel_size > 1,
         f"--fsdp.auto_wrap {args.fsdp.auto_wrap}": strategy.kind == "fsdp" and args.fsdp.auto_wrap != "block",
     }
 

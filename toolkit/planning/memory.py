@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
 from toolkit.distributed.units import HEAD, Unit, plan_units, unit_dtypes, unit_precision
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
@@ -21,7 +22,7 @@ from toolkit.models.quantize import refuse_experts
 from toolkit.planning.activations import Activations, logits_bytes, measure_activations
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.optimizer_memory import optimizer_bytes, update_bytes
-from toolkit.planning.sample_model import model_of
+from toolkit.planning.sample_model import first_layers, model_of
 from toolkit.planning.speed.flops import matmul_parameters
 
 # bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale per 64 weights, and an
@@ -122,6 +123,8 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
 
     ``model`` is on the meta device. ``with_activations`` False skips the activations, the slowest part to estimate.
     """
+    if setup.strategy.layout.pipeline > 1:
+        return _plan_heaviest_rank(setup, with_activations)
     if model is None or setup.tensor > 1:
         model = model_of(setup.config, setup.lora, setup.tensor)
     quantized = quantized_weights(setup, model)
@@ -166,6 +169,40 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         host=host,
         host_copy=0.0 if is_on_host else checkpoint_copy,
     )
+
+
+def _plan_heaviest_rank(setup: MemoryInputs, with_activations: bool) -> Memory:
+    """Return the memory of the first or the last rank of a pipeline.
+
+    Both have an equal part of the layers and, except with zbv, one of embedding and head: the parameters of a smaller
+    model with tied embeddings. The first holds the activations of more micro-batches, the last the logits. A pipeline
+    gathers the weights once per step.
+    """
+    strategy, config = setup.strategy, setup.config
+    layout, has_both_ends = strategy.layout, setup.schedule == "zbv"
+    part = first_layers(config, config.n_layer // layout.pipeline)
+    stage = replace(
+        setup,
+        config=replace(part, tie_embeddings=not has_both_ends),
+        strategy=replace(strategy, sharding="SHARD_GRAD_OP", layout=replace(layout, pipeline=1)),
+    )
+    memory = plan_memory(stage, None, with_activations)
+    # receive buffers for the residual stream and its gradient, of every micro-batch
+    buffers = 2 * STAGES_PER_RANK[setup.schedule] * setup.accumulation * setup.tokens * config.n_embd
+    received = setup.weight_bytes * buffers if with_activations else 0
+    first, last = activations_in_flight(setup.schedule, layout.pipeline, setup.accumulation)
+    gathered = 1 if setup.fsdp.state_dict_type == "sharded" else layout.pipeline  # rank 0 writes all stages
+    ends = [
+        replace(
+            memory,
+            activations=received + in_flight * memory.activations,
+            logits=memory.logits if is_last else 0.0,
+            checkpoint_copy=gathered * memory.checkpoint_copy,
+            host_copy=gathered * memory.host_copy,
+        )
+        for in_flight, is_last in ((first, has_both_ends), (last, True))
+    ]
+    return max(ends, key=lambda end: end.total)
 
 
 # ---- parameters

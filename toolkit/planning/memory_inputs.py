@@ -38,6 +38,7 @@ class MemoryInputs:
         optimizer_class: User-provided optimizer class outside torch.optim.
         in_backward: Whether weights are updated, and gradients freed, during the backward pass.
         async_save: Whether checkpoints are written from a copy of the state.
+        schedule: The pipeline schedule, see :class:`toolkit.config.PipelineArgs`.
     """
 
     config: ModelConfig
@@ -57,6 +58,7 @@ class MemoryInputs:
     activation_checkpointing: ActivationCheckpointing = "none"
     in_backward: bool = False
     async_save: bool = False
+    schedule: str = "1f1b"
 
     @property
     def tensor(self) -> int:

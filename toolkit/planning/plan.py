@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.config import TrainingCommand
 from toolkit.distributed.device import count_devices, precision_hint
+from toolkit.distributed.stages import describe_stages
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
@@ -65,6 +66,14 @@ class RunPlan:
     @property
     def precision_hint(self) -> str | None:
         return precision_hint(self.config.device, self.config.precision)
+
+    @property
+    def stages(self) -> str | None:
+        """Description of the pipeline stages; None without pipeline parallelism."""
+        size, accumulation = self.args.pipeline_parallel_size, self.config.batch.accumulation
+        if size == 1:
+            return None
+        return describe_stages(self.args.pipeline.schedule, size, self.model.n_layer, accumulation)
 
     @property
     def steps(self) -> int | None:

@@ -196,7 +196,8 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
     if args.fsdp.accumulate != AUTO:
         return args.fsdp.accumulate
     accumulates = config.strategy.kind == "fsdp" and config.batch.accumulation > 1 and args.lora is None
-    if not accumulates or config.strategy.offloads or memory == math.inf:
+    is_pipelined = config.strategy.layout.pipeline > 1  # its schedule reduces gradients once per step
+    if not accumulates or is_pipelined or config.strategy.offloads or memory == math.inf:
         return "unsharded"
     if model is None or model.vocab_size is None or args.module is not None or args.optimizer_class is not None:
         return "unsharded"
@@ -224,6 +225,7 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
         activation_checkpointing=args.train.activation_checkpointing,
         in_backward=args.optimizer.in_backward,
         async_save=args.train.async_save,
+        schedule=args.pipeline.schedule,
     )
 
 

@@ -45,6 +45,12 @@ def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 
     return replace(config, n_layer=len(sample), **lists), counts
 
 
+def first_layers(config: ModelConfig, n_layer: int) -> ModelConfig:
+    """Return the config of the first ``n_layer`` layers."""
+    lists = {name: values[:n_layer] for name in _PER_LAYER if (values := getattr(config, name)) is not None}
+    return replace(config, n_layer=n_layer, **lists)
+
+
 _built: dict[str, GPT] = {}
 
 

@@ -21,6 +21,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.fabric import block_dtype, materialize_with
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
+from toolkit.distributed.pipeline import Pipeline
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.distributed.tensor_parallel import split_model
 from toolkit.errors import UserError
@@ -129,6 +130,8 @@ def build_model(
         if (size := ranks.layout().tensor) > 1:
             rank = ranks.layout().coordinates(ranks.global_rank())["tensor"]
             values = split_model(spec.meta_model, size, rank, ranks.group("tensor"))(values)
+        if ranks.layout().pipeline > 1:
+            Pipeline(spec.meta_model, args.pipeline.schedule, fabric.device, fabric.autocast)
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     if isinstance(module, GPT):

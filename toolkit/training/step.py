@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from toolkit.data.loader import Batch
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, UserError
-from toolkit.objectives.base import Objective, means, scales
+from toolkit.objectives.base import Objective, Part, means, scales
 from toolkit.objectives.inputs import original_module
 from toolkit.optim.update import Update
 from toolkit.training.trace import BACKWARD, FORWARD
@@ -68,6 +68,23 @@ def train_step(
             with record_function(BACKWARD):
                 fabric.backward(loss)
         totals = {p.name: totals.get(p.name, 0) + sums[p.name].detach() for p in parts if p.name in sums}
+    return apply_step(update, parts, scale, totals, micro_batches, counts, overlap)
+
+
+def apply_step(
+    update: Update,
+    parts: tuple[Part, ...],
+    scale: Mapping[str, float],
+    totals: dict[str, torch.Tensor],
+    micro_batches: list[Batch],
+    counts: Mapping[str, int],
+    overlap: Callable[[], None],
+) -> StepResult:
+    """Clip and apply the accumulated gradient. ``totals`` are this rank's sums of the ``parts``.
+
+    Raises:
+        GuardError: See :func:`train_step`.
+    """
     norm = update.norm()
     local = torch.stack(list(totals.values()))
     if not ranks.is_first("tensor"):

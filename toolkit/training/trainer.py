@@ -28,6 +28,7 @@ from toolkit.training.build import build_callbacks, build_run, build_update, fin
 from toolkit.training.callbacks import Callback, notify, notify_exception
 from toolkit.training.callbacks.base import callback_states, load_callback_states
 from toolkit.training.callbacks.upload import finish_uploads
+from toolkit.training.pipeline_step import pipeline_step
 from toolkit.training.python_args import TrainResult, names_arguments, read_run_args, run_from_python
 from toolkit.training.rank_consistency import require_shared_disk
 from toolkit.training.run import Run, resolve_run
@@ -261,7 +262,8 @@ class Trainer:
         run = self.run
         set_learning_rate(run.optimizer, learning_rate)
         try:
-            result = train_step(run.fabric, run.objective, run.update, micro_batches, counts, run.overlap)
+            step = train_step if self.config.strategy.layout.pipeline == 1 else pipeline_step
+            result = step(run.fabric, run.objective, run.update, micro_batches, counts, run.overlap)
         except GuardError as error:
             run.saver.finish_after(error, is_on_all_ranks=True)
             raise GuardError(

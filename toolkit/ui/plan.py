@@ -49,12 +49,14 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
         "preset": config.preset,
         "strategy": str(config.strategy),
         "units": plan.units,
+        "stages": plan.stages,
         "precision": config.precision,
         "precision_hint": plan.precision_hint,
         "lr_scaling": plan.lr_scaling,
         "optimizer": config.optimizer["name"],
         "global_batch_size": config.batch.global_batch_size,
         "micro_batch_size": config.batch.micro_batch_size,
+        "data_parallel": config.batch.data_parallel,
         "compiler": plan.compiler[0],
         "reasons": {**config.reasons, **({"compiler": plan.compiler[1]} if plan.compiler[1] else {})},
         "gradient_accumulation_steps": config.batch.accumulation,
@@ -108,6 +110,7 @@ def format_plan(summary: dict[str, Any]) -> str:
     counts, memory = summary["parameters"], summary["memory_gb"]
     world = summary["devices"] * summary["num_nodes"]
     sharded = ", their gradients sharded" if summary["accumulate"] == "sharded" else ""
+    readers = summary["data_parallel"]
     where = f"{world} x {summary['device']}"
     # several devices may read the same rows
     readers = summary["global_batch_size"] // summary["micro_batch_size"] // summary["gradient_accumulation_steps"]
@@ -118,6 +121,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         *([f"           {hint}"] if (hint := summary["precision_hint"]) else []),
         *([f"Preset     {summary['preset']}"] if summary["preset"] else []),
         f"Strategy   {summary['strategy']}",
+        *([f"Pipeline   {summary['stages']}"] if summary["stages"] else []),
         *([f"FSDP units {summary['units']}"] if summary["units"] else []),
         f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "
         f"{readers} device{'s' if readers > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated{sharded}",

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,11 +91,12 @@ def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     """
     names = {id(shard_of(p)): canonical_name(name) for name, p in module.named_parameters()}
     local = [{k: _on_cpu(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    groups = [
-        {"params": [names[id(p)] for p in group["params"]], **values}
-        for group, values in zip(optimizer.param_groups, local, strict=True)
-    ]
-    by_rank = ranks.all_gather_object(local)
+    in_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    everywhere = ranks.all_gather_object((local, in_groups))
+    by_rank = [values for values, _ in everywhere]
+    # a pipeline stage has a part of the names
+    in_groups = [list(dict.fromkeys(chain(*same))) for same in zip(*(names for _, names in everywhere), strict=True)]
+    groups = [{"params": names, **values} for names, values in zip(in_groups, local, strict=True)]
     differ = any(_to_lists(values) != _to_lists(by_rank[0]) for values in by_rank)
     return {"param_groups": groups} | ({"param_groups_by_rank": by_rank} if differ else {})
 
@@ -123,14 +125,15 @@ def load_optimizer(
     """
     parts = _local_parameters(module, optimizer)
     by_name = {name: part for part in parts for name in part.names}
+    all_names = set().union(*ranks.all_gather_object(list(by_name)))  # pipeline stages have different parameters
     is_torch_optimizer = type(optimizer).__module__.startswith(("torch.optim", "toolkit."))
     try:
         where, entries = _read_entries(saved, file, folder)
-        _load_groups(optimizer, saved, by_name, file, is_torch_optimizer)
+        _load_groups(optimizer, saved, by_name, all_names - by_name.keys(), file, is_torch_optimizer)
         without = {canonical_name(name) for name in saved.get("without_state", [])}
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{file}: optimizer: malformed ({one_line(error)}); resume from another checkpoint") from error
-    if unknown := sorted(entries.keys() - by_name.keys()):
+    if unknown := sorted(entries.keys() - all_names):
         raise UserError(f"{where}: optimizer state of {unknown[0]!r:.100}: the optimizer has no such parameter{_FIX}")
     masters: dict[str, _LazyTensor] | None = None
     missing: list[_LocalParameter] = []
@@ -226,10 +229,14 @@ def _load_groups(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
     parts: dict[str, _LocalParameter],
+    elsewhere: set[str],
     file: Path,
     is_torch_optimizer: bool,
 ) -> None:
-    """Restore the values that an optimizer keeps in its param_groups."""
+    """Restore the values that an optimizer keeps in its param_groups.
+
+    ``elsewhere`` has the names of parameters that only other ranks have.
+    """
     groups = saved.get("param_groups")
     if not groups:
         return  # a checkpoint of an earlier version
@@ -238,7 +245,7 @@ def _load_groups(
             f"{file}: optimizer: has {len(groups)} param_groups, this run {len(optimizer.param_groups)}{_FIX}"
         )
     for i, group in enumerate(groups):
-        names = map(canonical_name, group["params"])
+        names = set(map(canonical_name, group["params"])) - elsewhere
         if {parts[name].group if name in parts else None for name in names} != {i}:
             raise UserError(
                 f"{file}: optimizer: param_groups: group {i} does not match the parameters of this run{_FIX}"

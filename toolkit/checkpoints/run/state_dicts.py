@@ -7,10 +7,12 @@ optimizer. ``module`` is always the wrapped module. All functions are collective
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,7 +40,8 @@ def full_state(
     fp32 masters of the optimizer replace the weights and are removed from its state. Tied weights are listed under all
     their names, as one tensor. On CUDA with ``offload`` only rank 0 gets the tensors, in CPU memory.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=offload and _on_cuda(module))
+    is_staged = ranks.layout().pipeline > 1  # every stage needs its tensors, to send them to rank 0
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload and _on_cuda(module) and not is_staged)
     if cuts := cuts_of(module):
         named = [(canonical_name(name), p.detach()) for name, p in module.named_parameters()]
         weights = {tied.get(name, name): _gather(value, options, cuts.get(name)) for name, value in named}
@@ -48,8 +51,39 @@ def full_state(
     if not _has_no_state(optimizer):
         state = _optimizer_state(module, optimizer, options)
     weights, state = _with_masters(weights, state, tied)
+    if is_staged:
+        weights, state = gather_stages(_untied(weights, tied)), gather_stages(state)
     weights |= {second: weights[first] for second, first in tied.items() if first in weights}
     return weights, {"state": state, **_group_state(module, optimizer, state)}
+
+
+def gather_stages(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of all pipeline stages by name, on rank 0 in CPU memory. Other ranks get their own stage's."""
+    if not ranks.is_first("replicate", "shard", "context", "tensor"):
+        return state
+    group = ranks.group("pipeline")
+    stages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(stages, _map_tensors(state, lambda tensor: tensor.detach().to("meta")), group=group)
+    if dist.get_rank(group) > 0:
+        rank0 = dist.get_global_rank(group, 0)
+        _map_tensors(state, lambda tensor: dist.send(tensor.detach().cpu().contiguous(), rank0, group=group))
+        return state
+    for i, stage in enumerate(stages[1:], 1):
+        received = _map_tensors(stage, partial(_receive, dist.get_global_rank(group, i), group))
+        state = state | {name: value for name, value in received.items() if name not in state}
+    return state
+
+
+def _receive(rank: int, group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
+    tensor = torch.empty(like.shape, dtype=like.dtype)
+    dist.recv(tensor, rank, group=group)
+    return tensor
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _map_tensors(inner, function) for key, inner in value.items()}
+    return function(value) if isinstance(value, torch.Tensor) else value
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -75,7 +109,10 @@ def sharded_state(
     state = _optimizer_state(module, optimizer, options)
     weights, state = _with_masters(weights, state, tied)
     tensors, values = _flatten(state)
-    return weights, tensors, {"values": values, **_group_state(module, optimizer, state)}
+    everywhere = ranks.all_gather_object((values, {name: bool(entries) for name, entries in state.items()}))
+    values = {name: value for part, _ in everywhere for name, value in part.items()}
+    with_state = {name: value for _, part in everywhere for name, value in part.items()}
+    return weights, tensors, {"values": values, **_group_state(module, optimizer, with_state)}
 
 
 def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) -> None:
@@ -87,7 +124,7 @@ def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) 
     load_sharded(as_pieces(_untied(weights, tied), cuts_of(module)), folder)
     if cuts_of(module):
         return  # the shards share memory with the parameters
-    weights |= {second: weights[first] for second, first in tied.items()}
+    weights |= {second: weights[first] for second, first in tied.items() if first in weights}
     _without_warnings(set_model_state_dict, module, weights)
 
 
@@ -149,7 +186,7 @@ def _gather(value: Any, options: StateDictOptions, cut: Cut | None = None) -> An
 
 
 def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's param_groups and the names of parameters without state."""
+    """Return the optimizer's param_groups and the names of parameters without state. ``state`` is of all stages."""
     groups = group_values(module, optimizer)
     names = [name for group in groups["param_groups"] for name in group["params"]]
     with_state = {canonical_name(name) for name, values in state.items() if values}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.gpt import GPT
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
@@ -90,6 +90,8 @@ class Prediction:
 
 def predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
     """Predict a step of ``plan`` on GPUs of this kind."""
+    size = plan.args.pipeline_parallel_size
+    require_option(size == 1, "pipeline_parallel_size", size, "--speed does not support pipelines; remove --speed")
     try:
         return _predict(plan, gpu)
     except (NotImplementedError, RuntimeError, TypeError) as error:

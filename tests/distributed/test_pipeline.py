@@ -1,0 +1,216 @@
+"""Pipeline parallelism trains what one process trains (N3), under every schedule and with FSDP2 inside the stages."""
+
+import csv
+import re
+import shutil
+
+import pytest
+import torch
+from helpers.cases import slow_except
+from helpers.groups import Case, losses, run_group, run_uninterrupted_and_killed_twice
+from helpers.processes import finish, flags_for, pretrain
+from helpers.small_runs import text_data, write_base, write_rows
+
+from toolkit.checkpoints.weights import load_weights
+from toolkit.distributed.stages import nearest_micro_batches
+
+LAYERS = ["--model_config.n_layer", "4"]
+UNTIED = [*LAYERS, "--train.tie_embeddings", "false"]
+BF16 = [*UNTIED, "--precision", "bf16-mixed"]
+NEOX = ["--model_name", "pythia-14m", *LAYERS]
+PACKED = ["--data.packing", "best_fit", "--train.max_seq_length", "48"]
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv")
+REFERENCES = {  # name: flags, command
+    "untied": (UNTIED, "pretrain"), "tied": (LAYERS, "pretrain"), "neox": (NEOX, "pretrain"),
+    "ragged": ([], "finetune_full"), "packed": (PACKED, "finetune_full"), "bf16": (BF16, "pretrain"),
+}  # fmt: skip
+PIPELINES = {  # name: reference, ranks, stages, schedule
+    **{f"2-{schedule}": ("untied", 2, 2, schedule) for schedule in SCHEDULES},
+    "2-tied": ("tied", 2, 2, "1f1b"), "2-tied-interleaved": ("tied", 2, 2, "interleaved"),
+    "2-neox": ("neox", 2, 2, "1f1b"), "2-ragged": ("ragged", 2, 2, "1f1b"), "2-packed": ("packed", 2, 2, "1f1b"),
+    "4-1f1b": ("untied", 4, 4, "1f1b"), "4-tied": ("tied", 4, 4, "1f1b"),
+    **{f"2x2-{schedule}": ("untied", 4, 2, schedule) for schedule in SCHEDULES}, "2x2-tied": ("tied", 4, 2, "1f1b"),
+    "2-bf16": ("bf16", 2, 2, "1f1b"), "2x2-bf16": ("bf16", 4, 2, "1f1b"),
+}  # fmt: skip
+EVALUATED = ["--eval.interval", "10", "--eval.max_iters", "2", "--eval.max_new_tokens", "8"]
+
+
+def pipeline(stages: int, schedule: str = "1f1b") -> list[str]:
+    return ["--pipeline_parallel_size", str(stages), "--pipeline.schedule", schedule]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, corpus) -> dict[str, list[str]]:
+    """The flags that the runs of a command share."""
+    common = [
+        "--accelerator", "cpu", "--train.global_batch_size", "8", "--train.micro_batch_size", "1",
+        "--train.max_steps", "20", "--train.learning_rate", "1e-3",
+    ]  # fmt: skip
+    base = write_base(tmp_path_factory.mktemp("base"), corpus, n_layer=4)
+    rows = ["--data", "JSON", "--data.json_path", str(write_rows(base)), "--data.prompt_style", "plain"]
+    text = ["--train.max_seq_length", "32", *text_data(corpus), *EVALUATED]
+    return {
+        "pretrain": [*common, *text],
+        "finetune_full": [str(base), *common, *rows, "--eval.interval", "10", "--eval.max_new_tokens", "0"],
+    }
+
+
+def case_of(name: str, flags: list[str], command: str, shared: dict[str, list[str]]) -> Case:
+    if command == "pretrain" and "--model_name" not in flags:
+        flags = ["--model_name", "pico-llama", *flags]
+    return Case(name, [*shared[command], *flags], look_at="gradients", command=command)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shared, request):
+    """Run the selected pipelines and what they are compared with."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = {item.callspec.params.get("name") for item in items} & PIPELINES.keys()
+    needed = {PIPELINES[name][0] for name in wanted}
+    cases = [case_of(name, *REFERENCES[name], shared) for name in sorted(needed)]
+    if "bf16" in needed:
+        for micro in (8, 4):  # other micro-batch splits: the tolerance of bf16
+            flags = [*BF16, "--train.micro_batch_size", str(micro)]
+            cases.append(case_of(f"split-{micro}", flags, "pretrain", shared))
+    seen = run_group(folder, 1, cases, [])
+    for size in (2, 4):
+        cases = []
+        for name in sorted(wanted):
+            reference, ranks, stages, schedule = PIPELINES[name]
+            flags, command = REFERENCES[reference]
+            if ranks == size:
+                cases.append(case_of(name, [*flags, *pipeline(stages, schedule)], command, shared))
+        seen |= run_group(folder, size, cases, [])
+    return folder, seen
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b) == 20
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+FP32 = [name for name, (reference, *_) in PIPELINES.items() if reference != "bf16"]
+ALWAYS = ["2-1f1b"]
+
+
+@pytest.mark.parametrize("name", slow_except(ALWAYS, FP32))
+def test_n3_pipeline_trains_what_one_process_trains(runs, name):
+    runs, seen = runs
+    reference = PIPELINES[name][0]
+    assert seen[name][0]["initial"] == seen[reference][0]["initial"]  # bit-equal, by two sums of each weight
+    assert relative(losses(runs / name), losses(runs / reference)) < 1e-5
+    gradients, expected = (torch.load(runs / f"{run}.gradients") for run in (name, reference))
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        assert (gradient - expected[key]).norm() <= 1e-6 * expected[key].norm(), key
+    weights, whole = (load_weights(runs / run / "final") for run in (name, reference))
+    assert weights.keys() == whole.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name not in FP32])
+def test_n3_pipeline_in_bf16(runs, name):
+    runs, _ = runs
+    one = losses(runs / "bf16")
+    allowed = 2 * max(relative(losses(runs / f"split-{micro}"), one) for micro in (8, 4))
+    assert relative(losses(runs / name), one) <= allowed < 2e-3
+
+
+def validated(folder) -> list[float]:
+    with open(folder / "logs" / "metrics.csv", newline="") as file:
+        return [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+
+
+def samples(folder) -> list[list[str]]:
+    """Return the samples of the runs of each group, from rank 0's output."""
+    outputs = [path.read_text() for path in sorted(folder.glob("group-*/0.out"))]
+    return [re.findall(r"^sample after.*\n(?:    .*\n)+", output, re.M) for output in outputs]
+
+
+@pytest.mark.parametrize("name", slow_except(ALWAYS, ["2-1f1b", "2-interleaved", "2-zbv", "2x2-tied"]))
+def test_validation_and_samples_go_through_the_stages(runs, name):
+    runs, _ = runs
+    expected = validated(runs / PIPELINES[name][0])
+    assert len(expected) == 2 and validated(runs / name) == pytest.approx(expected, rel=1e-5)
+    groups = [set(group) for group in samples(runs)]
+    assert len(groups) > 1 and all(groups)
+    assert all(group <= groups[0] for group in groups[1:])  # those of one process
+
+
+# Per step of 8 micro-batches: the residual stream and its gradient over each link, the loss, the norm over shards and
+# over stages, and between shards one reduction per unit.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "stages", "passed", "reduced"), [(2, 2, [16, 16], 3), (4, 4, [16, 32, 32, 16], 3), (4, 2, [8] * 4, 6)]
+)
+def test_collectives_of_a_step(tmp_path, shared, ranks, stages, passed, reduced):
+    flags = ["--model_name", "pico-llama", *UNTIED, *pipeline(stages), "--train.max_steps", "3", "--eval.interval", "0"]
+    case = Case("counted", [*shared["pretrain"], *flags], look_at="collectives")
+    seen = run_group(tmp_path, ranks, [case], [])["counted"]
+    for rank, expected in zip(seen, passed, strict=True):
+        counts = rank["collectives"]
+        assert counts["gloo:send"] + counts["gloo:recv"] == expected, counts
+        assert sum(n for name, n in counts.items() if "reduce" in name) == reduced, counts
+
+
+KEPT = ["--train.save_interval", "7", "--train.keep_last", "0"]
+LAYOUTS = {"pp2": (2, 2), "pp4": (4, 4), "2x2": (4, 2), "fsdp": (2, 1), "one": (1, 1)}
+RESUMES = [
+    ("pp2", "pp2", "sharded", True), ("pp2", "pp2", "full", False), ("pp4", "pp4", "sharded", True),
+    ("2x2", "2x2", "full", True), ("pp2", "one", "sharded", True), ("pp2", "pp4", "full", True),
+    ("pp4", "pp2", "sharded", False), ("pp2", "fsdp", "full", True), ("fsdp", "pp2", "sharded", True),
+    ("one", "pp2", "full", True), ("2x2", "pp2", "sharded", True), ("pp4", "one", "full", True),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "target", "kind", "tied"), RESUMES)
+def test_s2_resume_between_pipelines_and_other_layouts(tmp_path, shared, source, target, kind, tied):
+    def run(layout: str, *flags: str) -> None:
+        ranks, stages = LAYOUTS[layout]
+        model = ["--model_name", "pico-llama", *(LAYERS if tied else UNTIED), "--fsdp.state_dict_type", kind]
+        strategy = ["--strategy", "fsdp"] if ranks > 1 else []
+        flags = (*shared["pretrain"], *model, *KEPT, *pipeline(stages), *strategy, *flags)
+        run_group(tmp_path, ranks, [Case(layout, list(flags), out="run")], [])
+
+    run(source)
+    uninterrupted, weights = losses(tmp_path / "run"), load_weights(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "step-00000014")
+    run(target, "--resume", "auto")
+    continued, again = losses(tmp_path / "run"), load_weights(tmp_path / "run" / "final")
+    if source == target:
+        assert continued == uninterrupted
+        assert all(torch.equal(again[name], weights[name]) for name in weights)
+    assert continued == pytest.approx(uninterrupted, rel=1e-5)
+    for name in weights:
+        assert (again[name] - weights[name]).norm() <= 2e-4 * weights[name].norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--train.async_save", "true"], ["--fsdp.state_dict_type", "sharded"]])
+def test_s2_pipeline_killed_twice_is_bit_equal(tmp_path, shared, options):
+    words = ["pretrain", "pico-llama", *shared["pretrain"], *LAYERS, *pipeline(2), *options, "--devices", "2"]
+    run_uninterrupted_and_killed_twice(words, tmp_path)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")
+    killed, whole = (load_weights(tmp_path / name / "final") for name in ("killed", "uninterrupted"))
+    assert all(torch.equal(killed[name], whole[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_error_in_a_middle_stage_ends_all_ranks_with_one_line(corpus, tmp_path):
+    flags = [*flags_for(corpus, tmp_path, micro_batch_size=1), "--model_config.n_layer", "3", *pipeline(3)]
+    process = pretrain("--devices", "3", *flags, "--callbacks", "helpers.faulty_callbacks.FailInBlock")
+    _, err = finish(process)
+    assert process.returncode == 1
+    assert err.count("Traceback (most recent call last)") == 1
+    assert re.search(r"^toolkit pretrain: rank 1: ValueError: this block is broken$", err, re.M), err
+
+
+def test_micro_batches_that_a_schedule_supports():
+    for schedule, size, n, nearest in [
+        ("1f1b", 4, 4, [4]), ("1f1b", 4, 2, [4]), ("zbv", 2, 3, [3]),
+        ("interleaved", 2, 5, [4, 6]), ("interleaved", 4, 9, [8, 10]), ("interleaved", 4, 3, [4]),
+    ]:  # fmt: skip
+        assert nearest_micro_batches(schedule, size, n) == nearest
