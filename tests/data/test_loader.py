@@ -147,6 +147,8 @@ def test_ragged_rows_are_padded_to_the_longest():
 
 def test_lengths_are_rounded_up_only_on_cuda_and_within_the_context():
     assert choose_padding("cuda", True, 100) == Padding(64, 100)
+    assert choose_padding("cuda", True, 384, 6) == Padding(192, 384)
+    assert choose_padding("cpu", False, 100, 4) == Padding(4, 100)
     for case in [("cuda", True, None), ("cuda", False, 100), ("cpu", True, 100), ("mps", True, 100)]:
         assert choose_padding(*case) == NO_ROUNDING
     assert [Padding(64, 100).width(n) for n in (1, 63, 64, 65, 100)] == [64, 64, 64, 100, 100]

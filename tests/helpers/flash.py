@@ -50,7 +50,7 @@ def kernels_on_cpu(backend: str = "aot_eager_decomp_partition", may_fail: bool =
 def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, debug, *, scale, **window):
     """``aten::_flash_attention_forward``: (B, T, heads, width), or (tokens, heads, width) with cu_seqlens."""
     check(q, k, v, cu_q, cu_k, max_q, max_k, dropout)
-    scores = scores_of(q, k, cu_q, max_q, is_causal, scale, **window)
+    scores = scores_of(q, k, cu_q, cu_k, is_causal, scale, **window)
     lse = scores.logsumexp(-1)
     out = torch.einsum("...hqk,...khd->...qhd", (scores - lse[..., None]).exp(), repeated(v, q).to(scores.dtype))
     return out.to(q.dtype), lse, None, None, None
@@ -60,7 +60,7 @@ def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_caus
     """``aten::_flash_attention_backward``: probabilities from the log-sum-exp, as Dao 2023 (arXiv 2307.08691)."""
     check(q, k, v, cu_q, cu_k, max_q, max_k, dropout)
     assert out.shape == grad.shape == q.shape and rng.dtype == torch.uint64
-    scores = scores_of(q, k, cu_q, max_q, is_causal, scale, **window)
+    scores = scores_of(q, k, cu_q, cu_k, is_causal, scale, **window)
     p, grad, q_, out = (scores - lse[..., None]).exp(), *(t.to(scores.dtype) for t in (grad, q, out))
     delta = (grad * out).sum(-1).transpose(-1, -2)[..., None]
     ds = scale * p * (torch.einsum("...qhd,...khd->...hqk", grad, repeated(v, q).to(p.dtype)) - delta)
@@ -74,24 +74,31 @@ def check(q, k, v, cu_q, cu_k, max_q, max_k, dropout):
     """What aten's operators demand."""
     assert q.dtype == k.dtype == v.dtype and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert q.size(-1) % 8 == 0 and q.size(-1) <= 256 and q.size(-2) % k.size(-2) == 0 and dropout == 0.0
-    assert max_q == max_k and cu_q is cu_k
-    if cu_q is None:
-        assert q.dim() == 4 and max_q == q.size(1)
-    else:
-        assert q.dim() == 3 and cu_q.dtype == torch.int32 and cu_q.is_contiguous()
-        lengths = cu_q.diff()
-        assert cu_q[0] == 0 and cu_q[-1] == len(q) and lengths.min() >= 0 and lengths.max() <= max_q
+    for tensor, bounds, longest in ((q, cu_q, max_q), (k, cu_k, max_k)):
+        if bounds is None:
+            assert tensor.dim() == 4 and longest == tensor.size(1)
+        else:
+            assert tensor.dim() == 3 and bounds.dtype == torch.int32 and bounds.is_contiguous()
+            lengths = bounds.diff()
+            assert bounds[0] == 0 and bounds[-1] == len(tensor) and lengths.min() >= 0 and lengths.max() <= longest
+    if cu_q is not None:
+        assert len(cu_q) == len(cu_k) and not (cu_q.diff() > cu_k.diff()).any()
 
 
-def scores_of(q, k, cu_seqlens, n, is_causal, scale, *, window_size_left, window_size_right):
-    """(..., heads, queries, keys), -inf where not visible."""
-    at = torch.arange(q.size(-3))
-    document = torch.zeros_like(at) if cu_seqlens is None else torch.bucketize(at, cu_seqlens[1:].long(), right=True)
-    mask = document[:, None] == document
+def scores_of(q, k, cu_q, cu_k, is_causal, scale, *, window_size_left, window_size_right):
+    """(..., heads, queries, keys), -inf where not visible. A document's last query is aligned with its last key."""
+    places = []
+    for tensor, bounds in ((q, cu_q), (k, cu_k)):
+        at = torch.arange(tensor.size(-3))
+        bounds = torch.tensor([0, len(at)]) if bounds is None else bounds.long()
+        document = torch.bucketize(at, bounds[1:], right=True)
+        places.append((document, at - bounds[1:][document]))  # negative: tokens to the end of the document
+    (document, query), (document_of_key, key) = places
+    mask = document[:, None] == document_of_key
     if is_causal or window_size_right == 0:
-        mask &= at <= at[:, None]
+        mask &= key <= query[:, None]
     if window_size_left >= 0:
-        mask &= at >= at[:, None] - window_size_left
+        mask &= key >= query[:, None] - window_size_left
     exact = torch.promote_types(q.dtype, torch.float32)
     return torch.einsum("...qhd,...khd->...hqk", q.to(exact), repeated(k, q).to(exact) * scale).masked_fill(
         ~mask, float("-inf")

@@ -163,7 +163,8 @@ def counting(seen: dict, train_step):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             result = train_step(*args, **options)
         names = Counter(event.name for event in profile.events())
-        seen["collectives"] = {name: n for name, n in names.items() if name.startswith("gloo:")}
+        own = ("gloo:", "toolkit::gather", "toolkit::scatter")
+        seen["collectives"] = {name: n for name, n in names.items() if name.startswith(own)}
         return result
 
     return counted

@@ -1,5 +1,6 @@
 """Attention kernels for CUDA against masks: the same calls on a CPU with flash attention in plain torch."""
 
+import itertools
 import warnings
 from dataclasses import replace
 from unittest import mock
@@ -89,9 +90,9 @@ def mask_of_blocks(mask: attention_kernels.FlexMask, T: int) -> torch.Tensor:
 def cases() -> list[KernelCase]:
     kinds = [("flash", False, None), ("flash", True, None), ("flex", True, 20.0)]
     return [
-        KernelCase(KernelChoice(name, always), CPU, torch.float64, (4, 2, 16), 0.2, softcap, True, has_documents)
+        KernelCase(KernelChoice(name, always), CPU, torch.float64, (4, 2, 16), 0.2, softcap, True, *has)
         for name, always, softcap in kinds
-        for has_documents in (False, True)
+        for has in itertools.product((False, True), (False, True))  # documents, context
     ]
 
 
@@ -234,22 +235,23 @@ def test_user_provided_modules_get_no_document_bounds():
 def test_operators_have_the_shapes_of_aten_on_fake_cuda_tensors():
     """The schemas of torch's operators, and the shapes that torch.compile is told, on tensors without data."""
     forward, backward = attention_kernels._flash, attention_kernels._flash_backward_op
-    for is_packed in (False, True):
-        for has_sinks in (False, True):
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                qkv = torch.empty(2, 64, 8, 32, device="cuda", dtype=torch.bfloat16).split((4, 2, 2), dim=2)
-                sinks = torch.empty(4, device="cuda") if has_sinks else None
-                cu_seqlens = torch.empty(9, device="cuda", dtype=torch.int32) if is_packed else None
-                length = 64 if is_packed else None  # of a fake tensor, no number could be read
-                bounds = (cu_seqlens, length, 15, 0.1)
-                out, lse = forward._init_fn(*qkv, sinks, *bounds)
-                arguments = (torch.empty_like(out), *qkv, out, lse, sinks, *bounds)
-                gradients = backward._init_fn(*arguments)
-                told = *forward._abstract_fn(*qkv, sinks, *bounds), *backward._abstract_fn(*arguments)
-            for found, expected in zip((out, lse, *gradients), told, strict=True):
-                assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
-                assert found.stride() == expected.stride()
-            assert lse.shape == ((4, 128) if is_packed else (2, 4, 64))
+    for is_packed, has_sinks, T in itertools.product((False, True), (False, True), (64, 16)):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q, k, v = torch.empty(2, 64, 8, 32, device="cuda", dtype=torch.bfloat16).split((4, 2, 2), dim=2)
+            qkv = (q.split(T, dim=1)[-1], k, v)
+            sinks = torch.empty(4, device="cuda") if has_sinks else None
+            cu_seqlens = torch.empty(9, device="cuda", dtype=torch.int32) if is_packed else None
+            cu_queries = cu_seqlens if T < 64 else None
+            length = 64 if is_packed else None  # of a fake tensor, no number could be read
+            bounds = (cu_seqlens, cu_queries, length, 15, 0.1)
+            out, lse = forward._init_fn(*qkv, sinks, *bounds)
+            arguments = (torch.empty_like(out), *qkv, out, lse, sinks, *bounds)
+            gradients = backward._init_fn(*arguments)
+            told = *forward._abstract_fn(*qkv, sinks, *bounds), *backward._abstract_fn(*arguments)
+        for found, expected in zip((out, lse, *gradients), told, strict=True):
+            assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
+            assert found.stride() == expected.stride()
+        assert lse.shape == ((4, 2 * T) if is_packed else (2, 4, T))
 
 
 @pytest.mark.gpu

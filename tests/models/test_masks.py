@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from toolkit.models.masks import AttentionMask, AttentionMaskBuilder
+from toolkit.models.context_parallel import ContextGroup
+from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, ContextMaskBuilder
 
 CPU = torch.device("cpu")
 
@@ -25,12 +26,17 @@ def reference_mask(n_cached: int, n_new: int, window: int | None, documents: tor
 def as_mask(n_cached: int, n_new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
     """The full mask equivalent to the arguments of the kernels."""
     attn_mask = AttentionMaskBuilder(n_cached, n_new, CPU, documents).for_window(window)
+    return as_rows(attn_mask, n_new, n_cached + n_new, n_cached + n_new)
+
+
+def as_rows(attn_mask: AttentionMask, n_new: int, end: int, total: int) -> torch.Tensor:
+    """The mask of ``n_new`` queries over ``total`` keys; the last key that it covers is ``end - 1``."""
     mask = attn_mask.mask
     if mask is None:
         mask = torch.ones(n_new, attn_mask.n_keys, dtype=torch.bool)
         mask = mask.tril() if attn_mask.is_causal else mask
     mask = mask.view(-1, n_new, attn_mask.n_keys)
-    return torch.cat((mask.new_zeros(mask.size(0), n_new, n_cached + n_new - attn_mask.n_keys), mask), dim=2)
+    return torch.nn.functional.pad(mask, (end - attn_mask.n_keys, total - end))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
@@ -54,3 +60,20 @@ def test_no_mask_where_fast_paths_apply():
     assert AttentionMaskBuilder(20, 2, CPU).for_window(4).mask.shape == (2, 5)  # excludes keys outside all windows
     builder = AttentionMaskBuilder(0, 9, CPU)
     assert builder.for_window(3).mask is builder.for_window(3).mask  # built once for all layers
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_n9_masks_of_context_parallel_chunks_are_rows_of_the_reference(window):
+    packed = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [0, 0, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1]])
+    for documents in (None, packed):
+        reference = reference_mask(0, 12, window, documents)
+        for size in (2, 3):
+            for rank in range(size):
+                group = ContextGroup(rank, size)
+                masks = ContextMaskBuilder(group, 12, CPU, documents).for_window(window)
+                own = group.split(torch.arange(12)).chunk(2)
+                for start, rows, mask in zip(group.chunk_starts(len(own[0])), own, masks.chunks, strict=True):
+                    end = start + len(rows)
+                    assert rows.tolist() == list(range(start, end))
+                    dense = as_rows(mask, len(rows), end, 12)
+                    assert torch.equal(dense, reference[:, rows].expand_as(dense))

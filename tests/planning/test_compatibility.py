@@ -17,6 +17,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.objectives import NextToken
 from toolkit.planning import compatibility
 from toolkit.planning.auto import with_options
 from toolkit.planning.batch import plan_batch
@@ -38,8 +39,13 @@ SPLIT = {"tensor_parallel_size": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
 FSDP1 = {"strategy": "fsdp1"}
+CONTEXT = {"context_parallel_size": 2}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
 PIPELINE, MICRO, LLAMA = {"pipeline_parallel_size": 2}, {"devices": 2, "micro": 8}, get_config("mini-llama")
+
+
+class Preferences(NextToken):
+    """An objective of an extension."""
 
 
 def facts_of(options: dict, *, devices=1, device="cpu", precision="32-true", micro=None, **facts) -> Facts:
@@ -73,6 +79,16 @@ CASES = [
     ({"strategy": "ddp", "ddp.static_graph": True}, {"devices": 2, "micro": 8},
      "--ddp.static_graph true is not supported with accumulation (global batch 64 = micro batch 8 x 2 devices x 4 "
      "accumulated): torch's DDP cannot combine them; use --train.micro_batch_size 32"),
+    (CONTEXT, FSDP | {"model": get_config("Mixtral-8x7B-v0.1")},
+     "--context_parallel_size 2 is not supported with experts (MoE): the load-balancing loss needs complete rows; "),
+    (CONTEXT | MODULE | {"block_classes": (nn.Linear,)}, FSDP,
+     "--context_parallel_size 2 is not supported with a user-provided or extension model: only toolkit's GPT splits "),
+    (CONTEXT | {"objective": Preferences()}, FSDP,
+     "--context_parallel_size 2 is not supported with --objective Preferences: only the next-token loss is a sum over"),
+    (CONTEXT | {"pipeline_parallel_size": 2, "train.micro_batch_size": 1}, {"devices": 4, "micro": 1},
+     "--context_parallel_size 2 is not supported with --pipeline_parallel_size 2: stages pass on complete rows; "),
+    (CONTEXT | {"compiler": "thunder"}, FSDP,
+     "--context_parallel_size 2 is not supported with --compiler thunder; use --compiler torch or none"),
     ({"strategy": "ddp", "tensor_parallel_size": 2}, {"devices": 2},
      "--tensor_parallel_size 2 is not supported with --strategy ddp: only FSDP2 can be combined with it; use "
      "--strategy fsdp"),

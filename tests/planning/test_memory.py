@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from toolkit.models import attention
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.config import ModelConfig
+from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
@@ -177,6 +179,21 @@ def test_activations_of_lora_training_match_autograd(family, lora, precision):
 def test_packed_rows_save_a_mask_in_every_layer(family):
     setup = setup_of(family, "bf16-true", packed=True)
     assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_context_parallel_ranks_save_activations_of_their_tokens_and_all_keys(packed):
+    def all_keys(group: ContextGroup, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(t.repeat(1, 1, group.size, 1) for t in own)
+
+    setup = setup_of("llama", "32-true", packed=packed)
+    shared = replace(setup, strategy=replace(SINGLE, kind="fsdp", sharding="FULL_SHARD", layout=Layout(context=4)))
+    model = build(setup)
+    model.context = ContextGroup(0, 4)
+    with mock.patch.object(ContextGroup, "gather", all_keys):
+        expected = saved_bytes(setup, model)
+    assert plan_memory(shared).activations == pytest.approx(expected, rel=0.1)
+    assert expected < 0.5 * saved_bytes(setup)
 
 
 def test_activations_grow_with_tokens_and_layers():

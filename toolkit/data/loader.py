@@ -4,6 +4,7 @@ any number of ranks without replaying earlier steps."""
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import signal
@@ -53,14 +54,15 @@ class Padding(NamedTuple):
 NO_ROUNDING = Padding()
 
 
-def choose_padding(device_type: str, is_ragged: bool, limit: int | None) -> Padding:
+def choose_padding(device_type: str, is_ragged: bool, limit: int | None, divisor: int = 1) -> Padding:
     """Round lengths up on CUDA, where each new length triggers kernel selection and fragments memory.
 
     On CPU, lengths are not rounded: padding costs as much as real tokens. ``limit`` is the context length, or None if
-    unknown.
+    unknown. ``divisor`` must divide every length.
     """
     should_round = device_type == "cuda" and is_ragged and limit is not None
-    return Padding(PAD_MULTIPLE, limit) if should_round else NO_ROUNDING
+    multiple = math.lcm(PAD_MULTIPLE if should_round else 1, divisor)
+    return Padding(multiple, limit) if multiple > 1 else NO_ROUNDING
 
 
 @dataclass

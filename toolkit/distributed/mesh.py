@@ -48,6 +48,11 @@ class Layout:
         """Number of ranks whose losses, tokens and gradients are summed."""
         return self.data_parallel * self.context
 
+    @property
+    def length_divisor(self) -> int:
+        """Divisor of every sequence length: each context-parallel rank computes two chunks of a row."""
+        return 2 * self.context if self.context > 1 else 1
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate in each dimension."""
         places = {}

@@ -38,8 +38,8 @@ class StrategyPlan:
 
     @property
     def shards(self) -> int:
-        """Ranks per model replica."""
-        return self.layout.shard
+        """Ranks over which the weights are sharded."""
+        return self.layout.shard * self.layout.context
 
     def __str__(self) -> str:
         if self.extension is not None:

@@ -62,6 +62,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads or groups, T, head_size)
         if cache is not None:
             k, v = cache.update(k, v)
+        if attn_mask.context is not None:
+            k, v = attn_mask.context.gather(k, v)
         k, v = k[:, :, -attn_mask.n_keys :], v[:, :, -attn_mask.n_keys :]
         y = attend(q, k, v, attn_mask, self.scale, self.softcap, self.sinks)
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
@@ -98,6 +100,12 @@ def attend(
     q: (B, n_head, T, width), multiplied by ``scale``; k and v: (B, n_query_groups, keys, width). Returns (B, n_head, T,
     width), in the dtype of q or the autocast dtype.
     """
+    if attn_mask.context is not None:
+        size, outputs = q.size(2) // 2, list[torch.Tensor]()
+        for start, mask in zip(attn_mask.context.chunk_starts(size), attn_mask.chunks, strict=True):
+            keys, queries = slice(start + size - mask.n_keys, start + size), q.chunk(2, dim=2)[len(outputs)]
+            outputs.append(attend(queries, k[:, :, keys], v[:, :, keys], mask, scale, softcap, sinks))
+        return torch.cat(outputs, dim=2)
     if attn_mask.kernel_mask is None:
         if softcap is not None:
             return softcap_attention(q, k, v, attn_mask, scale, softcap)

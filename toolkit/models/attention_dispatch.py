@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from toolkit.models.attention import attend
 from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.config import ModelConfig
-from toolkit.models.masks import AttentionMaskBuilder, KernelChoice
+from toolkit.models.context_parallel import ContextGroup
+from toolkit.models.masks import AttentionMaskBuilder, ContextMaskBuilder, KernelChoice
 from toolkit.private_torch import has_no_data
 
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -32,9 +33,10 @@ class KernelCase(NamedTuple):
     softcap: float | None
     has_windows: bool
     has_documents: bool
+    has_context: bool = False
 
 
-def kernel_of(config: ModelConfig, has_documents: bool) -> KernelChoice | None:
+def kernel_of(config: ModelConfig, has_documents: bool, has_context: bool = False) -> KernelChoice | None:
     """Return the kernel that replaces masks on CUDA in 16 bits; None if there is none or no mask is needed."""
     width = max(config.head_size, config.value_size)
     if width > MAX_WIDTH or width % 8:
@@ -42,8 +44,8 @@ def kernel_of(config: ModelConfig, has_documents: bool) -> KernelChoice | None:
     if config.attention_logit_softcapping is not None:
         return KernelChoice("flex", for_causal=True)
     has_windows = any(config.window(layer) is not None for layer in range(config.n_layer))
-    if has_documents or has_windows or config.attention_sinks:
-        return KernelChoice("flash", for_causal=config.attention_sinks)
+    if has_documents or has_windows or config.attention_sinks or has_context:
+        return KernelChoice("flash", for_causal=config.attention_sinks or has_context)
     return None
 
 
@@ -59,7 +61,11 @@ def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
 
 
 def choose_kernel(
-    config: ModelConfig, x: torch.Tensor, has_documents: bool = False, has_bounds: bool = False
+    config: ModelConfig,
+    x: torch.Tensor,
+    has_documents: bool = False,
+    has_bounds: bool = False,
+    has_context: bool = False,
 ) -> KernelChoice | None:
     """Return the kernel for a forward pass without a KV cache; None for ``scaled_dot_product_attention``.
 
@@ -71,13 +77,14 @@ def choose_kernel(
         x: Embedded tokens. The blocks run on this device and, without autocast, in this dtype.
         has_documents: Rows are packed.
         has_bounds: The batch has the document bounds that FlashAttention needs.
+        has_context: Queries are of a part of each row, see :mod:`toolkit.models.context_parallel`.
     """
     device = x.device
     if (
         device.type not in DEVICES or torch.compiler.is_compiling()
     ):  # compiling the complete model, which cannot include the self-check
         return None
-    kernel = kernel_of(config, has_documents)
+    kernel = kernel_of(config, has_documents, has_context)
     is_mixed = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if is_mixed else x.dtype
     if kernel is None or dtype not in DTYPES or (kernel.name == "flash" and has_documents and not has_bounds):
@@ -92,6 +99,7 @@ def choose_kernel(
         config.attention_logit_softcapping,
         any(config.window(layer) is not None for layer in range(config.n_layer)),
         has_documents,
+        has_context,
     )
     if has_no_data(x):  # planning uses meta tensors, which have no values to compare
         return kernel
@@ -123,7 +131,8 @@ def _largest_error(case: KernelCase) -> float:
     T, (n_head, n_groups, width) = 320, case.heads
     n_head, n_groups = 2 * n_head // n_groups, 2
     generator = torch.Generator().manual_seed(0)  # a separate generator keeps the run's RNG state
-    shapes = [(2, n_head, T, width), *[(2, n_groups, T, width)] * 2, (2, n_head, T, width), (n_head,)]
+    queries = (2, n_head, T // 2 if case.has_context else T, width)
+    shapes = [queries, *[(2, n_groups, T, width)] * 2, queries, (n_head,)]
     q, k, v, direction, sinks = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
     scores = (case.softcap or 5.0) / 5  # standard deviation, large enough for the cap to matter
     inputs = [q * scores / (case.scale * width**0.5), k, v]
@@ -148,14 +157,14 @@ def _outputs(
     window: int | None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the output, and the gradients of q, k, v and any sinks."""
-    mask = _check_masks(case, values[0].size(2), kernel).for_window(window)
+    mask = _check_masks(case, values[1].size(2), kernel).for_window(window)
     q, k, v, *sinks = inputs = [value.detach().requires_grad_() for value in values]
     with torch.autocast(case.device.type, enabled=False):
         y = attend(q, k, v, mask, case.scale, case.softcap, sinks[0] if sinks else None)
     return y, *torch.autograd.grad(y, inputs, direction.to(y))
 
 
-def _check_masks(case: KernelCase, T: int, kernel: KernelChoice | None) -> AttentionMaskBuilder:
+def _check_masks(case: KernelCase, T: int, kernel: KernelChoice | None) -> AttentionMaskBuilder | ContextMaskBuilder:
     """Return masks for two rows: several documents with padding, and a single document."""
     documents, bounds = None, None
     if case.has_documents:
@@ -165,4 +174,7 @@ def _check_masks(case: KernelCase, T: int, kernel: KernelChoice | None) -> Atten
         documents[0, 280:] = -1
         bounds = document_bounds(documents).to(case.device)
         documents = documents.to(case.device)
-    return AttentionMaskBuilder(0, T, case.device, documents, batch_size=2, kernel=kernel, bounds=bounds)
+    options = case.device, documents, 0, 2, kernel, bounds
+    if case.has_context:
+        return ContextMaskBuilder(ContextGroup(rank=0, size=2), T, *options)
+    return AttentionMaskBuilder(0, T, *options)

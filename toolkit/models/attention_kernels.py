@@ -67,21 +67,36 @@ class FlashMask(NamedTuple):
         cu_seqlens: See :class:`DocumentBounds`, on the device. None if each row is one document.
         max_length: See :class:`DocumentBounds`. An int64 scalar tensor on the CPU, because a Python int would give
             compiled blocks one graph per value.
+        cu_queries: Same as ``cu_seqlens``, for the queries if they are only the last tokens of the keys.
     """
 
     window: int
     cu_seqlens: torch.Tensor | None = None
     max_length: torch.Tensor | None = None
+    cu_queries: torch.Tensor | None = None
 
 
-def make_flash_mask(window: int | None, bounds: DocumentBounds | None) -> FlashMask:
-    """Return a layer's mask. ``window`` includes the current token; None for full attention."""
+def make_flash_mask(
+    window: int | None, bounds: DocumentBounds | None, chunk: tuple[int, int, int] | None = None
+) -> FlashMask:
+    """Return a layer's mask. ``window`` includes the current token; None for full attention.
+
+    With ``chunk`` (start, end, T), the queries are tokens ``start`` to ``end`` of rows of T tokens, and the keys are
+    the tokens before ``end``. FlashAttention aligns a document's last query with its last key, so each document is cut
+    at ``end``.
+    """
     n_before = -1 if window is None else window - 1
     if bounds is None:
         return FlashMask(n_before)
+    cu_seqlens, cu_queries = bounds.cu_seqlens, None
+    if chunk is not None:
+        start, end, T = chunk
+        row, at = cu_seqlens // T, cu_seqlens % T
+        cu_seqlens, cu_queries = row * end + at.clamp(max=end), row * (end - start) + (at - start).clamp(0, end - start)
+        mark_dynamic(cu_queries, 0)
     # one graph for any number of documents
-    mark_dynamic(bounds.cu_seqlens, 0)
-    return FlashMask(n_before, bounds.cu_seqlens, torch.tensor(bounds.max_length, device="cpu"))
+    mark_dynamic(cu_seqlens, 0)
+    return FlashMask(n_before, cu_seqlens, torch.tensor(bounds.max_length, device="cpu"), cu_queries)
 
 
 def flash_attention(
@@ -94,7 +109,7 @@ def flash_attention(
 ) -> torch.Tensor:
     """Compute attention, optionally with sinks (see :func:`toolkit.models.attention.sink_attention`)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out, _ = _flash(q, k, v, sinks, mask.cu_seqlens, mask.max_length, mask.window, scale)
+    out, _ = _flash(q, k, v, sinks, mask.cu_seqlens, mask.cu_queries, mask.max_length, mask.window, scale)
     return out.transpose(1, 2)
 
 
@@ -106,6 +121,7 @@ def _flash(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    cu_queries: torch.Tensor | None,
     max_length: torch.Tensor | None,
     window: int,
     scale: float,
@@ -116,9 +132,9 @@ def _flash(
     log(e^lse + e^sink) and out' = out * e^(lse - lse'). FlashAttention's backward pass recomputes probabilities from
     the log-sum-exp. Passing out' and lse' therefore gives the gradients with the sink.
     """
-    n, options = _options(q, max_length, window, scale)
+    lengths, options = _options((q, k), (cu_queries, cu_seqlens), max_length, window, scale)
     q_, k_, v_ = _flatten((q, k, v), cu_seqlens)
-    out, lse, *_ = FLASH_FORWARD(q_, k_, v_, cu_seqlens, cu_seqlens, n, n, 0.0, window < 0, False, **options)
+    out, lse, *_ = FLASH_FORWARD(q_, k_, v_, *lengths, 0.0, window < 0, False, **options)
     if sinks is not None:
         with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         out = (out * (lse - with_sinks).exp().transpose(-1, -2).unsqueeze(-1)).to(q.dtype)
@@ -128,8 +144,7 @@ def _flash(
 
 @_flash.register_fake
 def _(
-    q: torch.Tensor, k: Any, v: Any, sinks: Any, cu_seqlens: torch.Tensor | None, max_length: Any, window: Any,
-    scale: Any,
+    q: torch.Tensor, k: Any, v: Any, sinks: Any, cu_seqlens: torch.Tensor | None, *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     B, T, heads, _ = q.shape
     shape = (B, heads, T) if cu_seqlens is None else (heads, B * T)
@@ -146,17 +161,16 @@ def _flash_backward_op(
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    cu_queries: torch.Tensor | None,
     max_length: torch.Tensor | None,
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k, v and sinks. Without sinks, the last is empty."""
-    n, options = _options(q, max_length, window, scale)
+    lengths, options = _options((q, k), (cu_queries, cu_seqlens), max_length, window, scale)
     tensors = _flatten((grad.contiguous(), q, k, v, out), cu_seqlens)
     rng_state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # without dropout
-    gradients = FLASH_BACKWARD(
-        *tensors, lse, cu_seqlens, cu_seqlens, n, n, 0.0, window < 0, rng_state, unused, **options
-    )
+    gradients = FLASH_BACKWARD(*tensors, lse, *lengths, 0.0, window < 0, rng_state, unused, **options)
     grad_q, grad_k, grad_v = (g.reshape(t.shape).contiguous() for g, t in zip(gradients, (q, k, v), strict=True))
     if sinks is None:
         return grad_q, grad_k, grad_v, q.new_empty(0)
@@ -176,15 +190,15 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens, max_length, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens, max_length)
+    q, k, v, sinks, cu_seqlens, cu_queries, max_length, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens, cu_queries, max_length)
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     saved = ctx.saved_tensors  # read only once, because activation checkpointing recomputes them
     *gradients, grad_sinks = _flash_backward_op(grad, *saved, ctx.window, ctx.scale)
     has_sinks = saved[5] is not None
-    return (*gradients, grad_sinks if has_sinks else None, None, None, None, None)
+    return (*gradients, grad_sinks if has_sinks else None, *[None] * 5)
 
 
 _flash.register_autograd(_backward, setup_context=_setup_context)
@@ -196,11 +210,17 @@ def _flatten(tensors: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor | None)
 
 
 def _options(
-    q: torch.Tensor, max_length: torch.Tensor | None, window: int, scale: float
-) -> tuple[int, dict[str, float]]:
-    """Return the maximum document length and the keyword arguments of the forward and backward kernels."""
-    n = q.size(1) if max_length is None else int(max_length)
-    return n, {"scale": scale, "window_size_left": window, "window_size_right": 0}
+    queries_and_keys: tuple[torch.Tensor, torch.Tensor],
+    bounds: tuple[torch.Tensor | None, torch.Tensor | None],
+    max_length: torch.Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[tuple[Any, ...], dict[str, float]]:
+    """Return bounds and maximum lengths of the documents' queries and keys, and the kernels' keyword arguments."""
+    cu_queries, cu_seqlens = bounds
+    sizes = [t.size(1) if max_length is None else int(max_length) for t in queries_and_keys]
+    lengths = cu_seqlens if cu_queries is None else cu_queries, cu_seqlens, *sizes
+    return lengths, {"scale": scale, "window_size_left": window, "window_size_right": 0}
 
 
 # ---- FlexAttention
@@ -214,6 +234,7 @@ class FlexMask(NamedTuple):
         kv, full_kv: Key blocks that are partially and fully visible to each query block: counts, (B, 1, blocks), and
             indices, (B, 1, blocks, blocks), int32. The indices come first in each row.
         q, full_q: Same, for the query blocks that attend to each key block.
+        last_key: (T,), int32: last key that each query attends to. None if the queries are those of all keys.
     """
 
     first_key: torch.Tensor
@@ -221,35 +242,37 @@ class FlexMask(NamedTuple):
     full_kv: tuple[torch.Tensor, torch.Tensor]
     q: tuple[torch.Tensor, torch.Tensor]
     full_q: tuple[torch.Tensor, torch.Tensor]
+    last_key: torch.Tensor | None = None
 
 
 def make_flex_mask(
-    shape: tuple[int, int], window: int | None, documents: torch.Tensor | None, device: torch.device
+    shape: tuple[int, int], window: int | None, documents: torch.Tensor | None, device: torch.device, start: int = 0
 ) -> FlexMask:
     """Return a layer's mask for rows of ``shape`` (B, T). Needs no (T, T) matrix and no sync.
 
-    ``window`` includes the current token; None for full attention. In ``documents`` (B, T), a document is a run of
-    equal ids.
+    ``window`` includes the current token; None for full attention. In ``documents`` (B, start + T or more), a document
+    is a run of equal ids. The queries are the last T of ``start`` + T tokens, the keys are all of them.
     """
-    T = shape[1]
-    at = torch.arange(T, device=device)
+    B, T = shape
+    at = torch.arange(start + T, device=device)
     first_key = torch.zeros_like(at) if window is None else (at - (window - 1)).clamp(min=0)
-    first_key = first_key.repeat(shape[0], 1)
+    first_key = first_key.repeat(B, 1)
     if documents is not None:
-        is_first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+        is_first = F.pad(documents[:, 1 : start + T] != documents[:, : start + T - 1], (1, 0))
         first_key = torch.maximum(first_key, (at * is_first).cummax(1).values)
+    first_key = first_key[:, start:]
     # two extra blocks, because a dimension of size 1 would cost another graph
-    n = T // BLOCK + 2
-    block = torch.arange(n, device=device)
-    last_query = ((block + 1) * BLOCK - 1).clamp(max=T - 1)
+    first_query, first_of_keys = (torch.arange(n // BLOCK + 2, device=device) * BLOCK for n in (T, start + T))
+    last_query = (first_query + BLOCK - 1).clamp(max=T - 1)
     # first_key never decreases
-    lowest, highest = first_key[:, last_query - (last_query % BLOCK)], first_key[:, last_query]
-    is_row = (block * BLOCK < T)[:, None]
-    is_seen = is_row & (block <= block[:, None]) & (block >= (lowest // BLOCK)[..., None])
-    is_full = is_row & (block < block[:, None]) & (block * BLOCK >= highest[..., None])
+    lowest, highest = first_key[:, first_query.clamp(max=T - 1)], first_key[:, last_query]
+    is_row, last_of_keys = (first_query < T)[:, None], first_of_keys + BLOCK - 1
+    is_seen = is_row & (first_of_keys <= start + last_query[:, None]) & (last_of_keys >= lowest[..., None])
+    is_full = is_row & (last_of_keys <= start + first_query[:, None]) & (first_of_keys >= highest[..., None])
     is_seen, is_full = (is_seen & ~is_full)[:, None], is_full[:, None]
-    parts = (_ordered(each) for each in (is_seen, is_full, is_seen.mT, is_full.mT))
-    return FlexMask(first_key.to(torch.int32), *parts)
+    kv, full_kv, q, full_q = (_ordered(each) for each in (is_seen, is_full, is_seen.mT, is_full.mT))
+    last_key = at[start:].to(torch.int32) if start else None
+    return FlexMask(first_key.to(torch.int32), kv, full_kv, q, full_q, last_key)
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,11 +299,12 @@ def _softcap(
         return logit_softcap * torch.tanh(score * factor)
 
     def is_visible(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (key >= mask.first_key[b, query])
+        last_key = query if mask.last_key is None else mask.last_key[query]
+        return (key <= last_key) & (key >= mask.first_key[b, query])
 
-    (n_kv, kv), (n_full_kv, full_kv), (n_q, queries), (n_full_q, full_q) = mask[1:]
+    (n_kv, kv), (n_full_kv, full_kv), (n_q, queries), (n_full_q, full_q) = mask[1:5]
     block_mask = BlockMask(
-        seq_lengths=(q.size(2), q.size(2)),
+        seq_lengths=(q.size(2), k.size(2)),
         kv_num_blocks=n_kv,
         kv_indices=kv,
         full_kv_num_blocks=n_full_kv,

@@ -11,6 +11,7 @@ from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.attention_dispatch import choose_kernel
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
+from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.cross_entropy import CrossEntropy
 from toolkit.models.families import family_of
 from toolkit.models.head import Head
@@ -18,7 +19,7 @@ from toolkit.models.init import InitializedModel
 from toolkit.models.kv_cache import KVCache, LayerCache
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
-from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, FixedShapeMaskBuilder
+from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, ContextMaskBuilder, FixedShapeMaskBuilder
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, mask_until_last_label
 from toolkit.models.norm import make_norm
@@ -91,7 +92,7 @@ class Transformer(nn.ModuleDict):
 class BlockInputs(NamedTuple):
     """Inputs shared by all blocks of a forward pass. For ``token_mask``, see :class:`Block`."""
 
-    masks: AttentionMaskBuilder | FixedShapeMaskBuilder
+    masks: AttentionMaskBuilder | ContextMaskBuilder | FixedShapeMaskBuilder
     ropes: dict[int, RotaryEmbedding]
     kv_cache: KVCache | None
     token_mask: torch.Tensor | None = None
@@ -118,6 +119,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
         uniform_length: Build masks and rotary embeddings for rows of this many tokens, so that compiled blocks share
             one graph for all lengths. 0 picks the fastest form per batch.
         uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` instead of masks where supported.
+        context: With context parallelism, the ranks that share the tokens of a row. A forward pass with labels takes
+            complete rows, computes this rank's tokens, and returns their loss. Others compute all tokens on every rank.
         compiled_loss: Whether to use a compiled cross-entropy kernel if available, or the function to use.
         reusable_loss: Whether the backward pass runs through the loss several times.
 
@@ -136,6 +139,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.config = config
         self.seed, self.uniform_length = seed, 0
         self.uses_kernels = True
+        self.context: ContextGroup | None = None
         self.compiled_loss: bool | CrossEntropy = False
         self.reusable_loss = False
         self.loss_part_sums: dict[str, torch.Tensor] = {}
@@ -210,6 +214,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         x, balancing_losses = self.run_blocks(x, range(self.config.n_layer), inputs)
         if labels is None:
             return self.logits(x[:, -logits_to_keep:])
+        labels = labels if self.context is None else self.context.split(labels)
         loss = self.log_probs(x, labels) if log_probs else self.cross_entropy(x, labels)
         supervised = (labels != IGNORE_INDEX).sum(1)
         if balancing_losses:
@@ -233,7 +238,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
         Takes the arguments of :meth:`forward`, and ``x`` if an earlier pipeline stage has computed the residual stream.
         """
-        T = input_ids.size(1)
+        T, context = input_ids.size(1), None if labels is None else self.context
         uniform_length = self.uniform_length if kv_cache is None else 0
         default_positions, length = self._default_positions(T, input_ids.device, kv_cache)
         positions = default_positions if positions is None else positions
@@ -241,17 +246,23 @@ class GPT(nn.Module, metaclass=InitializedModel):
         original_max = self.config.original_max_position
         if original_max is not None and kv_cache is None and max(T, uniform_length) > original_max:
             lengths = document_lengths(input_ids, documents, labels)
+        if context is not None:
+            input_ids, positions = context.split(input_ids), context.split(positions)
+            lengths = context.split(lengths) if isinstance(lengths, torch.Tensor) else lengths
         x = self._embed_tokens(input_ids, positions) if x is None else x
         kernel, starts = None, None if kv_cache is None else kv_cache.starts
         if self.uses_kernels and kv_cache is None:
-            kernel = choose_kernel(self.config, x, documents is not None, document_bounds is not None)
-        masks: AttentionMaskBuilder | FixedShapeMaskBuilder
+            has = (documents is not None, document_bounds is not None, context is not None)
+            kernel = choose_kernel(self.config, x, *has)
+        masks: AttentionMaskBuilder | ContextMaskBuilder | FixedShapeMaskBuilder
         if kv_cache is not None and kv_cache.position is not None:
             masks = FixedShapeMaskBuilder(kv_cache.position, length, starts)
         else:
-            masks = AttentionMaskBuilder(
-                length - T, T, x.device, documents, uniform_length, input_ids.size(0), kernel, document_bounds, starts
-            )
+            options = (x.device, documents, uniform_length, input_ids.size(0), kernel, document_bounds, starts)
+            if context is None:
+                masks = AttentionMaskBuilder(length - T, T, *options)
+            else:
+                masks = ContextMaskBuilder(context, T, *options)
         return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache)
 
     def _default_positions(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[torch.Tensor, int]:

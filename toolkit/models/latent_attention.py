@@ -75,6 +75,8 @@ class LatentAttention(nn.Module):
         shared = shared.transpose(1, 2)
         if cache is not None:
             latent, shared = cache.update(latent, shared)
+        if attn_mask.context is not None:
+            latent, shared = attn_mask.context.gather(latent, shared)
         k, v = self._keys_and_values(latent[:, :, -attn_mask.n_keys :], shared[:, :, -attn_mask.n_keys :])
         # The kernels need equal widths; zero padding changes neither scores nor the kept values.
         width = max(self.head_size, self.v_size)

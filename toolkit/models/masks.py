@@ -4,11 +4,12 @@ No mask is built if causal or full attention is equivalent, because fused kernel
 of :mod:`toolkit.models.attention_kernels` is used.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from toolkit.models.attention_kernels import DocumentBounds, FlashMask, FlexMask, make_flash_mask, make_flex_mask
+from toolkit.models.context_parallel import ContextGroup
 
 
 class KernelChoice(NamedTuple):
@@ -31,12 +32,16 @@ class AttentionMask(NamedTuple):
         mask: (n_new, n_keys) or (B, 1, n_new, n_keys), bool; None if no mask is needed.
         is_causal: If ``mask`` is None: True for causal attention, False for attention to all keys.
         kernel_mask: Kernel-specific mask; overrides the other fields.
+        context: Ranks that share the tokens of a row. Queries are of this rank's tokens, keys of all ``n_keys`` tokens.
+        chunks: With ``context``, the masks of this rank's two chunks; they override the other fields.
     """
 
     n_keys: int
     mask: torch.Tensor | None = None
     is_causal: bool = False
     kernel_mask: FlashMask | FlexMask | None = None
+    context: ContextGroup | None = None
+    chunks: "tuple[AttentionMask, ...]" = ()
 
 
 class AttentionMaskBuilder:
@@ -45,14 +50,14 @@ class AttentionMaskBuilder:
     Not a dataclass or tuple: see :class:`toolkit.models.rope.RotaryEmbedding`.
 
     Args:
-        n_cached: Number of tokens in the KV cache.
+        n_cached: Number of tokens before the new ones, such as those in the KV cache.
         n_new: Number of new tokens in this forward pass.
         device: Device of the masks.
-        documents: (B, n_new), int64, document ids of packed rows; tokens attend only within their document (N9). Not
-            supported with a KV cache.
+        documents: (B, n_cached + n_new or more), int64, document ids of packed rows; tokens attend only within their
+            document (N9).
         uniform_length: See :class:`toolkit.models.gpt.GPT`.
         batch_size: Number of rows, B.
-        kernel: Kernel to use instead of masks. Not supported with a KV cache.
+        kernel: Kernel to use instead of masks.
         bounds: Document bounds on ``device``; "flash" needs them for packed rows.
         starts: (B,), int64: index of the first token in each left-padded row; None without padding. Not supported with
             documents.
@@ -70,7 +75,6 @@ class AttentionMaskBuilder:
         bounds: DocumentBounds | None = None,
         starts: torch.Tensor | None = None,
     ) -> None:
-        assert documents is None or n_cached == 0, "packed documents are for training, a KV cache is for generation"
         assert documents is None or starts is None, "rows of packed documents are not padded on the left"
         self._batch_size, self._kernel, self._bounds = batch_size, kernel, bounds
         self._n_cached, self._n_new, self._device, self._documents = n_cached, n_new, device, documents
@@ -101,7 +105,8 @@ class AttentionMaskBuilder:
         if window is not None:
             mask &= keys > queries - window
         if self._documents is not None:
-            mask = (mask & (self._documents[:, :, None] == self._documents[:, None, -n_keys:]))[:, None]
+            of_queries, of_keys = self._documents[:, self._n_cached : total], self._documents[:, total - n_keys : total]
+            mask = (mask & (of_queries[:, :, None] == of_keys[:, None]))[:, None]
         if self._starts is not None:  # padding attends to itself, because a softmax over no keys is NaN
             mask = (mask & (keys >= self._starts[:, None, None, None])) | (keys == queries)
         return AttentionMask(n_keys, mask)
@@ -111,8 +116,33 @@ class AttentionMaskBuilder:
         if self._kernel is None or self._n_new == 1 or (is_causal and not self._kernel.for_causal):
             return None
         if self._kernel.name == "flash":
-            return make_flash_mask(window, self._bounds)
-        return make_flex_mask((self._batch_size, self._n_new), window, self._documents, self._device)
+            length = self._n_new if self._documents is None else self._documents.size(1)
+            chunk = (self._n_cached, self._n_cached + self._n_new, length) if length > self._n_new else None
+            return make_flash_mask(window, self._bounds, chunk)
+        shape = (self._batch_size, self._n_new)
+        return make_flex_mask(shape, window, self._documents, self._device, start=self._n_cached)
+
+
+class ContextMaskBuilder:
+    """Builds the attention masks of a forward pass whose rows are shared by the ranks of a context group.
+
+    Each of this rank's two chunks attends to the tokens before it like new tokens to a KV cache.
+
+    Args:
+        group: The context group.
+        length: Tokens of a complete row.
+        options: Further arguments of :class:`AttentionMaskBuilder`, of complete rows.
+    """
+
+    def __init__(self, group: ContextGroup, length: int, *options: Any) -> None:
+        size = length // (2 * group.size)
+        self._group, self._length = group, length
+        self._builders = [AttentionMaskBuilder(start, size, *options) for start in group.chunk_starts(size)]
+
+    def for_window(self, window: int | None) -> AttentionMask:
+        """See :meth:`AttentionMaskBuilder.for_window`."""
+        chunks = tuple(builder.for_window(window) for builder in self._builders)
+        return AttentionMask(self._length, context=self._group, chunks=chunks)
 
 
 class FixedShapeMaskBuilder:

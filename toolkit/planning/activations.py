@@ -84,7 +84,7 @@ def _live_bytes(
 ) -> defaultdict[Origin, int]:
     """Return the bytes in memory after the forward pass, by origin."""
     same = (config, setup.precision, setup.strategy.kind == "fsdp", setup.seq_length, setup.device, setup.lora)
-    key = f"{same} {setup.tensor} {setup.quantize} {setup.packed} {n_rows} {mode}"
+    key = f"{same} {setup.strategy.layout.context} {setup.tensor} {setup.quantize} {setup.packed} {n_rows} {mode}"
     if key not in _cache:
         _cache[key] = _run(setup, config, n_rows, mode)
     return _cache[key]

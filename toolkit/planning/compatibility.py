@@ -15,6 +15,7 @@ from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.errors import UserError
 from toolkit.extension import registered, run_checks
 from toolkit.models.families import family_of
+from toolkit.objectives import NextToken
 
 if TYPE_CHECKING:
     from toolkit.distributed.strategy import StrategyPlan
@@ -85,6 +86,11 @@ class Facts:
     def has_no_blocks(self) -> bool:
         """Whether the model is a user-provided module without known blocks."""
         return self.args.module is not None and not self.args.block_classes
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether several ranks share each row."""
+        return self.args.context_parallel_size > 1
 
     @property
     def is_builtin(self) -> bool:
@@ -257,6 +263,7 @@ _TENSOR = "--tensor_parallel_size {tensor_parallel_size:N}"
 _PIPELINE = "--pipeline_parallel_size {pipeline_parallel_size:N}"
 _FOREIGN = "a user-provided or extension optimizer"
 _NO_BLOCKS = "a module without known blocks"
+_CONTEXT = "--context_parallel_size {context_parallel_size:N}"
 _SET_BLOCK_CLASSES = "set block_classes"
 
 
@@ -342,6 +349,18 @@ ROWS: tuple[Row, ...] = (
     Row("--pipeline.schedule zbv", "tied embeddings",
         lambda f: f.args.pipeline.schedule == "zbv" and f.model is not None and f.model.tie_embeddings,
         "the first and the last stage are on one device", "use 1f1b or --train.tie_embeddings false"),
+    # context parallelism
+    Row(_CONTEXT, "experts (MoE)", lambda f: f.splits_rows and f.model is not None and f.model.n_expert > 0,
+        "the load-balancing loss needs complete rows"),
+    Row(_CONTEXT, "a user-provided or extension model",
+        lambda f: f.splits_rows and (f.args.module is not None or f.is_extension_model),
+        "only toolkit's GPT splits rows"),
+    Row(_CONTEXT, "--objective {objective_name:NAME}",
+        lambda f: f.splits_rows and f.objective_name != NextToken.__name__,
+        "only the next-token loss is a sum over tokens"),
+    Row(_CONTEXT, "--compiler {compiler:NAME of an extension's compiler}",
+        lambda f: f.splits_rows and f.args.compiler not in (AUTO, "none", "torch"), "", "use --compiler torch or none"),
+    Row(_CONTEXT, _PIPELINE, lambda f: f.splits_rows and f.is_pipelined, "stages pass on complete rows"),
     # dtypes
     *_dtypes(),
     Row("--fsdp.reduce_dtype fp16", "--precision {precision:32-true, bf16-true, bf16-master, bf16-mixed}",

@@ -46,6 +46,8 @@ class Memory:
         update: Temporary tensors of an optimizer step: fp32 copies of bf16 gradients and moments, and Muon's matrices.
         cast_weights: Autocast's 16-bit copies of the block weights.
         unsharded_unit: All-gathered FSDP root unit and two blocks, plus the gradients of the root and one block.
+        gathered_context: With context parallelism, two copies of a layer's keys and values while they are gathered. The
+            result is part of ``activations``.
         activations: Tensors saved for the backward pass.
         recomputed_block: With activation checkpointing, extra activations and autocast weight copies while a block is
             recomputed.
@@ -66,6 +68,7 @@ class Memory:
     update: float
     cast_weights: float
     unsharded_unit: float
+    gathered_context: float
     activations: float
     recomputed_block: float
     logits: float
@@ -78,7 +81,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Peak bytes; see the module docstring."""
-        step = max(self.cast_weights, self.recomputed_block) + self.activations + self.logits
+        step = max(self.cast_weights, self.recomputed_block) + self.activations + self.logits + self.gathered_context
         persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.unsharded_unit
         persistent += self.checkpoint_copy
         if self.has_gradients_in_forward:
@@ -155,6 +158,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         "update": update_bytes(setup, model),
         "cast_weights": activations.cast_weights,
         "unsharded_unit": _unsharded_bytes(setup, model, quantized),
+        "gathered_context": 2.0 * setup.gathered_bytes if setup.strategy.layout.context > 1 else 0.0,
         "activations": activations.saved,
         "recomputed_block": activations.recomputed,
         "logits": logits_bytes(setup),

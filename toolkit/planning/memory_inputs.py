@@ -102,7 +102,17 @@ class MemoryInputs:
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one device."""
-        return self.micro_batch_size * self.seq_length
+        return self.micro_batch_size * self.seq_length // self.strategy.layout.context
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the keys and values of one layer that context-parallel ranks gather for a micro-batch."""
+        config, latent = self.config, self.config.latent_attention
+        assert config.n_query_groups is not None and config.head_size is not None  # set by ModelConfig
+        width = 2 * config.n_query_groups * config.head_size // self.tensor
+        if latent is not None:
+            width = latent["kv_lora_rank"] + latent["qk_rope_head_dim"]
+        return self.micro_batch_size * self.seq_length * width * self.compute_bytes
 
 
 def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:

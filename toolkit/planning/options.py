@@ -41,8 +41,6 @@ def check_options(args: RunArgs) -> None:
     check_out_dir(args.out_dir, args.staging_dir)
     ratio = args.loraplus_lr_ratio
     require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
-    for name in ("context_parallel_size",):
-        require_option(getattr(args, name) == 1, name, getattr(args, name), "is not available in this version; use 1")
     batch = _known_batch(args)
     require_compatible(
         Facts(

@@ -14,6 +14,7 @@ from toolkit.checkpoints.folder import read_model_config
 from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.data.base import choose_seq_length
 from toolkit.distributed.device import device_memory, pick_precision
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
@@ -118,6 +119,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     if model is not None:
         require_divisible(model, args.tensor_parallel_size)
     length = choose_length(args.train, model)
+    require_equal_chunks(length, args.model_parallel)
     choices = choose_options(args, devices, length, make_memory_estimator(model, args, devices))
     args = choices.args
     precision = choose_precision(args, devices)
@@ -275,6 +277,16 @@ def choose_model(args: RunArgs) -> ModelConfig | None:
         config = replace(config, tie_embeddings=args.train.tie_embeddings)
     family_of(config).validate(config)  # otherwise the trained model could not be exported
     return config
+
+
+def require_equal_chunks(length: int | None, layout: Layout) -> None:
+    """Check that context-parallel ranks can share rows of ``length`` tokens equally."""
+    if length is not None and (rest := length % layout.length_divisor):
+        nearest = [n for n in (length - rest, length - rest + layout.length_divisor) if n]
+        raise UserError(
+            f"--train.max_seq_length {length}: must be a multiple of {layout.length_divisor} with "
+            f"--context_parallel_size {layout.context}; use {' or '.join(map(str, nearest))}"
+        )
 
 
 def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:

@@ -143,7 +143,8 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
     launch.config = config = resolve_compiler(launch.config, state, fabric.device)
     args, resume_from = config.args, state.resume_from
     context = None if state.model.config is None else config.max_seq_length
-    padding = choose_padding(fabric.device.type, state.longest_ragged > 0, context)
+    divisor = args.model_parallel.length_divisor
+    padding = choose_padding(fabric.device.type, state.longest_ragged > 0, context, divisor)
     reader = DataReader(config, state, data.train, padding, fabric.device)
     stack.callback(reader.close)
     token_bytes = None if data.tokenizer is None else data.tokenizer.token_bytes()

@@ -28,6 +28,7 @@ from toolkit.errors import UserError
 from toolkit.extension import load_registered
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
+from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.init import Materializer, weight_initializer
 from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
@@ -136,6 +137,8 @@ def build_model(
         materialize_with(fabric, module, materialize)
     if isinstance(module, GPT):
         module.seed = args.seed
+        if ranks.layout().context > 1:
+            module.context = ContextGroup.of(ranks.group("context"))
     checkpoint_blocks(module, spec.blocks, args.train.activation_checkpointing)
     if args.compiler == "torch":
         compile_blocks(module, spec.blocks, longest_ragged)

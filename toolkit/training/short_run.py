@@ -57,5 +57,6 @@ def single_process_args(args: RunArgs, micro_batch_size: int | None = None) -> R
     train = args.train if micro_batch_size is None else replace(args.train, micro_batch_size=micro_batch_size)
     args = replace(args, tensor_parallel_size=1, context_parallel_size=1, pipeline_parallel_size=1)
     return replace(
-        args, train=train, devices=1, num_nodes=1, strategy="auto", fsdp=FSDPArgs(), ddp=DDPArgs(), timeout=AUTO
-    )
+        args, train=train, devices=1, num_nodes=1, strategy="auto", fsdp=FSDPArgs(), ddp=DDPArgs(), timeout=AUTO,
+        tensor_parallel_size=1, context_parallel_size=1, pipeline_parallel_size=1,
+    )  # fmt: skip

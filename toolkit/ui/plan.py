@@ -12,6 +12,7 @@ _DESCRIPTIONS = {
     "update": "gradients and moments in fp32 during an optimizer step",
     "cast_weights": "autocast's 16-bit copies",
     "unsharded_unit": "FSDP all-gathers: current unit, next unit and root",
+    "gathered_context": "context parallel: keys and values of a layer while they are gathered",
     "activations": "saved for the backward pass",
     "recomputed_block": "activations of one block, recomputed in the backward pass",
     "logits": "one chunk, and the head's gradient",

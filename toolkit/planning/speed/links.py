@@ -155,6 +155,10 @@ def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, 
         replicas = topology.all_reduce_replicas(shards, strategy.layout)
         hidden = 0.0 if setup.fsdp.accumulate == "sharded" else backward
         sent, exposed = sent + replicas, exposed + max(LATENCY, replicas - hidden)
+    if strategy.layout.context > 1:  # keys and values of each layer and, in the backward pass, their gradients
+        passes = 2 + (setup.activation_checkpointing != "none")
+        gathered = setup.config.n_layer * passes * topology.gather(setup.gathered_bytes, strategy.layout.context)
+        sent, exposed = sent + steps * gathered, exposed + steps * gathered
     if vectors := sum(p.numel() for p in model.parameters() if p.requires_grad and has_vectors and p.ndim < 2):
         mean = topology.all_reduce(FP32 * vectors)
         sent, exposed = sent + mean, exposed + mean

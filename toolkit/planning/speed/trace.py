@@ -53,7 +53,8 @@ def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool
         has_gradients: Whether the micro-batch adds to the gradients of earlier micro-batches.
         is_compiled: Whether the loss is compiled. Blocks have the same operators; ``fusion.py`` fuses them.
     """
-    others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, Layout(tensor=setup.tensor), "")
+    layout = Layout(context=setup.strategy.layout.context, tensor=setup.tensor)
+    others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, layout, "")
     same = replace(setup, strategy=others, accumulation=1, optimizer={}, optimizer_class=None, async_save=False)
     key = f"{same} {has_gradients} {is_compiled}"
     if key not in _traces:

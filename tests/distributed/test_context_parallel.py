@@ -1,0 +1,182 @@
+"""N3 under context parallelism: the ranks of a context group share each row, and train as one process does."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.groups import Case, losses, run_group
+from helpers.small_runs import text_data, write_base, write_rows
+
+from tests.distributed.test_architectures import GEMMA2, flags
+from toolkit.checkpoints.weights import load_weights
+from toolkit.cli import main
+
+LONGROPE = {"attention_factor": 1.2, "original_max_seq_len": 20, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+FULL = ["--train.activation_checkpointing", "full"]
+EAGER = "compile with the eager backend"
+# name: model, flags
+PRETRAINED = {
+    "llama": ("pico-llama", []),
+    "gemma2": ("pico-llama", flags(GEMMA2)),
+    "neox": ("pythia-14m", []),
+    "longrope": ("pico-llama", flags({"family": "phi3", "rope_adjustments": LONGROPE})),
+}
+# name: command, flags
+FINETUNED = {
+    "packed": ("finetune_full", ["--data.packing", "best_fit", "--train.max_seq_length", "48"]),
+    "ragged": ("finetune_full", ["--train.micro_batch_size", "2"]),
+    "lora": ("finetune_lora", ["--lora_key", "true", "--lora_mlp", "true"]),
+    "dora": ("finetune_lora", ["--lora_dora", "true"]),
+    "qlora": ("finetune_lora", ["--quantize", "bnb.nf4"]),
+}
+RUNS = {**dict.fromkeys(PRETRAINED, "pretrain"), **{name: command for name, (command, _) in FINETUNED.items()}}
+CP2, CP4 = ["--context_parallel_size", "2"], ["--context_parallel_size", "4"]
+# name: ranks, nodes, flags, reference
+LAYOUTS = {
+    **{f"{name}-2": (2, 1, CP2, name) for name in RUNS},
+    **{f"{name}-4": (4, 1, CP4, name) for name in ("llama", "gemma2", "packed")},
+    "packed-2x2": (4, 1, CP2, "packed"),
+    "llama-2x2": (4, 1, [*CP2, "--fsdp.accumulate", "sharded"], "llama"),
+    "llama-hybrid": (4, 2, CP2, "llama"),
+    "llama-recomputed": (2, 1, [*CP2, *FULL], "llama"),
+    "gemma2-selective": (2, 1, [*CP2, "--train.activation_checkpointing", "selective"], "gemma2"),
+    "llama-compiled": (2, 1, [*CP2, "--compiler", "torch"], "llama"),
+    "packed-compiled": (2, 1, [*CP2, "--compiler", "torch"], "packed"),
+    "llama-offload": (2, 1, [*CP2, "--fsdp.cpu_offload", "true"], "llama"),
+}
+FAULTS = {"llama-compiled": EAGER, "packed-compiled": EAGER, "llama-offload": "offload on a CPU"}
+ALWAYS = ["gemma2-2"]
+# one step of SGD so large that the weights after it are the gradient
+STEP = [
+    "--train.max_steps", "1", "--train.learning_rate", "1e4", "--train.max_norm", "0", "--optimizer.name", "SGD",
+    "--optimizer.weight_decay", "0", "--eval.interval", "0", "--eval.final_validation", "false",
+]  # fmt: skip
+GRADIENTS = [name for name in LAYOUTS if LAYOUTS[name][3] not in ("lora", "dora", "qlora")]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, corpus) -> dict[str, list[str]]:
+    """The flags of pretraining and of finetuning."""
+    folder = write_base(tmp_path_factory.mktemp("context-input"), corpus, intermediate_size=192)
+    write_rows(folder)
+    same = [
+        "--accelerator", "cpu", "--precision", "32-true", "--train.global_batch_size", "8", "--train.max_steps", "20",
+        "--train.lr_schedule", "constant", "--eval.interval", "10", "--eval.max_iters", "2", "--train.lr_warmup_steps",
+        "0",
+    ]  # fmt: skip
+    text = [*text_data(corpus), "--train.micro_batch_size", "2", "--train.max_seq_length", "32"]
+    rows = ["--data", "JSON", "--data.json_path", str(folder / "rows.jsonl"), "--data.prompt_style", "plain"]
+    return {
+        "pretrain": [*same, *text, "--train.learning_rate", "1e-3"],
+        "finetune": [str(folder), *same, *rows, "--train.micro_batch_size", "1", "--train.learning_rate", "1e-3"],
+    }
+
+
+def case(shared: dict[str, list[str]], name: str, reference: str, further: list[str], nodes: int = 1) -> Case:
+    if reference in PRETRAINED:
+        model, options = PRETRAINED[reference]
+        words = [model, *shared["pretrain"], *options]
+    else:
+        words = [*shared["finetune"], *FINETUNED[reference][1]]
+    return Case(name, [*words, *further], nodes, FAULTS.get(name.removesuffix("-step")), "collectives", RUNS[reference])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shared, request):
+    """Run the layouts of the selected tests, and one process for each reference."""
+    folder, seen = tmp_path_factory.mktemp("context"), {}
+    chosen = {"": set(), "-step": set()}
+    for item in request.session.items:
+        if item.path == request.path and hasattr(item, "callspec"):
+            chosen["-step" if "gradients" in item.originalname else ""].add(item.callspec.params["name"])
+    options = {"": [], "-step": STEP}
+    references = {(LAYOUTS[name][3], suffix) for suffix, names in chosen.items() for name in names}
+    one = [case(shared, name + suffix, name, options[suffix]) for name, suffix in sorted(references)]
+    seen |= run_group(folder, 1, one, [])
+    for size in (2, 4):
+        cases = [
+            case(shared, name + suffix, reference, [*flags, *options[suffix]], nodes)
+            for name, (n_ranks, nodes, flags, reference) in LAYOUTS.items()
+            for suffix, names in chosen.items()
+            if name in names and n_ranks == size
+        ]
+        seen |= run_group(folder, size, cases, [])
+    return folder, seen
+
+
+def layouts(names):
+    """Parametrize by layout; those not in ALWAYS are marked slow."""
+    return pytest.mark.parametrize(
+        "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    )
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b) > 0
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def val_losses(folder: Path) -> list[float]:
+    with open(folder / "logs" / "metrics.csv", newline="") as file:
+        return [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+
+
+@layouts(LAYOUTS)
+def test_n3_losses_are_those_of_one_process(runs, name):
+    folder, _ = runs
+    one = folder / LAYOUTS[name][3]
+    assert len(losses(one)) == 20
+    assert relative(losses(folder / name), losses(one)) < 1e-5
+    assert relative(val_losses(folder / name), val_losses(one)) < 1e-5
+
+
+@layouts(GRADIENTS)
+def test_n3_first_gradients_are_those_of_one_process(runs, name):
+    folder, _ = runs
+    gradients, reference = (load_weights(folder / f"{run}-step" / "final") for run in (name, LAYOUTS[name][3]))
+    assert gradients.keys() == reference.keys()
+    total = torch.stack([gradient.norm() for gradient in reference.values()]).norm()
+    for key in reference:
+        assert (gradients[key] - reference[key]).norm() <= 1e-6 * total, key
+
+
+# Two layers. Rows per data-parallel rank / micro-batch: 4 micro-batches, or 2 with two data-parallel ranks.
+COLLECTIVES = {"gemma2-2": (8, 8), "llama-4": (8, 8), "llama-2x2": (4, 4), "llama-recomputed": (16, 8)}
+
+
+@layouts(COLLECTIVES)
+def test_keys_and_values_are_gathered_once_per_layer_and_micro_batch(runs, name):
+    _, seen = runs
+    counts = seen[name][0]["collectives"]
+    assert (counts["toolkit::gather_context"], counts["toolkit::scatter_context"]) == COLLECTIVES[name]
+
+
+@pytest.mark.slow
+def test_s2_a_run_resumes_on_other_layouts(tmp_path, shared):
+    """Context parallel, one process, fsdp; and context parallel again, bit-equal."""
+
+    def resume(name: str, source: str, size: int, flags: list[str], later: tuple[str, ...]) -> None:
+        shutil.copytree(tmp_path / source, tmp_path / name)
+        for folder in later:
+            shutil.rmtree(tmp_path / name / folder)
+        run_group(tmp_path, size, [case(shared, name, "gemma2", [*saves, *flags, "--resume", "auto"])], [])
+
+    saves = ["--train.save_interval", "7", "--train.keep_last", "0"]
+    run_group(tmp_path, 2, [case(shared, "two", "gemma2", [*saves, *CP2])], [])
+    resume("again", "two", 2, CP2, ("step-00000014", "final"))
+    resume("one", "two", 1, [], ("step-00000014", "final"))
+    resume("sharded", "one", 2, [], ("final",))
+    assert losses(tmp_path / "again") == losses(tmp_path / "two")
+    weights, reference = (load_weights(tmp_path / name / "final") for name in ("again", "two"))
+    assert all(torch.equal(weights[key], reference[key]) for key in reference)
+    for name in ("one", "sharded"):
+        assert relative(losses(tmp_path / name), losses(tmp_path / "two")) < 1e-5
+
+
+def test_lengths_that_do_not_divide_are_refused_with_the_nearest(capsys):
+    run = ["pretrain", "pico-llama", "--accelerator", "cpu", "--data", "SyntheticTokens", "--train.max_steps", "1"]
+    assert main([*run, "--devices", "4", "--context_parallel_size", "4", "--train.max_seq_length", "30"]) == 2
+    message = "--train.max_seq_length 30: must be a multiple of 8 with --context_parallel_size 4; use 24 or 32"
+    assert message in capsys.readouterr().err
