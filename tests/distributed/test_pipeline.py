@@ -23,11 +23,13 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv")
 REFERENCES = {  # name: flags, command
     "untied": (UNTIED, "pretrain"), "tied": (LAYERS, "pretrain"), "neox": (NEOX, "pretrain"),
     "ragged": ([], "finetune_full"), "packed": (PACKED, "finetune_full"), "bf16": (BF16, "pretrain"),
+    "recomputed": ([*UNTIED, "--train.activation_checkpointing", "full"], "pretrain"),
 }  # fmt: skip
 PIPELINES = {  # name: reference, ranks, stages, schedule
     **{f"2-{schedule}": ("untied", 2, 2, schedule) for schedule in SCHEDULES},
     "2-tied": ("tied", 2, 2, "1f1b"), "2-tied-interleaved": ("tied", 2, 2, "interleaved"),
     "2-neox": ("neox", 2, 2, "1f1b"), "2-ragged": ("ragged", 2, 2, "1f1b"), "2-packed": ("packed", 2, 2, "1f1b"),
+    "2-recomputed": ("recomputed", 2, 2, "1f1b"),
     "4-1f1b": ("untied", 4, 4, "1f1b"), "4-tied": ("tied", 4, 4, "1f1b"),
     **{f"2x2-{schedule}": ("untied", 4, 2, schedule) for schedule in SCHEDULES}, "2x2-tied": ("tied", 4, 2, "1f1b"),
     "2-bf16": ("bf16", 2, 2, "1f1b"), "2x2-bf16": ("bf16", 4, 2, "1f1b"),
