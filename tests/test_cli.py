@@ -89,7 +89,7 @@ def test_help_is_one_screen_that_names_the_rest(name, capsys):
     for option in ("--config", "--data", "--train.learning_rate", "--train.max_steps", "--devices", "--out_dir"):
         assert f"  {option} " in shown
     assert f"\ntoolkit {name} " in shown  # an example to copy
-    assert "--help all" in shown and "train, data, eval, optimizer, fsdp, ddp, log" in " ".join(shown.split())
+    assert "--help all" in shown and "train, data, eval, optimizer, fsdp, ddp, pipeline, log" in " ".join(shown.split())
     assert "--optimizer.eps" not in shown and "--fsdp" not in shown
 
 
@@ -101,7 +101,7 @@ def test_help_all_shows_every_option_in_the_order_of_use(capsys):
         [*CommandOptions(pretrain.setup).options(), "data", "config", "extensions", "print_config"]
     )
     groups = [group for group, _ in itertools.groupby(flag.rpartition(".")[0] for flag in flags if flag != "data")]
-    own = ["", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "profiler", "model_config"]
+    own = ["", "train", "data", "eval", "optimizer", "fsdp", "ddp", "pipeline", "log", "profiler", "model_config"]
     assert [group for group in groups if group not in registered("option_groups")] == own  # packages may be installed
     text = " ".join(shown.split())
     assert "(an integer or auto; default: auto)" in text and "one of cosine, linear, constant, wsd" in text
@@ -272,7 +272,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
     }
     code = (
         "import contextlib, io, os, sys; from toolkit.cli import main; from toolkit.distributed import rendezvous\n"
-        "rendezvous._find_peer = lambda: None  # other ranks are told with torch's store\n"
+        "rendezvous._locate_this_process = lambda: None  # other ranks are told with torch's store\n"
         "sys.modules['bitsandbytes'] = None  # not installed\n"
         f"for argv in {list(cases)}:\n"
         "    variables = [word for word in argv.split() if '=' in word]\n"

@@ -31,8 +31,8 @@ def recorded(name: str) -> str:
         ),
         (
             "nic_on_other_socket", 8, 1,
-            ["SYS: every NIC of GPU0, GPU1, GPU2, GPU3, GPU4 and 3 more is on another CPU socket, which slows traffic "
-             "between nodes"],
+            ["SYS: all NICs are on a different CPU socket than GPU0, GPU1, GPU2, GPU3, GPU4 and 3 more, which slows "
+             "traffic between nodes"],
         ),
         (
             "power9", 4, 6,

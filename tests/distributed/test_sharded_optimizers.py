@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from toolkit.checkpoints.weights import load_weights
+from toolkit.distributed import ranks
 from toolkit.distributed.mesh import Layout, data_mesh
 from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.distributed.shards import add_shards, give_gradients, shard_of
@@ -166,6 +167,7 @@ def updated(model: nn.Module, kind: str) -> list[torch.Tensor]:
 def uneven_rows_main(rank: int, port: int) -> None:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
     for layout in (Layout(shard=4), Layout(replicate=2, shard=2)):
+        ranks.set_layout(layout)
         for kind in ("muon", "adafactor"):
             model = Matrices()
             fully_shard(model, mesh=data_mesh(layout, "cpu"))
@@ -174,7 +176,7 @@ def uneven_rows_main(rank: int, port: int) -> None:
             for weight, reference in zip(found, updated(Matrices(), kind), strict=True):
                 torch.testing.assert_close(weight.full_tensor(), reference, rtol=1e-5, atol=1e-6)
             require_equal_replicas(
-                {str(i): p for i, p in enumerate(found)}, {str(i): p.numel() for i, p in enumerate(found)}, layout.shard
+                {str(i): p for i, p in enumerate(found)}, {str(i): p.numel() for i, p in enumerate(found)}
             )
     dist.destroy_process_group()
 

@@ -160,7 +160,7 @@ def test_iwae_falls_with_k_from_the_elbo():
 
 def test_options_are_checked():
     for key in ("latent_bits", "latent_dim"):
-        with pytest.raises(UserError, match=r"latent_bits 64: a token has 2\^64 codes.*1 to 16"):
+        with pytest.raises(UserError, match=r"latent_bits 64: 2\^64 codes.*1 to 16"):
             FreeTransformer(replace(CONFIG, family_options={key: 64}))
     for options, message in (
         ({"latent_bits": 4, "free_bits": 5}, "free_bits 5: must be from 0 to latent_bits 4"),
