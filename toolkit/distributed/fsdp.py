@@ -296,10 +296,11 @@ class GradientSync(BackwardSyncControl):
 
     def _set(self, module: FSDPModule, is_last: bool) -> None:
         if self._accumulates_shards:
+            # each is the last backward pass for torch, which otherwise keeps the root's gradients until the next
             module.set_requires_all_reduce(is_last)
         else:
             module.set_requires_gradient_sync(is_last)
-        module.set_is_last_backward(is_last)
+            module.set_is_last_backward(is_last)
 
 
 def _reshard(module: nn.Module, *_: Any) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from toolkit.models.cross_entropy import LARGEST_EXACT_LOSS, CrossEntropy, choose_cross_entropy, cross_entropy_
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.mixed_mm import addmm_fp32_, mm_out_fp32
+from toolkit.private_torch import has_no_data
 
 # Maximum logits and rows per chunk. CPU: fits the caches. CUDA: the gradient of the head, (vocabulary, n_embd) in fp32,
 # is read and written once per chunk, which 4,096 rows hide; 2^28 logits (1 GiB in fp32) are 2,093 rows at 128k. Other
@@ -177,7 +178,7 @@ def _losses_and_grads(
         logits = _logits(products, chunk, buffer[: chunk.stop - chunk.start])
         masked = None if ignored is None else ignored[chunk]
         losses, grad_logits = cross_entropy(logits, targets[chunk], masked, bias, softcap, grad_dtype)
-        if device.type == "cpu" and cross_entropy is cross_entropy_:
+        if device.type == "cpu" and cross_entropy is cross_entropy_ and not has_no_data(losses):
             _replace_inexact(losses, products, chunk, targets, bias, softcap)
         all_losses.append(losses)
         if grad_logits is None:
@@ -188,6 +189,7 @@ def _losses_and_grads(
             product.add_gradients(chunk, grad_logits)
         if grad_bias is not None:
             grad_bias += grad_logits.sum(0, dtype=torch.float32)
+        del grad_logits  # before the next chunk's is computed
     grads = [grad_bias, *(grad for product in products for grad in product.gradients())]
     return torch.cat(all_losses), supervised, grads
 
@@ -271,9 +273,10 @@ class _Product:
 def _supervised_rows(targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the indices of the rows to process (None for all) and a mask of those to ignore (None for none).
 
-    On an accelerator all rows are processed, because copying the number of supervised rows to the host would sync.
+    On an accelerator all rows are processed, because copying the number of supervised rows to the host would sync;
+    without data, because the number is not known.
     """
-    if targets.device.type != "cpu":
+    if targets.device.type != "cpu" or has_no_data(targets):
         return None, targets == IGNORE_INDEX
     supervised = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     return (None if supervised.numel() == targets.numel() else supervised), None
