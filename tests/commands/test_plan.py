@@ -234,7 +234,7 @@ def test_the_cpu_memory_of_a_node_limits_what_is_offloaded(capsys):
     # FULL_SHARD stays although offloading follows: otherwise a node would need four times as much
     for host_gb, is_sharded in ((200, False), (100, True)):
         run[2:] = ["--devices", "8", "--num_nodes", "4", "--train.global_batch_size", "32", "--train.micro_batch_size",
-                   "1", "--device_memory_gb", "9"]  # fmt: skip
+                   "1", "--device_memory_gb", "7"]  # fmt: skip
         planned = plan(capsys, *run, host_gb=host_gb)
         changes = [advice["change"] for advice in planned["advice"]]
         assert planned["advice"][-1]["fits"] and "--fsdp.cpu_offload true" in changes, planned["advice"]
@@ -334,5 +334,4 @@ def test_changes_with_less_effect_on_the_result_are_advised(capsys):
     command = f"pretrain Llama-3.1-405B {layout} {batch} --device_memory_gb 80"
     assert [advice["change"] for advice in plan(capsys, *command.split(), host_gb=10)["advice"]] == [
         "--fsdp.sharding_strategy FULL_SHARD", "--train.activation_checkpointing full", "--precision bf16-true",
-        "--train.max_seq_length 4096",
     ]  # fmt: skip

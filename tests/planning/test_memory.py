@@ -479,7 +479,7 @@ def test_states_are_sharded_and_vectors_replicated_under_mixed_precision():
     assert four.cast_weights == 0 < unsharded.cast_weights
 
 
-def test_unsharded_units_are_root_and_two_blocks():
+def test_unsharded_units_are_those_at_the_loss():
     setup = setup_of("gpt_neox", "32-true")
     model = build_on_meta(setup)
     block = sum(p.numel() for p in model.transformer.h[0].parameters())
@@ -487,9 +487,9 @@ def test_unsharded_units_are_root_and_two_blocks():
     head = model.lm_head.weight.numel()
     fsdp1 = replace(setup, strategy=replace(sharded(setup, 2).strategy, engine="fsdp1"))
     assert plan_memory(fsdp1).unsharded_unit == 4 * (2 * block + 2 * head + root) + 4 * (2 * block + 2 * head + root)
-    assert plan_memory(sharded(setup, 2)).unsharded_unit == 4 * (2 * block + root) + 4 * (2 * block + root)
+    assert plan_memory(sharded(setup, 2)).unsharded_unit == 4 * (root + 2 * head)  # with the buffer of its all-gather
     kept = plan_memory(sharded(setup, 2, sharding_strategy="SHARD_GRAD_OP")).unsharded_unit
-    assert kept == 4 * (6 * block + 2 * head + root) + 4 * (2 * block + root)
+    assert kept == 4 * (6 * block + 3 * head + root)
 
 
 def test_adapters_are_sharded_with_their_block():
@@ -533,14 +533,15 @@ def test_offloaded_shards_are_in_cpu_memory():
     assert plain.total - offloaded.total == pytest.approx(3 * shards, rel=0.01)
 
 
-def test_unsharded_units_are_those_of_the_wrap_plan():
+def test_unsharded_units_of_fsdp1_are_those_of_the_wrap_plan():
     setup = setup_of("llama", "32-true")
     model = build_on_meta(setup)
     attention, mlp = (sum(p.numel() for p in part.parameters()) for part in (model.blocks[0].attn, model.blocks[0].mlp))
     total = sum(p.numel() for p in model.parameters())
 
     def unsharded(*classes: str) -> int:
-        return plan_memory(sharded(setup, 2, auto_wrap="class", wrap_classes=list(classes))).unsharded_unit
+        wrapped = sharded(setup, 2, auto_wrap="class", wrap_classes=list(classes))
+        return plan_memory(replace(wrapped, strategy=replace(wrapped.strategy, engine="fsdp1"))).unsharded_unit
 
     rest = total - 2 * mlp
     assert unsharded("LLaMAMLP") == 4 * (2 * mlp + rest) + 4 * (2 * mlp + rest)

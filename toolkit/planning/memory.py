@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
-from toolkit.distributed.units import HEAD, Unit, plan_units, unit_dtypes, unit_precision
+from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_dtypes, unit_precision
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import refuse_experts
@@ -55,6 +55,8 @@ class Memory:
         checkpoint_copy: On a CPU, the state copy that --train.async_save writes.
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
+        outside_loss: With FSDP2, the most bytes of unsharded weights, gradients and activations together at another
+            time than the loss, see :func:`_fsdp2_bytes`; an alternative in ``total``, not a part.
         host: CPU memory per process for FSDP's offloaded weights, gradients and optimizer state; not in ``total``.
         host_copy: On a GPU, the CPU memory for the state copy that --train.async_save writes; not in ``total``. For
             unsharded checkpoints, only rank 0 has it.
@@ -75,6 +77,7 @@ class Memory:
     checkpoint_copy: float
     context: float
     has_gradients_in_forward: bool
+    outside_loss: float = 0.0
     host: float = 0.0
     host_copy: float = 0.0
 
@@ -82,8 +85,13 @@ class Memory:
     def total(self) -> float:
         """Peak bytes; see the module docstring."""
         step = max(self.cast_weights, self.recomputed_block) + self.activations + self.logits + self.gathered_context
-        persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.unsharded_unit
-        persistent += self.checkpoint_copy
+        persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.checkpoint_copy
+        if self.outside_loss:
+            at_loss = self.unsharded_unit + self.cast_weights + self.activations + self.logits
+            gradients = self.gradients if self.has_gradients_in_forward else 0.0
+            step = max(at_loss, self.outside_loss + self.gathered_context) + gradients
+            return persistent + self.context + max(step, self.gradients + self.update)
+        persistent += self.unsharded_unit
         if self.has_gradients_in_forward:
             return persistent + self.context + max(step, self.update) + self.gradients
         return persistent + self.context + max(step, self.gradients + max(self.recomputed_block, self.update))
@@ -96,7 +104,7 @@ class Memory:
 
     def parts(self) -> dict[str, float]:
         """Return the parts of ``total`` by name, in the order of the fields."""
-        others = ("has_gradients_in_forward", "host", "host_copy")
+        others = ("has_gradients_in_forward", "outside_loss", "host", "host_copy")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
 
 
@@ -148,6 +156,10 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         gradients = FP32 * elements + (gradients if setup.strategy.kind == "ddp" else 0)
     activations = measure_activations(setup) if with_activations else Activations(0.0, 0.0, 0.0)
     checkpoint_copy = _copied_bytes(setup, model, list(base.values())) if setup.async_save else 0.0
+    if setup.is_fsdp2:
+        unsharded, outside_loss = _fsdp2_bytes(setup, model, quantized, activations)
+    else:
+        unsharded, outside_loss = _unsharded_bytes(setup, model, quantized), 0.0
     is_on_host = setup.device == "cpu"
     parts = {
         "weights": weights,
@@ -157,7 +169,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         "optimizer": _optimizer_bytes(setup, model),
         "update": update_bytes(setup, model),
         "cast_weights": activations.cast_weights,
-        "unsharded_unit": _unsharded_bytes(setup, model, quantized),
+        "unsharded_unit": unsharded,
         "gathered_context": 2.0 * setup.gathered_bytes if setup.strategy.layout.context > 1 else 0.0,
         "activations": activations.saved,
         "recomputed_block": activations.recomputed,
@@ -170,6 +182,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         **parts,
         context=context,
         has_gradients_in_forward=has_gradients_in_forward,
+        outside_loss=outside_loss,
         host=host,
         host_copy=0.0 if is_on_host else checkpoint_copy,
     )
@@ -200,6 +213,7 @@ def _plan_heaviest_rank(setup: MemoryInputs, with_activations: bool) -> Memory:
         replace(
             memory,
             activations=received + in_flight * memory.activations,
+            outside_loss=memory.outside_loss + received + (in_flight - 1) * memory.activations,
             logits=memory.logits if is_last else 0.0,
             checkpoint_copy=gathered * memory.checkpoint_copy,
             host_copy=gathered * memory.host_copy,
@@ -299,7 +313,7 @@ def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) ->
 
 
 def _unsharded_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
-    """Return the bytes of FSDP's unsharded tensors.
+    """Return the bytes of FSDP1's unsharded tensors.
 
     The root unit stays unsharded during the step. Of the other units, the current and the next are unsharded, or all
     with SHARD_GRAD_OP or without limit_all_gathers. A unit's gradient is copied into a buffer to reduce it. The head's
@@ -324,11 +338,11 @@ def _unsharded_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Pa
         elements = _count(p for p in part.parameters if p.requires_grad and not _is_replicated(setup, p))
         own = FP32 if adapters else setup.weight_bytes
         compute, reduced = (own if d is None else d.itemsize for d in dtypes or (None, None))
-        return (reduced + (0 if part.name in ("", HEAD) else compute)) * elements
+        return (reduced + (0 if not part.name else compute)) * elements
 
-    rest, *units = plan_units(model, setup.fsdp, (Block,), setup.strategy.engine == "fsdp2")
+    rest, *units = plan_units(model, setup.fsdp, (Block,), has_head_unit=False)
     gathered = sum(map(gathered_bytes, units))
-    if setup.strategy.sharding not in ("SHARD_GRAD_OP", "NO_SHARD") and setup.fsdp.limit_all_gathers:
+    if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers:
         # a unit, its enclosing units, and the next unit
         together = [
             [*(other for other in units if part.is_inside(other)), *units[i : i + 2]] for i, part in enumerate(units)
@@ -338,3 +352,54 @@ def _unsharded_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Pa
     # gradients that accumulate unsharded include the root's
     root_gradient = 0 if setup.accumulates_unsharded else gradient_bytes(rest)
     return gathered + gathered_bytes(rest) + gradient + root_gradient
+
+
+def _fsdp2_bytes(
+    setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter], activations: Activations
+) -> tuple[float, float]:
+    """Return the bytes of FSDP2's unsharded weights at the loss, and the most bytes of a step at another time.
+
+    An all-gather writes to a buffer, from which the weights are copied and which the next all-gather frees. Gradients
+    are copied to a buffer, which the next reduction frees (torch.distributed.fsdp, _fully_shard). The root's own
+    weights stay unsharded. Without the weights and optimizer state that stay, the bytes are largest
+
+    - at the loss: the head, the last buffer, and all units where they are kept (SHARD_GRAD_OP);
+    - from one unit to the next in the forward pass: a buffer, and buffer and weights of the next;
+    - in the backward pass of a block: the block and the next buffer, its gradients, the previous ones; activations;
+    - at the end: sharded gradients, and those of the embedding.
+    """
+    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
+    packed, is_alone = {id(p) for p in quantized.values()}, setup.strategy.shards * setup.strategy.layout.context == 1
+
+    def size(part: Unit, kind: str, trained: bool = True) -> float:
+        dtype, total = getattr(unit_dtypes(part, setup.fsdp, setup.precision), kind, None), 0.0
+        for p in part.parameters:
+            stored = FP32 if id(p) in adapters else setup.weight_bytes
+            itemsize = stored if dtype is None else dtype.itemsize
+            if is_alone and not trained and itemsize == stored:
+                continue  # nothing to gather or to cast
+            if (p.requires_grad or not trained) and not _is_replicated(setup, p):
+                total += p.numel() * (BYTES_4BIT if id(p) in packed else itemsize)
+        return total
+
+    rest, *units = plan_units(model, setup.fsdp, (Block,))
+    root, sizes = size(rest, "param_dtype", False), [size(part, "param_dtype", False) for part in units] or [0.0]
+    has_head = bool(units) and units[-1].name == HEAD
+    blocks = [part for part in units if part.name not in (HEAD, EMBEDDING)]
+    block = max((size(part, "param_dtype", False) for part in blocks), default=0.0)
+    kept = sum(sizes) if setup.strategy.sharding in ("SHARD_GRAD_OP", "NO_SHARD") else 0.0
+    at_loss = root + (kept or (sizes[-1] if has_head else 0.0)) + sizes[-1]
+    start = max(2 * (root + sizes[0]), *(root + a + 2 * b for a, b in zip(sizes, sizes[1:], strict=False)), 0.0)
+
+    gradient = max((size(part, "param_dtype") for part in blocks), default=0.0)
+    reduced = [size(part, "reduce_dtype") for part in units] or [0.0]
+    root_gradient = size(rest, "reduce_dtype")
+    backward = root + (kept or 2 * block) + max(reduced) + root_gradient / 2 * (not has_head)
+    backward += activations.saved * (1 - 1 / setup.config.n_layer)
+    # a block's gradients appear while its activations are freed; the fractions fit simulated blocks
+    backward += max(gradient + activations.recomputed / 4, gradient / 2 + activations.recomputed)
+    shards = 0.0 if setup.accumulation > 1 else sum(size(part, "") for part in units) / setup.strategy.shards
+    outer = units[0] if has_head else rest
+    last = (0.0 if has_head else root) + max((size(part, "reduce_dtype") for part in blocks), default=0.0)
+    end = shards + size(outer, "param_dtype") + max(last, size(outer, "reduce_dtype"))
+    return at_loss, max(start, backward, end)

@@ -66,6 +66,11 @@ class MemoryInputs:
         return self.strategy.layout.tensor
 
     @property
+    def is_fsdp2(self) -> bool:
+        """Whether torch's ``fully_shard`` shards the weights."""
+        return self.strategy.kind == "fsdp" and self.strategy.engine == "fsdp2"
+
+    @property
     def is_mixed(self) -> bool:
         """Whether autocast computes in 16 bits with weights in fp32."""
         return self.precision.endswith("-mixed")
