@@ -187,3 +187,25 @@ def orthogonalize(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_
         gram = update @ update.T
         update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
     return update.T if is_tall else update
+
+
+def start_fake_group(world_size: int) -> None:
+    """Create a process group of fake ranks; this process is rank 0. Collectives do nothing, also on fake tensors.
+
+    Raises:
+        ImportError: this build of torch lacks its testing modules.
+    """
+    from torch.distributed._tools import fake_collectives  # noqa: F401  # registers them
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def collective_of(func: Any, out: Any, args: Any, kwargs: Any) -> tuple[list[int], int] | None:
+    """Return the ranks of a collective and the bytes of its largest tensor; None for other operators."""
+    from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+
+    if func not in collective_ops or func in sync_ops:
+        return None
+    group: Any = CollectiveOp.get_process_group(func, args)
+    return dist.get_process_group_ranks(group), CollectiveOp.get_comm_tensor_size(func, out, args, kwargs)

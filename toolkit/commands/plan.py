@@ -16,6 +16,7 @@ def setup(
     device_memory_gb: PositiveFloat | None = None,
     host_memory_gb: PositiveFloat | None = None,
     speed: str | None = None,
+    simulate: bool = False,
     format: Literal["text", "json"] = "text",
 ) -> None:
     """Show the resolved settings of a run, and its memory per device by component.
@@ -38,6 +39,8 @@ def setup(
         host_memory_gb: CPU memory of one node in GB, to check whether the run fits. Default: this machine's.
         speed: Also predict step time, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and suggest faster
             settings. Nothing is measured.
+        simulate: Check the memory plan: run a step of rank 0 on tensors without data, in a layout of any size. Needs no
+            GPU and no memory; 8B parameters take about a minute, 70B several. Only for --strategy fsdp.
         format: Text table, or JSON.
     """
     if command == "compatibility":
@@ -71,6 +74,10 @@ def setup(
     summary = plan_summary(plan, device_memory_gb, host_memory_gb, advice)
     if predicted is not None:
         summary["speed"] = speed_summary(*predicted)
+    if simulate:
+        from toolkit.diagnostics.simulate import compare_with_plan
+
+        summary["simulated"] = compare_with_plan(plan)
     if format == "json":
         import json
 

@@ -147,7 +147,7 @@ def format_plan(summary: dict[str, Any]) -> str:
     if node := summary["node"]["memory_gb"]:
         limit = summary["node"]["limit_gb"]
         lines.append(f"  {'of a node':15}{node:10.2f}  CPU memory; a node has {limit:,.1f} (--host_memory_gb)")
-    return "\n".join(lines + _verdict(summary) + _speed(summary))
+    return "\n".join(lines + _verdict(summary) + _speed(summary) + _simulated(summary))
 
 
 def _speed(summary: dict[str, Any]) -> list[str]:
@@ -180,6 +180,28 @@ def _speed(summary: dict[str, Any]) -> list[str]:
     if speed["variants"]:
         lines += ["", "Faster, by prediction:"]
         lines += [f"  {v['gain']:+7.0%}  {v['change']}: {v['tokens_per_sec']:,} tokens/s" for v in speed["variants"]]
+    return lines
+
+
+def _simulated(summary: dict[str, Any]) -> list[str]:
+    """Format :func:`toolkit.diagnostics.simulate.compare_with_plan` as lines; empty without a simulation."""
+    simulated = summary.get("simulated")
+    if simulated is None:
+        return []
+    lines = [
+        "",
+        f"Rank 0 of {simulated['ranks']}, simulated in {simulated['seconds']:.0f} s: memory at its peak, in the "
+        f"{simulated['phase']} phase, GB",
+        f"  {'':18}{'simulated':>10}{'planned':>10}",
+    ]
+    for name, (size, planned) in simulated["memory_gb"].items():
+        line = f"  {name:18}{size:10.2f}"
+        if planned is not None:
+            line += f"{planned:10.2f}" + (f"{planned / size - 1:+9.1%}" if size >= 0.01 else "")
+        lines.append(line)
+    lines += ["Collectives of a step: operation, mesh dimensions, calls, GB"]
+    for name, dimensions, calls, size in simulated["collectives"]:
+        lines.append(f"  {name:22}{dimensions:22}{calls:6}{size:10.2f}")
     return lines
 
 

@@ -1,0 +1,89 @@
+"""Rank 0 of a layout on fake tensors, against the memory plan and the collectives that FSDP2 needs."""
+
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from helpers.cases import slow_except
+from helpers.groups import SERVER, start_server
+
+from toolkit.cli import main
+from toolkit.config import FSDPArgs
+from toolkit.diagnostics import simulate as simulate_module
+from toolkit.diagnostics.simulate import simulate
+from toolkit.distributed.mesh import Layout
+from toolkit.distributed.strategy import StrategyPlan
+from toolkit.errors import UserError
+from toolkit.models.families import get_config
+from toolkit.planning.memory import plan_memory
+from toolkit.planning.memory_inputs import MemoryInputs
+
+LLAMA = replace(get_config("Llama-3-8B"), n_layer=4)
+LARGE = replace(get_config("Llama-3.1-405B"), n_layer=5)
+FULL = ("FULL_SHARD", Layout(shard=8))
+CASES = {
+    "full": (*FULL, {}),
+    "hybrid": ("HYBRID_SHARD", Layout(replicate=4, shard=2), {"activation_checkpointing": "selective"}),
+    "kept weights": ("SHARD_GRAD_OP", Layout(shard=8), {"activation_checkpointing": "none"}),
+    "accumulation": (*FULL, {"accumulation": 2}),
+    "sharded accumulation": (*FULL, {"accumulation": 2, "fsdp": FSDPArgs(accumulate="sharded")}),
+    "bf16": (*FULL, {"precision": "bf16-true"}),
+    "fp32": (*FULL, {"precision": "32-true"}),
+    "large blocks": (*FULL, {"precision": "bf16-true", "config": LARGE}),
+    "large blocks, tied": (
+        *FULL,
+        {"config": replace(LARGE, vocab_size=8000, padded_vocab_size=8000, tie_embeddings=True)},
+    ),
+    "replicas": ("NO_SHARD", Layout(replicate=8), {}),
+    "layer norms": (*FULL, {"config": get_config("pythia-160m"), "seq_length": 2048, "micro_batch_size": 4}),
+}
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """Fork the process of a simulation where torch is imported."""
+    start_server()
+    monkeypatch.setattr(simulate_module, "multiprocessing", SimpleNamespace(get_context=lambda _: SERVER))
+
+
+def inputs(sharding: str, layout: Layout, options: dict) -> MemoryInputs:
+    values = {"config": LLAMA, "precision": "bf16-mixed", "micro_batch_size": 1, "accumulation": 1, "seq_length": 4096,
+              "optimizer": {"name": "AdamW", "weight_decay": 0.1}, "activation_checkpointing": "full"}  # fmt: skip
+    strategy = StrategyPlan("fsdp", sharding, layout, "", engine="fsdp2")
+    return MemoryInputs(strategy=strategy, **(values | options))
+
+
+@pytest.mark.parametrize("case", slow_except(["hybrid"], CASES))
+def test_planned_memory_is_within_5_percent_of_the_simulated(case):
+    setup = inputs(*CASES[case])
+    memory = plan_memory(setup)
+    simulated = simulate(setup)
+    assert memory.total - memory.context == pytest.approx(simulated.peak, rel=0.05), simulated
+    if case == "hybrid":
+        calls = {(name, where): n for name, where, n, _ in simulated.collectives}
+        units = LLAMA.n_layer + 2  # the head stays gathered; the embedding is not needed in the backward pass
+        assert calls["allgather_base", "shard"] == 2 * LLAMA.n_layer + 2
+        assert calls["reduce_scatter_base", "shard"] == calls["allreduce", "replicate"] == units
+
+
+def test_plan_prints_the_simulation_of_many_ranks(capsys):
+    words = ["plan", "pretrain", "pythia-14m", "--devices", "8", "--num_nodes", "128", "--strategy", "fsdp",
+             "--train.max_steps", "1", "--train.global_batch_size", "1024", "--simulate", "true"]  # fmt: skip
+    assert main([*words, "--format", "json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)["simulated"]
+    total, planned = simulated["memory_gb"]["total"]
+    assert simulated["ranks"] == 1024 and planned == pytest.approx(total, rel=0.05)
+    assert simulated["memory_gb"]["sharded weights"][0] > 0.005
+
+
+def test_what_is_not_simulated_is_one_line(monkeypatch):
+    setup = inputs(*CASES["full"])
+    ddp, tensor = replace(setup.strategy, kind="ddp"), replace(setup.strategy, layout=Layout(shard=4, tensor=2))
+    for strategy, text in ((ddp, "use --strategy fsdp"), (tensor, "--tensor_parallel_size")):
+        with pytest.raises(UserError, match=text):
+            simulate(replace(setup, strategy=strategy))
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    with pytest.raises(UserError, match="lacks torch.testing._internal.distributed.fake_pg"):
+        simulate_module._simulate(setup)

@@ -1,0 +1,310 @@
+"""Simulate rank 0 of any layout in one process, to check the memory plan: no device, no other rank, no memory.
+
+The model, the optimizer and the FSDP strategy are the run's. Tensors are fake: they have a shape, a dtype and a
+storage size, but no data. The process group is fake as well: collectives return at once. Memory is the sum of the live
+storages; the CUDA context, fragmentation and NCCL's buffers are not included. Blocks are not compiled.
+"""
+
+import multiprocessing
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.distributed import ranks
+from toolkit.distributed.fsdp import FullyShardedStrategy
+from toolkit.distributed.shards import shard_of
+from toolkit.errors import UserError
+from toolkit.models import loss
+from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.gpt import Block
+from toolkit.optim.classes import build_optimizer
+from toolkit.optim.groups import block_params, no_decay_params
+from toolkit.planning.memory_inputs import MemoryInputs
+from toolkit.planning.plan import RunPlan
+from toolkit.planning.resolve import memory_inputs
+from toolkit.planning.sample_model import micro_batch, sample_model
+from toolkit.planning.speed.cuda_on_meta import rms_norm_on_cuda
+from toolkit.private_torch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    collective_of,
+    local_shard,
+    start_fake_group,
+    tree_leaves,
+)
+
+WEIGHTS, GATHERED, GRADIENTS = "sharded weights", "gathered weights", "gradients"
+OPTIMIZER, ACTIVATIONS, BUFFERS = "optimizer", "activations", "buffers"
+GB = 1e9
+KINDS = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS)
+_GATHERS = ("c10d::_allgather_base_", "fsdp::split_with_sizes_copy")
+_REDUCTIONS = ("c10d::_reduce_scatter_base_", "fsdp::chunk_cat")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A training step of rank 0.
+
+    Args:
+        memory: Bytes at the peak, by kind. ``activations`` includes logits, the head's gradient and temporary tensors.
+        phase: When the peak occurs: forward, backward or update.
+        collectives: Operation, mesh dimensions of its group, calls and bytes of the largest tensors.
+        seconds: Time that the simulation took.
+    """
+
+    memory: dict[str, float]
+    phase: str
+    collectives: list[tuple[str, str, int, float]]
+    seconds: float
+
+    @property
+    def peak(self) -> float:
+        return sum(self.memory.values())
+
+
+def simulate(setup: MemoryInputs) -> Simulation:
+    """Simulate two steps in a new process, where a fake process group affects nothing else, and return the second."""
+    _require_support(setup)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_simulate, setup).result()
+
+
+def compare_with_plan(plan: RunPlan) -> dict[str, Any]:
+    """Simulate a planned run. Return its memory in GB by kind, with the plan's, and its collectives.
+
+    The plan estimates every kind only for the end of the forward pass; at another peak, what stays and the total. Both
+    totals are without the CUDA context and fragmentation.
+    """
+    memory, simulation = plan.memory, simulate(memory_inputs(plan.config, plan.model))
+    planned = {WEIGHTS: memory.weights + memory.adapters, OPTIMIZER: memory.optimizer}
+    if simulation.phase == "forward":
+        planned |= {
+            GATHERED: memory.unsharded_unit,
+            GRADIENTS: memory.gradients if memory.has_gradients_in_forward else 0.0,
+            ACTIVATIONS: memory.activations + memory.cast_weights + memory.logits,
+        }
+    planned["total"] = memory.total - memory.context - memory.checkpoint_copy
+    sizes = simulation.memory | {"total": simulation.peak}
+    return {
+        "ranks": plan.config.strategy.layout.world_size,
+        "seconds": round(simulation.seconds, 1),
+        "phase": simulation.phase,
+        "memory_gb": {
+            name: (round(size / GB, 3), round(planned[name] / GB, 3) if name in planned else None)
+            for name, size in sizes.items()
+        },
+        "collectives": [(*where, calls, round(size / GB, 3)) for *where, calls, size in simulation.collectives],
+    }
+
+
+def _require_support(setup: MemoryInputs) -> None:
+    strategy, layout = setup.strategy, setup.strategy.layout
+    if not setup.is_fsdp2 or strategy.extension is not None:
+        raise UserError(f"--simulate: simulates FSDP2, but the strategy is {strategy}; use --strategy fsdp")
+    options = {
+        "--tensor_parallel_size": layout.tensor > 1,
+        "--context_parallel_size": layout.context > 1,
+        "--pipeline_parallel_size": layout.pipeline > 1,
+        "--quantize": setup.quantize is not None,
+        "--fsdp.cpu_offload": strategy.offloads,
+        "mixture of experts": setup.config.n_moe_layer > 0,
+    }
+    for option, is_set in options.items():
+        if is_set:
+            raise UserError(f"--simulate: {option} is not supported with it; remove one of them")
+
+
+# ---- in the process of the simulation
+
+
+def _simulate(setup: MemoryInputs) -> Simulation:
+    started = time.monotonic()
+    layout = setup.strategy.layout
+    try:
+        start_fake_group(layout.world_size)
+    except ImportError as error:
+        raise UserError(f"--simulate: this build of torch lacks {error.name}; install torch from pytorch.org") from None
+    ranks.set_layout(layout)
+    device, chunk_rows = torch.device(setup.device), loss.chunk_rows
+    loss.chunk_rows = lambda vocab_size, _: chunk_rows(vocab_size, device)
+    if device.type == "cuda":
+        F.rms_norm = rms_norm_on_cuda  # a CPU's saves more
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        model = sample_model(replace(setup, strategy=replace(setup.strategy, kind="single")), setup.config, "cpu")
+        batch = micro_batch(setup, setup.micro_batch_size, "cpu")
+    checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
+    assert setup.strategy.sharding is not None
+    strategy = FullyShardedStrategy({Block}, layout, setup.strategy.sharding, setup.fsdp, setup.precision, "cpu")
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.setup_module(model)  # not in the mode, where a mesh cannot be built
+    with mode:
+        no_decay, blocks = no_decay_params(model), block_params(model, (Block,))
+        optimizer = build_optimizer(
+            model, setup.optimizer, 1e-4, setup.precision, no_decay, setup.optimizer_class, blocks
+        )
+        recorder = Recorder()
+        step = partial(_step, strategy, model, optimizer, batch, setup.accumulation, recorder)
+        step()  # creates the optimizer state
+        recorder.track_persistent(model, optimizer)
+        with recorder, recorder.resizes():
+            step()
+    memory, phase = recorder.peak()
+    return Simulation(memory, phase, recorder.collectives(), time.monotonic() - started)
+
+
+def _step(
+    strategy: FullyShardedStrategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Any],
+    accumulation: int,
+    recorder: "Recorder",
+) -> None:
+    """Do what :func:`toolkit.training.step.train_step` does, without reading values."""
+    sync: Any = strategy._backward_sync_control
+    for i in range(accumulation):
+        with sync.no_backward_sync(model, i < accumulation - 1):
+            recorder.phase = "forward"
+            with strategy.precision.forward_context():
+                loss_sum, _ = model(**batch)
+            recorder.phase = "backward"
+            loss_sum.backward()
+            del loss_sum
+    recorder.phase = "update"
+    strategy.gradient_norm(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            recorder.track(local_shard(parameter.grad), GRADIENTS)
+    strategy.optimizer_step(optimizer)
+    optimizer.zero_grad()
+
+
+class Recorder(TorchDispatchMode):
+    """Records allocations, frees and collectives. What a storage is for may be known only later, so kinds are final.
+
+    Attributes:
+        phase: The phase of the step: forward, backward or update.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self._ids: dict[int, int] = {}  # of live storages
+        self._storages: list[weakref.ref] = []
+        self._sizes: list[int] = []
+        self._kinds: list[str] = []
+        self._made_in: list[str] = []
+        self._changes: list[tuple[int, int, str]] = []  # storage, bytes, phase
+        self._sent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+
+    def track_persistent(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Record what exists between steps."""
+        for parameter in model.parameters():
+            self.track(local_shard(shard_of(parameter)), WEIGHTS)
+        for buffer in model.buffers():
+            self.track(buffer, BUFFERS)
+        for values in optimizer.state.values():
+            for value in tree_leaves(values):
+                if isinstance(value, torch.Tensor):
+                    self.track(value, OPTIMIZER)
+
+    def track(self, tensor: torch.Tensor, kind: str = "") -> None:
+        """Record a tensor's storage, and its kind if known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._ids:
+            self._ids[key] = number = len(self._sizes)
+            self._storages.append(weakref.ref(storage, lambda _: self._freed(key, number)))
+            self._sizes.append(0)
+            self._kinds.append(ACTIVATIONS)
+            self._made_in.append(self.phase)
+            self._resized(number, storage.nbytes())
+        number = self._ids[key]
+        # the head's gradient, computed with the loss, counts as the plan counts it: with the logits
+        if kind and not (kind == GRADIENTS and self._made_in[number] == "forward"):
+            self._kinds[number] = kind
+
+    @contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Also record resized storages: FSDP frees gathered weights in this way."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if (number := self._ids.get(storage._cdata)) is not None:
+                self._resized(number, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # a DTensor: its local operation follows
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            self.track(tensor)
+        name = func.name().split(".")[0]
+        for kind, names in ((GATHERED, _GATHERS), (GRADIENTS, _REDUCTIONS)):
+            for tensor in _tensors((args, kwargs)) if name in names else ():
+                if not self._is_weight(tensor):
+                    self.track(tensor, kind)
+        if (collective := collective_of(func, out, args, kwargs)) is not None:
+            members, size = collective
+            sent = self._sent[name.removeprefix("c10d::").strip("_"), _dimensions(members)]
+            sent[0], sent[1] = sent[0] + 1, sent[1] + size
+        return out
+
+    def peak(self) -> tuple[dict[str, float], str]:
+        """Return the bytes by kind at the peak, and its phase."""
+        total = highest = end = 0
+        for i, (_, change, _) in enumerate(self._changes):
+            total += change
+            if total > highest:
+                highest, end = total, i
+        sizes: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        for number, change, _ in self._changes[: end + 1]:
+            sizes[self._kinds[number]] += change
+        return sizes, self._changes[end][2]
+
+    def collectives(self) -> list[tuple[str, str, int, float]]:
+        return [(name, where, int(calls), size) for (name, where), (calls, size) in sorted(self._sent.items())]
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        number = self._ids.get(tensor.untyped_storage()._cdata)
+        return number is not None and self._kinds[number] == WEIGHTS
+
+    def _freed(self, key: int, number: int) -> None:
+        self._resized(number, 0)
+        if self._ids.get(key) == number:
+            del self._ids[key]
+
+    def _resized(self, number: int, size: int) -> None:
+        if change := size - self._sizes[number]:
+            self._sizes[number] = size
+            self._changes.append((number, change, self.phase))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _dimensions(members: list[int]) -> str:
+    """Return the mesh dimensions in which the ranks of a group differ."""
+    layout = ranks.layout()
+    places = [layout.coordinates(rank) for rank in members]
+    return " x ".join(name for name in places[0] if len({place[name] for place in places}) > 1) or "this rank"
