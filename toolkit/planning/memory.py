@@ -395,10 +395,12 @@ def _fsdp2_bytes(
     reduced = [size(part, "reduce_dtype") for part in units] or [0.0]
     root_gradient = size(rest, "reduce_dtype")
     backward = root + (kept or 2 * block) + max(reduced) + root_gradient / 2 * (not has_head)
-    backward += activations.saved * (1 - 1 / setup.config.n_layer)
+    is_elsewhere = setup.accumulation > 1 or setup.strategy.offloads  # counted as gradients, or in CPU memory
+    shards = 0.0 if is_elsewhere else sum(size(part, "") for part in units) / setup.strategy.shards
+    # gradients of the blocks after it are shards, and activations of the blocks before it are saved
+    backward += max(activations.saved, shards) * (1 - 1 / setup.config.n_layer)
     # a block's gradients appear while its activations are freed; the fractions fit simulated blocks
     backward += max(gradient + activations.recomputed / 4, gradient / 2 + activations.recomputed)
-    shards = 0.0 if setup.accumulation > 1 else sum(size(part, "") for part in units) / setup.strategy.shards
     outer = units[0] if has_head else rest
     last = (0.0 if has_head else root) + max((size(part, "reduce_dtype") for part in blocks), default=0.0)
     end = shards + size(outer, "param_dtype") + max(last, size(outer, "reduce_dtype"))
