@@ -136,9 +136,9 @@ def _simulate(setup: MemoryInputs) -> Simulation:
         raise UserError(f"--simulate: this build of torch lacks {error.name}; install torch from pytorch.org") from None
     ranks.set_layout(layout)
     device, chunk_rows = torch.device(setup.device), loss.chunk_rows
-    loss.chunk_rows = lambda vocab_size, _: chunk_rows(vocab_size, device)
+    setattr(loss, "chunk_rows", lambda vocab_size, _: chunk_rows(vocab_size, device))  # noqa: B010
     if device.type == "cuda":
-        F.rms_norm = rms_norm_on_cuda  # a CPU's saves more
+        setattr(F, "rms_norm", rms_norm_on_cuda)  # noqa: B010  # a CPU's saves more
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = sample_model(replace(setup, strategy=replace(setup.strategy, kind="single")), setup.config, "cpu")
@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
                 self._resized(number, storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
