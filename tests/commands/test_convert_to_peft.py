@@ -89,7 +89,8 @@ def test_the_result_loads_with_the_model_that_the_base_was_imported_from(tmp_pat
     shutil.rmtree("hf")  # then the record is of no use
     assert main(["convert_to_peft", str(folder), "unknown"]) == 0
     warning = capsys.readouterr().err
-    assert "--base_model" in warning and "toolkit convert_to_hf" in warning
+    assert "toolkit convert_to_hf" in warning
+    assert "set base_model_name_or_path in unknown/adapter_config.json to its" in warning
 
 
 def test_the_name_and_revision_of_a_downloaded_base(tmp_path, capsys):

@@ -11,6 +11,7 @@ import pytest
 from helpers.small_runs import text_data
 
 from toolkit.cli import main
+from toolkit.training.callbacks.base import Callback, CallbackError, callback_states
 from toolkit.training.checkpoint_meta import read_callback_states
 from toolkit.training.trainer import Trainer
 
@@ -213,7 +214,16 @@ def test_s2_states_of_callbacks_are_resumed_by_name(pretrain, tmp_path, capsys):
     assert "callback Counter 2: ignored its state in the checkpoint" in shown
     (tmp_path / "callbacks.yaml").write_text("callbacks: [{class_path: my_callbacks.Counter, init_args: {kind: self}}]")
     assert pretrain("--config", "callbacks.yaml", "--resume", "true", steps=8) == 1
-    assert "callback Counter: state_dict() returns a Counter; return a dictionary of" in capsys.readouterr().err
+    assert "callback Counter: state_dict()['total'] contains the type Counter, which a" in capsys.readouterr().err
+
+
+def test_s2_a_state_is_a_dictionary():
+    class Listed(Callback):
+        def state_dict(self):
+            return [1]
+
+    with pytest.raises(CallbackError, match=r"Listed: state_dict\(\) returns a list, not a dictionary"):
+        callback_states([Listed()])
 
 
 def test_s2_older_checkpoints_have_two_states_in_meta_json(pretrain, tmp_path):

@@ -36,8 +36,8 @@ def setup(
     print(f"base_model_name_or_path: {exported.base}")
     if not exported.has_known_base:
         print(
-            f"warning: transformers cannot load {exported.base}, and no Hugging Face model is recorded for it; give "
-            "its hub name or folder with --base_model; "
+            f"warning: transformers cannot load {exported.base}, and no Hugging Face model is recorded for it; set "
+            f"base_model_name_or_path in {out_dir}/adapter_config.json to its hub name or folder; "
             f"`toolkit convert_to_hf {shlex.quote(exported.base)} DIR` writes such a folder",
             file=sys.stderr,
         )

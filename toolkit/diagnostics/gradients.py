@@ -79,7 +79,8 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
         for rank, holder in enumerate(holders):
             if not torch.equal(all_sums[rank][i], all_sums[holder][i]):
                 raise DifferenceError(
-                    f"the gradient of {name} differs between ranks {holder} and {rank}, which hold the same shard"
+                    f"the gradient of {name} differs between ranks {holder} and {rank}, which hold the same part of "
+                    "it: it was not reduced over them correctly; run `toolkit doctor`, or try another --strategy"
                 )
         norms[name] = math.sqrt(sum(float(all_squares[rank][i]) for rank in sorted(set(holders))))
     return norms

@@ -50,14 +50,14 @@ class Cut(NamedTuple):
         shape: Shape of the complete parameter, as in files.
         dim: The divided dimension.
         sections: Sizes along ``dim`` of sections that are each divided: queries, keys and values of a fused layer.
-        size: Number of ranks that share the parameter.
+        n_ranks: Number of ranks that share the parameter.
         rank: This rank among them.
     """
 
     shape: torch.Size
     dim: int
     sections: tuple[int, ...]
-    size: int
+    n_ranks: int
     rank: int
 
     @property
@@ -65,7 +65,7 @@ class Cut(NamedTuple):
         """Start and stop in the complete parameter of each range along ``dim`` that the local tensor consists of."""
         found, start = [], 0
         for section in self.sections:
-            part = section // self.size
+            part = section // self.n_ranks
             found.append((start + self.rank * part, start + (self.rank + 1) * part))
             start += section
         return found
@@ -76,11 +76,11 @@ class Cut(NamedTuple):
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the complete tensor. Collective over the tensor group."""
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.n_ranks)]
         dist.all_gather(parts, local.contiguous(), group=ranks.group("tensor"))
         whole = local.new_empty(self.shape)
         for rank, part in enumerate(parts):
-            lengths = [section // self.size for section in self.sections]
+            lengths = [section // self.n_ranks for section in self.sections]
             for (start, stop), values in zip(
                 self._replace(rank=rank).ranges, part.split(lengths, self.dim), strict=True
             ):
@@ -193,7 +193,7 @@ class _Split:
         embedding.__class__ = _Embedding
         head.register_forward_hook(self._gather_logits)
         self.model.transformer.ln_f.register_forward_hook(lambda module, args, output: copy(output, self.group))
-        self.model.compiled_loss = partial(cross_entropy_, softmax=partial(_softmax_, self.group, first))
+        self.model.compiled_loss = partial(cross_entropy_, kernel=partial(_loss_and_grad_, self.group, first))
 
     def _parameter(self, owner: nn.Module, key: str, dim: int = 0, sections: tuple[int, ...] = ()) -> None:
         """Replace a parameter by a meta tensor of the local size, and record its cut."""
@@ -284,12 +284,11 @@ class _Embedding(nn.Embedding):
         return reduce(y.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.group)
 
 
-def _softmax_(
+def _loss_and_grad_(
     group: Any, first: int, logits: torch.Tensor, at: torch.Tensor, needs_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:data:`toolkit.models.cross_entropy.Softmax` over a vocabulary of which this rank has the tokens from ``first``.
-
-    Exact for any loss.
+    """:data:`toolkit.models.cross_entropy.LossKernel` over a vocabulary of which this rank has the tokens from
+    ``first``. Exact for any loss.
     """
     logits -= _all_reduce(logits.amax(1, keepdim=True), group, dist.ReduceOp.MAX)
     at, is_elsewhere = _local_ids(at, first, logits.size(1))

@@ -23,7 +23,10 @@ def run_in_thread(function: Callable[[], T], name: str | None = None, daemon: bo
 
 
 def call_with_timeout(seconds: float, function: Callable[[], T]) -> T:
-    """Call ``function`` in a thread, for clients without a timeout. Raise TimeoutError; the thread keeps running."""
+    """Return ``function()``, run in a thread, for clients without a timeout.
+
+    Raises TimeoutError after ``seconds``; the thread then keeps running.
+    """
     result = run_in_thread(function, daemon=True)
     if not wait([result], seconds).done:
         raise TimeoutError("no answer")

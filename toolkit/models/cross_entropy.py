@@ -22,7 +22,7 @@ import torch
 from toolkit.models.mixed_mm import has_values
 
 CrossEntropy = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-Softmax = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+LossKernel = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 """Maps logits (rows, vocabulary) and targets (rows, 1) to softmax - one-hot, if needed, and the losses (rows,). May
 overwrite the logits.
 """
@@ -38,9 +38,9 @@ def cross_entropy_(
     bias: torch.Tensor | None,
     softcap: float | None,
     dtype: torch.dtype | None,
-    softmax: Softmax | None = None,
+    kernel: LossKernel | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the losses and the gradient. Overwrites ``logits``. ``softmax`` replaces the device's default."""
+    """Compute the losses and the gradient. Overwrites ``logits``. ``kernel`` replaces the device's default."""
     slope = None
     if bias is not None:
         logits += bias
@@ -49,8 +49,8 @@ def cross_entropy_(
         slope = None if dtype is None else 1 - logits.square()
         logits.mul_(softcap)
     at = (targets if ignored is None else targets.where(~ignored, 0))[:, None]
-    softmax = softmax or (_softmax_once_ if logits.device.type == "cpu" else _softmax_)
-    grad, losses = softmax(logits, at, dtype is not None)
+    kernel = kernel or (_loss_and_grad_single_exp_ if logits.device.type == "cpu" else _loss_and_grad_)
+    grad, losses = kernel(logits, at, dtype is not None)
     losses = losses if ignored is None else losses.masked_fill(ignored, 0.0)
     if dtype is None:
         return losses, None
@@ -61,8 +61,10 @@ def cross_entropy_(
     return losses, grad.to(dtype)
 
 
-def _softmax_once_(logits: torch.Tensor, at: torch.Tensor, needs_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the exponential once per logit; it dominates the run time on a CPU. See :data:`Softmax`."""
+def _loss_and_grad_single_exp_(
+    logits: torch.Tensor, at: torch.Tensor, needs_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the exponential once per logit; it dominates the run time on a CPU. See :data:`LossKernel`."""
     probabilities = torch.softmax(logits, dim=1, out=logits)
     target_probs = probabilities.gather(1, at)
     losses = -target_probs.log().squeeze(1)
@@ -71,8 +73,8 @@ def _softmax_once_(logits: torch.Tensor, at: torch.Tensor, needs_grad: bool) -> 
     return probabilities, losses
 
 
-def _softmax_(logits: torch.Tensor, at: torch.Tensor, needs_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`_softmax_once_`, but exact for any loss; computes a second exponential per logit."""
+def _loss_and_grad_(logits: torch.Tensor, at: torch.Tensor, needs_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`_loss_and_grad_single_exp_`, but exact for any loss; computes a second exponential per logit."""
     log_p = torch.log_softmax(logits, dim=1, out=logits)
     target_log_probs = log_p.gather(1, at)
     if needs_grad:

@@ -81,6 +81,7 @@ def test_damaged_tokenizer_warns_and_weights_are_imported(folder, tmp_path):
     (folder / "tokenizer.model").write_bytes(b"nothing of the kind")
     (note,) = import_hf(folder, tmp_path / "native")
     assert "holds no tokenizer.json, and tokenizer.model was not converted: " in note and "\n" not in note
+    assert note.endswith("; or copy a tokenizer.json and its companion files into that folder")
     assert (tmp_path / "native" / "lit_model.pth").exists() and not (tmp_path / "native" / "tokenizer.json").exists()
 
 

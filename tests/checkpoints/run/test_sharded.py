@@ -373,7 +373,7 @@ IN_THE_METADATA = [
         code_below_an_allowed_module,
         "refused: its .metadata holds 'torch.serialization.os.system', which could run code",
     ),
-    (code_in_bytes, "refused: 'hook' is not a tensor"),
+    (code_in_bytes, "its .metadata lists 'hook', which is not a tensor"),
     (state_of_a_class, "damaged"),
     (no_part_of_a_tensor, "covers only a part of 'a'"),
     (two_parts_in_one_place, "damaged"),

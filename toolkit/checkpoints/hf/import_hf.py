@@ -177,7 +177,8 @@ def _convert_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None,
         tokenizer_json = convert_sentencepiece(model)
         size_warning = _vocab_size_warning(Tokenizer({"tokenizer.json": tokenizer_json}, model.name), config)
     except ValueError as error:
-        return None, [f"warning: {hf_dir} holds no tokenizer.json, and {model.name} was not converted: {error}; {hint}"]
+        failed = f"warning: {hf_dir} holds no tokenizer.json, and {model.name} was not converted: {error}"
+        return None, [f"{failed}; or copy a tokenizer.json and its companion files into that folder"]
     note = f"converted {model.name} to tokenizer.json; both encode the probe texts identically"
     return tokenizer_json, [note, *size_warning]
 

@@ -104,7 +104,10 @@ def _metadata(record: _Record) -> Metadata:
 
 def _tensor(name: str, record: _Record) -> TensorStorageMetadata:
     if type(record).__name__ != "TensorStorageMetadata":
-        raise UserError(f"refused: {name!r:.100} is not a tensor; only folders of tensors are read")
+        raise UserError(
+            f"its {_METADATA} lists {name!r:.100}, which is not a tensor; only sharded checkpoints that hold "
+            "nothing but tensors can be read; use another checkpoint"
+        )
     dtype, size = record.fields["properties"].fields[0], torch.Size(record.fields["size"])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype} is not a dtype")

@@ -213,7 +213,10 @@ class RetryingFile(io.RawIOBase):
         except StorageError as error:
             raise StorageError(f"{self._source.name}: {error}") from error
         if not content:
-            raise StorageError(f"{self._source.name}: is shorter than when it was listed")
+            raise StorageError(
+                f"{self._source.name}: has become shorter since the run read its size; restore the file as it was, or "
+                "start a new run with another --out_dir"
+            )
         return content
 
     def _disconnect(self) -> None:

@@ -92,11 +92,14 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
     """Return the callback states that are not empty, by name."""
     states = {name: _call(callback, "state_dict") for name, callback in _by_name(callbacks).items()}
     for name, state in states.items():
-        if (wrong := _find_unsafe_type(state)) is not None or not isinstance(state, dict):
-            raise CallbackError(
-                f"callback {name}: state_dict() returns a {wrong or type(state).__name__}; return a dictionary of "
-                "tensors and plain values"
-            )
+        if not isinstance(state, dict):
+            raise CallbackError(f"callback {name}: state_dict() returns a {type(state).__name__}, not a dictionary")
+        for key, value in state.items():
+            if (wrong := _find_unsafe_type([key, value])) is not None:
+                raise CallbackError(
+                    f"callback {name}: state_dict()[{key!r:.100}] contains the type {wrong}, which a checkpoint cannot "
+                    "hold; convert it to a tensor, number, string, list or dict"
+                )
     return {name: state for name, state in states.items() if state}
 
 
