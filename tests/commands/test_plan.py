@@ -244,7 +244,7 @@ def test_the_cpu_memory_of_a_node_limits_what_is_offloaded(capsys):
 @pytest.mark.slow
 def test_insufficient_advice_is_reported_as_such(capsys):
     assert main(["plan", "pretrain", "pythia-160m", "--device_memory_gb", "0.1", "--accelerator", "cpu"]) == 0
-    assert "That is not enough" in capsys.readouterr().out
+    assert "These changes are not enough" in capsys.readouterr().out
 
 
 def test_the_table_has_a_line_for_each_part(capsys):
