@@ -13,8 +13,7 @@ from toolkit.config import TrainArgs
 from toolkit.config.command import parse_object
 from toolkit.data.sft.datasets import Alpaca
 from toolkit.errors import UserError
-from toolkit.planning import auto
-from toolkit.planning.auto import choose_size, fsdp_incompatible_options, with_options
+from toolkit.planning.auto import choose_size, with_options
 from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
@@ -95,20 +94,6 @@ def test_strategies_of_runs(config_of):
     )  # fmt: skip
     with pytest.raises(UserError, match="--ddp.bucket_cap_mb 5.0 has no effect with fsdp"):
         config_of({"fsdp.shard_size": 8, "ddp.bucket_cap_mb": 5.0})
-
-
-def test_options_that_fsdp_does_not_support_are_those_of_the_table(config_of, monkeypatch):
-    def check(options: dict, replacements: dict) -> None:
-        args = config_of(options | DDP).args
-        assert fsdp_incompatible_options(args) == replacements
-        with monkeypatch.context() as patch:
-            patch.setattr(auto, "ROWS", [])
-            assert fsdp_incompatible_options(args) == {}
-
-    check_each(check, [
-        ({}, {}),
-        ({"optimizer.name": "muon", "precision": "bf16-master"}, {"precision": "bf16-mixed"}),
-    ])  # fmt: skip
 
 
 def test_a_variable_under_which_ddp_crashes_on_a_cpu_excludes_it(config_of, monkeypatch):

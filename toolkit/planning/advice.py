@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -13,7 +13,7 @@ from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.auto import MICRO_BATCH_SIZE, fsdp_incompatible_options, with_options
+from toolkit.planning.auto import MICRO_BATCH_SIZE, Changes, with_options
 from toolkit.planning.plan import RunPlan, format_memory, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -111,88 +111,79 @@ def _apply_step(step: Step, plan: RunPlan, limits: MemoryLimits) -> tuple[str, R
     return best
 
 
-def _change_train_options(plan: RunPlan, **changes: Any) -> tuple[RunArgs, DeviceSpec]:
-    return replace(plan.args, train=replace(plan.args.train, **changes)), plan.config.devices
+def _set(plan: RunPlan, changes: Changes, unnamed: Changes | None = None) -> Change:
+    """Return a change of options. ``unnamed`` options are also set, but are no part of its flags."""
+    values = {option: str(value).lower() if isinstance(value, bool) else value for option, value in changes.items()}
+    flags = " ".join(f"--{option} {value}" for option, value in values.items())
+    return flags, with_options(plan.args, changes | (unnamed or {})), plan.config.devices
 
 
 def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
     per_rank = plan.config.batch.global_batch_size // plan.config.batch.data_parallel
     for micro in range(plan.config.batch.micro_batch_size - 1, 0, -1):
         if per_rank % micro == 0:
-            yield f"--train.micro_batch_size {micro}", *_change_train_options(plan, micro_batch_size=micro)
+            yield _set(plan, {MICRO_BATCH_SIZE: micro})
 
 
 def _fsdp_compatible(plan: RunPlan) -> Iterator[Change]:
-    """Under ddp, replace the options that FSDP does not support."""
-    changes = fsdp_incompatible_options(plan.args)
-    if changes and plan.config.strategy.kind == "ddp":
-        changes |= {} if plan.args.strategy == AUTO else {"strategy": "fsdp"}
-        flags = " ".join(f"--{option} {value}" for option, value in changes.items())
-        yield flags, with_options(plan.args, changes), plan.config.devices
+    """Replace bf16-master, which FSDP does not support."""
+    if plan.args.precision == "bf16-master" and plan.config.strategy.kind == "ddp":
+        yield _set(plan, {"precision": "bf16-mixed"} | ({} if plan.args.strategy == AUTO else {"strategy": "fsdp"}))
 
 
 def _sharded_gradients(plan: RunPlan) -> Iterator[Change]:
     if plan.config.strategy.kind == "fsdp" and plan.config.batch.accumulation > 1:
-        fsdp = replace(plan.args.fsdp, accumulate="sharded")
-        yield "--fsdp.accumulate sharded", replace(plan.args, fsdp=fsdp), plan.config.devices
+        yield _set(plan, {"fsdp.accumulate": "sharded"})
 
 
 def _full_shard(plan: RunPlan) -> Iterator[Change]:
-    args, strategy = plan.args, plan.config.strategy
+    strategy = plan.config.strategy
     if strategy.shards < strategy.layout.data_parallel or strategy.sharding == "SHARD_GRAD_OP":
-        named = args.strategy not in ("auto", "fsdp")
-        fsdp = replace(args.fsdp, sharding_strategy="FULL_SHARD")
-        changed = replace(args, strategy="fsdp" if named else args.strategy, fsdp=fsdp, ddp=DDPArgs())
-        yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", changed, plan.config.devices
+        engine = {} if plan.args.strategy in (AUTO, "fsdp") else {"strategy": "fsdp"}
+        yield _set(plan, engine | {"fsdp.sharding_strategy": "FULL_SHARD"}, {"ddp": DDPArgs()})
 
 
 def _checkpointing(plan: RunPlan) -> Iterator[Change]:
     modes = get_args(ActivationCheckpointing)
     for mode in modes[modes.index(plan.args.train.activation_checkpointing) + 1 :]:
-        yield f"--train.activation_checkpointing {mode}", *_change_train_options(plan, activation_checkpointing=mode)
+        yield _set(plan, {"train.activation_checkpointing": mode})
 
 
 def _bf16_masters(plan: RunPlan) -> Iterator[Change]:
     """Store weights in bf16 with fp32 masters. Refused with sharding and with LoRA."""
     if plan.config.precision != "bf16-master":
-        yield "--precision bf16-master", replace(plan.args, precision="bf16-master"), plan.config.devices
+        yield _set(plan, {"precision": "bf16-master"})
 
 
 def _smaller_moments(plan: RunPlan) -> Iterator[Change]:
     """Store moments in bf16. Refused with sharding and for optimizers without moments."""
     args = plan.args
     if args.lora is None and args.optimizer.state_dtype == AUTO and plan.config.precision != "bf16-true":
-        optimizer = replace(args.optimizer, state_dtype="bf16")
-        yield "--optimizer.state_dtype bf16", replace(args, optimizer=optimizer), plan.config.devices
+        yield _set(plan, {"optimizer.state_dtype": "bf16"})
 
 
 def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
     """Store the frozen base model of a LoRA run in bf16."""
     if plan.config.precision != "bf16-true" and plan.args.lora is not None:
-        yield "--precision bf16-true", replace(plan.args, precision="bf16-true"), plan.config.devices
+        yield _set(plan, {"precision": "bf16-true"})
 
 
 def _rounded_weights(plan: RunPlan) -> Iterator[Change]:
     """Store all weights in bf16 in a run without LoRA. The run reports how many updates round away."""
-    args = plan.args
-    if args.lora is None and plan.config.precision not in ("bf16-true", "bf16-master"):
-        optimizer = replace(args.optimizer, state_dtype=AUTO)
-        changed = replace(args, precision="bf16-true", optimizer=optimizer)
-        yield "--precision bf16-true", changed, plan.config.devices
+    if plan.args.lora is None and plan.config.precision not in ("bf16-true", "bf16-master"):
+        yield _set(plan, {"precision": "bf16-true"}, {"optimizer.state_dtype": AUTO})
 
 
 def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
     """Use one micro-batch per step. With accumulation, gradients and activations are in memory together."""
     batch = plan.config.batch
     if plan.config.strategy.kind == "fsdp" and batch.accumulation > 1:
-        size = batch.micro_batch_size * batch.data_parallel
-        yield f"--train.global_batch_size {size}", *_change_train_options(plan, global_batch_size=size)
+        yield _set(plan, {"train.global_batch_size": batch.micro_batch_size * batch.data_parallel})
 
 
 def _step_in_backward(plan: RunPlan) -> Iterator[Change]:
     """Update weights during the backward pass. Refused with clipping or accumulation."""
-    optimizer = replace(plan.args.optimizer, in_backward=True)
-    yield "--optimizer.in_backward true", replace(plan.args, optimizer=optimizer), plan.config.devices
+    yield _set(plan, {"optimizer.in_backward": True})
 
 
 def _train_adapters(plan: RunPlan) -> Iterator[Change]:
@@ -206,9 +197,8 @@ def _train_adapters(plan: RunPlan) -> Iterator[Change]:
 
 
 def _quantize(plan: RunPlan) -> Iterator[Change]:
-    args = plan.args
-    if args.lora is not None and args.quantize is None:
-        yield "--quantize bnb.nf4", replace(args, quantize="bnb.nf4"), plan.config.devices
+    if plan.args.lora is not None and plan.args.quantize is None:
+        yield _set(plan, {"quantize": "bnb.nf4"})
 
 
 def _offload(plan: RunPlan) -> Iterator[Change]:
@@ -219,14 +209,13 @@ def _offload(plan: RunPlan) -> Iterator[Change]:
 
 def _cpu_offload(plan: RunPlan) -> Iterator[Change]:
     if plan.config.strategy.kind == "fsdp" or plan.config.strategy.layout.world_size == 1:
-        fsdp = replace(plan.args.fsdp, cpu_offload=True)
-        yield "--fsdp.cpu_offload true", replace(plan.args, fsdp=fsdp), plan.config.devices
+        yield _set(plan, {"fsdp.cpu_offload": True})
 
 
 def _shorten_sequences(plan: RunPlan) -> Iterator[Change]:
     length = 2 ** math.ceil(math.log2(plan.seq_length)) // 2
     while length >= MIN_ADVISED_SEQ_LENGTH:
-        yield f"--train.max_seq_length {length}", *_change_train_options(plan, max_seq_length=length)
+        yield _set(plan, {"train.max_seq_length": length})
         length //= 2
 
 

@@ -24,8 +24,6 @@ MAX_SHARD_GRAD_OP_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
 MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
 """Tokens per micro-batch: the minimum that keeps a GPU busy, and the maximum above which speed does not improve."""
 MICRO_BATCH_SIZE = "train.micro_batch_size"
-FSDP_COMPATIBLE = {"precision": "bf16-mixed"}
-"""Replacements for option values that FSDP does not support."""
 UNKNOWN = "if memory is unknown before the run"
 
 Changes = dict[str, Any]
@@ -130,24 +128,10 @@ def choose_size(memory_by_size: Mapping[int, float], default: int, length: int, 
     return size, f"{takes}; {larger} would take more than {MAX_BATCH_MEMORY_FRACTION:.0%} of {_gb(memory)}"
 
 
-def fsdp_incompatible_options(args: RunArgs) -> Changes:
-    """Return replacements for the options that FSDP does not support."""
-    rows = _only_violated_by_fsdp(args).keys()
-    return {
-        option: value
-        for option, value in FSDP_COMPATIBLE.items()
-        if rows - _violated_rows(with_options(args, {option: value}), "fsdp").keys()
-    }
-
-
 def _why_not_fsdp(args: RunArgs) -> str:
-    message = next(iter(_only_violated_by_fsdp(args).values()), "fsdp does not support the other options")
-    return message.partition(";")[0]
-
-
-def _only_violated_by_fsdp(args: RunArgs) -> dict[Row, str]:
     with_ddp = _violated_rows(args, "ddp")
-    return {row: message for row, message in _violated_rows(args, "fsdp").items() if row not in with_ddp}
+    reasons = (message for row, message in _violated_rows(args, "fsdp").items() if row not in with_ddp)
+    return next(reasons, "fsdp does not support the other options").partition(";")[0]
 
 
 def _violated_rows(args: RunArgs, kind: Literal["fsdp", "ddp"]) -> dict[Row, str]:
