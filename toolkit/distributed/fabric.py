@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import HalfPrecision
-from lightning.fabric.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
@@ -25,25 +25,13 @@ from toolkit.extension import load_registered
 from toolkit.private_torch import prebuild_ddp_buckets, tensor_norms
 
 
-class _DDP(LauncherMixin, DDPStrategy):
-    """Fabric's DDP with toolkit's launcher."""
+class _DDP(DDPStrategy):
+    """Fabric's DDP with its final buckets from the first step on."""
 
     def setup_module(self, module: nn.Module) -> Any:
         wrapped = super().setup_module(module)
         prebuild_ddp_buckets(wrapped)
         return wrapped
-
-
-class _BF16DDP(LauncherMixin, BF16DDPStrategy):
-    """DDP for bf16 weights with fp32 master weights, with toolkit's launcher."""
-
-
-class _FSDP(LauncherMixin, FullyShardedStrategy):
-    """FSDP with toolkit's launcher."""
-
-
-class _FSDP1(LauncherMixin, FSDP1Strategy):
-    """FSDP1 with toolkit's launcher."""
 
 
 class _True16Bits(HalfPrecision):
@@ -86,7 +74,7 @@ def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
 
 def knows_gradient_norm(fabric: Fabric) -> bool:
     """Whether :func:`gradient_norm` supports the strategy. Extension strategies support only clipping."""
-    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, _BF16DDP, ShardedStrategy))
+    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, BF16DDPStrategy, ShardedStrategy))
 
 
 def gradient_norm(fabric: Fabric, model: FabricModule, optimizer: Any) -> torch.Tensor:
@@ -122,21 +110,22 @@ def build_fabric(
     options, plugins = _precision_options(precision)
     if plan.kind == "single":
         return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **options)
-    strategy: ParallelStrategy
+    cls: type
+    positional: tuple[Any, ...] = ()
     if plan.extension is not None:
         extension = load_registered("strategies", plan.extension)()
-        cls, options_of_class = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
-        strategy = type(cls.__name__, (LauncherMixin, cls), {})(**options_of_class)
+        cls, arguments = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
     elif plan.kind == "ddp":
-        strategy = (_BF16DDP if precision == "bf16-master" else _DDP)(**asdict(ddp))
+        cls, arguments = BF16DDPStrategy if precision == "bf16-master" else _DDP, asdict(ddp)
     else:
-        assert plan.sharding is not None
-        arguments = block_classes, plan.layout, plan.sharding, fsdp, precision, accelerator
-        strategy = _FSDP1(*arguments) if plan.engine == "fsdp1" else _FSDP(*arguments, offloads=plan.offloads)
+        positional = block_classes, plan.layout, plan.sharding, fsdp, precision, accelerator
+        cls, arguments = FullyShardedStrategy, {"offloads": plan.offloads}
+        if plan.engine == "fsdp1":
+            cls, arguments = FSDP1Strategy, {}
         options, plugins = {}, []  # the strategy sets the precision
     return Fabric(
         accelerator=accelerator,
-        strategy=strategy,
+        strategy=type(cls.__name__, (LauncherMixin, cls), {})(*positional, **arguments),
         devices=world.devices,
         num_nodes=world.num_nodes,
         plugins=[cluster_environment(world), *plugins],

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import FSDPPrecision
-from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
@@ -56,10 +56,8 @@ class ShardedStrategy(ParallelStrategy):
 
     Args:
         block_classes: The classes of the blocks. Each block is a unit.
-        layout: Sizes of the mesh dimensions.
         sharding: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD.
         options: FSDP options (``--fsdp``).
-        precision: The compute precision.
         device_type: "cpu" or "cuda".
     """
 
@@ -167,59 +165,25 @@ class ShardedStrategy(ParallelStrategy):
         return torch.stack([norm.to(self.root_device) for norm in norms]).square().sum()
 
 
-class FullyShardedStrategy(ShardedStrategy):
+class FullyShardedStrategy(ShardedStrategy, DDPStrategy):
     """FSDP with one unit per block, or with the units that ``options`` define. See :class:`ShardedStrategy`.
 
     ``offloads``: whether to keep the shards in CPU memory. ``materialize`` computes the values of meta-device
-    parameters.
+    parameters. Processes and collectives are those of Fabric's DDP.
     """
 
     materialize: Materializer | None = None
 
     def __init__(self, *args: Any, offloads: bool = False) -> None:
         super().__init__(*args)
-        self._offloads, self._num_nodes = offloads, 1
+        self._offloads = offloads
         self._module: nn.Module | None = None
         self._backward_sync_control = GradientSync(self._options.accumulate == "sharded")
-
-    # ---- Fabric's strategy interface
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or [])
-
-    def _set_world_ranks(self) -> None:
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing; ``setup_module`` moves the shards."""
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        dist.all_reduce(tensor, group=group)
-        return tensor / ranks.world_size() if reduce_op == "mean" else tensor
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        box = [obj]
-        dist.broadcast_object_list(box, src=src)
-        return box[0]
-
-    # ---- sharding
-
-    def setup_module(self, module: nn.Module) -> nn.Module:
+    def setup_module(self, module: nn.Module) -> Any:
         """Shard ``module`` in place and initialize its meta-device parameters."""
         unit, root = unit_precision(self._options, self._dtypes)
         self._replicate_vectors(module)
