@@ -138,14 +138,7 @@ def adapter_state(
     adapters = {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
     whole, cuts = StateDictOptions(full_state_dict=True), cuts_of(module)
     weights = {name: _gather(p.detach(), whole, cuts.get(name)).cpu() for name, p in adapters.items()}
-    state = {
-        name: {
-            k: v.cpu() if isinstance(v := _gather_state(value, whole, p, cuts.get(name)), torch.Tensor) else v
-            for k, value in values.items()
-        }
-        for name, p in adapters.items()
-        if (values := sharded_values(optimizer.state.get(shard_of(p), {}), p))
-    }
+    state = _map_tensors(_parameter_states(adapters, optimizer, whole, cuts), torch.Tensor.cpu)
     return weights, {"adapters": state, **_group_state(module, optimizer, state)}
 
 
@@ -157,20 +150,24 @@ def _optimizer_state(
             get_optimizer_state_dict, module, optimizer, options=options
         )["state"]
         return state
-    gathered, cuts = {}, cuts_of(module)
-    for name, parameter in module.named_parameters():
-        if values := optimizer.state.get(shard_of(parameter)):
-            values, name = sharded_values(values, parameter), canonical_name(name)
-            gathered[name] = {
-                key: _gather_state(value, options, parameter, cuts.get(name)) for key, value in values.items()
-            }
-    return gathered
+    named = {canonical_name(name): parameter for name, parameter in module.named_parameters()}
+    return _parameter_states(named, optimizer, options, cuts_of(module))
 
 
-def _gather_state(value: Any, options: StateDictOptions, parameter: nn.Parameter, cut: Cut | None) -> Any:
-    """Gather and offload an optimizer value of a parameter. ``cut`` applies to values of the parameter's shape."""
-    has_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    return _gather(value, options, cut if has_shape else None)
+def _parameter_states(
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    options: StateDictOptions,
+    cuts: dict[str, Cut],
+) -> dict[str, dict[str, Any]]:
+    """Gather and offload the optimizer state of each parameter. Cuts apply to values of the parameter's shape."""
+    states: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        for key, value in sharded_values(optimizer.state.get(shard_of(parameter), {}), parameter).items():
+            has_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            gathered = _gather(value, options, cuts.get(name) if has_shape else None)
+            states.setdefault(name, {})[key] = gathered
+    return states
 
 
 def _gather(value: Any, options: StateDictOptions, cut: Cut | None = None) -> Any:
