@@ -39,8 +39,7 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         super().__init__(*args, sharding_strategy="FULL_SHARD")
         self.sharding_strategy = ShardingStrategy[self._sharding]
         self._sums_shards = False
-        accumulates_shards = self._options.accumulate == "sharded"
-        self._backward_sync_control = _EachMicroBatch() if accumulates_shards else _LastMicroBatch()
+        self._backward_sync_control = _GradientSync(self._options.accumulate == "sharded")
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap ``module`` in FSDP and return the wrapped module."""
@@ -90,18 +89,14 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         return MixedPrecision(dtypes.param_dtype, dtypes.reduce_dtype, buffers, **rest)
 
 
-class _EachMicroBatch(BackwardSyncControl):
-    """Lets FSDP reduce every micro-batch's gradients. Each rank accumulates its shards in the parameter dtype."""
+class _GradientSync(BackwardSyncControl):
+    """Reduces gradients in every micro-batch, to shards in the parameter dtype, or once per step, from sums in fp32."""
+
+    def __init__(self, accumulates_shards: bool) -> None:
+        self._accumulates_shards = accumulates_shards
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        return nullcontext()
-
-
-class _LastMicroBatch(BackwardSyncControl):
-    """Defers FSDP's gradient reduction to the last micro-batch and accumulates in fp32."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        return _accumulate(module) if enabled else nullcontext()
+        return _accumulate(module) if enabled and not self._accumulates_shards else nullcontext()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Hybrid optimizers: a main optimizer for some parameters, AdamW for the others."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,17 +96,10 @@ class Muon(HybridOptimizer):
         adjust_lr_fn: str = "match_rms_adamw",
         split_qkv: bool = False,
     ) -> None:
-        def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            return StackedMuon(
-                groups,
-                lr=lr,
-                weight_decay=weight_decay,
-                momentum=momentum,
-                nesterov=nesterov,
-                ns_steps=ns_steps,
-                adjust_lr_fn=adjust_lr_fn,
-            )
-
+        build = partial(
+            StackedMuon, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )  # fmt: skip
         super().__init__(params, build, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
 
     @staticmethod
@@ -131,9 +125,7 @@ class AdamW8bit(HybridOptimizer):
         require_bitsandbytes("--optimizer.name AdamW8bit")
         from bitsandbytes.optim import AdamW8bit as EightBit
 
-        def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            return EightBit(groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-
+        build = partial(EightBit, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
         super().__init__(params, build, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
         for parameter in (p for group in self._split()[0] for p in group["params"]):
             _require_equal_blocks(parameter)
