@@ -178,7 +178,9 @@ class FullyShardedStrategy(ShardedStrategy, DDPStrategy):
         super().__init__(*args)
         self._offloads = offloads
         self._module: nn.Module | None = None
-        self._backward_sync_control = GradientSync(self._options.accumulate == "sharded")
+        self._backward_sync_control = GradientSync(
+            self._options.accumulate == "sharded", keeps_weights=self._sharding == "SHARD_GRAD_OP"
+        )
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing; ``setup_module`` moves the shards."""
@@ -244,10 +246,11 @@ class GradientSync(BackwardSyncControl):
 
     Args:
         accumulates_shards: Whether to reduce-scatter each micro-batch. The last one also all-reduces over replicas.
+        keeps_weights: Whether weights stay gathered until the last micro-batch, unless each is reduced.
     """
 
-    def __init__(self, accumulates_shards: bool) -> None:
-        self._accumulates_shards = accumulates_shards
+    def __init__(self, accumulates_shards: bool, keeps_weights: bool = False) -> None:
+        self._accumulates_shards, self._keeps_weights = accumulates_shards, keeps_weights
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
@@ -265,6 +268,8 @@ class GradientSync(BackwardSyncControl):
         else:
             module.set_requires_gradient_sync(is_last)
             module.set_is_last_backward(is_last)
+            if self._keeps_weights:
+                module.set_reshard_after_backward(is_last)
 
 
 def _reshard(module: nn.Module, *_: Any) -> None:

@@ -108,7 +108,7 @@ def plan_strategy(
         strategy = implied_strategy(fsdp, ddp) or AUTO
     plan = _plan(strategy, fsdp, *data_devices(model_parallel, devices, num_nodes))
     if model_parallel != UNSHARDED:
-        plan = _add_model_parallel(plan, model_parallel)
+        plan = _add_model_parallel(plan, model_parallel, sharding_of(fsdp))
     if (requested, strategy) == (AUTO, "ddp"):
         plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
@@ -121,10 +121,13 @@ def plan_strategy(
     return replace(plan, engine="fsdp1") if strategy == "fsdp1" else plan
 
 
-def _add_model_parallel(plan: StrategyPlan, sizes: Layout) -> StrategyPlan:
-    """Add the dimensions of model parallelism to a plan. The weights are those of fsdp, whatever their sharding."""
+def _add_model_parallel(plan: StrategyPlan, sizes: Layout, sharding: str) -> StrategyPlan:
+    """Add the dimensions of model parallelism to a plan. Weights are sharded over context ranks as well."""
     layout = replace(plan.layout, pipeline=sizes.pipeline, context=sizes.context, tensor=sizes.tensor)
-    sharding = plan.sharding or ("NO_SHARD" if layout.shard * layout.context == 1 else "FULL_SHARD")
+    if layout.shard * layout.context == 1:
+        sharding = "NO_SHARD"
+    elif sharding == "HYBRID_SHARD" and layout.replicate == 1:
+        sharding = "FULL_SHARD"
     return replace(plan, kind="fsdp", sharding=sharding, layout=layout, reason=f"{layout}")
 
 

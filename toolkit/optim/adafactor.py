@@ -110,7 +110,7 @@ def _update(weights: list[_Weight]) -> None:
     squares = _sum(weights, [update.float().norm().square().view(1) for update in updates])
     update_norms = torch.cat(squares).tolist()
     for weight, update, norm, update_norm in zip(weights, updates, norms, update_norms, strict=True):
-        options, numel = weight.options, weight.shape.numel()
+        options, numel = weight.options, max(1, weight.shape.numel())  # a new state is made from this rank's rows
         rho = min(options["lr"], 1 / math.sqrt(float(weight.state["step"])))
         alpha = max(options["eps"][1], math.sqrt(norm / numel)) * rho
         clipping = max(1.0, math.sqrt(update_norm / numel) / options["d"])

@@ -14,7 +14,7 @@ from toolkit.checkpoints.folder import read_model_config
 from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.data.base import choose_seq_length
 from toolkit.distributed.device import device_memory, pick_precision
-from toolkit.distributed.mesh import Layout
+from toolkit.distributed.mesh import Layout, data_devices
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
@@ -120,6 +120,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         require_divisible(model, args.tensor_parallel_size)
     length = choose_length(args.train, model)
     require_equal_chunks(length, args.model_parallel)
+    data_devices(args.model_parallel, devices.devices, devices.num_nodes)  # raises if the sizes do not divide them
     choices = choose_options(args, devices, length, make_memory_estimator(model, args, devices))
     args = choices.args
     precision = choose_precision(args, devices)

@@ -24,7 +24,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.fsdp1 import flat_parts
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
-from toolkit.distributed.shards import shard_of
+from toolkit.distributed.shards import shard_of, sharding_of
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
@@ -153,7 +153,7 @@ def load_optimizer(
             _fill(state, entry, part, is_torch_optimizer)
         except _MismatchError as error:
             raise UserError(f"{where}: optimizer state of {part.names[0]}: {error}{_FIX}") from None
-        if part.parameter.numel():  # FSDP: no state for a parameter of which this rank has no elements
+        if part.parameter.numel() or sharding_of(part.parameter) is not None:  # FSDP1 has no state for no elements
             optimizer.state[part.parameter] = state
         if part.parameter.numel() >= SMALL_NUMEL:
             malloc_trim()

@@ -182,7 +182,7 @@ class _Planner(DefaultSavePlanner):
     """torch's planner. Writes the copies from :meth:`ShardedSave.copy` instead of the tensors, if there are any."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(dedup_save_to_lowest_rank=True)  # of values that all ranks have
         self.copies: dict[MetadataIndex, Tensor] = {}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
