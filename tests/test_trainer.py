@@ -129,7 +129,7 @@ def test_names_that_are_unknown_or_given_twice():
             {"grad_accum_steps": 2, "global_batch_size": 8, **RUN},
             "grad_accum_steps: train.global_batch_size is also given",
         ),
-        ({"device": "cuda:3"}, "device cuda:3: each process uses the device of its local rank, here 0; use cuda"),
+        ({"device": "cuda:3"}, "device cuda:3: each process uses the device of its local rank .0.; use cuda"),
         ({"device": "cpu", "accelerator": "cpu"}, "device: accelerator is also given"),
         ({"dataloader": ROWS}, "dataloader: a dataset is also given"),
     ]

@@ -113,7 +113,7 @@ def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
             "high_freq_factor 4.0: must be greater than low_freq_factor",
         ),
         ("llama", {"rope_theta": None}, "rope_theta None: must be a number greater than zero"),
-        ("gpt_neox", {"rope_theta": 77.0}, "rope_theta 77.0: a 'gpt_neox' model uses rotary_emb_base, here 10000.0"),
+        ("gpt_neox", {"rope_theta": 77.0}, "rope_theta 77.0: a 'gpt_neox' model uses rotary_emb_base 10000.0"),
         ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: a 'gpt_neox' model uses rotary_pct"),
         ("gpt_neox", {"head_dim": 32}, "head_dim 32: .* 'gpt_neox' only has 16; other values are not supported"),
         ("falcon", {"head_dim": 32}, "head_dim 32: .* only has 16"),

@@ -99,7 +99,7 @@ def test_export_keeps_or_drops_the_encoder(folder, tmp_path, capsys):
     capsys.readouterr()
     refused = {
         "--verify true": "transformers has no class for",
-        "--family_options.latent_bits 7": "the checkpoint has no",
+        "--family_options.latent_bits 7": "which the checkpoint lacks",
     }
     for flags, message in refused.items():
         assert main(["convert_to_hf", str(final), str(tmp_path / "x"), *flags.split()]) == 2
