@@ -137,7 +137,7 @@ def test_validation_and_samples_go_through_the_stages(runs, name):
     assert len(expected) == 2 and validated(runs / name) == pytest.approx(expected, rel=1e-5)
     groups = [set(group) for group in samples(runs)]
     assert len(groups) > 1 and all(groups)
-    assert all(group <= groups[0] for group in groups[1:])  # those of one process
+    assert all(group <= groups[0] for group in groups[1:])  # the samples of one process
 
 
 # Per step of 8 micro-batches: the residual stream and its gradient over each link, the loss, the norm over shards and

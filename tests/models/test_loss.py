@@ -145,7 +145,7 @@ def test_second_backward_is_an_error():
 
 
 def test_reusable_loss_gives_each_backward_pass_its_own_gradients():
-    """As zero-bubble schedules need: the gradient of the input first, that of the weight later."""
+    """As zero-bubble schedules need: first the gradient of the input, later the weight's."""
     x, weight, _, labels = inputs()
     expected = gradients(reference(x, weight, None, labels), [x, weight])
     loss = head_loss(x, weight, None, labels, reusable=True) / 13

@@ -178,7 +178,7 @@ def _local_seconds(operation: Callable[[], object], device: torch.device, repeti
 def _wait_for_cuda() -> None:
     """Wait for queued operations with a timeout; ``torch.cuda.synchronize`` waits forever if a rank is missing.
 
-    The timeout is shorter than that of collectives, where NCCL's watchdog ends the process without naming the rank.
+    The timeout is shorter than the collectives', where NCCL's watchdog ends the process without naming the rank.
     Not tried on CUDA.
     """
     event, deadline = torch.cuda.Event(), time.monotonic() + 0.75 * ranks.timeout()

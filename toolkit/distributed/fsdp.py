@@ -169,7 +169,7 @@ class FullyShardedStrategy(ShardedStrategy, DDPStrategy):
     """FSDP with one unit per block, or with the units that ``options`` define. See :class:`ShardedStrategy`.
 
     ``offloads``: whether to keep the shards in CPU memory. ``materialize`` computes the values of meta-device
-    parameters. Processes and collectives are those of Fabric's DDP.
+    parameters. Processes and collectives come from Fabric's DDP.
     """
 
     materialize: Materializer | None = None

@@ -122,7 +122,7 @@ class Pipeline:
     def accumulate(self, micro_batches: list[Inputs], scale: float) -> torch.Tensor:
         """Run the forward and backward passes of a step; all micro-batches have one shape.
 
-        Gradients are those of ``scale`` times the loss sum. Returns the loss sum, an fp32 scalar: zero except on the
+        Differentiates ``scale`` times the loss sum. Returns the loss sum, an fp32 scalar: zero except on the
         last stage's rank.
         """
         self._losses, self._scale = [], scale

@@ -60,11 +60,11 @@ def group(*dimensions: str) -> Any:
 
     Collective on its first call with these dimensions: all ranks call it, in the same order.
     """
-    if layout().groups(*dimensions) == [list(range(world_size()))]:
-        return dist.group.WORLD
     key = (layout(), dimensions)
     if key not in _groups:
-        _groups[key], _ = dist.new_subgroups_by_enumeration(layout().groups(*dimensions))
+        groups = layout().groups(*dimensions)
+        is_world = groups == [list(range(world_size()))]
+        _groups[key] = dist.group.WORLD if is_world else dist.new_subgroups_by_enumeration(groups)[0]
     return _groups[key]
 
 

@@ -234,7 +234,7 @@ class FlexMask(NamedTuple):
         kv, full_kv: Key blocks that are partially and fully visible to each query block: counts, (B, 1, blocks), and
             indices, (B, 1, blocks, blocks), int32. The indices come first in each row.
         q, full_q: Same, for the query blocks that attend to each key block.
-        last_key: (T,), int32: last key that each query attends to. None if the queries are those of all keys.
+        last_key: (T,), int32: last key that each query attends to. None if there is a query per key.
     """
 
     first_key: torch.Tensor

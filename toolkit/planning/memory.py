@@ -366,10 +366,10 @@ def _fsdp2_bytes(
     - at the loss: the head, the last buffer, and all units where they are kept (SHARD_GRAD_OP);
     - from one unit to the next in the forward pass: a buffer, and buffer and weights of the next;
     - in the backward pass of a block: the block and the next buffer, its gradients, the previous ones; activations;
-    - at the end: sharded gradients, and those of the embedding.
+    - at the end: sharded gradients, and the embedding's.
     """
     adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
-    packed, is_alone = {id(p) for p in quantized.values()}, setup.strategy.shards * setup.strategy.layout.context == 1
+    packed, is_alone = {id(p) for p in quantized.values()}, setup.strategy.shards == 1
 
     def size(part: Unit, kind: str, trained: bool = True) -> float:
         dtype, total = getattr(unit_dtypes(part, setup.fsdp, setup.precision), kind, None), 0.0

@@ -30,7 +30,7 @@ def pipeline_step(
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches and update the weights.
 
-    Arguments, result and errors are those of :func:`toolkit.training.step.train_step`.
+    Same arguments, result and errors as :func:`toolkit.training.step.train_step`.
     """
     model = original_module(update.model)
     pipeline, parts = pipeline_of(model), objective.parts(model)

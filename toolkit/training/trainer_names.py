@@ -1,4 +1,4 @@
-"""Convert arguments of ``toolkit.Trainer``, including OpenLanguageModel's names, to those of :func:`toolkit.train`."""
+"""Convert arguments of ``toolkit.Trainer``, including OpenLanguageModel's names, to arguments of :func:`toolkit.train`."""
 
 import inspect
 import re

@@ -5,7 +5,7 @@ A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json
 the config. It also defines ``is_unused(name, config)`` if checkpoints contain extra weights. To add a family, add a
 file here and an entry in :data:`FAMILIES`.
 
-Extensions can add families (:mod:`toolkit.extension`). Theirs may also define ``MODEL``, the import path of a GPT
+Extensions can add families (:mod:`toolkit.extension`), which may also define ``MODEL``, the import path of a GPT
 subclass, and ``validate(config)``, which raises UserError for invalid ``ModelConfig.family_options``.
 """
 

@@ -100,7 +100,7 @@ def _tensor(setup: MemoryInputs, topology: _Topology) -> float:
     """Return the seconds of tensor parallelism's all-reduces. Computation waits for each of them.
 
     Per layer, the outputs of attention and MLP, once more where they are recomputed, and the gradients of their inputs;
-    the embedded tokens and the gradient of the head's input. Those of the loss are small.
+    the embedded tokens and the gradient of the head's input. The loss's all-reduces are small.
     """
     if setup.tensor == 1:
         return 0.0
