@@ -1,4 +1,4 @@
-"""Simulate rank 0 of an fsdp layout of any size in one process, to check the memory plan: no device, no other rank, no memory.
+"""Simulate rank 0 of an fsdp layout of any size in one process, to check the memory plan: no device, no other rank.
 
 The model, the optimizer and the FSDP strategy are the run's. Tensors are fake: they have a shape, a dtype and a
 storage size, but no data. The process group is fake as well: collectives return at once. Memory is the sum of the live

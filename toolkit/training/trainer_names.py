@@ -1,4 +1,4 @@
-"""Convert arguments of ``toolkit.Trainer``, including OpenLanguageModel's names, to arguments of :func:`toolkit.train`."""
+"""Convert arguments of ``toolkit.Trainer``, also by OpenLanguageModel's names, to :func:`toolkit.train`'s."""
 
 import inspect
 import re
