@@ -1,6 +1,7 @@
 """Optimizers on sharded weights: the same training as one process, and state that resumes on any layout."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from toolkit.checkpoints.run.optimizer_state import load_optimizer
+from toolkit.checkpoints.run.state_dicts import full_state
 from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed import ranks
 from toolkit.distributed.mesh import Layout, data_mesh
@@ -183,6 +186,46 @@ def uneven_rows_main(rank: int, port: int) -> None:
 
 def test_uneven_and_empty_shards_are_updated_as_the_unsharded_matrix():
     start_ranks(uneven_rows_main, (free_port(),), 4)
+
+
+def resumed_rows_main(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    ranks.set_layout(Layout(shard=2))
+    for cls in (torch.optim.AdamW, ShardedAdafactor):
+        states: list[dict] = []
+        for n_steps in (3, 0):  # the second run saves before its first step
+            model = OneRow()
+            fully_shard(model, mesh=data_mesh(ranks.layout(), "cpu"))
+            add_shards(model)
+            weight = shard_of(model.weight)
+            assert weight.numel() == (0 if rank else 6)
+            optimizer = cls([weight], lr=0.1)
+            if states:
+                load_optimizer(model, optimizer, states[0], Path("state.pth"), Path("optimizer"), may_be_empty=False)
+            for _ in range(n_steps):
+                model().backward()
+                give_gradients(model)
+                optimizer.step()
+                model.zero_grad()
+            states.append(full_state(model, optimizer, {})[1])
+            assert int(optimizer.state[weight]["step"]) == 3
+        first, second = (state["state"]["weight"] for state in states)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first)
+    dist.destroy_process_group()
+
+
+class OneRow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 6))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sin().sum()
+
+
+def test_s2_a_rank_without_rows_resumes_as_the_others():
+    start_ranks(resumed_rows_main, (free_port(),), 2)
 
 
 PLANNED = [{"name": "Muon"}, {"name": "Muon", "state_dtype": "bf16"}, {"name": "Adafactor"}]

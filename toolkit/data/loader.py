@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from toolkit.data.base import TokenDataset, row_count, row_lengths, rows_of
@@ -30,6 +31,8 @@ from toolkit.models.labels import IGNORE_INDEX, TOKENS
 
 FILLER = -1  # row index of a filler row, which completes a short batch
 PAD_MULTIPLE = 64  # tokens
+# Padding is a separate document: no row of the attention mask may be empty.
+_FILLERS = {"input_ids": 0, "labels": IGNORE_INDEX, "positions": 0, "documents": -1}
 Count = Callable[["Batch"], dict[str, int]]
 
 
@@ -119,6 +122,17 @@ class Batch:
         """Copy to ``device`` asynchronously."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
+    def padded(self, length: int) -> Batch:
+        """Return a copy whose rows are padded to ``length`` tokens."""
+
+        def pad(name: str, tensor: Tensor) -> Tensor:
+            return F.pad(tensor, (0, length - tensor.size(1)), value=_FILLERS[name])
+
+        packed = {name: pad(name, tensor) for name, tensor in self.packed.items()}
+        bounds = None if self.bounds is None else document_bounds(packed["documents"])
+        input_ids, labels = pad("input_ids", self.input_ids), pad("labels", self.labels)
+        return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds)
+
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         packed = {name: function(tensor) for name, tensor in self.packed.items()}
         bounds = self.bounds and self.bounds._replace(cu_seqlens=function(self.bounds.cu_seqlens))
@@ -137,8 +151,7 @@ def _collate(
     input_ids = torch.full((len(rows), width), padding.token, dtype=torch.int64)
     labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
     n_inputs = 0
-    # Padding is a separate document: no row of the attention mask may be empty.
-    packed = {name: torch.full_like(labels, filler) for name, filler in (("positions", 0), ("documents", -1))}
+    packed = {name: torch.full_like(labels, _FILLERS[name]) for name in ("positions", "documents")}
     is_packed = any(row is not None and "documents" in row for row in rows)
     for i, row in enumerate(rows):
         if row is not None:

@@ -126,10 +126,9 @@ class ShardedStrategy(ParallelStrategy):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
-            flat = torch.cat([gradient.flatten().float() for gradient in gradients])
-            averaged = ranks.sum_over_ranks(flat, "replicate", "shard", "context").div_(ranks.layout().loss_ranks)
-            for gradient, mean in zip(gradients, averaged.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+            sums = ranks.sum_together(gradients, "replicate", "shard", "context")
+            for gradient, total in zip(gradients, sums, strict=True):
+                gradient.copy_(total / ranks.layout().loss_ranks)
 
     def _norm(self, module: nn.Module) -> torch.Tensor:
         """Return the total gradient norm, an fp32 scalar on this rank's device, equal on all ranks."""

@@ -100,6 +100,13 @@ def sum_over_ranks(tensor: torch.Tensor, *dimensions: str) -> torch.Tensor:
     return tensor
 
 
+def sum_together(tensors: Sequence[torch.Tensor], *dimensions: str) -> list[torch.Tensor]:
+    """Return the fp32 sums of tensors over the ranks of :func:`group`, with one all-reduce."""
+    flat = sum_over_ranks(torch.cat([tensor.flatten().float() for tensor in tensors]), *dimensions)
+    sums = flat.split([tensor.numel() for tensor in tensors])
+    return [total.view_as(tensor) for total, tensor in zip(sums, tensors, strict=True)]
+
+
 def broadcast_from_rank0(value: T | None) -> T:
     """Return rank 0's value on every rank; the others may pass None."""
     values: list[Any] = [value]

@@ -110,9 +110,12 @@ def sharded_values(values: dict[str, Any], parameter: nn.Parameter) -> dict[str,
 
 def _has_rows(key: str, value: Tensor, shard: Tensor) -> bool:
     """Whether an optimizer's tensor has values for each row of a shard."""
-    if key in SHARED_STATE:
-        return value.ndim > 2  # a matrix for each expert
-    return key in ROW_STATE or value.shape == shard.shape
+    return not is_shared_state(key, value) and (key in (*ROW_STATE, *SHARED_STATE) or value.shape == shard.shape)
+
+
+def is_shared_state(key: str, value: Any) -> bool:
+    """Whether an optimizer's tensor is equal on all ranks, whatever its shape; stacked experts have a matrix each."""
+    return key in SHARED_STATE and value.ndim <= 2
 
 
 def _as_dtensor(value: Tensor, parameter: Any) -> Tensor:

@@ -108,7 +108,7 @@ def plan_strategy(
         strategy = implied_strategy(fsdp, ddp) or AUTO
     plan = _plan(strategy, fsdp, *data_devices(model_parallel, devices, num_nodes))
     if model_parallel != UNSHARDED:
-        plan = _add_model_parallel(plan, model_parallel, sharding_of(fsdp))
+        plan = _add_model_parallel(plan, model_parallel, sharding_strategy_of(fsdp))
     if (requested, strategy) == (AUTO, "ddp"):
         plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
@@ -138,13 +138,13 @@ def implied_strategy(fsdp: FSDPArgs, ddp: DDPArgs) -> Literal["ddp", "fsdp"] | N
     return "ddp" if ddp != DDPArgs() else None
 
 
-def sharding_of(fsdp: FSDPArgs) -> str:
+def sharding_strategy_of(fsdp: FSDPArgs) -> str:
     """Return FSDP's sharding strategy; auto is HYBRID_SHARD."""
     return "HYBRID_SHARD" if fsdp.sharding_strategy == AUTO else fsdp.sharding_strategy
 
 
 def _plan(strategy: str, fsdp: FSDPArgs, devices: int, num_nodes: int) -> StrategyPlan:
-    ranks, sharding = devices * num_nodes, sharding_of(fsdp)
+    ranks, sharding = devices * num_nodes, sharding_strategy_of(fsdp)
     if ranks == 1:
         reason = "only one available" if strategy in ("auto", "single") else f"{strategy} on one device is equivalent"
         if sharding not in ("HYBRID_SHARD", "NO_SHARD"):

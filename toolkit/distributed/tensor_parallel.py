@@ -359,10 +359,8 @@ def reduce_gradients(module: nn.Module) -> None:
             sizes.append(1 if _is_shared_by_parts(canonical_name(name)) else ranks.layout().tensor)
     if not gradients:
         return
-    flat = torch.cat([gradient.flatten().float() for gradient in gradients])
-    ranks.sum_over_ranks(flat, "tensor")
-    for gradient, size, total in zip(gradients, sizes, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(total.view_as(gradient) / size)
+    for gradient, size, total in zip(gradients, sizes, ranks.sum_together(gradients, "tensor"), strict=True):
+        gradient.copy_(total / size)
 
 
 def _is_shared_by_parts(name: str) -> bool:

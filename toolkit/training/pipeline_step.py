@@ -1,23 +1,16 @@
 """Run one optimizer step through the stages of a pipeline."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from lightning.fabric import Fabric
-from torch import Tensor
-from torch.nn import functional as F
 
 from toolkit.data.loader import Batch
 from toolkit.distributed import ranks
 from toolkit.distributed.pipeline import pipeline_of
-from toolkit.models.attention_kernels import document_bounds
-from toolkit.models.labels import IGNORE_INDEX
 from toolkit.objectives.base import LOSS, Objective, scales
 from toolkit.objectives.inputs import forward_inputs, original_module
 from toolkit.optim.update import Update
 from toolkit.training.step import StepResult, apply_step
-
-_FILLERS = {"positions": 0, "documents": -1}  # as in collation
 
 
 def pipeline_step(
@@ -44,14 +37,4 @@ def pipeline_step(
 def of_one_length(batches: list[Batch]) -> list[Batch]:
     """Pad the rows of all micro-batches to one length, because the buffers between stages have a fixed shape."""
     longest = max(batch.input_ids.size(1) for batch in batches)
-    return [batch if batch.input_ids.size(1) == longest else _padded(batch, longest) for batch in batches]
-
-
-def _padded(batch: Batch, length: int) -> Batch:
-    def pad(tensor: Tensor, filler: int) -> Tensor:
-        return F.pad(tensor, (0, length - tensor.size(1)), value=filler)
-
-    packed = {name: pad(tensor, _FILLERS[name]) for name, tensor in batch.packed.items()}
-    bounds = None if batch.bounds is None else document_bounds(packed["documents"])
-    input_ids, labels = pad(batch.input_ids, 0), pad(batch.labels, IGNORE_INDEX)
-    return replace(batch, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds)
+    return [batch if batch.input_ids.size(1) == longest else batch.padded(longest) for batch in batches]

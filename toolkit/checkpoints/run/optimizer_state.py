@@ -24,7 +24,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.fsdp1 import flat_parts
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
-from toolkit.distributed.shards import shard_of, sharding_of
+from toolkit.distributed.shards import is_shared_state, shard_of, sharding_of
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
@@ -314,7 +314,7 @@ def _load_tensor(
     if target is not None and is_torch_optimizer and (first := _first_element(stored, target, part)) is not None:
         return target.copy_(stored.read(first, first + target.numel()).view(target.shape))
     is_scalar, has_param_shape = stored.shape == (), stored.shape in (part.shape, (part.shape.numel(),))
-    is_sharded = part.is_sharded and not is_scalar
+    is_sharded = part.is_sharded and not is_scalar and (target is None or not is_shared_state(key, target))
     shape = part.local.shape if is_sharded else stored.shape
     fits, is_same = has_param_shape or not is_sharded, target is None
     if target is not None:
