@@ -40,7 +40,7 @@ LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in 
 LIGHT = [
     "toolkit", "toolkit.cli", "toolkit.cli.parser", "toolkit.cli.help", "toolkit.config",
     "toolkit.config.command", "toolkit.planning.run_args", "toolkit.planning.options",
-    "toolkit.planning.compatibility", "toolkit.planning.training_options",
+    "toolkit.planning.compatibility", "toolkit.planning.facts", "toolkit.planning.training_options",
     "toolkit.errors", "toolkit.io.checksums",
     "toolkit.io.tempfiles", "toolkit.io.paths", "toolkit.io.safe_parse", "toolkit.models.config",
     "toolkit.models.config_checks",

@@ -14,7 +14,8 @@ from toolkit.data import CharText
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
-from toolkit.planning.compatibility import Facts, find_conflicts
+from toolkit.planning.compatibility import find_conflicts
+from toolkit.planning.facts import Facts
 from toolkit.planning.run_args import RunArgs
 
 TUTORIALS = Path(__file__).parents[2] / "tutorials"

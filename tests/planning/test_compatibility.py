@@ -18,10 +18,11 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives import NextToken
-from toolkit.planning import compatibility
+from toolkit.planning import facts
 from toolkit.planning.auto import with_options
 from toolkit.planning.batch import plan_batch
-from toolkit.planning.compatibility import ROWS, Facts, find_conflicts, require_compatible
+from toolkit.planning.compatibility import ROWS, find_conflicts, require_compatible
+from toolkit.planning.facts import Facts
 from toolkit.planning.run_args import RunArgs
 
 PAGE = Path(__file__).parents[2] / "tutorials" / "reference.md"
@@ -277,7 +278,7 @@ def test_fsdp1_refuses_what_only_fsdp_does():
 
 def test_an_optimizer_of_an_extension_may_not_be_updated_in_parts(monkeypatch):
     """Only torch's and toolkit's own optimizers are known to update each weight independently of the others."""
-    monkeypatch.setattr(compatibility, "registered", lambda kind: {"Lion": "toolkit_lion.optimizer.Lion"})
+    monkeypatch.setattr(facts, "registered", lambda kind: {"Lion": "toolkit_lion.optimizer.Lion"})
     for options, run in ((IN_BACKWARD, {}), (BF16, {}), ({}, {"precision": "bf16-master"})):
         assert not list(find_conflicts(facts_of(options, **run)))
         (message,) = find_conflicts(facts_of(options | {"optimizer.name": "Lion"}, **run))

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from toolkit.config import AUTO, none_if_auto
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan, implied_strategy
-from toolkit.planning.compatibility import ROWS, Facts, Row
+from toolkit.planning.compatibility import ROWS, Row
+from toolkit.planning.facts import Facts
 
 if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs

@@ -5,207 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
-from importlib.metadata import version
-from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from toolkit.config import AUTO, DDPArgs, FSDPArgs
-from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
+from toolkit.config import AUTO
 from toolkit.errors import UserError
-from toolkit.extension import registered, run_checks
-from toolkit.models.families import family_of
-from toolkit.objectives import NextToken
-
-if TYPE_CHECKING:
-    from toolkit.distributed.strategy import StrategyPlan
-    from toolkit.models.config import ModelConfig
-    from toolkit.planning.batch import BatchPlan
-    from toolkit.planning.run_args import RunArgs
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts about a run that the table checks. None, "" and 0 mean unknown; rows about unknown facts do not apply.
-
-    Args:
-        precision: The resolved precision.
-        device: "cpu", "cuda" or "mps".
-        world_size: Processes of the run.
-        strategy: The resolved strategy.
-        batch: The division of the global batch.
-        has_moments: Whether the optimizer keeps state with the shape of the weights.
-        needs_unsharded: Whether the optimizer's class sets ``needs_unsharded``.
-        model: The architecture.
-    """
-
-    args: RunArgs
-    precision: str = ""
-    device: str = ""
-    world_size: int = 0
-    strategy: StrategyPlan | None = None
-    batch: BatchPlan | None = None
-    has_moments: bool = True
-    needs_unsharded: bool = False
-    model: ModelConfig | None = None
-
-    @property
-    def strategy_name(self) -> str:
-        if self.strategy is None:
-            return ""
-        return "fsdp1" if self.is_fsdp1 else self.strategy.extension or self.strategy.kind
-
-    @property
-    def is_fsdp(self) -> bool:
-        """Whether the strategy, which may be an extension's, shards weights."""
-        return self.strategy is not None and self.strategy.kind == "fsdp"
-
-    @property
-    def is_extension_or_fsdp1(self) -> bool:
-        """Whether the strategy is an extension's or FSDP1, whose shards are not rows."""
-        return self.is_fsdp1 or (self.strategy is not None and self.strategy.extension is not None)
-
-    @property
-    def offloads(self) -> bool:
-        return self.strategy is not None and self.strategy.offloads
-
-    @property
-    def accumulation(self) -> int:
-        return 1 if self.batch is None else self.batch.accumulation
-
-    @property
-    def samples_per_device(self) -> int:
-        """Sequences of the global batch on one device."""
-        return 0 if self.batch is None else self.batch.global_batch_size // self.batch.data_parallel
-
-    @property
-    def has_adapters(self) -> bool:
-        return self.args.lora is not None
-
-    @property
-    def has_no_blocks(self) -> bool:
-        """Whether the model is a user-provided module without known blocks."""
-        return self.args.module is not None and not self.args.block_classes
-
-    @property
-    def splits_rows(self) -> bool:
-        """Whether several ranks share each row."""
-        return self.args.context_parallel_size > 1
-
-    @property
-    def is_builtin(self) -> bool:
-        """Whether the optimizer is one of torch's or of :mod:`toolkit.optim.hybrid`."""
-        return self.args.optimizer_class is None and self.args.optimizer.name not in registered("optimizers")
-
-    @property
-    def has_bf16_moments(self) -> bool:
-        return self.args.optimizer.state_dtype == "bf16"
-
-    @property
-    def unused_fsdp(self) -> str:
-        """The first FSDP option that has no effect, as a flag with value; "" if there is none."""
-        if self.strategy is None or self.strategy_name in ("fsdp", "fsdp1"):
-            return ""
-        allowed = ["state_dict_type"]
-        if self.strategy.extension is None:
-            allowed += ["sharding_strategy", *(["cpu_offload"] if self.device == "cpu" else [])]
-        return _first_changed("fsdp", self.args.fsdp, allowed)
-
-    @property
-    def is_fsdp1(self) -> bool:
-        return self.strategy is not None and self.is_fsdp and self.strategy.engine == "fsdp1"
-
-    @property
-    def is_fsdp2(self) -> bool:
-        return self.strategy_name == "fsdp"
-
-    @property
-    def fsdp1_only(self) -> str:
-        """The first option that only FSDP1 has, as a flag with value; "" if there is none."""
-        supported = [field.name for field in fields(self.args.fsdp) if field.name not in _ONLY_FSDP1]
-        return _first_changed("fsdp", self.args.fsdp, supported) if self.is_fsdp2 else ""
-
-    @property
-    def model_parallel_flag(self) -> str:
-        """The first option that enables model parallelism, as a flag with value; "" if there is none."""
-        sizes = {name: getattr(self.args, f"{name}_parallel_size") for name in ("tensor", "context", "pipeline")}
-        return next((f"--{name}_parallel_size {size}" for name, size in sizes.items() if size > 1), "")
-
-    @property
-    def is_split(self) -> bool:
-        """Whether tensor parallelism divides the layers."""
-        return self.args.tensor_parallel_size > 1
-
-    def splits(self, name: str) -> bool:
-        """Whether tensor parallelism would divide a model that sets this option."""
-        return self.is_split and self.model is not None and bool(getattr(self.model, name))
-
-    @property
-    def is_extension_model(self) -> bool:
-        return self.model is not None and family_of(self.model).model_class() is not None
-
-    @property
-    def not_in_fsdp1(self) -> str:
-        """The first option that FSDP1 does not support, with its value; "" if there is none."""
-        if not self.is_fsdp1:
-            return ""
-        args, rest = self.args, ("cpu_offload", "auto_wrap", "min_num_params", "wrap_classes")
-        unsupported = {
-            "finetune_lora": self.has_adapters,
-            "a module from Python": args.module is not None,
-            f"--train.activation_checkpointing {args.train.activation_checkpointing}": _is_recomputed(self),
-            f"--compiler {args.compiler}": args.compiler not in (AUTO, "none"),
-        }
-        first = next((name for name, is_used in unsupported.items() if is_used), "")
-        return first or _first_changed("fsdp", args.fsdp, [f.name for f in fields(args.fsdp) if f.name not in rest])
-
-    @property
-    def torch_version(self) -> str:
-        return version("torch")
-
-    @property
-    def is_pipelined(self) -> bool:
-        return self.args.pipeline_parallel_size > 1
-
-    @property
-    def n_stages(self) -> int:
-        return self.args.pipeline_parallel_size * STAGES_PER_RANK[self.args.pipeline.schedule]
-
-    @property
-    def uneven_stages(self) -> str:
-        """The sizes whose stages have equally many layers, if this one's do not; "" if they do."""
-        if self.model is None or not self.is_pipelined or self.model.n_layer % self.n_stages == 0:
-            return ""
-        layers, per_rank = self.model.n_layer, STAGES_PER_RANK[self.args.pipeline.schedule]
-        sizes = [str(n) for n in range(1, layers + 1) if layers % (n * per_rank) == 0]
-        return ", ".join(sizes) or "--pipeline.schedule 1f1b"
-
-    @property
-    def enough_micro_batches(self) -> str:
-        """Global batch sizes with enough micro-batches per step for the pipeline; "" if there are enough."""
-        if self.batch is None or not self.is_pipelined:
-            return ""
-        schedule, size = self.args.pipeline.schedule, self.args.pipeline_parallel_size
-        nearest = nearest_micro_batches(schedule, size, self.accumulation)
-        rows = self.batch.global_batch_size // self.accumulation
-        return "" if self.accumulation in nearest else " or ".join(str(n * rows) for n in nearest)
-
-    @property
-    def objective_name(self) -> str:
-        return type(self.args.objective).__name__
-
-    @property
-    def unused_ddp(self) -> str:
-        return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
-
-    def uses(self, *optimizers: str) -> bool:
-        """Whether a built-in optimizer has one of these lower-case names."""
-        return self.args.optimizer_class is None and self.args.optimizer.name.lower() in optimizers
-
-    def text(self, name: str) -> str:
-        """Format a value as on the command line. ``name`` is a dotted attribute of this object or of ``args``."""
-        value = attrgetter(name)(self if hasattr(self, name.partition(".")[0]) else self.args)
-        return str(value).lower() if isinstance(value, bool) else str(value)
+from toolkit.extension import run_checks
+from toolkit.planning.facts import Facts
 
 
 class Row(NamedTuple):
@@ -248,7 +53,6 @@ def _dtypes() -> Iterator[Row]:
         yield Row(f"--fsdp.param_dtype {dtype}", other, applies, "the weights have another dtype", f"use {fix}")
 
 
-_ONLY_FSDP1 = ("buffer_dtype", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
 _MIN_TORCH = (2, 11)
 """First version of torch whose ``fully_shard`` is supported."""
 _IN_BACKWARD = "--optimizer.in_backward true"
@@ -265,10 +69,6 @@ _FOREIGN = "a user-provided or extension optimizer"
 _NO_BLOCKS = "a module without known blocks"
 _CONTEXT = "--context_parallel_size {context_parallel_size:N}"
 _SET_BLOCK_CLASSES = "set block_classes"
-
-
-def _is_recomputed(f: Facts) -> bool:
-    return f.args.train.activation_checkpointing != "none"
 
 
 # fmt: off
@@ -300,71 +100,79 @@ ROWS: tuple[Row, ...] = (
         lambda f: bool(f.model_parallel_flag) and f.args.strategy not in (AUTO, "fsdp", "fsdp2"),
         "only FSDP2 can be combined with it", "use --strategy fsdp"),
     # tensor parallelism
-    Row(_TENSOR, "experts (MoE)", lambda f: f.splits("n_expert"), "they are not divided"),
-    Row(_TENSOR, "latent attention (MLA)", lambda f: f.splits("latent_attention"), "it is not divided"),
+    Row(_TENSOR, "experts (MoE)", lambda f: f.divides("n_expert"), "they are not divided"),
+    Row(_TENSOR, "latent attention (MLA)", lambda f: f.divides("latent_attention"), "it is not divided"),
     Row(_TENSOR, "--model_config.norm_qk_type olmo2",
-        lambda f: f.splits("norm_qk") and f.model is not None and f.model.norm_qk_type == "olmo2",
+        lambda f: f.divides("norm_qk") and f.model is not None and f.model.norm_qk_type == "olmo2",
         "the norm needs all heads of a token"),
     Row(_TENSOR, "a user-provided or extension model",
-        lambda f: f.is_split and (f.args.module is not None or f.is_extension_model),
+        lambda f: f.is_tensor_parallel and (f.args.module is not None or f.is_extension_model),
         "only toolkit's own layers are divided"),
     Row(_TENSOR, "--compiler {compiler:NAME of an extension's compiler}",
-        lambda f: f.is_split and f.args.compiler not in (AUTO, "none", "torch"), "", "use --compiler torch or none"),
-    Row(_TENSOR, _QUANTIZE, lambda f: f.is_split and f.args.quantize is not None, "4-bit blocks are not divided"),
+        lambda f: f.is_tensor_parallel and f.args.compiler not in (AUTO, "none", "torch"),
+        "", "use --compiler torch or none"),
+    Row(_TENSOR, _QUANTIZE, lambda f: f.is_tensor_parallel and f.args.quantize is not None,
+        "4-bit blocks are not divided"),
     Row(_TENSOR, "--lora_dropout {lora.dropout:above 0}",
-        lambda f: f.is_split and f.args.lora is not None and f.args.lora.dropout > 0,
+        lambda f: f.is_tensor_parallel and f.args.lora is not None and f.args.lora.dropout > 0,
         "the ranks would drop different elements", "use --lora_dropout 0"),
     Row(_TENSOR, "--optimizer.name {optimizer.name:Adafactor, AdamW8bit, Muon}",
-        lambda f: f.is_split and f.uses("adafactor", "adamw8bit", "muon"), "it needs complete matrices", "use AdamW"),
-    Row(_TENSOR, _MOMENTS, lambda f: f.is_split and f.has_bf16_moments,
+        lambda f: f.is_tensor_parallel and f.uses("adafactor", "adamw8bit", "muon"),
+        "it needs complete matrices", "use AdamW"),
+    Row(_TENSOR, _MOMENTS, lambda f: f.is_tensor_parallel and f.has_bf16_moments,
         "the ranks would round equal values differently"),
     # pipeline parallelism
     _no_effect("--pipeline.schedule {pipeline.schedule:gpipe, interleaved, zbv}", "--pipeline_parallel_size 1",
-               lambda f: f.args.pipeline.schedule != "1f1b" and not f.is_pipelined),
+               lambda f: f.args.pipeline.schedule != "1f1b" and not f.is_pipeline_parallel),
     Row(_PIPELINE, "{accumulation:too few} micro-batches per step", lambda f: bool(f.enough_micro_batches),
         "--pipeline.schedule {pipeline.schedule:NAME} needs one per stage, interleaved equally many in each round",
         "use --train.global_batch_size {enough_micro_batches:a multiple}, or a smaller --train.micro_batch_size"),
     Row(_PIPELINE, "the {model.n_layer:number of} layers of {model.name:the model}", lambda f: bool(f.uneven_stages),
         "all {n_stages:} stages have equally many", "use {uneven_stages:a divisor}"),
-    Row(_PIPELINE, "experts (MoE)", lambda f: f.is_pipelined and f.model is not None and f.model.n_moe_layer > 0,
+    Row(_PIPELINE,
+        "experts (MoE)", lambda f: f.is_pipeline_parallel and f.model is not None and f.model.n_moe_layer > 0,
         "the balancing loss is a mean over all layers"),
     Row(_PIPELINE, "a user-provided or extension model",
-        lambda f: f.is_pipelined and (f.args.module is not None or f.is_extension_model),
+        lambda f: f.is_pipeline_parallel and (f.args.module is not None or f.is_extension_model),
         "its forward is not divided into stages"),
-    Row(_PIPELINE, "finetune_lora", lambda f: f.is_pipelined and f.has_adapters,
+    Row(_PIPELINE, "finetune_lora", lambda f: f.is_pipeline_parallel and f.has_adapters,
         "adapters are not saved by stage", "use finetune_full"),
     Row(_PIPELINE, "--objective {objective_name:NAME}",
-        lambda f: f.is_pipelined and f.objective_name != "NextToken", "the last stage computes the next-token loss"),
+        lambda f: f.is_pipeline_parallel and not f.is_next_token, "the last stage computes the next-token loss"),
     Row(_PIPELINE, "--compiler {compiler:torch, thunder}",
-        lambda f: f.is_pipelined and f.args.compiler not in (AUTO, "none"), "compiled stages were not measured"),
-    Row(_PIPELINE, "--optimizer.name Muon", lambda f: f.is_pipelined and f.uses("muon"),
+        lambda f: f.is_pipeline_parallel and f.args.compiler not in (AUTO, "none"),
+        "compiled stages were not measured"),
+    Row(_PIPELINE, "--optimizer.name Muon", lambda f: f.is_pipeline_parallel and f.uses("muon"),
         "its matrices are gathered over all devices", "use AdamW"),
-    Row(_PIPELINE, _MOMENTS, lambda f: f.is_pipelined and f.has_bf16_moments,
+    Row(_PIPELINE, _MOMENTS, lambda f: f.is_pipeline_parallel and f.has_bf16_moments,
         "the copies of a tied embedding would be rounded differently"),
-    Row(_PIPELINE, "--precision 16-mixed", lambda f: f.is_pipelined and f.precision == "16-mixed",
+    Row(_PIPELINE, "--precision 16-mixed", lambda f: f.is_pipeline_parallel and f.precision == "16-mixed",
         "the schedules do not scale losses", "use bf16-mixed or 32-true"),
-    Row(_PIPELINE, _OFFLOAD, lambda f: f.is_pipelined and f.args.fsdp.cpu_offload,
+    Row(_PIPELINE, _OFFLOAD, lambda f: f.is_pipeline_parallel and f.args.fsdp.cpu_offload,
         "it was not compared with one process"),
-    Row(_PIPELINE, "--fsdp.accumulate sharded", lambda f: f.is_pipelined and f.args.fsdp.accumulate == "sharded",
+    Row(_PIPELINE,
+        "--fsdp.accumulate sharded", lambda f: f.is_pipeline_parallel and f.args.fsdp.accumulate == "sharded",
         "the schedule reduces gradients once per step", "use unsharded"),
     Row("--pipeline.schedule zbv", _CHECKPOINTING,
-        lambda f: f.args.pipeline.schedule == "zbv" and _is_recomputed(f),
+        lambda f: f.args.pipeline.schedule == "zbv" and f.is_recomputed,
         "its backward pass runs in two parts", "use 1f1b"),
     Row("--pipeline.schedule zbv", "tied embeddings",
         lambda f: f.args.pipeline.schedule == "zbv" and f.model is not None and f.model.tie_embeddings,
         "the first and the last stage are on one device", "use 1f1b or --train.tie_embeddings false"),
     # context parallelism
-    Row(_CONTEXT, "experts (MoE)", lambda f: f.splits_rows and f.model is not None and f.model.n_expert > 0,
+    Row(_CONTEXT, "experts (MoE)", lambda f: f.is_context_parallel and f.model is not None and f.model.n_expert > 0,
         "the load-balancing loss needs complete rows"),
     Row(_CONTEXT, "a user-provided or extension model",
-        lambda f: f.splits_rows and (f.args.module is not None or f.is_extension_model),
+        lambda f: f.is_context_parallel and (f.args.module is not None or f.is_extension_model),
         "only toolkit's GPT splits rows"),
     Row(_CONTEXT, "--objective {objective_name:NAME}",
-        lambda f: f.splits_rows and f.objective_name != NextToken.__name__,
+        lambda f: f.is_context_parallel and not f.is_next_token,
         "only the next-token loss is a sum over tokens"),
     Row(_CONTEXT, "--compiler {compiler:NAME of an extension's compiler}",
-        lambda f: f.splits_rows and f.args.compiler not in (AUTO, "none", "torch"), "", "use --compiler torch or none"),
-    Row(_CONTEXT, _PIPELINE, lambda f: f.splits_rows and f.is_pipelined, "stages pass on complete rows"),
+        lambda f: f.is_context_parallel and f.args.compiler not in (AUTO, "none", "torch"),
+        "", "use --compiler torch or none"),
+    Row(_CONTEXT, _PIPELINE, lambda f: f.is_context_parallel and f.is_pipeline_parallel,
+        "stages pass on complete rows"),
     # dtypes
     *_dtypes(),
     Row("--fsdp.reduce_dtype fp16", "--precision {precision:32-true, bf16-true, bf16-master, bf16-mixed}",
@@ -396,7 +204,7 @@ ROWS: tuple[Row, ...] = (
     Row("--strategy fsdp", _NO_BLOCKS,
         lambda f: f.has_no_blocks and f.is_fsdp and f.args.fsdp.auto_wrap == "block",
         "FSDP shards block by block", _SET_BLOCK_CLASSES),
-    Row(_CHECKPOINTING, _NO_BLOCKS, lambda f: f.has_no_blocks and _is_recomputed(f),
+    Row(_CHECKPOINTING, _NO_BLOCKS, lambda f: f.has_no_blocks and f.is_recomputed,
         "the blocks are recomputed", _SET_BLOCK_CLASSES),
     Row("--optimizer.name Muon", _NO_BLOCKS, lambda f: f.has_no_blocks and f.uses("muon"),
         "Muon updates the matrices of blocks", _SET_BLOCK_CLASSES),
@@ -478,12 +286,3 @@ def require_compatible(facts: Facts) -> None:
     """Check a run's options against the table, and run the extensions' checks."""
     run_checks(facts.args)
     check_rows(facts)
-
-
-def _first_changed(group: str, args: FSDPArgs | DDPArgs, allowed: list[str]) -> str:
-    """Return the first option with a non-default value, except ``allowed`` names, as a flag with value; else ""."""
-    for field in fields(args):
-        value = getattr(args, field.name)
-        if field.name not in allowed and value != field.default:
-            return f"--{group}.{field.name} {str(value).lower() if isinstance(value, bool) else value}"
-    return ""

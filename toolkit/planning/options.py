@@ -26,7 +26,8 @@ from toolkit.io.storage import Storage
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.optim import HYBRID_OPTIMIZERS
 from toolkit.planning.batch import BatchPlan, plan_batch
-from toolkit.planning.compatibility import Facts, require_compatible
+from toolkit.planning.compatibility import require_compatible
+from toolkit.planning.facts import Facts
 from toolkit.planning.limits import require_profiled_steps, unknown_rows_error
 from toolkit.ui.loggers import check_loggers
 

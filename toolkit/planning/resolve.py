@@ -25,7 +25,8 @@ from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimize
 from toolkit.optim.hybrid import Muon
 from toolkit.planning.auto import choose_options
 from toolkit.planning.batch import BatchPlan, plan_batch
-from toolkit.planning.compatibility import Facts, require_compatible
+from toolkit.planning.compatibility import require_compatible
+from toolkit.planning.facts import Facts
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.memory_inputs import MemoryInputs, with_known_vocabulary
 from toolkit.planning.run_args import RunArgs, hyperparameters
