@@ -290,7 +290,7 @@ class ShardedPrecision(FSDPPrecision):
     """
 
     def __init__(self, precision: Precision, device_type: str) -> None:
-        assert precision != "bf16-master"  # rejected earlier: not supported with sharding
+        assert precision != "bf16-master"  # rejected earlier: bf16-mixed does the same with shards
         super().__init__(precision)
         self._device_type = device_type
         if precision == "16-mixed":

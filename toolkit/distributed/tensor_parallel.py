@@ -63,12 +63,12 @@ class Cut(NamedTuple):
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Start and stop in the complete parameter of each range along ``dim`` that the local tensor consists of."""
-        found, start = [], 0
+        ranges, start = [], 0
         for section in self.sections:
             part = section // self.n_ranks
-            found.append((start + self.rank * part, start + (self.rank + 1) * part))
+            ranges.append((start + self.rank * part, start + (self.rank + 1) * part))
             start += section
-        return found
+        return ranges
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the local tensor."""
@@ -94,13 +94,13 @@ class Cut(NamedTuple):
         """
         if self.dim:
             return [(first, 0, count)] if count else []
-        found, at = [], 0
+        ranges, at = [], 0
         for start, stop in self.ranges:
             begin, end = max(first, at), min(first + count, at + stop - start)
             if begin < end:
-                found.append((start + begin - at, begin - first, end - begin))
+                ranges.append((start + begin - at, begin - first, end - begin))
             at += stop - start
-        return found
+        return ranges
 
     @property
     def columns(self) -> slice:
