@@ -1,4 +1,4 @@
-"""Every command of distributed.md, parallelism.md, troubleshooting.md, finetune.md and convert.md is run verbatim."""
+"""Every command of the pages on several devices, troubleshooting.md, finetune.md and convert.md is run verbatim."""
 
 import csv
 import dataclasses
@@ -24,10 +24,19 @@ from toolkit.models.families import family_of, get_config
 from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
-BLOCKS, PARALLELISM, TROUBLESHOOTING, FINETUNE, CONVERT = (
-    re.findall(r"```bash\n(.*?)```", (ROOT / "tutorials" / name).read_text(), re.S)
-    for name in ("distributed.md", "parallelism.md", "troubleshooting.md", "finetune.md", "convert.md")
-)
+
+
+def commands_of(*names: str) -> list[str]:
+    """Return the blocks of commands of these pages."""
+    pages = [(ROOT / "tutorials" / f"{name}.md").read_text() for name in names]
+    return [block for page in pages for block in re.findall(r"```bash\n(.*?)```", page, re.S)]
+
+
+BLOCKS = commands_of(
+    "distributed", "launching", "strategies", "plans", "predicted_speed", "sharded_checkpoints", "cluster",
+    "parallelism", "troubleshooting",
+)  # fmt: skip
+FINETUNE, CONVERT = commands_of("finetune"), commands_of("convert")
 # installs nothing: what the page installs must be there
 PIP = """\
 for word; do
@@ -71,7 +80,7 @@ def test_there_are_commands():
     assert len(BLOCKS) >= 6 and "torchrun" in text and "NODE_RANK" in text and "sbatch" in text
 
 
-CASES = [pytest.param(block, id=re.sub(r"\W+", "-", block)[:60]) for block in BLOCKS + PARALLELISM + TROUBLESHOOTING]
+CASES = [pytest.param(block, id=re.sub(r"\W+", "-", block)[:60]) for block in BLOCKS]
 
 
 @pytest.mark.slow

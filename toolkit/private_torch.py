@@ -189,8 +189,8 @@ def orthogonalize(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_
     return update.T if is_tall else update
 
 
-def start_fake_group(world_size: int) -> None:
-    """Create a process group of fake ranks; this process is rank 0. Collectives do nothing, also on fake tensors.
+def start_fake_group(world_size: int, rank: int) -> None:
+    """Create a process group of fake ranks; this process is ``rank``. Collectives do nothing, also on fake tensors.
 
     Raises:
         ImportError: this build of torch lacks its testing modules.
@@ -198,7 +198,18 @@ def start_fake_group(world_size: int) -> None:
     from torch.distributed._tools import fake_collectives  # noqa: F401  # registers them
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def skip_stage_negotiation() -> None:
+    """Let pipeline stages use the given shapes without asking the other ranks, because fake ranks do not answer."""
+    from torch.distributed.pipelining import _utils, schedules
+
+    def warm_up(schedule: Any, stages: list[Any], *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = _utils.InferenceMode.STATIC
+
+    setattr(schedules._PipelineSchedule, "_warmup_p2p", warm_up)  # noqa: B010
 
 
 def collective_of(func: Any, out: Any, args: Any, kwargs: Any) -> tuple[list[int], int] | None:

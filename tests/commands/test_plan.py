@@ -308,7 +308,7 @@ def test_a_plan_needs_no_lightning():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-PAGE = (Path(__file__).parents[2] / "tutorials" / "distributed.md").read_text()
+PAGE = (Path(__file__).parents[2] / "tutorials" / "plans.md").read_text()
 PLANS = [row.split("|") for row in re.findall(r"^\| ((?:tiny-llama|Llama-).*`.*) \|$", PAGE, re.M)]
 
 

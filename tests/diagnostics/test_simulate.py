@@ -1,4 +1,4 @@
-"""Rank 0 of a layout on fake tensors, against the memory plan and the collectives that FSDP2 needs."""
+"""A rank of a layout on fake tensors, against the memory plan and the collectives that FSDP2 needs."""
 
 import json
 import sys
@@ -37,6 +37,16 @@ CASES = {
         {"config": replace(LARGE, vocab_size=8000, padded_vocab_size=8000, tie_embeddings=True)},
     ),
     "replicas": ("NO_SHARD", Layout(replicate=8), {}),
+    "context": ("FULL_SHARD", Layout(shard=2, context=4), {"activation_checkpointing": "none"}),
+    "stages": ("FULL_SHARD", Layout(shard=4, pipeline=4), {"accumulation": 8}),
+    "gpipe": ("FULL_SHARD", Layout(shard=4, pipeline=4), {"accumulation": 8, "schedule": "gpipe"}),
+    "interleaved": ("FULL_SHARD", Layout(shard=4, pipeline=2), {"accumulation": 8, "schedule": "interleaved"}),
+    "zbv": (
+        "FULL_SHARD",
+        Layout(shard=4, pipeline=2),
+        {"accumulation": 8, "schedule": "zbv", "activation_checkpointing": "none"},
+    ),
+    "stages and context": ("HYBRID_SHARD", Layout(pipeline=2, replicate=2, shard=4, context=2), {"accumulation": 4}),
     "layer norms": (*FULL, {"config": get_config("pythia-160m"), "seq_length": 2048, "micro_batch_size": 4}),
 }
 
@@ -66,6 +76,10 @@ def test_planned_memory_is_within_5_percent_of_the_simulated(case):
         units = LLAMA.n_layer + 2  # the head stays gathered; the embedding is not needed in the backward pass
         assert calls["allgather_base", "shard"] == 2 * LLAMA.n_layer + 2
         assert calls["reduce_scatter_base", "shard"] == calls["allreduce", "replicate"] == units
+    if case == "stages and context":  # weights are gathered once; per micro-batch, two layers' keys and values, twice
+        calls = {(name, where): n for name, where, n, _ in simulated.collectives}
+        assert calls["allgather_base", "context x shard"] == 3 and calls["allgather_base", "context"] == 4 * 2 * 2
+        assert calls["send", "pipeline"] == calls["recv", "pipeline"] == 4
 
 
 def test_plan_prints_the_simulation_of_many_ranks(capsys):
@@ -86,4 +100,4 @@ def test_what_is_not_simulated_is_one_line(monkeypatch):
             simulate(replace(setup, strategy=strategy))
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
     with pytest.raises(UserError, match="lacks torch.testing._internal.distributed.fake_pg"):
-        simulate_module._simulate(setup)
+        simulate_module._simulate(setup, 0)

@@ -40,6 +40,7 @@ LAYOUTS = {
     "packed-2x2": (4, 1, CP2, "packed"),
     "llama-2x2": (4, 1, [*CP2, "--fsdp.accumulate", "sharded"], "llama"),
     "llama-hybrid": (4, 2, CP2, "llama"),
+    "gemma2-tensor": (4, 1, [*CP2, "--tensor_parallel_size", "2"], "gemma2"),
     "llama-recomputed": (2, 1, [*CP2, *FULL], "llama"),
     "gemma2-selective": (2, 1, [*CP2, "--train.activation_checkpointing", "selective"], "gemma2"),
     "llama-compiled": (2, 1, [*CP2, "--compiler", "torch"], "llama"),

@@ -25,7 +25,8 @@ REFERENCES = {  # name: flags, command
     "ragged": ([], "finetune_full"), "packed": (PACKED, "finetune_full"), "bf16": (BF16, "pretrain"),
     "recomputed": ([*UNTIED, "--train.activation_checkpointing", "full"], "pretrain"),
 }  # fmt: skip
-PIPELINES = {  # name: reference, ranks, stages, schedule
+CONTEXT, TENSOR = ["--context_parallel_size", "2"], ["--tensor_parallel_size", "2"]
+PIPELINES = {  # name: reference, ranks, stages, schedule, and further flags
     **{f"2-{schedule}": ("untied", 2, 2, schedule) for schedule in SCHEDULES},
     "2-tied": ("tied", 2, 2, "1f1b"), "2-tied-interleaved": ("tied", 2, 2, "interleaved"),
     "2-neox": ("neox", 2, 2, "1f1b"), "2-ragged": ("ragged", 2, 2, "1f1b"), "2-packed": ("packed", 2, 2, "1f1b"),
@@ -33,6 +34,9 @@ PIPELINES = {  # name: reference, ranks, stages, schedule
     "4-1f1b": ("untied", 4, 4, "1f1b"), "4-tied": ("tied", 4, 4, "1f1b"),
     **{f"2x2-{schedule}": ("untied", 4, 2, schedule) for schedule in SCHEDULES}, "2x2-tied": ("tied", 4, 2, "1f1b"),
     "2-bf16": ("bf16", 2, 2, "1f1b"), "2x2-bf16": ("bf16", 4, 2, "1f1b"),
+    "context-tied": ("tied", 4, 2, "interleaved", *CONTEXT), "context-packed": ("packed", 4, 2, "1f1b", *CONTEXT),
+    "context-ragged": ("ragged", 4, 2, "gpipe", *CONTEXT), "tensor-tied": ("tied", 4, 2, "1f1b", *TENSOR),
+    "context-zbv": ("untied", 4, 2, "zbv", *CONTEXT), "2x2x2": ("untied", 8, 2, "1f1b", *TENSOR, *CONTEXT),
 }  # fmt: skip
 EVALUATED = ["--eval.interval", "10", "--eval.max_iters", "2", "--eval.max_new_tokens", "8"]
 
@@ -76,13 +80,13 @@ def runs(tmp_path_factory, shared, request):
             flags = [*BF16, "--train.micro_batch_size", str(micro)]
             cases.append(case_of(f"split-{micro}", flags, "pretrain", shared))
     seen = run_group(folder, 1, cases, [])
-    for size in (2, 4):
+    for size in (2, 4, 8):
         cases = []
         for name in sorted(wanted):
-            reference, ranks, stages, schedule = PIPELINES[name]
+            reference, ranks, stages, schedule, *further = PIPELINES[name]
             flags, command = REFERENCES[reference]
             if ranks == size:
-                cases.append(case_of(name, [*flags, *pipeline(stages, schedule)], command, shared))
+                cases.append(case_of(name, [*flags, *pipeline(stages, schedule), *further], command, shared))
         seen |= run_group(folder, size, cases, [])
     return folder, seen
 
@@ -130,7 +134,9 @@ def samples(folder) -> list[list[str]]:
     return [re.findall(r"^sample after.*\n(?:    .*\n)+", output, re.M) for output in outputs]
 
 
-@pytest.mark.parametrize("name", slow_except(ALWAYS, ["2-1f1b", "2-interleaved", "2-zbv", "2x2-tied"]))
+@pytest.mark.parametrize(
+    "name", slow_except(ALWAYS, ["2-1f1b", "2-interleaved", "2-zbv", "2x2-tied", "context-zbv", "2x2x2"])
+)
 def test_validation_and_samples_go_through_the_stages(runs, name):
     runs, _ = runs
     expected = validated(runs / PIPELINES[name][0])

@@ -86,8 +86,6 @@ CASES = [
      "--context_parallel_size 2 is not supported with a user-provided or extension model: only toolkit's GPT splits "),
     (CONTEXT | {"objective": Preferences()}, FSDP,
      "--context_parallel_size 2 is not supported with --objective Preferences: only the next-token loss is a sum over"),
-    (CONTEXT | {"pipeline_parallel_size": 2, "train.micro_batch_size": 1}, {"devices": 4, "micro": 1},
-     "--context_parallel_size 2 is not supported with --pipeline_parallel_size 2: stages pass on complete rows; "),
     (CONTEXT | {"compiler": "thunder"}, FSDP,
      "--context_parallel_size 2 is not supported with --compiler thunder; use --compiler torch or none"),
     ({"strategy": "ddp", "tensor_parallel_size": 2}, {"devices": 2},

@@ -1,4 +1,4 @@
-"""Simulate rank 0 of an fsdp layout of any size in one process, to check the memory plan: no device, no other rank.
+"""Simulate a rank of a layout of any size in one process, to check the memory plan: no device, no other rank.
 
 The model, the optimizer and the FSDP strategy are the run's. Tensors are fake: they have a shape, a dtype and a
 storage size, but no data. The process group is fake as well: collectives return at once. Memory is the sum of the live
@@ -22,10 +22,12 @@ from torch.nn import functional as F
 
 from toolkit.distributed import ranks
 from toolkit.distributed.fsdp import FullyShardedStrategy
+from toolkit.distributed.pipeline import Pipeline, pipeline_of
 from toolkit.distributed.shards import shard_of
 from toolkit.errors import UserError
 from toolkit.models import loss
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.context_parallel import OPAQUE, ContextGroup
 from toolkit.models.gpt import Block
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
@@ -39,6 +41,7 @@ from toolkit.private_torch import (
     TorchDispatchMode,
     collective_of,
     local_shard,
+    skip_stage_negotiation,
     start_fake_group,
     tree_leaves,
 )
@@ -53,15 +56,17 @@ _REDUCTIONS = ("c10d::_reduce_scatter_base_", "fsdp::chunk_cat")
 
 @dataclass(frozen=True)
 class Simulation:
-    """A training step of rank 0.
+    """A training step of a rank.
 
     Args:
+        rank: The rank.
         memory: Bytes at the peak, by kind. ``activations`` includes logits, the head's gradient and temporary tensors.
-        phase: When the peak occurs: forward, backward or update.
+        phase: When the peak occurs: forward, backward, update, or the passes of a pipeline.
         collectives: Operation, mesh dimensions of its group, calls and bytes of the largest tensors.
-        seconds: Time that the simulation took.
+        seconds: Time that it took.
     """
 
+    rank: int
     memory: dict[str, float]
     phase: str
     collectives: list[tuple[str, str, int, float]]
@@ -73,10 +78,18 @@ class Simulation:
 
 
 def simulate(setup: MemoryInputs) -> Simulation:
-    """Simulate two steps in a new process, where a fake process group affects nothing else, and return the second."""
+    """Simulate two steps in a new process, where a fake process group affects nothing else, and return the second.
+
+    The rank is the first, or with a pipeline the one of the first and the last that needs more memory.
+    """
     _require_support(setup)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(_simulate, setup).result()
+    layout = setup.strategy.layout
+    simulated = [0] if layout.pipeline == 1 or setup.schedule == "zbv" else [0, layout.world_size - 1]
+    found = []
+    for rank in simulated:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            found.append(process.submit(_simulate, setup, rank).result())
+    return max(found, key=lambda simulation: simulation.peak)
 
 
 def compare_with_plan(plan: RunPlan) -> dict[str, Any]:
@@ -96,6 +109,7 @@ def compare_with_plan(plan: RunPlan) -> dict[str, Any]:
     planned["total"] = memory.total - memory.context - memory.checkpoint_copy
     sizes = simulation.memory | {"total": simulation.peak}
     return {
+        "rank": simulation.rank,
         "ranks": plan.config.strategy.layout.world_size,
         "seconds": round(simulation.seconds, 1),
         "phase": simulation.phase,
@@ -113,8 +127,6 @@ def _require_support(setup: MemoryInputs) -> None:
         raise UserError(f"--simulate: simulates FSDP2, but the strategy is {strategy}; use --strategy fsdp")
     options = {
         "--tensor_parallel_size": layout.tensor > 1,
-        "--context_parallel_size": layout.context > 1,
-        "--pipeline_parallel_size": layout.pipeline > 1,
         "--quantize": setup.quantize is not None,
         "--fsdp.cpu_offload": strategy.offloads,
         "mixture of experts": setup.config.n_moe_layer > 0,
@@ -127,11 +139,11 @@ def _require_support(setup: MemoryInputs) -> None:
 # ---- in the process of the simulation
 
 
-def _simulate(setup: MemoryInputs) -> Simulation:
+def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
     started = time.monotonic()
     layout = setup.strategy.layout
     try:
-        start_fake_group(layout.world_size)
+        start_fake_group(layout.world_size, rank)
     except ImportError as error:
         raise UserError(f"--simulate: this build of torch lacks {error.name}; install torch from pytorch.org") from None
     ranks.set_layout(layout)
@@ -143,10 +155,15 @@ def _simulate(setup: MemoryInputs) -> Simulation:
     with mode:
         model = sample_model(replace(setup, strategy=replace(setup.strategy, kind="single")), setup.config, "cpu")
         batch = micro_batch(setup, setup.micro_batch_size, "cpu")
-    checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
     assert setup.strategy.sharding is not None
     strategy = FullyShardedStrategy({Block}, layout, setup.strategy.sharding, setup.fsdp, setup.precision, "cpu")
     strategy.parallel_devices = [torch.device("cpu")]
+    if layout.pipeline > 1:
+        skip_stage_negotiation()
+        Pipeline(model, setup.schedule, torch.device("cpu"), strategy.precision.forward_context)
+    if layout.context > 1:
+        model.context = ContextGroup.of(ranks.group("context"))
+    checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
     strategy.setup_module(model)  # not in the mode, where a mesh cannot be built
     with mode:
         no_decay, blocks = no_decay_params(model), block_params(model, (Block,))
@@ -155,12 +172,12 @@ def _simulate(setup: MemoryInputs) -> Simulation:
         )
         recorder = Recorder()
         step = partial(_step, strategy, model, optimizer, batch, setup.accumulation, recorder)
-        step()  # creates the optimizer state
-        recorder.track_persistent(model, optimizer)
         with recorder, recorder.resizes():
+            step()  # creates the optimizer state, and receive buffers
+            recorder.start(model, optimizer)
             step()
     memory, phase = recorder.peak()
-    return Simulation(memory, phase, recorder.collectives(), time.monotonic() - started)
+    return Simulation(rank, memory, phase, recorder.collectives(), time.monotonic() - started)
 
 
 def _step(
@@ -173,7 +190,10 @@ def _step(
 ) -> None:
     """Do what :func:`toolkit.training.step.train_step` does, without reading values."""
     sync: Any = strategy._backward_sync_control
-    for i in range(accumulation):
+    if (pipeline := pipeline_of(model)) is not None:
+        recorder.phase = "passes"
+        pipeline.accumulate([batch] * accumulation, 1.0)
+    for i in range(0 if pipeline else accumulation):
         with sync.no_backward_sync(model, i < accumulation - 1):
             recorder.phase = "forward"
             with strategy.precision.forward_context():
@@ -194,7 +214,7 @@ class Recorder(TorchDispatchMode):
     """Records allocations, frees and collectives. What a storage is for may be known only later, so kinds are final.
 
     Attributes:
-        phase: The phase of the step: forward, backward or update.
+        phase: The phase of the step, see :class:`Simulation`.
     """
 
     def __init__(self) -> None:
@@ -206,10 +226,11 @@ class Recorder(TorchDispatchMode):
         self._kinds: list[str] = []
         self._made_in: list[str] = []
         self._changes: list[tuple[int, int, str]] = []  # storage, bytes, phase
-        self._sent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+        self._start, self._sent = 0, _nothing_sent()
 
-    def track_persistent(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Record what exists between steps."""
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Measure from now on, with the kinds of what exists between steps."""
+        self._start, self._sent = len(self._changes), _nothing_sent()
         for parameter in model.parameters():
             self.track(local_shard(shard_of(parameter)), WEIGHTS)
         for buffer in model.buffers():
@@ -255,10 +276,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # a DTensor: its local operation follows
+        name = func.name().split(".")[0]
+        if name in OPAQUE:
+            with self:
+                return OPAQUE[name](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(out):
             self.track(tensor)
-        name = func.name().split(".")[0]
         for kind, names in ((GATHERED, _GATHERS), (GRADIENTS, _REDUCTIONS)):
             for tensor in _tensors((args, kwargs)) if name in names else ():
                 if not self._is_weight(tensor):
@@ -274,7 +298,7 @@ class Recorder(TorchDispatchMode):
         total = highest = end = 0
         for i, (_, change, _) in enumerate(self._changes):
             total += change
-            if total > highest:
+            if total > highest and i >= self._start:
                 highest, end = total, i
         sizes: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         for number, change, _ in self._changes[: end + 1]:
@@ -297,6 +321,10 @@ class Recorder(TorchDispatchMode):
         if change := size - self._sizes[number]:
             self._sizes[number] = size
             self._changes.append((number, change, self.phase))
+
+
+def _nothing_sent() -> dict[tuple[str, str], list[float]]:
+    return defaultdict(lambda: [0, 0.0])
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -39,8 +39,9 @@ Inputs = dict[str, Any]
 class Stage(nn.Module):
     """A stage. Its blocks, embedding and head are shared with the rank's model.
 
-    Takes and returns the residual stream, (B, T, n_embd). The first stage ignores its argument; the last one returns
-    the loss sum, or logits if the micro-batch has no labels. Each call takes the next micro-batch of ``inputs``.
+    Takes and returns the residual stream, (B, T, n_embd); with context parallelism and labels, of this rank's tokens.
+    The first stage ignores its argument; the last one returns the loss sum, or logits if the micro-batch has no labels.
+    Each call takes the next micro-batch of ``inputs``.
     """
 
     def __init__(self, pipeline: "Pipeline", index: int, layers: range) -> None:
@@ -61,7 +62,9 @@ class Stage(nn.Module):
             x, _ = model.run_blocks(x, self.layers, shared)
             if not self.is_last:
                 return x
-            return model.logits(x[:, -logits_to_keep:]) if labels is None else model.cross_entropy(x, labels)
+            if labels is None:
+                return model.logits(x[:, -logits_to_keep:])
+            return model.cross_entropy(x, model.own_tokens(labels))
 
 
 class Pipeline:
@@ -142,7 +145,8 @@ class Pipeline:
         """Return the schedule for micro-batches of (B, T) tokens. Its receive buffers have a fixed shape."""
         key = (n_micro_batches, shape)
         if self._built[0] != key:
-            x = torch.empty(*shape, self.model.config.n_embd, dtype=self.dtype, device="meta", requires_grad=True)
+            ids = torch.empty(shape, device="meta")
+            x = self._residual_stream(self.model.own_tokens(ids)).requires_grad_()
             index, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
             stages = [
                 PipelineStage(
@@ -194,7 +198,11 @@ class Pipeline:
         assert not torch.is_grad_enabled()
         inputs |= {"input_ids": input_ids, "labels": labels}
         mine = {stage.index: stage for stage in self.stages}
-        x = torch.empty(*input_ids.shape, self.model.config.n_embd, dtype=self.dtype, device=self._device)
+        if labels is None:
+            x = self._residual_stream(input_ids)
+        else:
+            labels = self.model.own_tokens(labels)
+            x = self._residual_stream(labels)
         for index in range(self.n_stages):
             if (stage := mine.get(index)) is not None:
                 stage.inputs = iter([inputs])
@@ -213,6 +221,10 @@ class Pipeline:
         owner = dist.get_global_rank(self._group, self._owners[self.n_stages - 1])
         dist.broadcast(logits, owner, group=self._group)
         return logits
+
+    def _residual_stream(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor, (B, T, n_embd), for tokens (B, T)."""
+        return torch.empty(*tokens.shape, self.model.config.n_embd, dtype=self.dtype, device=tokens.device)
 
     def _pass_on(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """Send the output of a stage to the rank of the next one."""

@@ -63,9 +63,7 @@ class ContextGroup(NamedTuple):
         return k, v
 
 
-# A custom op is opaque to torch.compile.
-@torch.library.custom_op("toolkit::gather_context", mutates_args=())
-def _gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+def gather_tokens(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """All-gather (B, groups, T / size, width) to (B, groups, T, width) in the order of the row."""
     parts = tensor.new_empty((size, *tensor.shape))
     _all_gather(parts.flatten(0, 1), tensor.contiguous(), group=_process_groups[group])
@@ -73,20 +71,25 @@ def _gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return torch.cat((early, late.flip(0))).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
 
 
-@_gather.register_fake
-def _(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    B, groups, n, width = tensor.shape
-    return tensor.new_empty((B, groups, size * n, width))
-
-
-@torch.library.custom_op("toolkit::scatter_context", mutates_args=())
-def _scatter(gradient: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Sum the gradients of :func:`_gather`'s output over the ranks. Each rank gets the part of its tokens."""
+def scatter_tokens(gradient: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Sum the gradients of :func:`gather_tokens`'s output over the ranks. Each rank gets the part of its tokens."""
     chunks = gradient.unflatten(2, (2 * size, -1)).permute(2, 0, 1, 3, 4)
     parts = torch.cat((chunks[:size], chunks[size:].flip(0)), dim=3).contiguous()
     summed = torch.empty_like(parts[0])
     _reduce_scatter(summed, parts.flatten(0, 1), group=_process_groups[group])
     return summed
+
+
+# custom ops are opaque to torch.compile
+_gather = torch.library.custom_op("toolkit::gather_context", gather_tokens, mutates_args=())
+_scatter = torch.library.custom_op("toolkit::scatter_context", scatter_tokens, mutates_args=())
+OPAQUE: dict[str, Any] = {"toolkit::gather_context": gather_tokens, "toolkit::scatter_context": scatter_tokens}
+
+
+@_gather.register_fake
+def _(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    B, groups, n, width = tensor.shape
+    return tensor.new_empty((B, groups, size * n, width))
 
 
 @_scatter.register_fake

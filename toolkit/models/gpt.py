@@ -214,7 +214,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         x, balancing_losses = self.run_blocks(x, range(self.config.n_layer), inputs)
         if labels is None:
             return self.logits(x[:, -logits_to_keep:])
-        labels = labels if self.context is None else self.context.split(labels)
+        labels = self.own_tokens(labels)
         loss = self.log_probs(x, labels) if log_probs else self.cross_entropy(x, labels)
         supervised = (labels != IGNORE_INDEX).sum(1)
         if balancing_losses:
@@ -222,6 +222,10 @@ class GPT(nn.Module, metaclass=InitializedModel):
             balancing_loss = self.config.router_aux_loss_coef * (per_row * supervised).sum()
             return (loss, balancing_loss) if log_probs else (loss + balancing_loss, supervised.sum())
         return loss, (x.new_zeros((), dtype=torch.float32) if log_probs else supervised.sum())
+
+    def own_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what this rank computes with context parallelism, (..., T / size), of complete rows, (..., T)."""
+        return rows if self.context is None else self.context.split(rows)
 
     def embed(
         self,

@@ -175,10 +175,19 @@ def logits_bytes(setup: MemoryInputs) -> float:
     The input is cast and masked.
     """
     config, c, n = setup.config, setup.compute_bytes, setup.tokens
-    vocabulary = config.padded_vocab_size // setup.tensor
-    head = vocabulary * config.n_embd
+    vocabulary, head = config.padded_vocab_size // setup.tensor, _head_elements(setup)
     rows = min(chunk_rows(vocabulary, torch.device(setup.device)), n)
     chunk = rows * vocabulary * (FP32 + (c if c != FP32 else 0))
     trained = head * (FP32 + (c if c != FP32 else 0)) if setup.lora is None else 0
     rounded = head * c if setup.is_mixed else 0
     return chunk + trained + rounded + n * config.n_embd * (2 * c + setup.weight_bytes)
+
+
+def kept_loss_bytes(setup: MemoryInputs) -> float:
+    """Return the bytes that the loss keeps until its backward pass: the gradients of head and input."""
+    trained = FP32 * _head_elements(setup) if setup.lora is None else 0
+    return trained + setup.tokens * setup.config.n_embd * setup.compute_bytes
+
+
+def _head_elements(setup: MemoryInputs) -> int:
+    return setup.config.padded_vocab_size // setup.tensor * setup.config.n_embd

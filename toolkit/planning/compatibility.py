@@ -171,8 +171,6 @@ ROWS: tuple[Row, ...] = (
     Row(_CONTEXT, "--compiler {compiler:NAME of an extension's compiler}",
         lambda f: f.is_context_parallel and f.args.compiler not in (AUTO, "none", "torch"),
         "", "use --compiler torch or none"),
-    Row(_CONTEXT, _PIPELINE, lambda f: f.is_context_parallel and f.is_pipeline_parallel,
-        "stages pass on complete rows"),
     # dtypes
     *_dtypes(),
     Row("--fsdp.reduce_dtype fp16", "--precision {precision:32-true, bf16-true, bf16-master, bf16-mixed}",

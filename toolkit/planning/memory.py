@@ -15,20 +15,16 @@ from typing import Any
 from torch import nn
 
 from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
-from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_dtypes, unit_precision
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import refuse_experts
-from toolkit.planning.activations import Activations, logits_bytes, measure_activations
+from toolkit.planning.activations import Activations, kept_loss_bytes, logits_bytes, measure_activations
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.optimizer_memory import optimizer_bytes, update_bytes
 from toolkit.planning.sample_model import first_layers, model_of
 from toolkit.planning.speed.flops import matmul_parameters
+from toolkit.planning.unsharded import BYTES_4BIT, QUANTIZED_BYTES, fsdp1_bytes, fsdp2_bytes, is_replicated
 
-# bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale per 64 weights, and an
-# fp32 scale per 256 scales (Dettmers et al. 2023, QLoRA, section 3).
-BYTES_4BIT = 0.5
-QUANTIZED_BYTES = {"bnb.nf4": BYTES_4BIT + 4 / 64, "bnb.nf4-dq": BYTES_4BIT + 1 / 64 + 4 / (64 * 256)}
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
 CUDA_CONTEXT, FRAGMENTATION = 0.6e9, 0.03
 
@@ -56,7 +52,8 @@ class Memory:
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
         outside_loss: With FSDP2, the most bytes of unsharded weights, gradients and activations together at another
-            time than the loss, see :func:`_fsdp2_bytes`; an alternative in ``total``, not a part.
+            time than the loss; an alternative in ``total``, not a part. See
+            :func:`toolkit.planning.unsharded.fsdp2_bytes`.
         host: CPU memory per process for FSDP's offloaded weights, gradients and optimizer state; not in ``total``.
         host_copy: On a GPU, the CPU memory for the state copy that --train.async_save writes; not in ``total``. For
             unsharded checkpoints, only rank 0 has it.
@@ -157,9 +154,9 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
     activations = measure_activations(setup) if with_activations else Activations(0.0, 0.0, 0.0)
     checkpoint_copy = _copied_bytes(setup, model, list(base.values())) if setup.async_save else 0.0
     if setup.is_fsdp2:
-        unsharded, outside_loss = _fsdp2_bytes(setup, model, quantized, activations)
+        unsharded, outside_loss = fsdp2_bytes(setup, model, quantized, activations)
     else:
-        unsharded, outside_loss = _unsharded_bytes(setup, model, quantized), 0.0
+        unsharded, outside_loss = fsdp1_bytes(setup, model, quantized), 0.0
     is_on_host = setup.device == "cpu"
     parts = {
         "weights": weights,
@@ -204,22 +201,27 @@ def _plan_heaviest_rank(setup: MemoryInputs, with_activations: bool) -> Memory:
         strategy=replace(strategy, sharding="SHARD_GRAD_OP", layout=replace(layout, pipeline=1)),
     )
     memory = plan_memory(stage, None, with_activations)
-    # receive buffers for the residual stream and its gradient, of every micro-batch
-    buffers = 2 * STAGES_PER_RANK[setup.schedule] * setup.accumulation * setup.tokens * config.n_embd
-    received = setup.weight_bytes * buffers if with_activations else 0
-    first, last = activations_in_flight(setup.schedule, layout.pipeline, setup.accumulation)
+    # receive buffers of every micro-batch: each stage's input and the gradient of its output, except at the ends
+    received = 2 * STAGES_PER_RANK[setup.schedule] - (2 if has_both_ends else 1)
+    buffers = setup.weight_bytes * received * setup.accumulation * setup.tokens * config.n_embd * with_activations
+    in_flight = activations_in_flight(setup.schedule, layout.pipeline, setup.accumulation)
     gathered = 1 if setup.fsdp.state_dict_type == "sharded" else layout.pipeline  # rank 0 writes all stages
-    ends = [
-        replace(
-            memory,
-            activations=received + in_flight * memory.activations,
-            outside_loss=memory.outside_loss + received + (in_flight - 1) * memory.activations,
-            logits=memory.logits if is_last else 0.0,
-            checkpoint_copy=gathered * memory.checkpoint_copy,
-            host_copy=gathered * memory.host_copy,
+    starts_empty = setup.schedule == "gpipe"  # no gradients before the last loss
+    ends = []
+    for n, has_loss in zip(in_flight, (has_both_ends, True), strict=True):
+        losses = (n - 1) * kept_loss_bytes(setup) if starts_empty and has_loss else 0.0
+        waiting = buffers + (n - 1) * memory.activations + losses
+        ends.append(
+            replace(
+                memory,
+                activations=memory.activations + waiting,
+                outside_loss=memory.outside_loss + waiting + starts_empty * memory.gradients,
+                has_gradients_in_forward=not starts_empty,
+                logits=memory.logits if has_loss else 0.0,
+                checkpoint_copy=gathered * memory.checkpoint_copy,
+                host_copy=gathered * memory.host_copy,
+            )
         )
-        for in_flight, is_last in ((first, has_both_ends), (last, True))
-    ]
     return max(ends, key=lambda end: end.total)
 
 
@@ -238,13 +240,13 @@ def _local_elements(setup: MemoryInputs, parameters: Any) -> float:
     parameters = list(parameters)
     if setup.strategy.kind != "fsdp":
         return _count(parameters)
-    replicated = _count(p for p in parameters if _is_replicated(setup, p))
+    replicated = _count(p for p in parameters if is_replicated(setup, p))
     return replicated + (0 if setup.strategy.offloads else _sharded_elements(setup, parameters))
 
 
 def _sharded_elements(setup: MemoryInputs, parameters: list[nn.Parameter]) -> float:
     """Return the number of elements of one device's shards of the parameters."""
-    return _count(p for p in parameters if not _is_replicated(setup, p)) / setup.strategy.shards
+    return _count(p for p in parameters if not is_replicated(setup, p)) / setup.strategy.shards
 
 
 def _host_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
@@ -261,7 +263,7 @@ def _host_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> fl
 def _sharded_parameters(setup: MemoryInputs, model: GPT) -> dict[str, int]:
     """Return {name: number of shards} for FSDP's sharded trainable parameters."""
     trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
-    return {name: setup.strategy.shards for name, p in trained if not _is_replicated(setup, p)}
+    return {name: setup.strategy.shards for name, p in trained if not is_replicated(setup, p)}
 
 
 def _copied_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
@@ -287,10 +289,6 @@ def _optimizer_bytes(setup: MemoryInputs, model: GPT) -> float:
     return optimizer_bytes(setup, model, replicated | ({} if setup.strategy.offloads else sharded))
 
 
-def _is_replicated(setup: MemoryInputs, parameter: nn.Parameter) -> bool:
-    return unit_precision(setup.fsdp, setup.precision)[0] is not None and parameter.ndim < 2
-
-
 def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter]:
     """Return the 4-bit weights by name: the linear layers of the blocks."""
     if setup.quantize is None:
@@ -310,98 +308,3 @@ def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) ->
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
     per_weight = BYTES_4BIT / shards + QUANTIZED_BYTES[setup.quantize] - BYTES_4BIT
     return per_weight * _count(quantized.values()) + 2 * max(p.numel() for p in quantized.values())
-
-
-def _unsharded_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
-    """Return the bytes of FSDP1's unsharded tensors.
-
-    The root unit stays unsharded during the step. Of the other units, the current and the next are unsharded, or all
-    with SHARD_GRAD_OP or without limit_all_gathers. A unit's gradient is copied into a buffer to reduce it. The head's
-    gradient is counted by :func:`toolkit.planning.activations.logits_bytes`.
-    """
-    if setup.strategy.kind != "fsdp":
-        return 0
-    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
-    packed = {id(p) for p in quantized.values()}
-
-    def gathered_bytes(part: Unit) -> float:
-        dtype = getattr(unit_dtypes(part, setup.fsdp, setup.precision), "param_dtype", None)
-        total = 0.0
-        for p in part.parameters:
-            width = FP32 if id(p) in adapters else setup.weight_bytes
-            width = width if dtype is None else dtype.itemsize
-            total += 0 if _is_replicated(setup, p) else p.numel() * (BYTES_4BIT if id(p) in packed else width)
-        return total
-
-    def gradient_bytes(part: Unit) -> float:
-        dtypes = unit_dtypes(part, setup.fsdp, setup.precision)
-        elements = _count(p for p in part.parameters if p.requires_grad and not _is_replicated(setup, p))
-        own = FP32 if adapters else setup.weight_bytes
-        compute, reduced = (own if d is None else d.itemsize for d in dtypes or (None, None))
-        return (reduced + (0 if not part.name else compute)) * elements
-
-    rest, *units = plan_units(model, setup.fsdp, (Block,), has_head_unit=False)
-    gathered = sum(map(gathered_bytes, units))
-    if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers:
-        # a unit, its enclosing units, and the next unit
-        together = [
-            [*(other for other in units if part.is_inside(other)), *units[i : i + 2]] for i, part in enumerate(units)
-        ]
-        gathered = max((sum(map(gathered_bytes, parts)) for parts in together), default=0)
-    gradient = max(map(gradient_bytes, units), default=0)
-    # gradients that accumulate unsharded include the root's
-    root_gradient = 0 if setup.accumulates_unsharded else gradient_bytes(rest)
-    return gathered + gathered_bytes(rest) + gradient + root_gradient
-
-
-def _fsdp2_bytes(
-    setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter], activations: Activations
-) -> tuple[float, float]:
-    """Return the bytes of FSDP2's unsharded weights at the loss, and the most bytes of a step at another time.
-
-    An all-gather writes to a buffer, from which the weights are copied and which the next all-gather frees. Gradients
-    are copied to a buffer, which the next reduction frees (torch.distributed.fsdp, _fully_shard). The root's own
-    weights stay unsharded. Without the weights and optimizer state that stay, the bytes are largest
-
-    - at the loss: the head, the last buffer, and all units where they are kept (SHARD_GRAD_OP);
-    - from one unit to the next in the forward pass: a buffer, and buffer and weights of the next;
-    - in the backward pass of a block: the block and the next buffer, its gradients, the previous ones; activations;
-    - at the end: sharded gradients, and the embedding's.
-    """
-    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
-    packed, is_alone = {id(p) for p in quantized.values()}, setup.strategy.shards == 1
-
-    def size(part: Unit, kind: str, trained: bool = True) -> float:
-        dtype, total = getattr(unit_dtypes(part, setup.fsdp, setup.precision), kind, None), 0.0
-        for p in part.parameters:
-            stored = FP32 if id(p) in adapters else setup.weight_bytes
-            itemsize = stored if dtype is None else dtype.itemsize
-            if is_alone and not trained and itemsize == stored:
-                continue  # nothing to gather or to cast
-            if (p.requires_grad or not trained) and not _is_replicated(setup, p):
-                total += p.numel() * (BYTES_4BIT if id(p) in packed else itemsize)
-        return total
-
-    rest, *units = plan_units(model, setup.fsdp, (Block,))
-    root, sizes = size(rest, "param_dtype", False), [size(part, "param_dtype", False) for part in units] or [0.0]
-    has_head = bool(units) and units[-1].name == HEAD
-    blocks = [part for part in units if part.name not in (HEAD, EMBEDDING)]
-    block = max((size(part, "param_dtype", False) for part in blocks), default=0.0)
-    kept = sum(sizes) if setup.strategy.sharding in ("SHARD_GRAD_OP", "NO_SHARD") else 0.0
-    at_loss = root + (kept or (sizes[-1] if has_head else 0.0)) + sizes[-1]
-    start = max(2 * (root + sizes[0]), *(root + a + 2 * b for a, b in zip(sizes, sizes[1:], strict=False)), 0.0)
-
-    gradient = max((size(part, "param_dtype") for part in blocks), default=0.0)
-    reduced = [size(part, "reduce_dtype") for part in units] or [0.0]
-    root_gradient = size(rest, "reduce_dtype")
-    backward = root + (kept or 2 * block) + max(reduced) + root_gradient / 2 * (not has_head)
-    is_elsewhere = setup.accumulation > 1 or setup.strategy.offloads  # counted as gradients, or in CPU memory
-    shards = 0.0 if is_elsewhere else sum(size(part, "") for part in units) / setup.strategy.shards
-    # gradients of the blocks after it are shards, and activations of the blocks before it are saved
-    backward += max(activations.saved, shards) * (1 - 1 / setup.config.n_layer)
-    # a block's gradients appear while its activations are freed; the fractions fit simulated blocks
-    backward += max(gradient + activations.recomputed / 4, gradient / 2 + activations.recomputed)
-    outer = units[0] if has_head else rest
-    last = (0.0 if has_head else root) + max((size(part, "reduce_dtype") for part in blocks), default=0.0)
-    end = shards + size(outer, "param_dtype") + max(last, size(outer, "reduce_dtype"))
-    return at_loss, max(start, backward, end)

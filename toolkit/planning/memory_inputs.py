@@ -32,7 +32,7 @@ class MemoryInputs:
         optimizer: Options from :func:`toolkit.optim.classes.resolve_optimizer`.
         device: "cuda", "cpu" or "mps".
         lora: Adapter configuration; None trains all weights.
-        quantize: One of :data:`toolkit.planning.memory.QUANTIZED_BYTES`; None does not quantize.
+        quantize: One of :data:`toolkit.planning.unsharded.QUANTIZED_BYTES`; None does not quantize.
         packed: Whether several documents share a row, without attention between them.
         fsdp: FSDP options; ``accumulate`` is resolved.
         optimizer_class: User-provided optimizer class outside torch.optim.

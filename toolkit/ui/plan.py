@@ -190,7 +190,7 @@ def _simulated(summary: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "",
-        f"Rank 0 of {simulated['ranks']}, simulated in {simulated['seconds']:.0f} s: memory at its peak, in the "
+        f"Rank {simulated['rank']} of {simulated['ranks']}, simulated in {simulated['seconds']:.0f} s: memory at its peak, in the "
         f"{simulated['phase']} phase, GB",
         f"  {'':18}{'simulated':>10}{'planned':>10}",
     ]

@@ -6,9 +6,10 @@ from toolkit.distributed.mesh import Layout
 from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_dtypes, unit_precision
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
-from toolkit.planning.memory import BYTES_4BIT, quantized_weights
+from toolkit.planning.memory import quantized_weights
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.speed.gpus import GpuSpec
+from toolkit.planning.unsharded import BYTES_4BIT
 
 NCCL_SHARE = 0.8
 """Fraction of a link's bandwidth that collectives of large tensors reach (nccl-tests on 8 x H100: 360 of 450 GB/s)."""

@@ -2,8 +2,8 @@
 
 An operator takes the maximum of bytes / memory bandwidth, FLOPs / rate of its kind, and the minimum kernel time. The
 host launches operators ahead of the GPU; if launching takes longer than the kernels of a micro-step, the difference is
-added. Nothing is measured: the constants are below and in ``gpus.py``. tutorials/distributed.md compares predictions
-with published figures.
+added. Nothing is measured: the constants are below and in ``gpus.py``. tutorials/predicted_speed.md compares
+predictions with published figures.
 """
 
 from collections import Counter

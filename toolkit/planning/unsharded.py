@@ -1,0 +1,115 @@
+"""Memory of FSDP's all-gathered weights and of the gradients that are about to be reduced, in bytes."""
+
+from torch import nn
+
+from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_dtypes, unit_precision
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.lora import is_adapter
+from toolkit.planning.activations import Activations
+from toolkit.planning.memory_inputs import FP32, MemoryInputs
+
+# bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale per 64 weights, and an
+# fp32 scale per 256 scales (Dettmers et al. 2023, QLoRA, section 3).
+BYTES_4BIT = 0.5
+QUANTIZED_BYTES = {"bnb.nf4": BYTES_4BIT + 4 / 64, "bnb.nf4-dq": BYTES_4BIT + 1 / 64 + 4 / (64 * 256)}
+
+
+def is_replicated(setup: MemoryInputs, parameter: nn.Parameter) -> bool:
+    """Whether FSDP replicates a parameter: vectors under mixed precision."""
+    return unit_precision(setup.fsdp, setup.precision)[0] is not None and parameter.ndim < 2
+
+
+def fsdp1_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
+    """Return the bytes of FSDP1's unsharded tensors.
+
+    The root unit stays unsharded during the step. Of the other units, the current and the next are unsharded, or all
+    with SHARD_GRAD_OP or without limit_all_gathers. A unit's gradient is copied into a buffer to reduce it. The head's
+    gradient is counted by :func:`toolkit.planning.activations.logits_bytes`.
+    """
+    if setup.strategy.kind != "fsdp":
+        return 0
+    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
+    packed = {id(p) for p in quantized.values()}
+
+    def gathered_bytes(part: Unit) -> float:
+        dtype = getattr(unit_dtypes(part, setup.fsdp, setup.precision), "param_dtype", None)
+        total = 0.0
+        for p in part.parameters:
+            width = FP32 if id(p) in adapters else setup.weight_bytes
+            width = width if dtype is None else dtype.itemsize
+            total += 0 if is_replicated(setup, p) else p.numel() * (BYTES_4BIT if id(p) in packed else width)
+        return total
+
+    def gradient_bytes(part: Unit) -> float:
+        dtypes = unit_dtypes(part, setup.fsdp, setup.precision)
+        elements = sum(p.numel() for p in part.parameters if p.requires_grad and not is_replicated(setup, p))
+        own = FP32 if adapters else setup.weight_bytes
+        compute, reduced = (own if d is None else d.itemsize for d in dtypes or (None, None))
+        return (reduced + (0 if not part.name else compute)) * elements
+
+    rest, *units = plan_units(model, setup.fsdp, (Block,), has_head_unit=False)
+    gathered = sum(map(gathered_bytes, units))
+    if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers:
+        # a unit, its enclosing units, and the next unit
+        together = [
+            [*(other for other in units if part.is_inside(other)), *units[i : i + 2]] for i, part in enumerate(units)
+        ]
+        gathered = max((sum(map(gathered_bytes, parts)) for parts in together), default=0)
+    gradient = max(map(gradient_bytes, units), default=0)
+    # gradients that accumulate unsharded include the root's
+    root_gradient = 0 if setup.accumulates_unsharded else gradient_bytes(rest)
+    return gathered + gathered_bytes(rest) + gradient + root_gradient
+
+
+def fsdp2_bytes(
+    setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter], activations: Activations
+) -> tuple[float, float]:
+    """Return the bytes of FSDP2's unsharded weights at the loss, and the most bytes of a step at another time.
+
+    An all-gather writes to a buffer, from which the weights are copied and which the next all-gather frees. Gradients
+    are copied to a buffer, which the next reduction frees (torch.distributed.fsdp, _fully_shard). The root's own
+    weights stay unsharded. Without the weights and optimizer state that stay, the bytes are largest
+
+    - at the loss: the head, the last buffer, and all units where they are kept (SHARD_GRAD_OP);
+    - from one unit to the next in the forward pass: a buffer, and buffer and weights of the next;
+    - in the backward pass of a block: the block and the next buffer, its gradients, the previous ones; activations;
+    - at the end: sharded gradients, and the embedding's.
+    """
+    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
+    packed, is_alone = {id(p) for p in quantized.values()}, setup.strategy.shards == 1
+
+    def size(part: Unit, kind: str, trained: bool = True) -> float:
+        dtype, total = getattr(unit_dtypes(part, setup.fsdp, setup.precision), kind, None), 0.0
+        for p in part.parameters:
+            stored = FP32 if id(p) in adapters else setup.weight_bytes
+            itemsize = stored if dtype is None else dtype.itemsize
+            if is_alone and not trained and itemsize == stored:
+                continue  # nothing to gather or to cast
+            if (p.requires_grad or not trained) and not is_replicated(setup, p):
+                total += p.numel() * (BYTES_4BIT if id(p) in packed else itemsize)
+        return total
+
+    rest, *units = plan_units(model, setup.fsdp, (Block,))
+    root, sizes = size(rest, "param_dtype", False), [size(part, "param_dtype", False) for part in units] or [0.0]
+    has_head = bool(units) and units[-1].name == HEAD
+    blocks = [part for part in units if part.name not in (HEAD, EMBEDDING)]
+    block = max((size(part, "param_dtype", False) for part in blocks), default=0.0)
+    kept = sum(sizes) if setup.strategy.sharding in ("SHARD_GRAD_OP", "NO_SHARD") else 0.0
+    buffer = 0.0 if kept and setup.accumulates_unsharded else sizes[-1]  # none after the first micro-batch
+    at_loss = root + (kept or (sizes[-1] if has_head else 0.0)) + buffer
+    start = max(2 * (root + sizes[0]), *(root + a + 2 * b for a, b in zip(sizes, sizes[1:], strict=False)), 0.0)
+
+    gradient = max((size(part, "param_dtype") for part in blocks), default=0.0)
+    reduced = [size(part, "reduce_dtype") for part in units] or [0.0]
+    root_gradient = size(rest, "reduce_dtype")
+    backward = root + (kept or 2 * block) + max(reduced) + root_gradient / 2 * (not has_head)
+    is_elsewhere = setup.accumulation > 1 or setup.strategy.offloads  # counted as gradients, or in CPU memory
+    shards = 0.0 if is_elsewhere else sum(size(part, "") for part in units) / setup.strategy.shards
+    # gradients of the blocks after it are shards, and activations of the blocks before it are saved
+    backward += max(activations.saved, shards) * (1 - 1 / setup.config.n_layer)
+    # a block's gradients appear while its activations are freed; the fractions fit simulated blocks
+    backward += max(gradient + activations.recomputed / 4, gradient / 2 + activations.recomputed)
+    outer = units[0] if has_head else rest
+    last = (0.0 if has_head else root) + max((size(part, "reduce_dtype") for part in blocks), default=0.0)
+    end = shards + size(outer, "param_dtype") + max(last, size(outer, "reduce_dtype"))
+    return at_loss, max(start, backward, end)
