@@ -101,8 +101,8 @@ EFFECTS = [
             "precision": "bf16-mixed",
             "train.max_norm": 0.5,
             "fsdp.sharding_strategy": "SHARD_GRAD_OP",
-            "fsdp.backward_prefetch": "post",
-            "fsdp.forward_prefetch": True,
+            "fsdp.backward_prefetch": "pre",  # fsdp1 has the other
+            "fsdp.forward_prefetch": False,
             "fsdp.auto_wrap": "size",
             "fsdp.min_num_params": 5000,
             "fsdp.state_dict_type": "sharded",
@@ -198,7 +198,7 @@ def test_printed_guide_fits_any_layout(parse):
         assert not list(find_conflicts(Facts(args, args.precision, "cpu", devices, strategy)))
     fsdp = options["fsdp"]
     assert (fsdp.auto_wrap, fsdp.min_num_params, fsdp.reduce_dtype) == ("size", 1_000_000, "bf16")
-    assert (fsdp.backward_prefetch, fsdp.forward_prefetch, fsdp.buffer_dtype) == ("post", True, "auto")
+    assert (fsdp.backward_prefetch, fsdp.forward_prefetch, fsdp.buffer_dtype) == ("pre", False, "auto")
 
 
 def test_what_cannot_be_honored_is_an_error_unless_a_flag_overrides_it(parse):

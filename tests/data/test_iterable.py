@@ -195,19 +195,16 @@ def test_epochs_of_a_loader_end_a_run(tmp_path, drop_last, samples):
 
 
 @pytest.mark.slow
-def test_what_an_iterable_must_do(tmp_path):
+def test_what_an_iterable_must_do(tmp_path, capsys):
     generator = map(row, range(40))
     with pytest.raises(DataError, match="has ended after 40 rows, and map cannot restart.*step-00000002 is saved"):
         run(tmp_path / "generator", generator)
     assert run(tmp_path / "generator", map(row, range(200)), resume="auto") == list(range(32, 128))
 
-    cases = {
-        "no length": (Iterable(), {"epochs": 1}, "--train.epochs 1: the number of rows of this data is unknown"),
-        "nothing": ([].__iter__(), {}, "dataset: yields no rows"),
-    }
-    for name, (data, train, message) in cases.items():
-        with pytest.raises(UserError, match=message):
-            run(tmp_path / name, data, **train)
+    run(tmp_path / "no length", Iterable(), epochs=1)
+    assert "note: epochs are not counted: the number of rows of this data is unknown" in capsys.readouterr().out
+    with pytest.raises(UserError, match="dataset: yields no rows"):
+        run(tmp_path / "nothing", [].__iter__())
 
 
 def test_rows_that_differ_when_iterated_again_are_refused():

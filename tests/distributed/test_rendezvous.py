@@ -124,7 +124,7 @@ def test_mixture_with_other_weights_on_one_node_is_an_error(corpus, tmp_path):
     nodes = two_nodes(*options, common_flags(tmp_path / "out", max_steps=2))
     errors = [finish(node, 120)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2], errors
-    assert "--data.sources.a.weight 0.75: on rank 1, and 0.5 on rank 0; start every process" in errors[0]
+    assert "--data.sources.a.weight 0.75: on rank 1, but 0.5 on rank 0; start every process" in errors[0]
 
 
 EXTENSION = """
@@ -155,7 +155,7 @@ def test_other_code_of_an_extension_on_one_node_is_an_error(corpus, tmp_path, is
         nodes.append(start(*PRETRAIN, *flags, *more, **where, NODE_RANK=str(rank), PYTHONPATH=path))
     errors = [finish(node, 120)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2], errors
-    assert re.search(r"extension descent .*: on rank 1, and .* on rank 0; use the same versions and", errors[0]), errors
+    assert re.search(r"extension descent .*: on rank 1, but .* on rank 0; use the same versions and", errors[0]), errors
 
 
 # ---- lost ranks and unresponsive stores

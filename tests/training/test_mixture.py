@@ -124,7 +124,10 @@ def test_epoch_has_the_rows_of_all_sources_and_a_source_may_end(corpus, tmp_path
         run(corpus, out, limited, train={"max_steps": 30})
     assert not out.exists()
     # max_time does not say how many rows a run will read
-    with pytest.raises(DataError, match=r"sources.code.max_epochs 1: all of its .* is saved; resume with --resume"):
+    with pytest.raises(
+        DataError,
+        match=r"sources.code.max_epochs 1: the 41 rows of the source have been read .* is saved; resume with --resume",
+    ):
         run(corpus, out, limited, train={"max_steps": None, "max_time": 10})
     (last,) = (folder for folder in folders(out))
     assert read_meta(out / last)["data"]["sources"]["code"]["position"] <= len(train.sources[1].rows)

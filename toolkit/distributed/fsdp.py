@@ -231,7 +231,7 @@ class FullyShardedStrategy(ShardedStrategy, DDPStrategy):
 
     def _complete_gradients(self, module: nn.Module) -> None:
         super()._complete_gradients(module)
-        reduce_gradients(module)
+        reduce_gradients(module, self.root_device)
         give_gradients(module)
 
     def _is_16_bit(self, part: nn.Module) -> bool:

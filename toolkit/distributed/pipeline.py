@@ -119,8 +119,10 @@ class Pipeline:
             if not is_here:
                 owner, _, child = name.rpartition(".")
                 delattr(model.get_submodule(owner), child)
-        if not self.has_last and hasattr(model, "lm_head"):
-            model.lm_head.register_parameter("bias", None)  # only the weight is tied
+        if not self.has_last and hasattr(model, "lm_head"):  # only the weight is tied
+            model.lm_head.register_parameter("bias", None)
+            if hasattr(model.lm_head, "lora"):
+                model.lm_head.lora = nn.ModuleDict()
 
     def accumulate(self, micro_batches: list[Inputs], scale: float) -> torch.Tensor:
         """Run the forward and backward passes of a step; all micro-batches have one shape.
@@ -178,15 +180,16 @@ class Pipeline:
         if weight.grad is None:
             return
         gradient = weight.grad.to_local()
-        received = torch.empty_like(gradient)
+        sent = gradient.to(self._device, copy=True)  # shards may be offloaded
+        received = torch.empty_like(sent)
         other = dist.get_global_rank(self._group, ends[0] if self.rank else ends[1])
         operations = [
-            dist.P2POp(dist.isend, gradient.clone(), other, self._group),
+            dist.P2POp(dist.isend, sent, other, self._group),
             dist.P2POp(dist.irecv, received, other, self._group),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        gradient += received
+        gradient += received.to(gradient.device)
 
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any

@@ -346,8 +346,8 @@ def _all_reduce(x: torch.Tensor, group: Any, operation: Any = dist.ReduceOp.SUM)
     return x
 
 
-def reduce_gradients(module: nn.Module) -> None:
-    """Complete the gradients of the parameters that all ranks of a tensor group hold, with one all-reduce.
+def reduce_gradients(module: nn.Module, device: torch.device) -> None:
+    """Complete the gradients of what all ranks of a tensor group hold, with one all-reduce on ``device``.
 
     If the ranks use a parameter for different heads or rows, its gradient is the sum. Otherwise all ranks have the same
     gradient, and the mean makes it bit-equal (N4) even if a kernel is not deterministic.
@@ -359,7 +359,8 @@ def reduce_gradients(module: nn.Module) -> None:
             sizes.append(1 if _is_shared_by_parts(canonical_name(name)) else ranks.layout().tensor)
     if not gradients:
         return
-    for gradient, size, total in zip(gradients, sizes, ranks.sum_together(gradients, "tensor"), strict=True):
+    sums = ranks.sum_together([gradient.to(device) for gradient in gradients], "tensor")  # shards may be offloaded
+    for gradient, size, total in zip(gradients, sizes, sums, strict=True):
         gradient.copy_(total / size)
 
 

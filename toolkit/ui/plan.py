@@ -190,8 +190,8 @@ def _simulated(summary: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "",
-        f"Rank {simulated['rank']} of {simulated['ranks']}, simulated in {simulated['seconds']:.0f} s: memory at its peak, in the "
-        f"{simulated['phase']} phase, GB",
+        f"Rank {simulated['rank']} of {simulated['ranks']}, simulated in {simulated['seconds']:.0f} s: memory at its "
+        f"peak, in the {simulated['phase']} phase, GB",
         f"  {'':18}{'simulated':>10}{'planned':>10}",
     ]
     for name, (size, planned) in simulated["memory_gb"].items():

@@ -7,6 +7,7 @@ IWAE-K. The cross-entropy given the encoder's latents is not comparable, because
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.data.base import DataModule
@@ -79,7 +80,7 @@ def plot(free: Path, baseline: Path, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     of_free = read_run(free)
-    curves = [
+    curves: list[tuple[Any, str, str, dict[str, Any]]] = [
         (read_run(baseline), "val_loss", "baseline: negative log-likelihood", {"color": "black"}),
         (of_free, "val_elbo", "Free Transformer: ELBO = CE + KL (an upper bound)", {"color": "tab:red"}),
         (of_free, "val_prior_ce", "CE with Z from the prior", {"color": "tab:orange", "ls": ":"}),

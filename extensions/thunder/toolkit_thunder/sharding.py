@@ -59,7 +59,8 @@ def _gather_buckets(trace: Any, group: dist.ProcessGroup, name_of: Callable[[Any
         if symbol.sym is prims.synchronize:
             shard = symbol.args[0]
             buckets[name_of(shard), shard.dtype, shard.requires_grad].append(symbol)
-    new, replaced, first = from_trace(trace), {}, {id(symbols[0]): symbols for symbols in buckets.values()}
+    new, first = from_trace(trace), {id(symbols[0]): symbols for symbols in buckets.values()}
+    replaced: dict[Any, Any] = {}
     merged = {id(symbol) for symbols in buckets.values() if len(symbols) > 1 for symbol in symbols}
     for symbol in trace.bound_symbols:
         if id(symbol) not in merged:

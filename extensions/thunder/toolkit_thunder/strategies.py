@@ -8,6 +8,7 @@ strategies. Gradients are reduced after each micro-batch. Tested with gloo on CP
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -20,13 +21,20 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from toolkit.distributed.private_lightning import ReduceEachMicroBatch
+from toolkit.distributed.private_lightning import BackwardSyncControl
 from toolkit_thunder.kernel import Kernel
 from toolkit_thunder.options import ThunderArgs
 from toolkit_thunder.units import install_units
 from toolkit_thunder.versions import load_thunder
 
 Blocks = Sequence[type[nn.Module]]
+
+
+class ReduceEachMicroBatch(BackwardSyncControl):
+    """Lets a strategy reduce every micro-batch's gradients."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        return nullcontext()
 
 
 class ThunderDDPStrategy(DDPStrategy):

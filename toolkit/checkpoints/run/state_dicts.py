@@ -139,6 +139,8 @@ def adapter_state(
     whole, cuts = StateDictOptions(full_state_dict=True), cuts_of(module)
     weights = {name: _gather(p.detach(), whole, cuts.get(name)).cpu() for name, p in adapters.items()}
     state = _map_tensors(_parameter_states(adapters, optimizer, whole, cuts), torch.Tensor.cpu)
+    if ranks.layout().pipeline > 1:
+        weights, state = gather_stages(weights), gather_stages(state)
     return weights, {"adapters": state, **_group_state(module, optimizer, state)}
 
 

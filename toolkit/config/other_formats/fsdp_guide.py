@@ -49,6 +49,17 @@ def _between_devices(option: str) -> Convert:
     return lambda file, value: _without_shards(file) or {option: value}
 
 
+def _prefetch(option: str, default: object) -> Convert:
+    """Return the converter for a key whose other values only fsdp1 has."""
+
+    def convert(file: ForeignConfig, value: object) -> Options | str:
+        if value != default and file.option("strategy") != "fsdp1":
+            return "no effect: fsdp prefetches by itself; only --strategy fsdp1 has this option"
+        return _without_shards(file) or {option: value}
+
+    return convert
+
+
 def _min_num_params(file: ForeignConfig, number: int) -> Options | str:
     policy = file.option("fsdp.auto_wrap") or file.find("distributed", "fsdp_auto_wrap_policy")
     if policy not in ("size", "size_based_auto_wrap"):
@@ -114,9 +125,9 @@ DISTRIBUTED = {
     "fsdp_backward_prefetch": Rule(
         {"backward_pre": "pre", "backward_post": "post"},
         ("fsdp.backward_prefetch",),
-        _between_devices("fsdp.backward_prefetch"),
+        _prefetch("fsdp.backward_prefetch", "pre"),
     ),
-    "fsdp_forward_prefetch": Rule(BOOL, ("fsdp.forward_prefetch",), _between_devices("fsdp.forward_prefetch")),
+    "fsdp_forward_prefetch": Rule(BOOL, ("fsdp.forward_prefetch",), _prefetch("fsdp.forward_prefetch", False)),
     "fsdp_auto_wrap_policy": Rule(
         {"transformer_auto_wrap": "block", "size_based_auto_wrap": "size"},
         ("fsdp.auto_wrap",),
