@@ -13,6 +13,12 @@ from tests.distributed.test_architectures import GEMMA2, flags
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 
+LATENT = {  # latent attention without experts
+    "family": "deepseek_v3", "n_query_groups": 4,
+    "latent_attention": {
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 20,
+    },
+}  # fmt: skip
 LONGROPE = {"attention_factor": 1.2, "original_max_seq_len": 20, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 FULL = ["--train.activation_checkpointing", "full"]
 EAGER = "compile with the eager backend"
@@ -21,6 +27,7 @@ PRETRAINED = {
     "llama": ("pico-llama", []),
     "gemma2": ("pico-llama", flags(GEMMA2)),
     "neox": ("pythia-14m", []),
+    "latent": ("pico-llama", flags(LATENT)),
     "longrope": ("pico-llama", flags({"family": "phi3", "rope_adjustments": LONGROPE})),
 }
 # name: command, flags
@@ -36,7 +43,7 @@ CP2, CP4 = ["--context_parallel_size", "2"], ["--context_parallel_size", "4"]
 # name: ranks, nodes, flags, reference
 LAYOUTS = {
     **{f"{name}-2": (2, 1, CP2, name) for name in RUNS},
-    **{f"{name}-4": (4, 1, CP4, name) for name in ("llama", "gemma2", "packed")},
+    **{f"{name}-4": (4, 1, CP4, name) for name in ("llama", "gemma2", "packed", "latent")},
     "packed-2x2": (4, 1, CP2, "packed"),
     "llama-2x2": (4, 1, [*CP2, "--fsdp.accumulate", "sharded"], "llama"),
     "llama-hybrid": (4, 2, CP2, "llama"),

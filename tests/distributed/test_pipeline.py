@@ -25,6 +25,7 @@ ADAPTED = ["--lora_key", "true", "--lora_mlp", "true", "--lora_dropout", "0"]
 HEAD = [*ADAPTED, "--lora_head", "true"]
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv")
 REFERENCES = {  # name: flags, command
+    "eight": ([*UNTIED, "--model_config.n_layer", "8"], "pretrain"),
     "untied": (UNTIED, "pretrain"), "tied": (LAYERS, "pretrain"), "neox": (NEOX, "pretrain"),
     "ragged": ([], "finetune_full"), "packed": (PACKED, "finetune_full"), "bf16": (BF16, "pretrain"),
     "lora": (HEAD, "finetune_lora"), "dora": ([*ADAPTED, "--lora_dora", "true"], "finetune_lora"),
@@ -37,7 +38,8 @@ PIPELINES = {  # name: reference, ranks, stages, schedule, and further flags
     "2-tied": ("tied", 2, 2, "1f1b"), "2-tied-interleaved": ("tied", 2, 2, "interleaved"),
     "2-neox": ("neox", 2, 2, "1f1b"), "2-ragged": ("ragged", 2, 2, "1f1b"), "2-packed": ("packed", 2, 2, "1f1b"),
     "2-recomputed": ("recomputed", 2, 2, "1f1b"),
-    "4-1f1b": ("untied", 4, 4, "1f1b"), "4-tied": ("tied", 4, 4, "1f1b"),
+    "4-gpipe": ("untied", 4, 4, "gpipe"), "4-interleaved": ("eight", 4, 4, "interleaved"),
+    "4-zbv": ("eight", 4, 4, "zbv"), "4-1f1b": ("untied", 4, 4, "1f1b"), "4-tied": ("tied", 4, 4, "1f1b"),
     **{f"2x2-{schedule}": ("untied", 4, 2, schedule) for schedule in SCHEDULES}, "2x2-tied": ("tied", 4, 2, "1f1b"),
     "2-bf16": ("bf16", 2, 2, "1f1b"), "2x2-bf16": ("bf16", 4, 2, "1f1b"),
     "context-tied": ("tied", 4, 2, "interleaved", *CONTEXT), "context-packed": ("packed", 4, 2, "1f1b", *CONTEXT),
