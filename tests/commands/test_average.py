@@ -1,0 +1,56 @@
+"""`toolkit average`: the mean of checkpoints of one model."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import torch
+from helpers.sealing import seal
+from helpers.small_runs import text_data
+
+from tests.commands.test_consolidate import CONFIG, make_checkpoint, shard
+from toolkit.checkpoints.folder import write_model_config
+from toolkit.checkpoints.weights import load_weights, save_weights
+from toolkit.cli import main
+
+
+def test_average_equals_numpy_mean_and_evaluates(corpus, tmp_path, capsys):
+    folders = [make_checkpoint(tmp_path / f"step-{n}", steps=n) for n in (1, 5, 9)]
+    folders[1] = shard(folders[1], tmp_path / "sharded")
+    out = tmp_path / "mean"
+    assert main(["average", str(out), "--checkpoint_dirs", ",".join(map(str, folders))]) == 0
+    assert "mean of 3 checkpoints" in capsys.readouterr().out and (out / "COMPLETE").exists()
+    assert not (out / "trainer").exists() and (out / "tokenizer.json").exists()
+    weights, sources = load_weights(out), [load_weights(folder) for folder in folders]
+    for name, tensor in weights.items():
+        mean = np.mean([source[name].double().numpy() for source in sources], axis=0)
+        assert np.array_equal(tensor.numpy(), mean.astype(np.float32)), name
+    assert not torch.equal(weights["lm_head.weight"], sources[0]["lm_head.weight"])
+    assert weights["lm_head.weight"].data_ptr() == weights["transformer.wte.weight"].data_ptr()
+    assert main(["verify", str(out)]) == 0
+    assert main(["evaluate", str(out), *text_data(corpus), "--accelerator", "cpu"]) == 0
+
+
+def test_what_cannot_be_averaged_is_one_line(tmp_path, capsys):
+    first = make_checkpoint(tmp_path / "first")
+    other, half, tokens = (tmp_path / name for name in ("other", "half", "tokens"))
+    for folder in (other, half, tokens):
+        shutil.copytree(first, folder)
+    write_model_config(replace(CONFIG, norm_eps=1e-3), other / "model_config.yaml")
+    weights = {name: tensor.bfloat16() for name, tensor in load_weights(first).items()}
+    save_weights(weights, half / "lit_model.pth")
+    (tokens / "tokenizer.json").write_text("{}")
+    for folder in (other, half, tokens):
+        seal(folder)
+    for out, sources, message in [
+        ("new", [first], "--checkpoint_dirs"),
+        ("first", [first, first], "already exists and is not empty"),
+        ("new", [first, other], "norm_eps is 0.001"),
+        ("new", [first, half], "torch.bfloat16, but torch.float32"),
+        ("new", [first, tokens], "tokenizer.json differs"),
+        ("new", [first, tmp_path / "none"], "no such folder"),
+    ]:
+        assert main(["average", str(tmp_path / out), "--checkpoint_dirs", ",".join(map(str, sources))]) == 2
+        shown = capsys.readouterr().err
+        assert message in shown and shown.count("\n") == 1, shown
+        assert not (tmp_path / "new").exists()

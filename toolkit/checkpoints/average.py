@@ -1,0 +1,82 @@
+"""Average the weights of several checkpoints of one model, a few tensors in memory at a time (M2)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
+from toolkit.checkpoints.finite import nonfinite_tensors
+from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
+from toolkit.checkpoints.merge import copy_files
+from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
+from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
+from toolkit.checkpoints.weights import save_weights
+from toolkit.data.tokenizer import FILE_PATTERNS
+from toolkit.distributed.memory import malloc_trim
+from toolkit.errors import UserError
+from toolkit.models.gpt import model_on_meta
+
+_TOKENIZER = ("tokenizer.json", "tokenizer.model")
+
+
+def average(folders: Sequence[Path], out_dir: Path) -> list[str]:
+    """Write a model folder with the mean of the folders' weights, summed in fp64 and rounded once to their dtype.
+
+    Other files are copies of the first folder's. Returns the names of weights that contain NaN or Inf.
+
+    Raises:
+        UserError: The folders differ in architecture, tokenizer or dtype, or hold adapters.
+    """
+    require_new_folder(out_dir)
+    config = read_model_config(folders[0])
+    for folder in folders[1:]:
+        _require_same_model(folders[0], folder)
+    sources = [load_compatible_weights(folder, model_on_meta(config)) for folder in folders]
+    for folder, weights in zip(folders, sources, strict=True):
+        for name, tensor in weights.items():
+            if tensor.dtype != sources[0][name].dtype:
+                dtypes = f"{name} is {tensor.dtype}, but {sources[0][name].dtype} in {folders[0]}"
+                raise UserError(f"--checkpoint_dirs {folder}: {dtypes}; give checkpoints of one dtype")
+    nonfinite: list[str] = []
+
+    def write(tmp: Path) -> None:
+        weights = {}
+        for name in sources[0]:
+            if config.tie_embeddings and name == "lm_head.weight":
+                continue
+            weights[name] = _mean([source[name] for source in sources], tmp / WEIGHTS)
+            nonfinite.extend(nonfinite_tensors({name: weights[name]}))
+        if config.tie_embeddings:
+            weights["lm_head.weight"] = weights["transformer.wte.weight"]
+        save_weights(weights, tmp / WEIGHTS)
+        write_model_config(config, tmp / CONFIG)
+        copy_files(folders[0], tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
+
+    write_model_folder(out_dir, write, flag="out_dir")
+    return nonfinite
+
+
+def _mean(tensors: list[Tensor], path: Path) -> Tensor:
+    """Return the mean in a memory-mapped temporary file next to ``path``: torch.save needs all tensors at once."""
+    total = tensors[0].to(torch.float64, copy=True)
+    for tensor in tensors[1:]:
+        total += tensor
+    mean = mmap_empty(total.shape, tensors[0].dtype, path).copy_(total.div_(len(tensors)))
+    if mean.numel() >= SMALL_NUMEL:
+        malloc_trim()
+    return mean
+
+
+def _require_same_model(first: Path, folder: Path) -> None:
+    """Raise UserError if the folders differ in architecture or tokenizer."""
+    expected, values = (read_model_config(path).to_dict() for path in (first, folder))
+    for key in sorted(expected.keys() | values.keys()):
+        if expected.get(key) != values.get(key):
+            difference = f"{key} is {values.get(key)}, but {expected.get(key)} in {first}"
+            raise UserError(f"--checkpoint_dirs {folder}: {difference}; give checkpoints of one model")
+    for name in _TOKENIZER:
+        a, b = (path / name for path in (first, folder))
+        if a.is_file() != b.is_file() or (a.is_file() and a.read_bytes() != b.read_bytes()):
+            raise UserError(f"--checkpoint_dirs {folder}: {name} differs from {first}'s; give checkpoints of one model")
