@@ -1,6 +1,8 @@
 """Options of a command: documented spellings, YAML files, one-line errors."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -281,7 +283,7 @@ def test_files_of_other_tools_are_answered_whole(tmp_path):
         (
             litgpt,
             [
-                "data: TinyStories: no such class; known are",
+                "data: TinyStories: no such class; use --config config_hub/data/tinystories.yaml",
                 "optimizer.class_path",
                 "optimizer.name?",
                 "optimizer.init_args",
@@ -419,3 +421,17 @@ def test_options_extend_a_default_object(capsys):
         """Try."""
 
     assert parse("--data.num_rows", "5", setup=setup, positionals=())["data"] == SyntheticTokens(num_rows=5, seed=9)
+
+
+def test_each_data_module_of_litgpt_exists_or_names_what_replaces_it():
+    data_modules = classes_of(DataModule)
+    names = "Alpaca Alpaca2k AlpacaGPT4 Deita Dolly FLAN JSON LIMA LitData LongForm MicroLlama OpenWebText RedPajama"
+    for name in [*names.split(), "TextFiles", "TinyLlama", "TinyStories"]:
+        if name in data_modules:
+            continue
+        shown = error_of("--data", name)
+        assert shown.startswith(f"--data {name}: no such class; ") and "known are" not in shown and "\n" not in shown
+        replacement = re.search(r"config_hub/\S+\.yaml|HuggingFace|JSON", shown)
+        assert replacement, shown
+        if "config_hub" in replacement[0]:
+            assert (Path(__file__).parents[2] / replacement[0]).is_file()

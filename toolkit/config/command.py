@@ -20,7 +20,7 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
 from toolkit.config.entries import with_entry
-from toolkit.config.other_tools import VALUE_HINTS, suggest_option
+from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
 from toolkit.config.types import describe, expand_integer, is_restricted, limits, union_members
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import NO_GROUPS, add_extensions, import_object, load_registered, registered
@@ -239,7 +239,8 @@ class CommandOptions:
         if cls is not None and not (inspect.isclass(cls) and issubclass(cls, self.class_options[key])):
             raise UserError(f"{value.display(key)}: must be a class derived from {self.class_options[key].__name__}")
         if cls is None:
-            near = did_you_mean(name, choices, cutoff=0.65) or f"; known are {', '.join(choices)}"
+            hint = CLASS_HINTS.get(name) if key == "data" and not module else None
+            near = hint or did_you_mean(name, choices, cutoff=0.65) or f"; known are {', '.join(choices)}"
             raise UserError(f"{value.display(key)}: no such class{near}")
         return cls
 

@@ -93,6 +93,19 @@ VALUE_HINTS = {
 }
 """Hints for other tools' option values; values are in lower case."""
 
+CLASS_HINTS = {
+    "OpenWebText": "; use --config config_hub/data/openwebtext.yaml, which streams it with HuggingFaceText",
+    "TinyStories": "; use --config config_hub/data/tinystories.yaml, which streams it with HuggingFaceText",
+    "RedPajama": "; use --config config_hub/data/redpajama.yaml, which streams it with HuggingFaceText",
+    **dict.fromkeys(
+        ("TinyLlama", "MicroLlama"), "; use LitData for prepared chunks, as in config_hub/pretrain/tiny-llama.yaml"
+    ),
+    "Deita": "; use HuggingFace with --data.repo_id HuggingFaceH4/deita-10k-v0-sft",
+    "LongForm": "; use HuggingFace with --data.repo_id akoksal/LongForm",
+    "FLAN": "; download its files, and use JSON with --data.json_path FILE",
+}
+"""Hints for the data modules of LitGPT that have another name here."""
+
 COMMAND_HINTS = {
     **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),
     **dict.fromkeys(
