@@ -198,7 +198,7 @@ def test_names_of_other_tools_get_a_hint(capsys):
         (["pretrain", "--neftune_noise_alpha", "5"], ["NEFTune is not available"]),
         (["pretrain", "--use-fsdp"], ["did you mean --strategy fsdp?"]),
         (["upload", "x"], ["`hf upload`"]),
-        (["convert_to_gguf", "x"], ["convert_hf_to_gguf.py"]),
+        (["export", "x"], ["convert_to_gguf"]),
         (["sft", "x"], ["finetune_lora"]),
         (["dpo", "x"], ["preferences"]),
         (["serve", "x"], ["vllm serve"]),

@@ -18,6 +18,11 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "convert_from_hf": ("toolkit.commands.convert_from_hf", ("hf_dir", "out_dir"), "import a Hugging Face folder"),
     "convert_to_hf": ("toolkit.commands.convert_to_hf", ("checkpoint_dir", "out_dir"), "export a Hugging Face folder"),
     "convert_to_peft": ("toolkit.commands.convert_to_peft", ("checkpoint_dir", "out_dir"), "export adapters for peft"),
+    "convert_to_gguf": (
+        "toolkit.commands.convert_to_gguf",
+        ("checkpoint_dir", "out_path"),
+        "export for llama.cpp, Ollama",
+    ),
     "merge_lora": ("toolkit.commands.merge_lora", ("checkpoint_dir",), "merge adapters into the weights"),
     "plan": ("toolkit.commands.plan", ("command",), "show batch, parameters and memory of a run"),
     "doctor": ("toolkit.commands.doctor", (), "print the environment, check communication and gradients"),

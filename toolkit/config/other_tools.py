@@ -112,8 +112,8 @@ COMMAND_HINTS = {
         ("dpo", "train_dpo", "grpo", "ppo", "orpo", "kto", "rlhf"), "; training on preferences is not available"
     ),
     **dict.fromkeys(
-        ("convert_to_gguf", "export", "upload", "serve"),
-        "; convert_to_hf writes a folder for llama.cpp's convert_hf_to_gguf.py, `vllm serve` and `hf upload`",
+        ("export", "upload", "serve"),
+        "; convert_to_gguf writes a file for llama.cpp, convert_to_hf a folder for `vllm serve` and `hf upload`",
     ),
     **dict.fromkeys(("env", "info"), "; use doctor"),
     **dict.fromkeys(("list", "models"), "; `toolkit pretrain list` prints the architectures"),

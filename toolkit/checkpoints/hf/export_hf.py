@@ -57,7 +57,7 @@ def export_hf(
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     require_new_folder(out_dir)
-    config, weights = _read_model(checkpoint_dir, merge, base_checkpoint_dir, dtype)
+    config, weights = read_model(checkpoint_dir, merge, base_checkpoint_dir, dtype)
     if family_options:
         config, weights = _change_options(config, weights, family_options)
     base = weights.info.base if isinstance(weights, MergedWeights) else None
@@ -91,7 +91,7 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
 
     transformers.utils.logging.disable_progress_bar()
     exported = getattr(torch, json.loads((Path(out_dir) / CONFIG).read_text())["torch_dtype"])
-    config, weights = _read_model(Path(checkpoint_dir), True, base_checkpoint_dir, exported)
+    config, weights = read_model(Path(checkpoint_dir), True, base_checkpoint_dir, exported)
     native = model_on_meta(config)
     rounded = {name: tensor.to(resolve_weight_dtype(name, exported)).float() for name, tensor in weights.items()}
     native.load_state_dict(rounded, assign=True)
@@ -125,9 +125,10 @@ def _load_with_transformers(folder: Path) -> nn.Module:
         ) from error
 
 
-def _read_model(
+def read_model(
     folder: Path, merge: bool, base_checkpoint_dir: str | Path | None, dtype: torch.dtype | None
 ) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    """Return the architecture and the weights of a model folder, merged on access if it holds only adapters."""
     if not has_adapters_only(folder):
         config = read_model_config(folder)
         return config, load_compatible_weights(folder, model_on_meta(config))
@@ -158,7 +159,7 @@ def _write_weights(
     folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
 ) -> list[str]:
     """Write the safetensors files. Return the names of tensors that contain NaN or Inf."""
-    maps = _complete_weight_map(config, weights)
+    maps = complete_weight_map(config, weights)
     # The header precedes the tensors: convert on the meta device first to get shapes and dtypes.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
     shards = list(_split(to_hf_names(maps, meta)))
@@ -174,7 +175,7 @@ def _write_weights(
     return nonfinite
 
 
-def _complete_weight_map(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[WeightMapping]:
+def complete_weight_map(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[WeightMapping]:
     """Return the family's weight map. Raise UserError unless it lists exactly these weights."""
     maps = family_of(config).weight_map(config)
     listed = {name for entry in maps for name in entry.native}
@@ -251,7 +252,7 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
     from_tokenizer: dict[str, Any] = {}
     if tokenizer is not None:
         pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
-        from_tokenizer = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _eos_tokens(tokenizer), "pad_token_id": pad}
+        from_tokenizer = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos_tokens(tokenizer), "pad_token_id": pad}
     ids = {name: _first_value(name, from_tokenizer, generation, original) for name in ("bos_token_id", "eos_token_id")}
     ids["pad_token_id"] = _first_value("pad_token_id", *([original] if original else [from_tokenizer, generation]))
     # Written even if None: the default id of some classes is outside a small vocabulary, which they reject.
@@ -287,7 +288,7 @@ def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], 
         _write_json(folder / GENERATION_FILE, generation | ids)
 
 
-def _eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
+def eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
     """Return EOS ids: from generation_config.json, else EOS and the chat template's end-of-turn token."""
     eos = tokenizer.settings(GENERATION_FILE).get("eos_token_id")
     if eos is not None:
