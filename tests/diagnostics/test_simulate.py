@@ -22,6 +22,7 @@ from toolkit.planning.memory_inputs import MemoryInputs
 
 LLAMA = replace(get_config("Llama-3-8B"), n_layer=4)
 LARGE = replace(get_config("Llama-3.1-405B"), n_layer=5)
+SMALL_VOCABULARY = replace(get_config("Llama-3-8B"), n_layer=16, vocab_size=32000, padded_vocab_size=32000)
 FULL = ("FULL_SHARD", Layout(shard=8))
 CASES = {
     "full": (*FULL, {}),
@@ -45,6 +46,12 @@ CASES = {
         "FULL_SHARD",
         Layout(shard=4, pipeline=2),
         {"accumulation": 8, "schedule": "zbv", "activation_checkpointing": "none"},
+    ),
+    "middle stage": ("FULL_SHARD", Layout(shard=8, pipeline=4), {"accumulation": 64, "config": SMALL_VOCABULARY}),
+    "middle stage, zbv": (
+        "FULL_SHARD",
+        Layout(shard=8, pipeline=4),
+        {"accumulation": 32, "schedule": "zbv", "activation_checkpointing": "none", "config": SMALL_VOCABULARY},
     ),
     "stages and context": ("HYBRID_SHARD", Layout(pipeline=2, replicate=2, shard=4, context=2), {"accumulation": 4}),
     "layer norms": (*FULL, {"config": get_config("pythia-160m"), "seq_length": 2048, "micro_batch_size": 4}),
@@ -76,6 +83,8 @@ def test_planned_memory_is_within_5_percent_of_the_simulated(case):
         units = LLAMA.n_layer + 2  # the head stays gathered; the embedding is not needed in the backward pass
         assert calls["allgather_base", "shard"] == 2 * LLAMA.n_layer + 2
         assert calls["reduce_scatter_base", "shard"] == calls["allreduce", "replicate"] == units
+    if case == "middle stage":
+        assert simulated.rank == 8
     if case == "stages and context":  # weights are gathered once; per micro-batch, two layers' keys and values, twice
         calls = {(name, where): n for name, where, n, _ in simulated.collectives}
         assert calls["allgather_base", "context x shard"] == 3 and calls["allgather_base", "context"] == 4 * 2 * 2

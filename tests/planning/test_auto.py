@@ -117,6 +117,8 @@ def test_micro_batches_of_runs(config_of):
             ({}, {"devices": 8}, 8),
             ({"train.micro_batch_size": 2}, {}, 2),
             ({"train.global_batch_size": 48}, {}, 48),
+            ({"pipeline_parallel_size": 2}, {"devices": 2}, 8),  # four micro-batches per stage
+            ({"pipeline_parallel_size": 2, "train.global_batch_size": 4}, {"devices": 2, "device": "cpu"}, 1),
             ({}, {"gb": math.inf}, 4),
             ({}, {"device": "cpu"}, 4),
             ({"train.global_batch_size": 6}, {"device": "cpu"}, 3),

@@ -569,7 +569,10 @@ def test_pipeline_counts_the_rank_with_most_memory():
                          precision="32-true", model_parallel=Layout(pipeline=2))  # fmt: skip
     memory = {name: plan_memory(replace(setup, strategy=plan, schedule=name)) for name in STAGES_PER_RANK}
     assert memory["1f1b"].weights == 4 * (3 * block + vocabulary + norm)  # of embedding and head only one
-    assert memory["zbv"].weights == 4 * (3 * block + 2 * vocabulary + norm)
+    size = 1 << 17  # the first rank, with both ends, needs most
+    large = replace(setup, config=replace(setup.config, vocab_size=size, padded_vocab_size=size), strategy=plan)
+    both = 2 * size * setup.config.n_embd
+    assert plan_memory(replace(large, schedule="zbv")).weights == 4 * (3 * block + both + norm)
     received, width = 8, setup.config.n_embd  # the last rank's inputs; the loss keeps two gradients
     kept = 4 * width * (received * setup.tokens + 7 * (setup.config.padded_vocab_size + setup.tokens))
     assert memory["gpipe"].activations - kept == 8 * activations_of_half(setup)

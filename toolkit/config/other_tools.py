@@ -100,9 +100,9 @@ CLASS_HINTS = {
     **dict.fromkeys(
         ("TinyLlama", "MicroLlama"), "; use LitData for prepared chunks, as in config_hub/pretrain/tiny-llama.yaml"
     ),
-    "Deita": "; use HuggingFace with --data.repo_id HuggingFaceH4/deita-10k-v0-sft",
-    "LongForm": "; use HuggingFace with --data.repo_id akoksal/LongForm",
-    "FLAN": "; download its files, and use JSON with --data.json_path FILE",
+    **dict.fromkeys(
+        ("Deita", "LongForm", "FLAN"), "; use JSON with --data.json_path FILE, or HuggingFace with --data.repo_id NAME"
+    ),
 }
 """Hints for the data modules of LitGPT that have another name here."""
 

@@ -80,15 +80,15 @@ class Simulation:
 def simulate(setup: MemoryInputs) -> Simulation:
     """Simulate two steps in a new process, where a fake process group affects nothing else, and return the second.
 
-    The rank is the first, or with a pipeline the one of the first and the last that needs more memory.
+    The rank is the first, or with a pipeline the one of the first, second and last stage that needs most memory.
     """
     _require_support(setup)
     layout = setup.strategy.layout
-    simulated = [0] if layout.pipeline == 1 or setup.schedule == "zbv" else [0, layout.world_size - 1]
+    per_stage = layout.world_size // layout.pipeline
     found = []
-    for rank in simulated:
+    for stage in sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1}):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            found.append(process.submit(_simulate, setup, rank).result())
+            found.append(process.submit(_simulate, setup, stage * per_stage).result())
     return max(found, key=lambda simulation: simulation.peak)
 
 

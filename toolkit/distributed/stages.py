@@ -32,15 +32,17 @@ def nearest_micro_batches(schedule: str, size: int, micro_batches: int) -> list[
     return sorted({n for n in (below, above) if n is not None})
 
 
-def activations_in_flight(schedule: str, size: int, micro_batches: int) -> tuple[float, float]:
-    """Return how many micro-batches' activations the first and the last rank hold at most, for all of their layers."""
-    first, last = {
-        "1f1b": (size, 1),
-        "gpipe": (micro_batches, micro_batches),
-        "interleaved": ((3 * size - 1) / 2, (size + 1) / 2),  # warm-up passes of one of two stages, and the next one
-        "zbv": (size, size),
+def activations_in_flight(schedule: str, size: int, micro_batches: int) -> tuple[float, float, float]:
+    """Return how many micro-batches' activations the first, second and last rank hold at most, for all their layers."""
+    first, second, last = {
+        "1f1b": (size, size - 1, 1),
+        "gpipe": (micro_batches, micro_batches, micro_batches),
+        # warm-up passes of one of two stages, and the next one
+        "interleaved": ((3 * size - 1) / 2, (3 * size - 3) / 2, (size + 1) / 2),
+        # the weights' gradients wait, and what they need with them; the factors fit simulated steps
+        "zbv": (1.3 * size, 1.5 * size, 1.5 * size),
     }[schedule]
-    return min(first, micro_batches), min(last, micro_batches)
+    return min(first, micro_batches), min(second, micro_batches), min(last, micro_batches)
 
 
 def describe_stages(schedule: str, size: int, n_layer: int, micro_batches: int) -> str:

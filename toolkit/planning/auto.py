@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config import AUTO, none_if_auto
 from toolkit.distributed.mesh import Layout
+from toolkit.distributed.stages import nearest_micro_batches
 from toolkit.distributed.strategy import StrategyPlan, implied_strategy
 from toolkit.planning.compatibility import ROWS, Row
 from toolkit.planning.facts import Facts
@@ -24,7 +25,10 @@ MAX_SHARD_GRAD_OP_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
 """Maximum fractions of device memory for SHARD_GRAD_OP and for a larger micro-batch. Memory is an estimate."""
 MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
 """Tokens per micro-batch: the minimum that keeps a GPU busy, and the maximum above which speed does not improve."""
+MIN_MICRO_BATCHES_PER_STAGE = 4
+"""In a pipeline: stages wait for at most (p - 1) / (5p - 1) of a step, less than 20 %."""
 MICRO_BATCH_SIZE = "train.micro_batch_size"
+_SHARE = "a device's share of the global batch"
 UNKNOWN = "if memory is unknown before the run"
 
 Changes = dict[str, Any]
@@ -87,7 +91,9 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
         strategy, reasons["strategy"] = {"strategy": "ddp"}, _why_not_fsdp(args)
     if has_choice and devices.memory < math.inf:
         by_size = {size: need(strategy, size) for size in sizes}
-        size, reasons[MICRO_BATCH_SIZE] = choose_size(by_size, default, length or 1, devices.memory)
+        stages = args.model_parallel.pipeline
+        limit = _SHARE if stages == 1 else f"more would leave {stages} stages too few micro-batches"
+        size, reasons[MICRO_BATCH_SIZE] = choose_size(by_size, default, length or 1, devices.memory, limit)
     elif user_size is None:
         where = UNKNOWN if devices.device == "cuda" else f"on {devices.device}"
         reasons[MICRO_BATCH_SIZE] = f"up to {args.defaults.micro_batch_size} {where}"
@@ -101,7 +107,9 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
     )
 
 
-def choose_size(memory_by_size: Mapping[int, float], default: int, length: int, memory: float) -> tuple[int, str]:
+def choose_size(
+    memory_by_size: Mapping[int, float], default: int, length: int, memory: float, limit: str = _SHARE
+) -> tuple[int, str]:
     """Return the largest micro-batch size that fits with a margin, up to :data:`MAX_TOKENS`, and the reason.
 
     If none fits, return the smallest size. If the memory is unknown, return ``default``.
@@ -111,6 +119,7 @@ def choose_size(memory_by_size: Mapping[int, float], default: int, length: int, 
         default: The command's default size.
         length: Tokens per sequence.
         memory: Bytes of a device.
+        limit: Why there is no larger size.
     """
     possible = {size: total for size, total in memory_by_size.items() if total < math.inf}
     if not possible:
@@ -123,7 +132,7 @@ def choose_size(memory_by_size: Mapping[int, float], default: int, length: int, 
     if possible[size] > room:
         return size, f"{takes}; no size takes at most {MAX_BATCH_MEMORY_FRACTION:.0%} of {_gb(memory)}"
     if larger is None:
-        return size, f"a device's share of the global batch; {takes} of {_gb(memory)}"
+        return size, f"{limit}; {takes} of {_gb(memory)}"
     if larger not in short:
         return size, f"{size * length:,} tokens; {takes} of {_gb(memory)}"
     return size, f"{takes}; {larger} would take more than {MAX_BATCH_MEMORY_FRACTION:.0%} of {_gb(memory)}"
@@ -154,9 +163,18 @@ def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]
 
 
 def _sizes(args: RunArgs, world_size: int) -> list[int]:
-    """Return the micro-batch sizes that divide a device's share of the global batch; 1 if the share is uneven."""
+    """Return the micro-batch sizes that divide a device's share of the global batch; 1 if the share is uneven.
+
+    With a pipeline only those that leave several micro-batches per stage, if possible.
+    """
     per_device, rest = divmod(args.train.global_batch_size, world_size // args.model_parallel.world_size)
-    return [1] if rest else [size for size in range(1, per_device + 1) if per_device % size == 0]
+    sizes = [1] if rest else [size for size in range(1, per_device + 1) if per_device % size == 0]
+    stages, schedule = args.model_parallel.pipeline, args.pipeline.schedule
+    if stages == 1 or rest:
+        return sizes
+    valid = [n for n in sizes if nearest_micro_batches(schedule, stages, per_device // n) == [per_device // n]]
+    many = [n for n in valid if per_device // n >= MIN_MICRO_BATCHES_PER_STAGE * stages]
+    return many or valid[:1] or sizes[:1]
 
 
 # ---- preset memory

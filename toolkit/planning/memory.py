@@ -173,11 +173,10 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         "logits": logits_bytes(setup),
         "checkpoint_copy": checkpoint_copy if is_on_host else 0.0,
     }
-    context = CUDA_CONTEXT + FRAGMENTATION * sum(parts.values()) if setup.device == "cuda" else 0
     host = _host_bytes(setup, model, list(base.values()))
     return Memory(
         **parts,
-        context=context,
+        context=_context_bytes(setup, parts),
         has_gradients_in_forward=has_gradients_in_forward,
         outside_loss=outside_loss,
         host=host,
@@ -186,43 +185,66 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
 
 
 def _plan_heaviest_rank(setup: MemoryInputs, with_activations: bool) -> Memory:
-    """Return the memory of the first or the last rank of a pipeline.
+    """Return the memory of the rank of a pipeline that needs most: the first, the last, or the second of several.
 
-    Both have an equal part of the layers and, except with zbv, one of embedding and head: the parameters of a smaller
-    model with tied embeddings. The first holds the activations of more micro-batches, the last the logits. A pipeline
-    gathers the weights once per step.
+    All have an equal part of the layers; the first also has the embedding, the last the head and the logits; with zbv
+    the first has both, and the others are alike. The earlier a rank, the more micro-batches' activations it holds, but
+    a rank between two others has twice the receive buffers. A pipeline gathers the weights once per step.
     """
-    strategy, config = setup.strategy, setup.config
-    layout, has_both_ends = strategy.layout, setup.schedule == "zbv"
-    part = first_layers(config, config.n_layer // layout.pipeline)
+    layout, is_zbv = setup.strategy.layout, setup.schedule == "zbv"
+    first, second, last = activations_in_flight(setup.schedule, layout.pipeline, setup.accumulation)
+    inputs = 2 * STAGES_PER_RANK[setup.schedule]  # each stage's input, and the gradient of its output
+    ranks = [_plan_rank(setup, with_activations, first, inputs - 1 - is_zbv, "both" if is_zbv else "embedding")]
+    if layout.pipeline > 2 or is_zbv:
+        ranks.append(_plan_rank(setup, with_activations, second, inputs, "none"))
+    if not is_zbv:
+        ranks.append(_plan_rank(setup, with_activations, last, inputs - 1, "head"))
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def _plan_rank(setup: MemoryInputs, with_activations: bool, in_flight: float, inputs: int, ends: str) -> Memory:
+    """Return the memory of a rank of a pipeline.
+
+    Args:
+        in_flight: Micro-batches whose activations it holds at most.
+        inputs: Number of tensors that it receives per micro-batch, each with a buffer.
+        ends: Whether it has the embedding, the head, "both" or "none".
+    """
+    layout = setup.strategy.layout
+    config = first_layers(setup.config, setup.config.n_layer // layout.pipeline)
+    if ends == "none":
+        config = replace(config, vocab_size=setup.tensor, padded_vocab_size=setup.tensor)
+    # tied, embedding and head have the parameters of one of them
     stage = replace(
         setup,
-        config=replace(part, tie_embeddings=not has_both_ends),
-        strategy=replace(strategy, sharding="SHARD_GRAD_OP", layout=replace(layout, pipeline=1)),
+        config=replace(config, tie_embeddings=ends != "both"),
+        strategy=replace(setup.strategy, sharding="SHARD_GRAD_OP", layout=replace(layout, pipeline=1)),
     )
     memory = plan_memory(stage, None, with_activations)
-    # receive buffers of every micro-batch: each stage's input and the gradient of its output, except at the ends
-    received = 2 * STAGES_PER_RANK[setup.schedule] - (2 if has_both_ends else 1)
-    buffers = setup.weight_bytes * received * setup.accumulation * setup.tokens * config.n_embd * with_activations
-    in_flight = activations_in_flight(setup.schedule, layout.pipeline, setup.accumulation)
+    has_loss, is_gpipe = ends in ("head", "both"), setup.schedule == "gpipe"
+    waiting = (in_flight - 1) * memory.activations
+    if with_activations:
+        waiting += setup.weight_bytes * inputs * setup.accumulation * setup.tokens * config.n_embd
+    if has_loss and is_gpipe:
+        waiting += (in_flight - 1) * kept_loss_bytes(setup)
+    # gpipe has no gradients before the last loss
+    outside_loss = memory.outside_loss + waiting + (memory.gradients if is_gpipe else 0.0)
     gathered = 1 if setup.fsdp.state_dict_type == "sharded" else layout.pipeline  # rank 0 writes all stages
-    starts_empty = setup.schedule == "gpipe"  # no gradients before the last loss
-    ends = []
-    for n, has_loss in zip(in_flight, (has_both_ends, True), strict=True):
-        losses = (n - 1) * kept_loss_bytes(setup) if starts_empty and has_loss else 0.0
-        waiting = buffers + (n - 1) * memory.activations + losses
-        ends.append(
-            replace(
-                memory,
-                activations=memory.activations + waiting,
-                outside_loss=memory.outside_loss + waiting + starts_empty * memory.gradients,
-                has_gradients_in_forward=not starts_empty,
-                logits=memory.logits if has_loss else 0.0,
-                checkpoint_copy=gathered * memory.checkpoint_copy,
-                host_copy=gathered * memory.host_copy,
-            )
-        )
-    return max(ends, key=lambda end: end.total)
+    rank = replace(
+        memory,
+        activations=memory.activations + waiting,
+        outside_loss=outside_loss,
+        has_gradients_in_forward=not is_gpipe,
+        logits=memory.logits if has_loss else 0.0,
+        checkpoint_copy=gathered * memory.checkpoint_copy,
+        host_copy=gathered * memory.host_copy,
+        context=0.0,
+    )
+    return replace(rank, context=_context_bytes(setup, rank.parts()))
+
+
+def _context_bytes(setup: MemoryInputs, parts: dict[str, float]) -> float:
+    return CUDA_CONTEXT + FRAGMENTATION * sum(parts.values()) if setup.device == "cuda" else 0.0
 
 
 # ---- parameters

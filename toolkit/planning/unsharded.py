@@ -95,7 +95,9 @@ def fsdp2_bytes(
     blocks = [part for part in units if part.name not in (HEAD, EMBEDDING)]
     block = max((size(part, "param_dtype", False) for part in blocks), default=0.0)
     kept = sum(sizes) if setup.strategy.sharding in ("SHARD_GRAD_OP", "NO_SHARD") else 0.0
-    buffer = 0.0 if kept and setup.accumulates_unsharded else sizes[-1]  # none after the first micro-batch
+    # gathered once per step, so that there is no buffer after the first micro-batch
+    is_kept = setup.strategy.sharding == "SHARD_GRAD_OP" and setup.accumulates_unsharded
+    buffer = 0.0 if is_kept else sizes[-1]
     at_loss = root + (kept or (sizes[-1] if has_head else 0.0)) + buffer
     start = max(2 * (root + sizes[0]), *(root + a + 2 * b for a, b in zip(sizes, sizes[1:], strict=False)), 0.0)
 

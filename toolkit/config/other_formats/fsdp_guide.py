@@ -53,9 +53,11 @@ def _prefetch(option: str, default: object) -> Convert:
     """Return the converter for a key whose other values only fsdp1 has."""
 
     def convert(file: ForeignConfig, value: object) -> Options | str:
+        if reason := _without_shards(file):
+            return reason
         if value != default and file.option("strategy") != "fsdp1":
             return "no effect: fsdp prefetches by itself; only --strategy fsdp1 has this option"
-        return _without_shards(file) or {option: value}
+        return {option: value}
 
     return convert
 
