@@ -172,7 +172,7 @@ def test_names_of_other_tools_get_a_hint(capsys):
         (["quantize"], ["quantize: no such command; see toolkit --help"]),
         (["train_dpo"], ["train_dpo: no such command; training on preferences"]),
         (["finetune_lora", "--lora_plus", "2"], ["did you mean --loraplus_lr_ratio?"]),
-        (["convert_to_litgpt", "x"], ["convert_to_litgpt: no such command;", "convert_from_hf", "convert_to_hf"]),
+        (["convert_from_litgpt", "x"], ["convert_from_litgpt: no such command;", "convert_to_litgpt"]),
         (["finetune_lora", "x", "--lora_target_modules", "[q_proj]"], ["choose the layers with --lora_query"]),
         (["pretrain", "--gpus", "2"], ["did you mean --devices?"]),
         (["pretrain", "--fp16", "true"], ["did you mean --precision 16-mixed?"]),

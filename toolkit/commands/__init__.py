@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("checkpoint_dir", "out_path"),
         "export for llama.cpp, Ollama",
     ),
+    "convert_to_litgpt": ("toolkit.commands.convert_to_litgpt", ("checkpoint_dir", "out_dir"), "export for LitGPT"),
     "merge_lora": ("toolkit.commands.merge_lora", ("checkpoint_dir",), "merge adapters into the weights"),
     "plan": ("toolkit.commands.plan", ("command",), "show batch, parameters and memory of a run"),
     "doctor": ("toolkit.commands.doctor", (), "print the environment, check communication and gradients"),

@@ -119,10 +119,6 @@ COMMAND_HINTS = {
     **dict.fromkeys(("list", "models"), "; `toolkit pretrain list` prints the architectures"),
     **dict.fromkeys(("eval", "test"), "; use evaluate"),
     **dict.fromkeys(("webui", "ui"), "; there is no web page; use chat"),
-    **dict.fromkeys(
-        ("convert_to_litgpt", "convert_from_litgpt"),
-        "; LitGPT's checkpoint folders are read directly; convert_from_hf reads Hugging Face folders, and "
-        "convert_to_hf writes Hugging Face folders that LitGPT can convert",
-    ),
+    "convert_from_litgpt": "; LitGPT's checkpoint folders are read directly; convert_to_litgpt writes them",
 }
 """Hints for commands of other tools."""

@@ -1,0 +1,147 @@
+"""Export to LitGPT: a folder with the weights, ``model_config.yaml`` and tokenizer files of LitGPT 0.5.13 (M2)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from toolkit.checkpoints.adapters import require_adapters
+from toolkit.checkpoints.finite import nonfinite_tensors
+from toolkit.checkpoints.folder import CONFIG
+from toolkit.checkpoints.hf.export_hf import read_model
+from toolkit.checkpoints.litgpt import config_from_litgpt
+from toolkit.checkpoints.merge import MergedWeights, copy_files
+from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
+from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
+from toolkit.checkpoints.weights import save_weights
+from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
+from toolkit.distributed.memory import malloc_trim
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import FAMILIES
+
+# Fields of LitGPT's Config with the same meaning here. A model that differs from the defaults in another field is
+# refused; so are new fields, until they are listed.
+_FIELDS = (
+    "block_size", "vocab_size", "padding_multiple", "padded_vocab_size", "n_layer", "n_embd", "n_head", "head_size",
+    "n_query_groups", "intermediate_size", "rotary_percentage", "rope_base", "rope_adjustments",
+    "rope_local_base_freq", "rope_indices", "sliding_window_size", "sliding_window_indices", "attention_scores_scalar",
+    "attention_logit_softcapping", "final_logit_softcapping", "norm_qk", "norm_qk_type", "scale_embeddings",
+    "parallel_residual", "shared_attention_norm", "bias", "attn_bias", "lm_head_bias", "norm_class_name", "norm_eps",
+    "norm_1", "norm_2", "post_attention_norm", "post_mlp_norm", "mlp_class_name", "gelu_approximate", "n_expert",
+    "n_expert_per_token", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
+)  # fmt: skip
+# Fields without effect on the logits of the export.
+_IRRELEVANT = ("name", "family", "padding_multiple", "tie_embeddings", "router_aux_loss_coef")
+# LitGPT derives Gemma's norm offset, OLMo's norms without weights and its own export from the start of the name.
+_PREFIXES = {
+    "gemma": "Gemma", "gemma2": "Gemma-2", "gemma3_text": "Gemma-3", "olmo": "OLMo", "olmo2": "OLMo-2", "phi": "phi",
+    "phi3": "Phi-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3", "falcon": "falcon",
+}  # fmt: skip
+_HEAD = "lm_head.weight"
+
+
+def export_litgpt(
+    checkpoint_dir: Path, out_dir: Path, merge: bool = False, base_checkpoint_dir: str | None = None
+) -> list[str]:
+    """Write a new folder for LitGPT atomically, which is also a checkpoint folder of toolkit.
+
+    ``merge`` merges adapters into ``base_checkpoint_dir``, by default the base model recorded in training. Returns the
+    names of weights that contain NaN or Inf.
+
+    Raises:
+        UserError: LitGPT would compute the model differently.
+    """
+    require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
+    require_new_folder(out_dir)
+    config, weights = read_model(checkpoint_dir, merge, base_checkpoint_dir, None)
+    try:
+        values = litgpt_config(config)
+    except UserError as error:
+        instead = "run toolkit convert_to_hf, whose folder transformers and vLLM read"
+        raise UserError(f"checkpoint_dir {checkpoint_dir}: LitGPT does not support {error}; {instead}") from error
+    has_tokenizer = (checkpoint_dir / "tokenizer.json").is_file()
+    tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir") if has_tokenizer else None
+    nonfinite: list[str] = []
+
+    def write(tmp: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name in weights:
+            tensor = weights[name]
+            nonfinite.extend(nonfinite_tensors({name: tensor}))
+            if ".mlp.experts." in name:
+                for i, expert in enumerate(tensor):
+                    tensors[name.replace(".experts.", f".experts.{i}.")] = _copy(expert, tmp)
+            elif isinstance(weights, MergedWeights) or (name == _HEAD and config.tie_embeddings):
+                tensors[name] = _copy(tensor, tmp)  # LitGPT does not tie weights
+            else:
+                tensors[name] = tensor
+        if config.tie_embeddings and _HEAD not in tensors:
+            tensors[_HEAD] = _copy(tensors["transformer.wte.weight"], tmp)
+        save_weights(tensors, tmp / WEIGHTS)
+        (tmp / CONFIG).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        copy_files(checkpoint_dir, tmp, FILE_PATTERNS)
+        if tokenizer is not None:
+            _write_tokenizer_config(tmp / "tokenizer_config.json", tokenizer)
+
+    write_model_folder(out_dir, write, flag="out_dir")
+    return nonfinite
+
+
+def litgpt_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the content of LitGPT's ``model_config.yaml``. Raise UserError that names the unsupported field."""
+    family = f"the model type {config.family!r}"
+    if config.family not in FAMILIES:
+        raise UserError(family)
+    name, prefix = config.name or config.family, _PREFIXES.get(config.family, "")
+    if not name.lower().startswith(prefix.lower()):
+        name = f"{prefix}-{name}"
+    name = prefix + name[len(prefix) :].replace("Gemma", "gemma").replace("OLMo", "olmo")
+    values = {"name": name, "hf_config": {}} | {field: getattr(config, field) for field in _FIELDS}
+    if 1 not in (config.rope_indices or ()):
+        values |= {"rope_local_base_freq": None, "rope_indices": None}
+    unsupported = {
+        "rope_adjustments": config.rope_kind not in (None, "linear", "llama3"),
+        "norm_qk_type": config.norm_qk_type == "per_head",
+        "bias": config.bias and config.mlp_class_name == "LLaMAMoE",  # LitGPT's router has none
+    }
+    field = next((field for field, is_unsupported in unsupported.items() if is_unsupported), None)
+    if field is None:
+        expected, actual = _effective_values(config), _effective_values(config_from_litgpt(values))
+        field = next((field for field in expected if actual[field] != expected[field]), None)
+    if field is not None:
+        value = config.rope_kind if field == "rope_adjustments" else getattr(config, field)
+        raise UserError(f"{family} with {field} {value}")
+    return values
+
+
+def _effective_values(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that matter for the logits, with lists per layer in one form."""
+    layers = range(config.n_layer)
+    values = config.to_dict() | {
+        "sliding_window_indices": [config.window(i) for i in layers],
+        "rope_indices": [config.rope_index(i) for i in layers],
+        "moe_indices": [config.has_experts(i) for i in layers],
+    }
+    unused = (*_IRRELEVANT, "sliding_window_size", *(() if 1 in values["rope_indices"] else ("rope_local_base_freq",)))
+    return {field: value for field, value in values.items() if field not in unused}
+
+
+def _copy(tensor: Tensor, folder: Path) -> Tensor:
+    """Return a copy in a memory-mapped temporary file: torch.save needs all tensors at once."""
+    copy = mmap_empty(tensor.shape, tensor.dtype, folder / WEIGHTS).copy_(tensor)
+    if tensor.numel() >= SMALL_NUMEL:
+        malloc_trim()
+    return copy
+
+
+def _write_tokenizer_config(path: Path, tokenizer: Tokenizer) -> None:
+    """Complete the file: LitGPT requires tokenizer_class, and takes BOS and EOS from nowhere else."""
+    values = tokenizer.settings(path.name)
+    required = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.adds_bos, **tokenizer.special_tokens
+    }  # fmt: skip
+    values |= {name: value for name, value in required.items() if values.get(name) is None}
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
