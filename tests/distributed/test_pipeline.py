@@ -19,6 +19,8 @@ from toolkit.distributed.stages import nearest_micro_batches
 LAYERS = ["--model_config.n_layer", "4"]
 UNTIED = [*LAYERS, "--train.tie_embeddings", "false"]
 BF16 = [*UNTIED, "--precision", "bf16-mixed"]
+BARE = ["--model_config.norm_affine", "false"]  # stages have other groups of parameters than the model
+MUON = [*UNTIED, *BARE, "--optimizer.name", "Muon"]
 NEOX = ["--model_name", "pythia-14m", *LAYERS]
 PACKED = ["--data.packing", "best_fit", "--train.max_seq_length", "48"]
 ADAPTED = ["--lora_key", "true", "--lora_mlp", "true", "--lora_dropout", "0"]
@@ -30,6 +32,7 @@ REFERENCES = {  # name: flags, command
     "ragged": ([], "finetune_full"), "packed": (PACKED, "finetune_full"), "bf16": (BF16, "pretrain"),
     "lora": (HEAD, "finetune_lora"), "dora": ([*ADAPTED, "--lora_dora", "true"], "finetune_lora"),
     "qlora": ([*ADAPTED, "--quantize", "bnb.nf4"], "finetune_lora"),
+    "muon": (MUON, "pretrain"), "bare": ([*LAYERS, *BARE], "pretrain"),
     "recomputed": ([*UNTIED, "--train.activation_checkpointing", "full"], "pretrain"),
 }  # fmt: skip
 CONTEXT, TENSOR = ["--context_parallel_size", "2"], ["--tensor_parallel_size", "2"]
@@ -37,7 +40,8 @@ PIPELINES = {  # name: reference, ranks, stages, schedule, and further flags
     **{f"2-{schedule}": ("untied", 2, 2, schedule) for schedule in SCHEDULES},
     "2-tied": ("tied", 2, 2, "1f1b"), "2-tied-interleaved": ("tied", 2, 2, "interleaved"),
     "2-neox": ("neox", 2, 2, "1f1b"), "2-ragged": ("ragged", 2, 2, "1f1b"), "2-packed": ("packed", 2, 2, "1f1b"),
-    "2-recomputed": ("recomputed", 2, 2, "1f1b"),
+    "2-recomputed": ("recomputed", 2, 2, "1f1b"), "4-muon": ("muon", 4, 4, "1f1b"), "4-bare": ("bare", 4, 4, "gpipe"),
+    "2-muon": ("muon", 2, 2, "1f1b"), "2x2-muon": ("muon", 4, 2, "interleaved"),
     "4-gpipe": ("untied", 4, 4, "gpipe"), "4-interleaved": ("eight", 4, 4, "interleaved"),
     "4-zbv": ("eight", 4, 4, "zbv"), "4-1f1b": ("untied", 4, 4, "1f1b"), "4-tied": ("tied", 4, 4, "1f1b"),
     **{f"2x2-{schedule}": ("untied", 4, 2, schedule) for schedule in SCHEDULES}, "2x2-tied": ("tied", 4, 2, "1f1b"),
@@ -192,25 +196,40 @@ def test_collectives_of_a_step(tmp_path, shared, ranks, stages, passed, reduced)
 KEPT = ["--train.save_interval", "7", "--train.keep_last", "0"]
 LAYOUTS = {"pp2": (2, 2), "pp4": (4, 4), "2x2": (4, 2), "fsdp": (2, 1), "one": (1, 1)}
 RESUMES = [
-    ("pp2", "pp2", "sharded", True), ("pp2", "pp2", "full", False), ("pp4", "pp4", "sharded", True),
-    ("2x2", "2x2", "full", True), ("pp2", "one", "sharded", True), ("pp2", "pp4", "full", True),
-    ("pp4", "pp2", "sharded", False), ("pp2", "fsdp", "full", True), ("fsdp", "pp2", "sharded", True),
-    ("one", "pp2", "full", True), ("2x2", "pp2", "sharded", True), ("pp4", "one", "full", True),
-    ("pp2", "pp2", "adapters", True),
-    ("pp2", "one", "adapters", True), ("one", "pp2", "adapters", True),
+    ("pp2", "pp2", "sharded", "tied"), ("pp2", "pp2", "full", "untied"), ("pp4", "pp4", "sharded", "tied"),
+    ("2x2", "2x2", "full", "tied"), ("pp2", "one", "sharded", "tied"), ("pp2", "pp4", "full", "tied"),
+    ("pp4", "pp2", "sharded", "untied"), ("pp2", "fsdp", "full", "tied"), ("fsdp", "pp2", "sharded", "tied"),
+    ("one", "pp2", "full", "tied"), ("2x2", "pp2", "sharded", "tied"), ("pp4", "one", "full", "tied"),
+    ("pp2", "pp2", "adapters", "tied"),
+    ("pp2", "one", "adapters", "tied"), ("one", "pp2", "adapters", "tied"),
+    ("pp4", "one", "full", "muon"), ("one", "pp4", "full", "muon"), ("2x2", "2x2", "sharded", "muon"),
+    ("pp4", "pp4", "full", "bare"), ("one", "pp4", "sharded", "bare"),
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", slow_except(ALWAYS, ["2-1f1b", "4-muon", "4-bare", "2x2-lora"]))
+def test_saved_groups_are_those_of_one_process(runs, name):
+    runs, _ = runs
+    states = [
+        load_state(runs / run / "final" / "trainer" / "state.pth")["optimizer"] for run in (name, PIPELINES[name][0])
+    ]
+    for state in states:
+        for group in state["param_groups"]:
+            group["params"].sort()
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert states[0].keys() == states[1].keys()  # without values by rank
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target", "kind", "tied"), RESUMES)
-def test_s2_resume_between_pipelines_and_other_layouts(tmp_path, shared, source, target, kind, tied):
+@pytest.mark.parametrize(("source", "target", "kind", "model"), RESUMES)
+def test_s2_resume_between_pipelines_and_other_layouts(tmp_path, shared, source, target, kind, model):
     def run(layout: str, *flags: str) -> None:
         ranks, stages = LAYOUTS[layout]
         command = "finetune_lora" if kind == "adapters" else "pretrain"
-        model = ["--model_name", "pico-llama", *(LAYERS if tied else UNTIED), "--fsdp.state_dict_type", kind]
-        model = HEAD if kind == "adapters" else model
+        options = ["--model_name", "pico-llama", *REFERENCES[model][0], "--fsdp.state_dict_type", kind]
+        options = HEAD if kind == "adapters" else options
         strategy = ["--strategy", "fsdp"] if ranks > 1 else []
-        flags = (*shared[command], *model, *KEPT, *pipeline(stages), *strategy, *flags)
+        flags = (*shared[command], *options, *KEPT, *pipeline(stages), *strategy, *flags)
         run_group(tmp_path, ranks, [Case(layout, list(flags), command=command, out="run")], [])
 
     run(source)

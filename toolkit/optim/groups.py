@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from toolkit.distributed.names import canonical_name
@@ -11,6 +12,9 @@ from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora import is_adapter
 from toolkit.optim.hybrid import HybridOptimizer
+
+GROUP_KEY = "key"
+"""What :func:`parameter_groups` splits by, in each group: weight decay, ``main``, ``rows`` and ``lr_ratio``."""
 
 
 def no_decay_params(model: nn.Module) -> frozenset[str]:
@@ -73,9 +77,17 @@ def parameter_groups(
             ratio = b_lr_ratio if is_adapter(name) and name.endswith(".B") else 1.0
             parts.setdefault((decays, is_main, rows, ratio), []).append(shard_of(parameter))
     return [
-        {"params": parts[key], "weight_decay": weight_decay if key[0] else 0.0}
+        {"params": parts[key], "weight_decay": weight_decay if key[0] else 0.0, GROUP_KEY: key}
         | ({} if hybrid_class is None else {"main": key[1]})
         | ({"rows": key[2]} if split_qkv else {})
         | ({"lr_ratio": key[3]} if b_lr_ratio != 1 else {})
         for key in sorted(parts, reverse=True)
     ]
+
+
+def group_keys(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
+    """Return a key per group, in descending order. The groups of pipeline stages correspond by key.
+
+    If :func:`parameter_groups` did not make the groups, they correspond by position.
+    """
+    return [group.get(GROUP_KEY, (-i,)) for i, group in enumerate(optimizer.param_groups)]

@@ -251,7 +251,10 @@ FULL = {
     "sparse": (edit(["state", "0.weight", "exp_avg"], torch.zeros(5, 6).to_sparse()), "exp_avg' is a tensor"),
     "groups are a number": (edit(["param_groups"], 3), "optimizer: malformed"),
     "one group": (lambda saved: saved["param_groups"].pop() and None, "has 1 param_groups, this run 2; resume with"),
-    "swapped groups": (lambda saved: saved["param_groups"].reverse(), "group 0 does not match the parameters"),
+    "mixed groups": (
+        lambda saved: saved["param_groups"][0]["params"].append(saved["param_groups"][1]["params"].pop()),
+        "group 0 does not match the parameters",
+    ),
     "group without names": (edit(["param_groups", 0, "params"], None), "optimizer: malformed"),
 }  # fmt: skip
 

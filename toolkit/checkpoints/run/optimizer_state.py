@@ -28,6 +28,7 @@ from toolkit.distributed.shards import is_shared_state, shard_of, sharding_of
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
+from toolkit.optim.groups import GROUP_KEY, group_keys
 from toolkit.private_torch import local_parts, local_shard
 
 SEPARATOR = "|"  # in names of sharded tensors: parameter|key
@@ -36,6 +37,7 @@ _FIX = (
     "; resume with the --optimizer options and the model of the saved run, or load only the weights with "
     "--initial_checkpoint_dir"
 )
+_NOT_SAVED = {"params", GROUP_KEY}
 _NEVER_RESTORED = {"params", "lr", "fused", "foreach", "capturable"}
 
 
@@ -90,13 +92,17 @@ def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     Collective.
     """
     names = {id(shard_of(p)): canonical_name(name) for name, p in module.named_parameters()}
-    local = [{k: _on_cpu(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    in_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    everywhere = ranks.all_gather_object((local, in_groups))
-    by_rank = [values for values, _ in everywhere]
-    # a pipeline stage has a part of the names
-    in_groups = [list(dict.fromkeys(chain(*same))) for same in zip(*(names for _, names in everywhere), strict=True)]
-    groups = [{"params": names, **values} for names, values in zip(in_groups, local, strict=True)]
+    local = {
+        key: ([names[id(p)] for p in group["params"]], {k: _on_cpu(v) for k, v in group.items() if k not in _NOT_SAVED})
+        for key, group in zip(group_keys(optimizer), optimizer.param_groups, strict=True)
+    }
+    everywhere = ranks.all_gather_object(local)
+    groups, by_rank = [], [list[dict[str, Any]]() for _ in everywhere]
+    for key in sorted(set().union(*everywhere), reverse=True):  # a pipeline stage may lack groups, and parts of others
+        found = [part[key] for part in everywhere if key in part]
+        groups.append({"params": list(dict.fromkeys(chain(*(names for names, _ in found)))), **found[0][1]})
+        for values, part in zip(by_rank, everywhere, strict=True):
+            values.append(part.get(key, found[0])[1])
     differ = any(_to_lists(values) != _to_lists(by_rank[0]) for values in by_rank)
     return {"param_groups": groups} | ({"param_groups_by_rank": by_rank} if differ else {})
 
@@ -125,11 +131,13 @@ def load_optimizer(
     """
     parts = _local_parameters(module, optimizer)
     by_name = {name: part for part in parts for name in part.names}
-    all_names = set().union(*ranks.all_gather_object(list(by_name)))  # pipeline stages have different parameters
+    everywhere = ranks.all_gather_object((list(by_name), group_keys(optimizer)))
+    all_names = set().union(*(names for names, _ in everywhere))  # pipeline stages have different parameters
+    n_groups = len(set().union(*(keys for _, keys in everywhere)))
     is_torch_optimizer = type(optimizer).__module__.startswith(("torch.optim", "toolkit."))
     try:
         where, entries = _read_entries(saved, file, folder)
-        _load_groups(optimizer, saved, by_name, all_names - by_name.keys(), file, is_torch_optimizer)
+        _load_groups(optimizer, saved, by_name, all_names - by_name.keys(), n_groups, file, is_torch_optimizer)
         without = {canonical_name(name) for name in saved.get("without_state", [])}
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{file}: optimizer: malformed ({one_line(error)}); resume from another checkpoint") from error
@@ -230,33 +238,35 @@ def _load_groups(
     saved: dict[str, Any],
     parts: dict[str, _LocalParameter],
     elsewhere: set[str],
+    n_groups: int,
     file: Path,
     is_torch_optimizer: bool,
 ) -> None:
     """Restore the values that an optimizer keeps in its param_groups.
 
-    ``elsewhere`` has the names of parameters that only other ranks have.
+    ``elsewhere`` has the names of parameters that only other ranks have; ``n_groups`` counts the groups of all ranks.
     """
     groups = saved.get("param_groups")
     if not groups:
         return  # a checkpoint of an earlier version
-    if len(groups) != len(optimizer.param_groups):
-        raise UserError(
-            f"{file}: optimizer: has {len(groups)} param_groups, this run {len(optimizer.param_groups)}{_FIX}"
-        )
+    if len(groups) != n_groups:
+        raise UserError(f"{file}: optimizer: has {len(groups)} param_groups, this run {n_groups}{_FIX}")
+    saved_index: dict[int | None, int] = {}
     for i, group in enumerate(groups):
         names = set(map(canonical_name, group["params"])) - elsewhere
-        if {parts[name].group if name in parts else None for name in names} != {i}:
+        local = {parts[name].group if name in parts else None for name in names}
+        if len(local) > 1 or None in local or local & saved_index.keys():
             raise UserError(
                 f"{file}: optimizer: param_groups: group {i} does not match the parameters of this run{_FIX}"
             )
+        saved_index |= dict.fromkeys(local, i)
     if is_torch_optimizer:
         return  # their groups hold options only, which come from the configuration
     by_rank = saved.get("param_groups_by_rank", [])
     if len(by_rank) == ranks.world_size():
         groups = by_rank[ranks.global_rank()]
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        device = group["params"][0].device
+    for i, group in enumerate(optimizer.param_groups):
+        device, values = group["params"][0].device, groups[saved_index[i]]
         for key in values.keys() - _NEVER_RESTORED:
             value = values[key]
             group[key] = value.to(device).clone() if isinstance(value, Tensor) else value
