@@ -24,11 +24,13 @@ def plan(
     precision="32-true",
     accelerator="cpu",
     ddp=None,
+    tensor=1,
     **fsdp,
 ):
     return plan_strategy(
         strategy, FSDPArgs(sharding_strategy=sharding, **fsdp), ddp or DDPArgs(),
         devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision,
+        model_parallel=Layout(tensor=tensor),
     )  # fmt: skip
 
 
@@ -60,10 +62,13 @@ def test_n4_every_mesh_is_explicit_and_fsdp1_has_no_shard_group_of_one_rank(opti
 
 
 def test_shard_size_must_divide_the_devices():
-    with pytest.raises(
-        UserError, match="--fsdp.shard_size 3: does not divide the 8 data-parallel devices; use one of 1, 2, 4, 8"
-    ):
-        plan(devices=4, nodes=2, shard_size=3)
+    for options, size, valid in (
+        ({"devices": 4, "nodes": 2}, 8, "one of 1, 2, 4, 8"), ({"devices": 2, "tensor": 2}, 1, "1"),
+    ):  # fmt: skip
+        message = f"--fsdp.shard_size 3: does not divide the data-parallel size {size}; use {valid}$"
+        with pytest.raises(UserError, match=message):
+            plan(**options, shard_size=3)
+    plan(shard_size=3)  # a config for several devices runs on one
 
 
 def test_one_device_reports_unused_sharding():

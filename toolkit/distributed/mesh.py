@@ -124,7 +124,7 @@ def require_divisor(option: str, size: int, whole: int, description: str) -> Non
     """Raise UserError with the sizes that work if an option's value does not divide ``whole``."""
     if whole % size:
         sizes = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-        raise UserError(f"--{option} {size}: does not divide {description}; use one of {sizes}")
+        raise UserError(f"--{option} {size}: does not divide {description}; use {'one of ' * (whole > 1)}{sizes}")
 
 
 def data_mesh(layout: Layout, device_type: str) -> Any:

@@ -108,7 +108,7 @@ def plan_strategy(
         strategy = implied_strategy(fsdp, ddp) or AUTO
     plan = _plan(strategy, fsdp, *data_devices(model_parallel, devices, num_nodes))
     if model_parallel != UNSHARDED:
-        plan = _add_model_parallel(plan, model_parallel, sharding_strategy_of(fsdp))
+        plan = _add_model_parallel(plan, model_parallel, fsdp)
     if (requested, strategy) == (AUTO, "ddp"):
         plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
@@ -121,8 +121,10 @@ def plan_strategy(
     return replace(plan, engine="fsdp1") if strategy == "fsdp1" else plan
 
 
-def _add_model_parallel(plan: StrategyPlan, sizes: Layout, sharding: str) -> StrategyPlan:
+def _add_model_parallel(plan: StrategyPlan, sizes: Layout, fsdp: FSDPArgs) -> StrategyPlan:
     """Add the dimensions of model parallelism to a plan. Weights are sharded over context ranks as well."""
+    if (sharding := sharding_strategy_of(fsdp)) == "HYBRID_SHARD":
+        _hybrid_shards(fsdp, 1, plan.layout.world_size)  # not checked yet with one data-parallel device
     layout = replace(plan.layout, pipeline=sizes.pipeline, context=sizes.context, tensor=sizes.tensor)
     if layout.shard * layout.context == 1:
         sharding = "NO_SHARD"
@@ -173,5 +175,5 @@ def _plan(strategy: str, fsdp: FSDPArgs, devices: int, num_nodes: int) -> Strate
 def _hybrid_shards(fsdp: FSDPArgs, devices: int, ranks: int) -> int:
     if fsdp.shard_size == AUTO:
         return devices
-    require_divisor("fsdp.shard_size", fsdp.shard_size, ranks, f"the {ranks} data-parallel devices")
+    require_divisor("fsdp.shard_size", fsdp.shard_size, ranks, f"the data-parallel size {ranks}")
     return fsdp.shard_size
