@@ -32,7 +32,7 @@ from toolkit.planning.limits import Intervals
 from toolkit.planning.options import check_options, check_start
 from toolkit.planning.run_args import RunArgs
 from toolkit.training import build as build_module
-from toolkit.training import data_reader, rank_consistency, trainer
+from toolkit.training import data_reader, rank_consistency, trainer, validate
 from toolkit.training.checkpoint_meta import RunFingerprint
 from toolkit.training.trainer import run_training
 
@@ -414,7 +414,7 @@ def test_n7_diverged_run_stops_and_its_weights_are_not_saved(corpus, tmp_path):
 
 
 def test_n7_nonfinite_validation_loss_saves_no_checkpoint(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "validate", lambda *_: {"val_loss": math.nan})
+    monkeypatch.setattr(validate, "validate", lambda *_: {"val_loss": math.nan})
     with pytest.raises(GuardError, match="the validation loss after step 12 is nan"):
         run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 0}, evaluation={"interval": 0}))
     assert folders(tmp_path / "run") == set()

@@ -34,9 +34,9 @@ from toolkit.training.rank_consistency import require_shared_disk
 from toolkit.training.run import Run, resolve_run
 from toolkit.training.saving import Saver
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
-from toolkit.training.trace import DATA_WAIT, VALIDATE
+from toolkit.training.trace import DATA_WAIT
 from toolkit.training.trainer_names import PYTHON_OBJECTS, extract_dataset, translate
-from toolkit.training.validate import batches_by_source, validate
+from toolkit.training.validate import validate_run
 
 
 class Trainer:
@@ -336,24 +336,7 @@ class Trainer:
         if self.data.val is None or not row_count(self.data.val):
             return {}
         self.display.phase("validating")
-        self.run.reader.pause()  # validation and training rows may share a store
-        batch, max_iters = self.config.batch, self.args.eval.max_iters
-        batches = batches_by_source(
-            self.data.val_sources or {"": self.data.val},
-            None if max_iters is None else max_iters * batch.global_batch_size,
-            micro_batch_size=batch.micro_batch_size,
-            rank=ranks.layout().data_rank(ranks.global_rank()),
-            world_size=ranks.layout().data_parallel,
-            padding=self.run.padding,
-            count=self.run.objective.count,
-        )
-        with record_function(VALIDATE):
-            metrics = validate(self.fabric, self.run.objective, self.model, batches, self.run.token_bytes)
-        if not math.isfinite(metrics.get("val_loss", 0.0)):
-            raise GuardError(
-                f"the validation loss after step {self.progress.step} is {metrics['val_loss']}: weights contain "
-                "NaN or Inf; no checkpoint was saved; lower --train.learning_rate and resume with --resume auto"
-            )
+        metrics = validate_run(self.run)
         self.display.phase("training")
         return metrics
 
