@@ -11,6 +11,7 @@ all tokens fit in one chunk.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -42,6 +43,19 @@ def _is_small_gpu(device: torch.device) -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_properties(device).total_memory < CUDA_CHUNK_MEMORY
 
 
+class RowLoss(ABC):
+    """A loss per token to use instead of the cross-entropy, with further inputs of each token."""
+
+    @abstractmethod
+    def start(self, dtype: torch.dtype, supervised: torch.Tensor | None, ignored: torch.Tensor | None) -> CrossEntropy:
+        """Return a function as in :mod:`toolkit.models.cross_entropy`, to call for one chunk of rows after another.
+
+        Args:
+            dtype: Compute dtype of matmuls.
+            supervised, ignored: The rows to process and those to ignore, see :class:`_Product`.
+        """
+
+
 def head_loss(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -49,7 +63,7 @@ def head_loss(
     labels: torch.Tensor,
     low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
     softcap: float | None = None,
-    compiled: bool | CrossEntropy = False,
+    compiled: bool | CrossEntropy | RowLoss = False,
     *,
     log_probs: bool = False,
     reusable: bool = False,
@@ -63,7 +77,7 @@ def head_loss(
         labels: (...), int64; rows labeled -100 are ignored and have a zero gradient.
         low_rank: LoRA factors of the head, (..., R) and (vocabulary, R). Their product is added to the logits.
         softcap: Soft cap of the logits z, softcap * tanh(z / softcap) (Gemma 2), or None.
-        compiled: Whether to use a compiled cross-entropy kernel if available, or the function to use.
+        compiled: Whether to use a compiled cross-entropy kernel if available, or the function or loss to use.
         log_probs: Return the log-probability of each label instead, 0 where it is -100, in the shape of ``labels``.
         reusable: Allow several backward passes through the loss. Each copies the gradients.
 
@@ -136,7 +150,7 @@ def _losses_and_grads(
     dtype: torch.dtype,
     needs_grad: list[bool],
     softcap: float | None,
-    compiled: bool | CrossEntropy,
+    compiled: bool | CrossEntropy | RowLoss,
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     *factors: torch.Tensor,
@@ -170,7 +184,9 @@ def _losses_and_grads(
     rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     buffer = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
     cross_entropy: CrossEntropy = cross_entropy_
-    if callable(compiled):
+    if isinstance(compiled, RowLoss):
+        cross_entropy = compiled.start(dtype, supervised, ignored)
+    elif callable(compiled):
         cross_entropy = compiled
     elif compiled and grad_dtype is not None:
         cross_entropy = choose_cross_entropy(buffer, bias, softcap, grad_dtype)
