@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.objectives import NextToken
+from toolkit.objectives import Distillation, NextToken
 from toolkit.planning import facts
 from toolkit.planning.auto import with_options
 from toolkit.planning.batch import plan_batch
@@ -41,6 +40,7 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
 FSDP1 = {"strategy": "fsdp1"}
 CONTEXT = {"context_parallel_size": 2}
+DISTILLATION = {"objective": Distillation("teacher")}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
 PIPELINE, MICRO, LLAMA = {"pipeline_parallel_size": 2}, {"devices": 2, "micro": 8}, get_config("mini-llama")
 
@@ -88,6 +88,13 @@ CASES = [
      "--context_parallel_size 2 is not supported with --objective Preferences: only the next-token loss is a sum over"),
     (CONTEXT | {"compiler": "thunder"}, FSDP,
      "--context_parallel_size 2 is not supported with --compiler thunder; use --compiler torch or none"),
+    (DISTILLATION | MODULE | {"block_classes": (nn.Linear,)}, FSDP,
+     "--objective Distillation is not supported with a user-provided or extension model: only toolkit's GPT computes"),
+    (DISTILLATION | SPLIT, FSDP,
+     "--objective Distillation is not supported with --tensor_parallel_size 2: its frozen model is not divided; "),
+    (DISTILLATION | FSDP1, FSDP,
+     "--objective Distillation is not supported with fsdp1: the frozen model's head cannot be gathered alone; use "
+     "--strategy fsdp or ddp"),
     ({"strategy": "ddp", "tensor_parallel_size": 2}, {"devices": 2},
      "--tensor_parallel_size 2 is not supported with --strategy ddp: only FSDP2 can be combined with it; use "
      "--strategy fsdp"),
@@ -127,8 +134,8 @@ CASES = [
      "--pipeline_parallel_size 2 is not supported with --optimizer.state_dtype bf16: the copies of a tied embedding"),
     (PIPELINE, MICRO | MIXED,
      "--pipeline_parallel_size 2 is not supported with --precision 16-mixed: the schedules do not scale losses; use "),
-    (PIPELINE | {"objective": SimpleNamespace()}, MICRO,
-     "--pipeline_parallel_size 2 is not supported with --objective SimpleNamespace: the last stage computes"),
+    (PIPELINE | {"objective": Preferences()}, MICRO,
+     "--pipeline_parallel_size 2 is not supported with --objective Preferences: the last stage computes"),
     (PIPELINE | {"compiler": "thunder"}, MICRO,
      "--pipeline_parallel_size 2 is not supported with --compiler thunder; use --compiler torch or none"),
     (PIPELINE | {"lora": LoRAConfig(query=False, value=False, head=True)}, MICRO,

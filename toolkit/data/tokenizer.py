@@ -117,6 +117,11 @@ class Tokenizer:
         return hashlib.sha256(self._files["tokenizer.json"] + ids).hexdigest()
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Map every token to its id."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
     def files(self) -> dict[str, bytes]:
         """Contents of all tokenizer files by name, as written by :meth:`save`."""
         return dict(self._files)

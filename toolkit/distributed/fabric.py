@@ -67,6 +67,13 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
             materialize(submodule)
 
 
+def setup_module(fabric: Fabric, module: nn.Module) -> FabricModule:
+    """Wrap a module for the strategy. DDP does not wrap a module that is not trained."""
+    if isinstance(fabric.strategy, ShardedStrategy) or any(p.requires_grad for p in module.parameters()):
+        return fabric.setup(module)
+    return FabricModule(fabric.to_device(module), fabric.strategy)
+
+
 def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype in which FSDP all-gathers block weights of dtype ``dtype``; None without FSDP."""
     return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, ShardedStrategy) else None

@@ -271,6 +271,22 @@ class GradientSync(BackwardSyncControl):
                 module.set_reshard_after_backward(is_last)
 
 
+def gather_head(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the unsharded weight and bias of a GPT's head outside its forward pass, until :func:`release_head`."""
+    if (unit := _head_unit(model)) is not None:
+        unit.unshard()
+    return model.lm_head.weight, model.lm_head.bias
+
+
+def release_head(model: Any) -> None:
+    if (unit := _head_unit(model)) is not None:
+        unit.reshard()
+
+
+def _head_unit(model: Any) -> FSDPModule | None:
+    return next((part for part in (model.lm_head, model) if isinstance(part, FSDPModule)), None)
+
+
 def _reshard(module: nn.Module, *_: Any) -> None:
     """Free all-gathered weights after a forward pass without gradients; otherwise the backward pass frees them."""
     if not torch.is_grad_enabled():

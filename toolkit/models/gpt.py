@@ -19,6 +19,7 @@ from toolkit.models.init import InitializedModel
 from toolkit.models.kv_cache import KVCache, LayerCache
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
+from toolkit.models.loss import RowLoss
 from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, ContextMaskBuilder, FixedShapeMaskBuilder
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, mask_until_last_label
@@ -123,6 +124,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             complete rows, computes this rank's tokens, and returns their loss. Others compute all tokens on every rank.
         compiled_loss: Whether to use a compiled cross-entropy kernel if available, or the function to use.
         reusable_loss: Whether the backward pass runs through the loss several times.
+        row_loss: A loss to use instead of the cross-entropy in the next forward pass with labels.
 
     Embedding and logits have size ``config.padded_vocab_size``, a multiple of ``padding_multiple`` by default. The
     first ``config.vocab_size`` entries are the tokenizer's.
@@ -142,6 +144,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.context: ContextGroup | None = None
         self.compiled_loss: bool | CrossEntropy = False
         self.reusable_loss = False
+        self.row_loss: RowLoss | None = None
         self.loss_part_sums: dict[str, torch.Tensor] = {}
         self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
@@ -157,6 +160,11 @@ class GPT(nn.Module, metaclass=InitializedModel):
     def blocks(self) -> list[Block]:
         """The transformer blocks in order."""
         return cast(list[Block], list(self.transformer.h))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, without padding if it is known."""
+        return self.config.vocab_size or self.config.padded_vocab_size
 
     def tie_weights(self) -> None:
         """Tie the LM head to the embedding, if the config requests it.
@@ -178,6 +186,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         sequence_length: int | torch.Tensor | None = None,
         logits_to_keep: int = 0,
         log_probs: bool = False,
+        hidden_states: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the logits, the loss, or the label log-probabilities.
 
@@ -194,6 +203,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
                 or (B, 1), int64, per row.
             logits_to_keep: Compute logits only for this many last positions; 0 for all.
             log_probs: Return the log-probability of each label instead of the loss.
+            hidden_states: Return the input of the head, (B, T, n_embd).
 
         Returns:
             Logits (B, T or ``logits_to_keep``, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the
@@ -212,6 +222,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
         x, inputs = self.embed(input_ids, labels, positions, documents, document_bounds, kv_cache, sequence_length)
         inputs = inputs._replace(token_mask=token_mask)
         x, balancing_losses = self.run_blocks(x, range(self.config.n_layer), inputs)
+        if hidden_states:
+            return self._head_input(x)
         if labels is None:
             return self.logits(x[:, -logits_to_keep:])
         labels = self.own_tokens(labels)
@@ -318,7 +330,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     def _head_loss(self, x: torch.Tensor, labels: torch.Tensor, log_probs: bool = False) -> torch.Tensor:
         softcap = self.config.final_logit_softcapping
-        options = softcap, self.compiled_loss, log_probs, self.reusable_loss
+        options = softcap, self.row_loss or self.compiled_loss, log_probs, self.reusable_loss
         return self.lm_head.loss(self._head_input(x), labels, *options)
 
     def _head_input(self, x: torch.Tensor) -> torch.Tensor:

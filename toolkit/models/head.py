@@ -5,7 +5,7 @@ from torch import nn
 
 from toolkit.models.cross_entropy import CrossEntropy
 from toolkit.models.lora_layers import LoRALinear
-from toolkit.models.loss import head_loss
+from toolkit.models.loss import RowLoss, head_loss
 
 
 class Head(nn.Linear):
@@ -16,7 +16,7 @@ class Head(nn.Linear):
         x: torch.Tensor,
         labels: torch.Tensor,
         softcap: float | None,
-        compiled: bool | CrossEntropy,
+        compiled: bool | CrossEntropy | RowLoss,
         log_probs: bool = False,
         reusable: bool = False,
     ) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from toolkit.errors import UserError
 from toolkit.models.labels import TOKENS
@@ -43,10 +43,14 @@ class Objective(ABC):
     Attributes:
         normalizers: Names of the counts that the parts use.
         is_likelihood: Whether the loss is the negative log-likelihood per supervised token, in nats.
+        frozen_option: Option that names the checkpoint of a frozen model; "" if the objective needs none.
+        frozen: This model, as the strategy wraps it; set before training.
     """
 
     normalizers: ClassVar[tuple[str, ...]] = (TOKENS,)
     is_likelihood: ClassVar[bool] = False
+    frozen_option: ClassVar[str] = ""
+    frozen: Any = None
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
         """Return the parts for a model. ``sums`` must return every part with a nonzero weight."""

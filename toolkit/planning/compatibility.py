@@ -68,6 +68,7 @@ _PIPELINE = "--pipeline_parallel_size {pipeline_parallel_size:N}"
 _FOREIGN = "a user-provided or extension optimizer"
 _NO_BLOCKS = "a module without known blocks"
 _CONTEXT = "--context_parallel_size {context_parallel_size:N}"
+_FROZEN = "--objective {objective_name:Distillation}"
 _SET_BLOCK_CLASSES = "set block_classes"
 
 
@@ -173,6 +174,13 @@ ROWS: tuple[Row, ...] = (
     Row(_CONTEXT, "--compiler {compiler:NAME of an extension's compiler}",
         lambda f: f.is_context_parallel and f.args.compiler not in (AUTO, "none", "torch"),
         "", "use --compiler torch or none"),
+    # objectives with a frozen model
+    Row(_FROZEN, "a user-provided or extension model",
+        lambda f: f.has_frozen and (f.args.module is not None or f.is_extension_model),
+        "only toolkit's GPT computes its loss"),
+    Row(_FROZEN, _TENSOR, lambda f: f.has_frozen and f.is_tensor_parallel, "its frozen model is not divided"),
+    Row(_FROZEN, _NO_ROWS, lambda f: f.has_frozen and f.is_extension_or_fsdp1,
+        "the frozen model's head cannot be gathered alone", "use --strategy fsdp or ddp"),
     # dtypes
     *_dtypes(),
     Row("--fsdp.reduce_dtype fp16", "--precision {precision:32-true, bf16-true, bf16-master, bf16-mixed}",

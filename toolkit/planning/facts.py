@@ -198,6 +198,11 @@ class Facts:
         return self.objective_name == NextToken.__name__
 
     @property
+    def has_frozen(self) -> bool:
+        """Whether the objective needs a frozen model."""
+        return bool(self.args.objective.frozen_option)
+
+    @property
     def objective_name(self) -> str:
         return type(self.args.objective).__name__
 

@@ -21,12 +21,14 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
+from toolkit.objectives import Objective
 from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimizer
 from toolkit.optim.hybrid import Muon
 from toolkit.planning.auto import choose_options
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
+from toolkit.planning.frozen import find_frozen, frozen_flag
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.memory_inputs import MemoryInputs, with_known_vocabulary
 from toolkit.planning.run_args import RunArgs, hyperparameters
@@ -68,6 +70,7 @@ class ResolvedConfig:
         model: The architecture; None for a user-provided module. The data may define its vocabulary.
         max_seq_length: Tokens of the longest row; None for a user-provided module if not set.
         optimizer: See :func:`toolkit.optim.classes.resolve_optimizer`.
+        frozen: The architecture of the objective's frozen model; None if it needs none.
         accumulate: FSDP's gradient accumulation mode.
         reasons: Reason for each "auto" option's value, for display.
         preset: The options set by ``--preset``, for display.
@@ -81,6 +84,7 @@ class ResolvedConfig:
     model: ModelConfig | None
     max_seq_length: int | None
     optimizer: dict[str, Any]
+    frozen: ModelConfig | None = None
     accumulate: Literal["unsharded", "sharded"] = "unsharded"
     reasons: Mapping[str, str] = field(default_factory=dict)
     preset: str = ""
@@ -161,7 +165,8 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     )
     if (ratio := args.loraplus_lr_ratio) != 1:
         optimizer["loraplus_lr_ratio"] = ratio
-    config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
+    frozen = choose_frozen(args.objective, length)
+    config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer, frozen)
     return replace(config, accumulate=choose_accumulate(config), reasons=choices.reasons, preset=choices.preset)
 
 
@@ -278,6 +283,22 @@ def choose_model(args: RunArgs) -> ModelConfig | None:
     if args.train.tie_embeddings is not None:
         config = replace(config, tie_embeddings=args.train.tie_embeddings)
     family_of(config).validate(config)  # otherwise the trained model could not be exported
+    return config
+
+
+def choose_frozen(objective: Objective, length: int | None) -> ModelConfig | None:
+    """Return the architecture of the objective's frozen model, and check that it can read rows of ``length`` tokens."""
+    folder = find_frozen(objective)
+    if folder is None:
+        return None
+    config = read_model_config(folder)
+    if family_of(config).model_class() is not None:
+        raise UserError(f"{frozen_flag(objective)}: is a model of an extension; use one of toolkit's own architectures")
+    if length is not None and length > config.block_size:
+        raise UserError(
+            f"--train.max_seq_length {length}: the model of {frozen_flag(objective)} takes at most {config.block_size} "
+            "tokens; lower it"
+        )
     return config
 
 

@@ -36,6 +36,7 @@ from toolkit.models.config import ModelOverrides
 from toolkit.models.families import extension_of
 from toolkit.models.lora_config import LoRAConfig, LoRAOptions
 from toolkit.objectives import NextToken, Objective
+from toolkit.planning.frozen import use_frozen_vocabulary
 from toolkit.planning.options import check_options
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def run_args(
             f"--objective {type(args.objective).__name__}: must be a dataclass; add @dataclass to the class"
         )
     check_options(args)
-    return args
+    return use_frozen_vocabulary(args)
 
 
 def read_lora(adapters: LoRAOptions, checkpoint_dir: str, verify_checkpoint: bool) -> LoRAConfig:

@@ -36,6 +36,7 @@ from toolkit.objectives.inputs import original_module
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.update import Update, choose_update, set_learning_rate
 from toolkit.planning.advice import oom_advice
+from toolkit.planning.frozen import find_frozen
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -64,6 +65,7 @@ from toolkit.training.compiler import resolve_compiler
 from toolkit.training.data import prepare_data
 from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_rounding, describe_run
+from toolkit.training.frozen import build_frozen
 from toolkit.training.model import build_model, unwrapped
 from toolkit.training.run import Launch, Run
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state
@@ -157,6 +159,13 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
         display.message(line)
     if (gpt := state.model.meta_model) is not None and args.optimizer_class is None:
         require_memory(config, gpt.config, gpt)
+    if state.frozen is not None:
+        folder = find_frozen(args.objective)
+        assert folder is not None
+        args.objective.frozen = build_frozen(
+            config, state.frozen, fabric, folder, display.message, state.longest_ragged
+        )
+        stack.callback(setattr, args.objective, "frozen", None)
     model = prepare_model(config, state, fabric, display.message)
     if (note := describe_rounding(config, state, model)) is not None:
         display.message(note)

@@ -74,6 +74,7 @@ def values_by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
 _HASHED = {
     "--data": "other data: the files, the tokenizer, the template, an option of --data, --train.max_seq_length",
     "--checkpoint_dir": "another base model with different weights",
+    "--objective.teacher_dir": "another teacher with different weights",
 }
 
 

@@ -26,6 +26,8 @@ def describe_run(config: ResolvedConfig, state: StartState, reader: DataReader) 
         f"{_describe_optimizer(config.optimizer)}; "
         f"{config.batch}; peak learning rate {state.schedule.peak:.3g}"
     )
+    if state.frozen is not None:
+        yield f"Frozen: {describe_model(state.frozen, state.mean_length, forward_only=True)}"
     if (scaled := describe_scaling(args.train, state.schedule, args.defaults)) is not None:
         yield scaled
     yield from reader.describe()

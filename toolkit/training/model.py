@@ -18,7 +18,7 @@ from toolkit.checkpoints.run.state_dicts import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed import ranks
-from toolkit.distributed.fabric import block_dtype, materialize_with
+from toolkit.distributed.fabric import block_dtype, materialize_with, setup_module
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.pipeline import Pipeline
@@ -144,7 +144,7 @@ def build_model(
         compile_blocks(module, spec.blocks, longest_ragged)
     elif args.compiler != "none":
         load_registered("compilers", args.compiler)(module, spec.blocks, longest_ragged, args.groups)
-    wrapped = fabric.setup(module)
+    wrapped = setup_module(fabric, module)
     malloc_trim()
     if shards:
         assert source is not None
@@ -176,18 +176,19 @@ def unwrapped(wrapped: FabricModule) -> nn.Module:
     return wrapped._forward_module
 
 
-def describe_model(spec: ModelSpec, seq_length: float) -> str:
+def describe_model(spec: ModelSpec, seq_length: float, forward_only: bool = False) -> str:
     """Return name, parameter count and FLOPs per token (N8) as one line."""
     name = spec.module._get_name() if spec.config is None else spec.config.name
     text = f"{name}: {sum(spec.sizes.values()):,} parameters"
     trained = sum(p.numel() for p in spec.module.parameters() if p.requires_grad)
-    if trained < sum(spec.sizes.values()):
+    if trained < sum(spec.sizes.values()) and not forward_only:
         text += f", {trained:,} of them trained"
     if spec.lora is not None:
         text += f" (rank {spec.lora.r} on {', '.join(spec.lora.parts)})"
     if spec.config is None:
         return text
-    full, causal = (flops_per_token(spec.module, spec.config, seq_length, causal=half) / 1e6 for half in (False, True))
+    options: list[dict[str, bool]] = [{"causal": half, "forward_only": forward_only} for half in (False, True)]
+    full, causal = (flops_per_token(spec.module, spec.config, seq_length, **option) / 1e6 for option in options)
     return f"{text}, {full:.1f} MFLOP per token ({causal:.1f} with causal attention counted by half)"
 
 

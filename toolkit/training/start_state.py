@@ -10,14 +10,17 @@ from toolkit.checkpoints.store import FINAL
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, is_ragged, mean_length, row_count, row_lengths
 from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
 from toolkit.optim.schedule import Schedule, build_schedule
+from toolkit.planning.frozen import frozen_flag
 from toolkit.planning.limits import Limits, Progress, build_limits, require_profiled_steps, require_within_limits
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.run_args import RunArgs, objective_entry
+from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.flops import flops_per_token
 from toolkit.training import adapters
 from toolkit.training.checkpoint_meta import RunFingerprint, read_callback_states, read_meta
 from toolkit.training.data import with_vocabulary
+from toolkit.training.frozen import objective_fingerprint, specify_frozen
 from toolkit.training.model import ModelSpec, specify_model
 from toolkit.training.rank_consistency import require_disjoint_samples, require_same_options, require_same_weights
 
@@ -29,11 +32,13 @@ class StartState:
     Args:
         progress: Progress stored in the checkpoint ``resume_from``.
         base: LoRA adapter information; None if all weights are trained.
+        frozen: The objective's frozen model; None if it needs none.
         fingerprint: Values that must not change on resume.
         limits, schedule: Limits and LR schedule over all launches.
         mean_length: Mean input tokens per row.
         longest_ragged: Input tokens in the longest row if row lengths vary; otherwise 0.
-        flops: FLOPs per token, counted before layers are packed or sharded; None for a user-provided model.
+        flops: FLOPs per token, counted before layers are packed or sharded, with the forward pass of ``frozen``; None
+            for a user-provided model.
         damaged: Newer checkpoints of the run that were skipped.
         callbacks: Callback states from the checkpoint, by name.
     """
@@ -49,6 +54,7 @@ class StartState:
     longest_ragged: int
     flops: float | None
     damaged: list[Path]
+    frozen: ModelSpec | None = None
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def is_finished(self, args: RunArgs) -> bool:
@@ -67,6 +73,7 @@ def prepare_start_state(
     args = resolved.args
     require_disjoint_samples(data.train)
     config = with_vocabulary(resolved.model, data)
+    _require_frozen_vocabulary(resolved, config, data)
     model = specify_model(config, args.module, args.block_classes, args.lora, args.quantize)
     length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)
     base = None if args.lora is None else adapters.describe_base(args)
@@ -77,7 +84,7 @@ def prepare_start_state(
         seed=args.seed,
         precision=resolved.precision,
         optimizer=resolved.optimizer,
-        objective=objective_entry(args.objective),
+        objective=objective_fingerprint(args.objective),
         adapters={} if base is None else adapters.fingerprint(base),
     )
     require_same_weights(args, base, resume_from)
@@ -92,9 +99,24 @@ def prepare_start_state(
         require_profiled_steps(args.profiler, limits.total_steps)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
+    frozen = specify_frozen(resolved)
+    if flops is not None and frozen is not None and frozen.config is not None:
+        flops += flops_per_token(frozen.module, frozen.config, length, forward_only=True)
     callbacks = {} if resume_from is None else read_callback_states(resume_from)
     return StartState(
-        resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged, callbacks
+        resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged, frozen,
+        callbacks,
+    )  # fmt: skip
+
+
+def _require_frozen_vocabulary(resolved: ResolvedConfig, config: ModelConfig | None, data: PreparedData) -> None:
+    """Compare the numbers of tokens with the objective's frozen model if the data comes without a tokenizer."""
+    frozen = resolved.frozen
+    if frozen is None or config is None or data.tokenizer is not None or frozen.vocab_size == config.vocab_size:
+        return
+    raise UserError(
+        f"{frozen_flag(resolved.args.objective)}: has {frozen.vocab_size} tokens, but the trained model has "
+        f"{config.vocab_size}; use a model with the same vocabulary"
     )
 
 

@@ -1,0 +1,62 @@
+"""The frozen model that an objective needs, such as a teacher. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.checkpoints.find import find_checkpoint_dir
+from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+from toolkit.objectives import Objective
+
+if TYPE_CHECKING:
+    from toolkit.planning.run_args import RunArgs
+
+_TOKENIZER = "tokenizer.json"
+
+
+def frozen_flag(objective: Objective) -> str:
+    """Return the option that names the frozen model's checkpoint, with its value."""
+    return f"--objective.{objective.frozen_option} {getattr(objective, objective.frozen_option)}"
+
+
+def find_frozen(objective: Objective) -> Path | None:
+    """Return the folder of the frozen model; None if the objective needs none."""
+    if not objective.frozen_option:
+        return None
+    try:
+        folder = find_checkpoint_dir(getattr(objective, objective.frozen_option))
+    except UserError as error:
+        option = f"--objective.{objective.frozen_option}"
+        raise UserError(f"{option} {str(error).removeprefix('checkpoint_dir ')}") from None
+    if not (folder / WEIGHTS).exists():
+        fix = "run `toolkit merge_lora` on it first" if (folder / ADAPTERS).exists() else "give a model's folder"
+        raise UserError(f"{frozen_flag(objective)}: holds no {WEIGHTS}; {fix}")
+    return folder
+
+
+def use_frozen_vocabulary(args: RunArgs) -> RunArgs:
+    """Return the options with the frozen model's tokenizer, if the run has no other.
+
+    Raises:
+        UserError: The tokens of the run have other ids in the frozen model. Without a tokenizer, the number of tokens
+            is compared when the data is known.
+    """
+    folder, source = find_frozen(args.objective), args.tokenizer_dir or args.base_dir
+    if folder is None or not (folder / _TOKENIZER).is_file():
+        return args
+    if source is None:
+        return replace(args, tokenizer_dir=str(folder))
+    if args.tokenizer_dir is None and not (Path(source) / _TOKENIZER).is_file():
+        return args
+    flag = frozen_flag(args.objective)
+    frozen, trained = Tokenizer.load(folder, flag.partition(" ")[0]).vocabulary, Tokenizer.load(source).vocabulary
+    if differing := [token for token in frozen.keys() | trained.keys() if frozen.get(token) != trained.get(token)]:
+        raise UserError(
+            f"{flag}: has another vocabulary than {source}: of {len(frozen):,} and {len(trained):,} tokens, "
+            f"{len(differing):,} differ; use a model with the same tokenizer"
+        )
+    return args
