@@ -55,6 +55,8 @@ DEEPSEEK = {
     **LLAMA, **NO_PAD, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
 }  # fmt: skip
+GLM4 = {**GROUPED, "pad_token_id": None, "eos_token_id": 1}
+OLMOE = {**GROUPED, **NO_PAD, "num_experts": 8, "num_experts_per_tok": 3}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 
 HF_CONFIGS = {
@@ -62,6 +64,7 @@ HF_CONFIGS = {
     "llama-grouped-tied": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=2, tie_word_embeddings=True),
     "llama-one-group-wide-heads": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=1, head_dim=24),
     "llama-biases": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
+    "llama-attention-biases": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True),
     "llama3-rope": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE),
     "llama-linear-rope": lambda: transformers.LlamaConfig(
         **LLAMA, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
@@ -73,6 +76,14 @@ HF_CONFIGS = {
     ),
     "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=None, head_dim=24),
     "mistral-window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=16),
+    "ministral": lambda: transformers.MinistralConfig(**GROUPED, sliding_window=16, head_dim=24),
+    "ministral-full-below": lambda: transformers.MinistralConfig(
+        **FOUR,
+        head_dim=16,
+        sliding_window=16,
+        layer_types=["full_attention", *["sliding_attention"] * 3],
+        tie_word_embeddings=True,
+    ),
     "qwen2-windows": lambda: transformers.Qwen2Config(
         **GROUPED, use_sliding_window=True, sliding_window=16, max_window_layers=1
     ),
@@ -195,6 +206,38 @@ HF_CONFIGS = {
         rms_norm_eps=1e-3,
         rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     ),
+    "glm4": lambda: transformers.Glm4Config(**GLM4, head_dim=24),
+    "glm4-yarn-tied-without-biases": lambda: transformers.Glm4Config(
+        **GLM4,
+        head_dim=16,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters=YARN | {"partial_rotary_factor": 0.25},
+    ),
+    "seed-oss": lambda: transformers.SeedOssConfig(**GROUPED, **NO_PAD, head_dim=24),
+    "seed-oss-output-bias": lambda: transformers.SeedOssConfig(
+        **LLAMA, **NO_PAD, num_key_value_heads=1, attention_bias=False, attention_out_bias=True, head_dim=16
+    ),
+    "seed-oss-biases": lambda: transformers.SeedOssConfig(
+        **GROUPED, **NO_PAD, attention_out_bias=True, mlp_bias=True, head_dim=16, tie_word_embeddings=True
+    ),
+    "cohere2": lambda: transformers.Cohere2Config(**FOUR, **NO_PAD, sliding_window=16),
+    "cohere2-biases-untied": lambda: transformers.Cohere2Config(
+        **{**FOUR, "num_key_value_heads": 4},
+        **NO_PAD,
+        sliding_window=16,
+        attention_bias=True,
+        logit_scale=0.3,
+        tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+    ),
+    "cohere2-without-windows": lambda: transformers.Cohere2Config(
+        **GROUPED, **NO_PAD, layer_types=["full_attention"] * 2
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**OLMOE),
+    "olmoe-normed": lambda: transformers.OlmoeConfig(
+        **{**OLMOE, "num_key_value_heads": 4, "num_experts_per_tok": 1}, norm_topk_prob=True, tie_word_embeddings=True
+    ),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA, num_key_value_heads=2),
     "qwen2-tied": lambda: transformers.Qwen2Config(
         **LLAMA, num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=QWEN2_ROPE
@@ -222,6 +265,7 @@ NATIVE_CONFIGS = {
             "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 32,
         },
     },
+    "llama-attention-biases": {"vocab_size": 96, "attn_bias": True, "attn_proj_bias": True},
     "llama-biases": {"vocab_size": 96, "bias": True},
     "qwen2": {"family": "qwen2", "vocab_size": 90, "n_query_groups": 2, "attn_bias": True, "tie_embeddings": True},
     "qwen2-wide-heads": {"family": "qwen2", "vocab_size": 96, "head_size": 32, "attn_bias": True, "norm_eps": 1e-6},
@@ -287,6 +331,24 @@ NATIVE_CONFIGS = {
             "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16, "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
+    },
+    "glm4": {
+        "family": "glm4", "vocab_size": 90, "n_query_groups": 2, "head_size": 20, "rotary_percentage": 0.6,
+        "attn_bias": True, "post_attention_norm": True, "post_mlp_norm": True, "tie_embeddings": True,
+    },
+    "seed-oss": {"family": "seed_oss", "vocab_size": 90, "attn_bias": True, "attn_proj_bias": True, "head_size": 32},
+    "cohere2": {
+        "family": "cohere2", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm", "norm_bias": False,
+        "parallel_residual": True, "shared_attention_norm": True, "sliding_window_size": 16, "logits_scaling": 3.0,
+        "sliding_window_indices": [1, 0], "rope_indices": [0, -1], "tie_embeddings": True,
+    },
+    "ministral": {
+        "family": "ministral", "vocab_size": 90, "n_query_groups": 2, "head_size": 32, "sliding_window_size": 16,
+        "sliding_window_indices": [1, 0],
+    },
+    "olmoe": {
+        "family": "olmoe", "vocab_size": 90, "norm_qk": True, "norm_qk_type": "olmo2", "mlp_class_name": "LLaMAMoE",
+        "n_expert": 6, "n_expert_per_token": 2, "moe_intermediate_size": 24,
     },
     "gpt-oss": {
         "family": "gpt_oss", "vocab_size": 90, "n_query_groups": 2, "head_size": 32, "bias": True,

@@ -42,7 +42,7 @@ def test_old_and_new_rope_keys_are_equivalent():
     [
         ({"model_type": "mamba"}, "'mamba' is not supported; only llama, .*, granite"),
         ({"model_type": "qwen"}, "'qwen' is not supported; .*; did you mean 'qwen3'"),
-        ({"model_type": "glm4"}, "'glm4' is not supported; [^;]*$"),
+        ({"model_type": "nemotron"}, "'nemotron' is not supported; [^;]*$"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["llama"]}, "is not supported"),
         (
@@ -54,7 +54,7 @@ def test_old_and_new_rope_keys_are_equivalent():
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act 'silu'"),
         ({"rope_parameters": "fast"}, "rope_parameters 'fast': must be a JSON object"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias True with mlp_bias False"),
+        ({"mlp_bias": True}, "attention_bias False with mlp_bias True"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "factor is missing; rope_type 'yarn' needs it"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -77,7 +77,7 @@ def test_missing_required_key_is_named():
         ("Qwen2.5-0.5B", {"bias": True}),
         ("Qwen2.5-0.5B", {"attn_bias": False}),
         ("pico-llama", {"parallel_residual": True}),
-        ("pico-llama", {"attn_bias": True}),
+        ("pico-llama", {"attn_proj_bias": True}),
         ("pico-llama", {"rotary_percentage": 0.5}),
         ("pythia-14m", {"n_query_groups": 2}),
         ("gpt2", {"position_embedding": "rope"}),

@@ -11,6 +11,7 @@ from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.models.kv_cache import KVCache
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,6 +34,25 @@ def test_imported_model_has_equal_logits_in_fp32_and_bf16(name, tiny_models):
 
     error = typical_rms_error if native.config.n_expert else rms_error
     assert error(native.bfloat16()(ids), tiny.logits) <= 1.5 * error(tiny.bf16_logits, tiny.logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_cached_and_packed_rows_have_the_logits_of_transformers(name, tiny_models):
+    """A prompt of 20 tokens, then one token at a time; and documents of 48 and 16 tokens in one row."""
+    tiny, ids = tiny_models[name], token_ids()
+    native = load_model(tiny.native).eval()
+    cache = KVCache(native.config, max_length=48, batch_size=2)
+    pieces = ids.split([20] + [1] * 28, dim=1)
+    cached = torch.cat([native(piece, kv_cache=cache, sequence_length=48) for piece in pieces], dim=1)
+    assert relative_error(cached, tiny.logits) < 1e-5
+
+    if native.config.original_max_position == 16:  # of longrope: the second document has other factors
+        return
+    row = torch.cat([ids[0], ids[1, :16]])[None]
+    documents = torch.tensor([0] * 48 + [1] * 16)[None]
+    packed = native(row, documents=documents, positions=torch.cat([torch.arange(48), torch.arange(16)]))
+    assert relative_error(packed[0], torch.cat([tiny.logits[0], tiny.logits[1, :16]])) < 1e-5
 
 
 @torch.no_grad()

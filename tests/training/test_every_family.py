@@ -28,7 +28,7 @@ FAST = ("llama", "gemma3_text", "qwen3_moe")  # the others with the slow tests; 
 CLOSE = 2e-5  # fp32, relative to the largest logit
 PARTS = ("query", "key", "value", "projection", "mlp", "head")
 # families with adapters in attention and head only
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"}
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmoe"}
 RUN = ["--data", "JSON", "--data.prompt_style", "plain", "--accelerator", "cpu", "--train.global_batch_size", "2",
        "--train.micro_batch_size", "2", "--train.max_steps", "1", "--train.learning_rate", "1e-2",
        "--train.lr_warmup_steps", "0", "--eval.final_validation", "false", "--eval.max_new_tokens", "8"]  # fmt: skip
@@ -120,7 +120,7 @@ def test_lora_finetuning_merge_and_peft_export(family, hf_dir, base, hf_base_log
     assert not [w for w in recwarn if "missing adapter keys" in str(w.message)]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mistral", "olmo3", "gpt_oss"], scope="module")
+@pytest.mark.parametrize("family", ["gemma2", "mistral", "olmo3", "gpt_oss", "cohere2"], scope="module")
 def test_n9_documents_are_isolated_with_sliding_windows(family, base):
     """Documents of 30, 25 and 9 tokens, windows of 16: logits and gradients do not depend on earlier documents."""
     model, row = load_model(base).train(), ids()[:1].repeat(2, 1)

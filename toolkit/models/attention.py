@@ -22,7 +22,8 @@ class CausalSelfAttention(nn.Module):
         self.softcap = config.attention_logit_softcapping
         width = (self.n_head + 2 * self.n_groups) * self.head_size
         self.qkv = nn.Linear(config.n_embd, width, bias=config.bias or config.attn_bias)
-        self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
+        self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias or config.attn_proj_bias)
+        self.norm_after_rope = config.norm_qk_after_rope
         self.norm_q: Norm | None = None
         self.norm_k: Norm | None = None
         if config.norm_qk:
@@ -54,10 +55,10 @@ class CausalSelfAttention(nn.Module):
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         qkv = qkv.view(B, T, self.n_head + 2 * self.n_groups, self.head_size)
         qk, v = qkv.split((self.n_head + self.n_groups, self.n_groups), dim=2)
+        qk = qk if rope is None or not self.norm_after_rope else rope.apply(qk)
         if self.norm_q is not None and self.norm_k is not None:
             qk = self._apply_qk_norm(qk, (self.norm_q, self.norm_k))
-        if rope is not None:
-            qk = rope.apply(qk)
+        qk = qk if rope is None or self.norm_after_rope else rope.apply(qk)
         q, k = qk.split((self.n_head, self.n_groups), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads or groups, T, head_size)
         if cache is not None:

@@ -57,7 +57,8 @@ class ModelConfig:
         attention_multiplier: Scale of the attention scores; replaces attention_scores_scalar (Granite).
         attention_logit_softcapping: Soft cap c of the attention scores: c * tanh(score / c).
         final_logit_softcapping: Soft cap of the logits.
-        norm_qk: QK-norm: normalize queries and keys before RoPE.
+        norm_qk: QK-norm: normalize queries and keys.
+        norm_qk_after_rope: QK-norm follows RoPE instead of preceding it (Hunyuan).
         norm_qk_type: "default", per head with shared weights; "per_head", per head with separate weights (LayerNorm
             without bias: StableLM 2 12B); or "olmo2", over all heads of a token.
         attention_sinks: Attention sinks: one learned logit per head that takes part in the softmax (gpt-oss).
@@ -73,11 +74,13 @@ class ModelConfig:
         shared_attention_norm: With parallel_residual, attention and MLP share one norm.
         bias: Linear layers have biases, including router and experts.
         attn_bias: The QKV projection has a bias even if bias is false.
+        attn_proj_bias: The output projection of attention has a bias even if bias is false.
         lm_head_bias: The LM head has a bias.
         norm_class_name: "RMSNorm" or "LayerNorm".
         norm_eps: Epsilon added to the variance.
         norm_offset: Norms multiply by 1 + weight instead of weight (Gemma).
         norm_affine: Norms have learned weights.
+        norm_bias: LayerNorms with learned weights have learned biases, too.
         norm_1: Pre-norm before attention.
         norm_2: Pre-norm before the MLP.
         post_attention_norm: Post-norm: normalize the output of attention before the residual addition.
@@ -130,6 +133,7 @@ class ModelConfig:
     attention_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     norm_qk: bool = False
+    norm_qk_after_rope: bool = False
     norm_qk_type: Literal["default", "olmo2", "per_head"] = "default"
     attention_sinks: bool = False
     latent_attention: dict[str, Any] | None = None
@@ -142,11 +146,13 @@ class ModelConfig:
     shared_attention_norm: bool = False
     bias: bool = False
     attn_bias: bool = False
+    attn_proj_bias: bool = False
     lm_head_bias: bool = False
     norm_class_name: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     norm_eps: float = 1e-5
     norm_offset: bool = False
     norm_affine: bool = True
+    norm_bias: bool = True
     norm_1: bool = True
     norm_2: bool = True
     post_attention_norm: bool = False
@@ -251,7 +257,8 @@ class ModelConfig:
         self._require(sizes.keys() == set(LATENT_ATTENTION) and are_valid, "latent_attention", hint)
         required = {
             "position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False,
-            "attention_logit_softcapping": None, "bias": False, "attn_bias": False, "n_query_groups": self.n_head,
+            "attention_logit_softcapping": None, "bias": False, "attn_bias": False, "attn_proj_bias": False,
+            "n_query_groups": self.n_head,
             "head_size": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], "rotary_percentage": 1.0,
         }  # fmt: skip
         for name, value in required.items():

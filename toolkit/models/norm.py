@@ -37,7 +37,7 @@ def make_norm(config: ModelConfig, size: int | None = None) -> Norm:
     """
     size = size or config.n_embd
     if config.norm_class_name == "LayerNorm":
-        return nn.LayerNorm(size, eps=config.norm_eps, elementwise_affine=config.norm_affine)
+        return nn.LayerNorm(size, config.norm_eps, config.norm_affine, bias=config.norm_bias)
     kind = OffsetRMSNorm if config.norm_offset else nn.RMSNorm
     return kind(size, eps=config.norm_eps, elementwise_affine=config.norm_affine)
 

@@ -33,8 +33,8 @@ tokenizers = pytest.importorskip("tokenizers")
 COMPLETE = ["llama", "llama-grouped-tied", "llama-one-group-wide-heads", "mistral", "qwen2", "qwen2-tied",
             "falcon-one-group"]  # fmt: skip
 # transformers has no metadata for these: windows, RoPE scaling, biases, widths.
-PARTIAL = ["llama-biases", "llama3-rope", "llama-linear-rope", "llama-yarn", "qwen2-windows", "qwen3", "qwen3-tied",
-           "qwen2-moe", "qwen3-moe", "gemma2", "gemma3", "phi3", "phi3-window", "phi3-long", "gpt2", "gpt2-untied",
+PARTIAL = ["llama-biases", "llama-attention-biases", "llama3-rope", "llama-linear-rope", "llama-yarn", "qwen2-windows",
+           "qwen3", "qwen3-tied", "qwen2-moe", "qwen3-moe", "gemma2", "gemma3", "phi3", "phi3-window", "phi3-long", "gpt2", "gpt2-untied",
            "stablelm", "starcoder2"]  # fmt: skip
 # Only llama.cpp reads these.
 LLAMA_CPP = ["gemma", "falcon-groups", "falcon-groups-one-norm", "falcon-no-groups", "stablelm-12b", "mistral-window"]
@@ -43,7 +43,8 @@ REFUSED = {
     "qwen2-moe-normed-windows-without-biases": "norm_topk_prob True is not",
     "qwen3-moe-not-normed-wide-heads-dense-first": "norm_topk_prob False", "qwen2-moe-dense-between": "moe_indices [0",
     "gemma2-without-caps": "attention_scores_scalar 256.0", "stablelm-parallel": "tie_embeddings True",
-    "starcoder2-without-biases": "bias False",
+    "starcoder2-without-biases": "bias False", "glm4": "'glm4' is not", "cohere2": "'cohere2' is not",
+    "seed-oss": "'seed_oss' is not", "olmoe": "'olmoe' is not", "ministral": "'ministral' is not",
 }  # fmt: skip
 TEXTS = [
     "hello world", "The year 2024 wasn't 1999", "a 12345 b20242024", "$$ 100,000 == 3.14!!", "Größe naïve 日本語",

@@ -28,12 +28,13 @@ FUNCTIONS = ("check", "from_hf_config", "to_hf_config", "weight_map")
 FAMILIES: dict[str, ModuleType] = {
     model_type: import_module(f"{__name__}.{module}")
     for module, model_types in {
-        "llama": ("llama",), "smollm3": ("smollm3",), "mistral": ("mistral",), "mixtral": ("mixtral",),
+        "llama": ("llama",), "smollm3": ("smollm3",), "mistral": ("mistral", "ministral"), "mixtral": ("mixtral",),
         "qwen2": ("qwen2",), "qwen3": ("qwen3",), "qwen_moe": ("qwen2_moe", "qwen3_moe"),
         "gemma": ("gemma", "gemma2", "gemma3_text"), "phi": ("phi",), "phi3": ("phi3",), "gpt_neox": ("gpt_neox",),
         "gpt2": ("gpt2",), "falcon": ("falcon",), "olmo": ("olmo", "olmo2", "olmo3"), "stablelm": ("stablelm",),
         "granite": ("granite",), "starcoder2": ("starcoder2",), "gpt_oss": ("gpt_oss",),
-        "deepseek": ("deepseek_v2", "deepseek_v3"),
+        "deepseek": ("deepseek_v2", "deepseek_v3"), "glm4": ("glm4",), "seed_oss": ("seed_oss",),
+        "cohere2": ("cohere2",), "olmoe": ("olmoe",),
     }.items()
     for model_type in model_types
 }  # fmt: skip

@@ -26,7 +26,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
     fields = hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048)
     fields |= {name: float(config_json.get(name, 1.0)) for name in _MULTIPLIERS}
-    return ModelConfig(**fields, **hf_rope.read_rope(config_json), bias=hf_config.read_bias(config_json))
+    return ModelConfig(**fields, **hf_rope.read_rope(config_json), **hf_config.read_biases(config_json))
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -39,4 +39,5 @@ weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=(*_MULTIPLIERS, "bias", "attention_scores_scalar"), has_head_dim=False)
+    free = (*_MULTIPLIERS, "bias", "attn_bias", "attention_scores_scalar")
+    hf_config.require_llama(config, free=free, has_head_dim=False, attn_proj_bias=config.attn_bias)

@@ -46,8 +46,11 @@ _LLAMA_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ModelConfig) if
 _NO_EFFECT: dict[str, Callable[[ModelConfig], bool]] = {
     "attention_scores_scalar": lambda c: c.attention_scores_scalar is None or c.attention_multiplier is not None,
     "attn_bias": lambda c: c.bias,
+    "attn_proj_bias": lambda c: c.bias,
     "gelu_approximate": lambda c: c.mlp_class_name not in ("GemmaMLP", "GptNeoxMLP"),
     "moe_indices": lambda c: all(c.has_experts(i) for i in range(c.n_layer)),
+    "norm_bias": lambda c: c.norm_class_name != "LayerNorm" or not c.norm_affine,
+    "norm_qk_after_rope": lambda c: not c.norm_qk,
     "norm_qk_type": lambda c: not c.norm_qk,
     "rope_indices": lambda c: not any(c.rope_index(i) for i in range(c.n_layer)),
     "rope_local_base_freq": lambda c: not any(c.rope_index(i) == 1 for i in range(c.n_layer)),
@@ -86,15 +89,20 @@ WINDOWS = ("sliding_window_size",)
 LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
 
 
-def read_bias(config_json: dict[str, Any]) -> bool:
-    """Return whether linear layers have biases, from the attention_bias and mlp_bias flags."""
-    attention, mlp = (config_json.get(key, False) for key in ("attention_bias", "mlp_bias"))
-    if attention != mlp:
+def read_biases(config_json: dict[str, Any], attention: bool = False, output: bool | None = None) -> dict[str, bool]:
+    """Return the bias fields of a ModelConfig.
+
+    ``attention`` is the default of attention_bias; ``output`` is the bias of attention's output projection, by default
+    attention_bias.
+    """
+    attention, mlp = config_json.get("attention_bias", attention), config_json.get("mlp_bias", False)
+    output = attention if output is None else output
+    if mlp and not (attention and output):
         raise UserError(
             f"config.json: attention_bias {attention!r} with mlp_bias {mlp!r}: of a {config_json['model_type']!r} "
-            "model, this version computes only both with biases or both without"
+            "model, this version computes mlp_bias only with all biases in attention"
         )
-    return attention
+    return {"bias": mlp, "attn_bias": attention and not mlp, "attn_proj_bias": output and not mlp}
 
 
 LAYER_NORM: dict[str, Any] = {"norm_eps": "layer_norm_eps", "default_eps": 1e-5}
@@ -230,6 +238,18 @@ def require_rope_by_window(config: ModelConfig) -> None:
     # transformers reads truncate outside the per-layer parameters
     if (adjustments := config.rope_adjustments) and not adjustments.get("truncate", True):
         require(config, rope_adjustments="YaRN with truncate true")
+
+
+def rope_in_windows(layer_types: list[str]) -> list[int] | None:
+    """Return ``rope_indices`` of a model whose full-attention layers have no RoPE (NoPE)."""
+    return [0 if kind == SLIDING else -1 for kind in layer_types] if FULL in layer_types else None
+
+
+def require_rope_only_in_windows(config: ModelConfig) -> None:
+    """Check that exactly the sliding-window layers have RoPE."""
+    indices = [-1 if config.window(layer) is None else 0 for layer in range(config.n_layer)]
+    if indices != [config.rope_index(layer) for layer in range(config.n_layer)]:
+        require(config, rope_indices=indices)
 
 
 def longrope_attention_factor(longest: float, original: int) -> float:

@@ -43,7 +43,7 @@ _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
     )),
     (is_positive, "a number greater than zero", (
         "rope_theta", "rope_local_base_freq", "rotary_emb_base", "attn_logit_softcapping", "final_logit_softcapping",
-        "logits_scaling", "swiglu_limit",
+        "logits_scaling", "logit_scale", "swiglu_limit",
     )),
     (lambda v: is_number(v, 0), "a number, not less than zero", (
         "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "partial_rotary_factor", "rotary_pct",
@@ -57,6 +57,7 @@ _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
         "use_sliding_window", "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "multi_query",
         "qk_layernorm", "norm_topk_prob", "is_causal", "use_bidirectional_attention", "rope_interleave",
         "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "output_router_logits",
+        "attention_out_bias",
     )),
     (lambda v: isinstance(v, dict), "a JSON object", ("rope_scaling", "rope_parameters")),
     (lambda v: _is_list_of(v, str), "a list of strings", ("layer_types",)),

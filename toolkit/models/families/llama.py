@@ -122,18 +122,17 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048),
         **hf_rope.read_rope(config_json),
-        bias=hf_config.read_bias(config_json),
+        **hf_config.read_biases(config_json),
     )
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
-    return hf_config.write_decoder(config, "LlamaForCausalLM", **biases)
+    return hf_config.write_decoder(config, "LlamaForCausalLM", mlp_bias=config.bias)
 
 
 weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("bias",))
+    hf_config.require_llama(config, free=("bias", "attn_bias"), attn_proj_bias=config.attn_bias)
     hf_config.require_divisible_heads(config)

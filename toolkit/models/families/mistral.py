@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023): Llama with sliding windows in all layers, or none.
+"""Mistral (Jiang et al. 2023): Llama with sliding windows in all layers, or none; Ministral: in any layers.
 
 Sources of the named configurations: LitGPT. From MLC LLM's presets: untied embeddings, and block_size of version 0.1,
 which LitGPT shortens to the sliding window.
@@ -30,7 +30,9 @@ ALIASES = {
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",), layer_types=(None,))
+    if config_json["model_type"] == "mistral":
+        hf_config.require_hf(config_json, layer_types=(None,))
+    hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
         **hf_config.read_decoder({"num_key_value_heads": 8} | config_json, vocab_size=32000, block_size=131072),
         **hf_config.read_windows(config_json, default=4096),
@@ -39,12 +41,17 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    window = {"sliding_window": config.sliding_window_size}
-    return hf_config.write_decoder(config, "MistralForCausalLM", **window)
+    window: dict[str, Any] = {"sliding_window": config.sliding_window_size}
+    if config.family == "mistral":
+        return hf_config.write_decoder(config, "MistralForCausalLM", **window)
+    window["sliding_window"] = config.sliding_window_size or config.block_size  # required by the class, used or not
+    types = hf_config.write_layer_types(config)
+    return hf_config.write_decoder(config, "MinistralForCausalLM", **window, layer_types=types)
 
 
 weight_map = tables.decoder_weights
 
 
 def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=hf_config.WINDOWS)
+    windows = hf_config.WINDOWS if config.family == "mistral" else hf_config.LAYERED_WINDOWS
+    hf_config.require_llama(config, free=windows)

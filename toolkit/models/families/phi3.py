@@ -90,7 +90,7 @@ def _write_longrope(config: ModelConfig, adjustments: dict[str, Any]) -> dict[st
     return {"type": "longrope"} | factors | ({} if math.isclose(factor, default) else {"attention_factor": factor})
 
 
-weight_map = partial(tables.decoder_weights, fused=True)
+weight_map = partial(tables.decoder_weights, fused=True, mlp=tables.fused_mlp)
 
 
 def check(config: ModelConfig) -> None:

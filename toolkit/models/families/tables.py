@@ -111,19 +111,21 @@ def interleave_heads(n_head: int, *widths: int) -> Transform:
     return Transform(to_hf, from_hf)
 
 
-def interleave_pairs(n_head: int, before: int, rotated: int) -> Transform:
+def interleave_pairs(n_head: int, before: int, rotated: int, after: int = 0) -> Transform:
     """Reorder each head's rotated rows from half-split to adjacent pairs (DeepSeek).
 
-    A head has ``before`` other rows, then ``rotated`` rows. The native layout rotates row i with row i + rotated / 2;
-    Hugging Face's layout rotates adjacent rows.
+    A head has ``before`` other rows, then ``rotated`` rows, then ``after`` other rows. The native layout rotates row i
+    with row i + rotated / 2; Hugging Face's layout rotates adjacent rows. Rows after the last head do not change.
     """
+    sizes = (before, rotated, after)
 
     def change(tensors: list[Tensor], *shape: int) -> list[Tensor]:
         import torch
 
-        plain, rope = tensors[0].unflatten(0, (n_head, before + rotated)).split((before, rotated), dim=1)
+        heads, rest = tensors[0].tensor_split([n_head * sum(sizes)])
+        first, rope, last = heads.unflatten(0, (n_head, sum(sizes))).split(sizes, dim=1)
         rope = rope.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
-        return [torch.cat([plain, rope], dim=1).flatten(0, 1)]
+        return [torch.cat([torch.cat([first, rope, last], dim=1).flatten(0, 1), rest])]
 
     return Transform(lambda tensors: change(tensors, 2, rotated // 2), lambda tensors: change(tensors, rotated // 2, 2))
 
@@ -183,42 +185,68 @@ def qwen_experts(config: ModelConfig, native: str, hf: str) -> list[WeightMappin
     return maps
 
 
-def queries_keys_values(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
-    """Map a layer's fused QKV projection to separate projections with the most common names."""
+def queries_keys_values(config: ModelConfig, native: str, hf: str, rope_pairs: bool = False) -> list[WeightMapping]:
+    """Map a layer's fused QKV projection to separate projections with the most common names.
+
+    ``rope_pairs``: see :func:`decoder_weights`.
+    """
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    rotated, heads = config.rope_n_elem, config.n_head + config.n_query_groups
+    pairs = (interleave_pairs(heads, 0, rotated, config.head_size - rotated),) if rope_pairs else ()
     return [
         WeightMapping(
             (f"{native}.attn.qkv.{kind}",),
             tuple(f"{hf}.self_attn.{p}_proj.{kind}" for p in "qkv"),
-            (split_rows(q, kv, kv),),
+            (*pairs, split_rows(q, kv, kv)),
         )
         for kind in (("weight", "bias") if config.bias or config.attn_bias else ("weight",))
     ]
 
 
-def _attention(config: ModelConfig, native: str, hf: str, norm_bias: bool, fused: bool) -> list[WeightMapping]:
+def _attention(
+    config: ModelConfig, native: str, hf: str, norms: dict[str, str], fused: bool, rope_pairs: bool
+) -> list[WeightMapping]:
     if fused:
         maps = linear(f"{native}.attn.qkv", f"{hf}.self_attn.qkv_proj", config.bias or config.attn_bias)
     else:
-        maps = queries_keys_values(config, native, hf)
+        maps = queries_keys_values(config, native, hf, rope_pairs)
     if config.norm_qk:
         for p, heads in (("q", config.n_head), ("k", config.n_query_groups)):
-            native_part, hf_part = f"{native}.attn.norm_{p}", f"{hf}.self_attn.{p}_norm"
+            native_part, hf_part = f"{native}.attn.norm_{p}", f"{hf}.self_attn.{norms[f'norm_{p}']}"
             if config.norm_qk_type == "per_head":  # StableLM
                 names = tuple(f"{hf}.self_attn.{p}_layernorm.norms.{i}.weight" for i in range(heads))
                 maps.append(
                     WeightMapping((f"{native_part}.weight",), names, (split_rows(*[config.head_size] * heads),))
                 )
             else:
-                maps += linear(native_part, hf_part, norm_bias)
-    maps += linear(f"{native}.attn.proj", f"{hf}.self_attn.o_proj", config.bias)
+                maps += linear(native_part, hf_part, _has_norm_bias(config))
+    maps += linear(f"{native}.attn.proj", f"{hf}.self_attn.o_proj", config.bias or config.attn_proj_bias)
     return maps
+
+
+def _has_norm_bias(config: ModelConfig) -> bool:
+    return config.norm_class_name == "LayerNorm" and config.norm_bias
+
+
+def _mlp(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
+    return [m for n, h in GATED.items() for m in linear(f"{native}.mlp.{n}", f"{hf}.mlp.{h}", config.bias)]
+
+
+def fused_mlp(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
+    """Map a gated MLP to one whose gate and up projections are fused (Phi-3, GLM-4). Without biases."""
+    gate_up = f"{native}.mlp.fc_1.weight", f"{native}.mlp.fc_2.weight"
+    join = join_rows(config.intermediate_size, config.intermediate_size)
+    joined = WeightMapping(gate_up, (f"{hf}.mlp.gate_up_proj.weight",), (join,))
+    return [joined, *linear(f"{native}.mlp.proj", f"{hf}.mlp.down_proj", False)]
 
 
 def decoder_weights(
     config: ModelConfig,
     *,
     fused: bool = False,
+    rope_pairs: bool = False,
+    norms: dict[str, str] | None = None,
+    mlp: Callable[[ModelConfig, str, str], list[WeightMapping]] = _mlp,
     moe: Callable[[ModelConfig, str, str], list[WeightMapping]] = qwen_experts,
     attention: Callable[[ModelConfig, str, str], list[WeightMapping]] | None = None,
 ) -> list[WeightMapping]:
@@ -227,32 +255,30 @@ def decoder_weights(
     Args:
         config: The architecture.
         moe: Function that maps an MoE layer, given the config and the layer's native and Hugging Face prefixes.
+        mlp: Same, for a dense MLP. Default: gate, up and down projections.
         attention: Same, for attention. Default: query, key, value and output projections.
-        fused: Hugging Face also fuses the QKV projections, and gate with up (Phi-3).
+        fused: Hugging Face also fuses the QKV projections (Phi-3).
+        rope_pairs: Hugging Face rotates adjacent rows of queries and keys (GLM-4), see :func:`interleave_pairs`.
+        norms: Hugging Face's names of norms that differ, by native name.
     """
-    norm_bias = config.norm_class_name == "LayerNorm"
+    norm_bias = _has_norm_bias(config)
+    before_mlp = "pre_feedforward_layernorm" if config.post_attention_norm else "post_attention_layernorm"
+    names = {"norm_1": "input_layernorm", "norm_2": before_mlp, "norm_q": "q_norm", "norm_k": "k_norm"}
+    names |= {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+    norms = names | (norms or {})
+    has_norm = {
+        "norm_1": config.norm_1, "norm_2": config.norm_2 and not config.shared_attention_norm,
+        "post_attention_norm": config.post_attention_norm, "post_mlp_norm": config.post_mlp_norm,
+    }  # fmt: skip
     maps = embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
     for i in range(config.n_layer):
         native, hf = f"transformer.h.{i}", f"model.layers.{i}"
-        norms = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
-        if config.post_attention_norm:
-            norms |= {"post_attention_norm": "post_attention_layernorm", "norm_2": "pre_feedforward_layernorm"}
-        if config.post_mlp_norm:
-            norms["post_mlp_norm"] = "post_feedforward_layernorm"
-        has = {"norm_1": config.norm_1, "norm_2": config.norm_2 and not config.shared_attention_norm}
-        for name, hf_name in norms.items():
-            if has.get(name, True) and config.norm_affine:
-                maps += linear(f"{native}.{name}", f"{hf}.{hf_name}", norm_bias)
-        maps += attention(config, native, hf) if attention else _attention(config, native, hf, norm_bias, fused)
-        if config.has_experts(i):
-            maps += moe(config, native, hf)
-            continue
-        if fused:
-            gate_up = f"{native}.mlp.fc_1.weight", f"{native}.mlp.fc_2.weight"
-            join = join_rows(config.intermediate_size, config.intermediate_size)
-            maps.append(WeightMapping(gate_up, (f"{hf}.mlp.gate_up_proj.weight",), (join,)))
+        for name, is_present in has_norm.items():
+            if is_present and config.norm_affine:
+                maps += linear(f"{native}.{name}", f"{hf}.{norms[name]}", norm_bias)
+        if attention is not None:
+            maps += attention(config, native, hf)
         else:
-            maps += linear(f"{native}.mlp.fc_1", f"{hf}.mlp.gate_proj", config.bias)
-            maps += linear(f"{native}.mlp.fc_2", f"{hf}.mlp.up_proj", config.bias)
-        maps += linear(f"{native}.mlp.proj", f"{hf}.mlp.down_proj", config.bias)
+            maps += _attention(config, native, hf, norms, fused, rope_pairs)
+        maps += (moe if config.has_experts(i) else mlp)(config, native, hf)
     return maps + (linear("transformer.ln_f", "model.norm", norm_bias) if config.norm_affine else [])

@@ -1,0 +1,54 @@
+"""Cohere 2 (Command R7B and A, Cohere 2024, 2025).
+
+Parallel residual with one LayerNorm without bias. Three of four layers have sliding windows; the others have full
+attention without RoPE (NoPE). The logits are scaled.
+"""
+
+from functools import partial
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, hf_rope, tables
+
+_FIXED: dict[str, Any] = {
+    "norm_class_name": "LayerNorm", "norm_bias": False, "parallel_residual": True, "shared_attention_norm": True,
+}  # fmt: skip
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+    # transformers ignores the last two
+    hf_config.require_hf(config_json, hidden_act=("silu",), use_qk_norm=(False,), use_parallel_block=(True,))
+    n_layer, every = config_json["num_hidden_layers"], config_json.get("sliding_window_pattern", 4)
+    types = config_json.get("layer_types")
+    if types is None:
+        types = [hf_config.SLIDING if (i + 1) % every else hf_config.FULL for i in range(n_layer)]
+    fields = hf_config.read_decoder(
+        config_json, vocab_size=256000, block_size=8192, tied=True, **hf_config.LAYER_NORM
+    ) | hf_config.read_windows(config_json, types, default=4096)
+    return ModelConfig(
+        **fields,
+        **hf_rope.read_rope(config_json),
+        **hf_config.read_biases({**config_json, "mlp_bias": False}),
+        rope_indices=hf_config.rope_in_windows(types),
+        logits_scaling=1 / config_json.get("logit_scale", 0.0625),
+        **_FIXED,
+    )
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    return hf_config.write_decoder(
+        config, "Cohere2ForCausalLM", layer_norm_eps=config.norm_eps, logit_scale=1 / config.logits_scaling,
+        layer_types=hf_config.write_layer_types(config), sliding_window=config.sliding_window_size or config.block_size,
+    )  # fmt: skip
+
+
+weight_map = partial(tables.decoder_weights, rope_pairs=True)
+
+
+def check(config: ModelConfig) -> None:
+    free = ("attn_bias", "logits_scaling", "rope_indices", *hf_config.LAYERED_WINDOWS)
+    hf_config.require_llama(config, free=free, has_head_dim=False, attn_proj_bias=config.attn_bias, **_FIXED)
+    hf_config.require_rope_only_in_windows(config)
