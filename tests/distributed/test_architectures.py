@@ -29,8 +29,12 @@ GPT_OSS = {
     "n_expert_per_token": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "swiglu_limit": 7.0,
     "sliding_window_size": 12, "sliding_window_indices": [1, 0],
 }  # fmt: skip
-MODELS = {"gemma2": GEMMA2, "olmo3": OLMO3, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}
-SHOWN_BY = {"gemma2": "post_mlp_norm", "olmo3": "norm_q", "deepseek": "mlp.correction", "gpt_oss": "attn.sinks"}
+APERTUS = {"family": "apertus", "norm_qk": True, "mlp_class_name": "XieluMLP"}
+MODELS = {"gemma2": GEMMA2, "olmo3": OLMO3, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS, "apertus": APERTUS}
+SHOWN_BY = {
+    "gemma2": "post_mlp_norm", "olmo3": "norm_q", "deepseek": "mlp.correction", "gpt_oss": "attn.sinks",
+    "apertus": "mlp.alpha_p",
+}  # fmt: skip
 
 
 def flags(options: dict) -> list[str]:

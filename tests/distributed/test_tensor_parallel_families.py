@@ -69,9 +69,10 @@ def differences(config: ModelConfig, lora: LoRAConfig | None = None, log_probs: 
     if lora is not None:
         add_lora(whole, lora)
     randomize(whole, seed=0)
-    part = split(config, dict(whole.named_parameters(remove_duplicate=False)), lora)
+    weights = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
+    part = split(config, weights, lora)
     expected, found = step(whole, log_probs), step(part, log_probs)
-    reduce_gradients(part)
+    reduce_gradients(part, torch.device("cpu"))
     cuts, total, largest = cuts_of(part), torch.zeros(()), torch.zeros(())
     gradients = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
     assert gradients.keys() == {name for name, p in whole.named_parameters() if p.grad is not None}

@@ -234,6 +234,35 @@ HF_CONFIGS = {
     "cohere2-without-windows": lambda: transformers.Cohere2Config(
         **GROUPED, **NO_PAD, layer_types=["full_attention"] * 2
     ),
+    "hunyuan": lambda: transformers.HunYuanDenseV1Config(**GROUPED, head_dim=24),
+    "hunyuan-ntk-biases-tied": lambda: transformers.HunYuanDenseV1Config(
+        **LLAMA,
+        head_dim=16,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 50.0, "factor": 1.0},
+    ),
+    "exaone4": lambda: transformers.Exaone4Config(**FOUR, sliding_window=16),
+    "exaone4-without-windows-tied": lambda: transformers.Exaone4Config(
+        **{**GROUPED, "num_key_value_heads": 4},
+        sliding_window=None,
+        layer_types=["full_attention"] * 2,
+        tie_word_embeddings=True,
+        rope_parameters=LLAMA3_ROPE,
+    ),
+    "ernie4.5": lambda: transformers.Ernie4_5Config(**GROUPED, **NO_PAD, head_dim=24),
+    "ernie4.5-biases-untied": lambda: transformers.Ernie4_5Config(
+        **{**GROUPED, "num_key_value_heads": 4}, **NO_PAD, head_dim=16, use_bias=True, tie_word_embeddings=False
+    ),
+    "apertus": lambda: transformers.ApertusConfig(**GROUPED, **NO_PAD, rope_parameters=LLAMA3_ROPE),
+    "apertus-biases-wide-heads-tied": lambda: transformers.ApertusConfig(
+        **LLAMA,
+        **NO_PAD,
+        head_dim=24,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
     "olmoe": lambda: transformers.OlmoeConfig(**OLMOE),
     "olmoe-normed": lambda: transformers.OlmoeConfig(
         **{**OLMOE, "num_key_value_heads": 4, "num_experts_per_tok": 1}, norm_topk_prob=True, tie_word_embeddings=True
@@ -345,6 +374,19 @@ NATIVE_CONFIGS = {
     "ministral": {
         "family": "ministral", "vocab_size": 90, "n_query_groups": 2, "head_size": 32, "sliding_window_size": 16,
         "sliding_window_indices": [1, 0],
+    },
+    "hunyuan": {
+        "family": "hunyuan_v1_dense", "vocab_size": 90, "n_query_groups": 2, "head_size": 32, "norm_qk": True,
+        "norm_qk_after_rope": True, "tie_embeddings": True,
+    },
+    "exaone4": {
+        "family": "exaone4", "vocab_size": 90, "n_query_groups": 2, "norm_1": False, "norm_2": False, "norm_qk": True,
+        "post_attention_norm": True, "post_mlp_norm": True, "sliding_window_size": 16, "sliding_window_indices": [1, 0],
+        "rope_indices": [0, -1], "head_size": 32,
+    },
+    "ernie4.5": {"family": "ernie4_5", "vocab_size": 90, "n_query_groups": 1, "head_size": 32, "tie_embeddings": True},
+    "apertus": {
+        "family": "apertus", "vocab_size": 90, "n_query_groups": 2, "norm_qk": True, "mlp_class_name": "XieluMLP",
     },
     "olmoe": {
         "family": "olmoe", "vocab_size": 90, "norm_qk": True, "norm_qk_type": "olmo2", "mlp_class_name": "LLaMAMoE",

@@ -66,6 +66,12 @@ COMPUTED = {
     "gpt2 in the words of others": ("gpt2", GPT2),
     "gpt2 with heads twice": ("gpt2", GPT2 | {"n_head": 8}),
     "attention_dropout": ("qwen2", GROUPED | {"attention_dropout": 0.1}),
+    "hunyuan, a constant factor of theta": ("hunyuan_v1_dense", GROUPED | {
+        "head_dim": 16, "rope_theta": 500.0, "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}}),
+    "exaone4, a pattern in words": ("exaone4", GROUPED | {
+        "sliding_window": 16, "sliding_window_pattern": "LG", "layer_types": [SLIDING, FULL]}),
+    "cohere2, a pattern": ("cohere2", GROUPED | {"sliding_window": 16, "sliding_window_pattern": 2}),
+    "apertus without RoPE's keys": ("apertus", GROUPED | {"hidden_act": "xielu", "max_position_embeddings": 65536}),
     "qwen2, windows without a width": ("qwen2", GROUPED | {
         "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
 }  # fmt: skip
@@ -131,6 +137,12 @@ def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0: of a 'olmoe' model, this version computes only None"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm True: of a 'cohere2' model"),
         ("cohere2", {"head_dim": 32}, "head_dim 32: .* only has 16"),
+        ("cohere2", {"sliding_window_pattern": 0}, "sliding_window_pattern 0: must be an integer, 1 or greater"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG': must be an integer"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "alpha -1.0: must be a number"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act 'silu': of a 'apertus' model"),
+        ("apertus", {"hidden_act": "xielu", "rope_theta": 5e5}, "rope_theta 500000.0: transformers ignores it"),
         ("cohere2", {"logit_scale": 0}, "logit_scale 0: must be a number greater than zero"),
         ("cohere2", {"sliding_window": None}, "sliding_window None: must be greater than zero"),
         ("granite", {"mlp_bias": True}, "attention_bias False with mlp_bias True"),
@@ -219,7 +231,7 @@ def test_any_rope_value_is_accepted_or_a_user_error(kind):
 
 # Keys whose absence toolkit rejects, where transformers would read another model than was written.
 EXPECTED_REJECTIONS = {("gpt_oss", "rope_theta"), ("deepseek_v3", "rope_theta"), ("olmo3", "rope_parameters"),
-        ("deepseek_v2", "qk_rope_head_dim")}  # fmt: skip
+        ("deepseek_v2", "qk_rope_head_dim"), ("apertus", "rope_theta")}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -61,6 +61,11 @@ CONFIGS = {
                             norm_qk_type="per_head"),
     "granite": ModelConfig(**SMALL, embedding_multiplier=12.0, attention_multiplier=0.1, residual_multiplier=0.2,
                            logits_scaling=8.0),
+    "cohere2": ModelConfig(**SMALL, norm_class_name="LayerNorm", norm_bias=False, parallel_residual=True,
+                           shared_attention_norm=True, sliding_window_size=32, sliding_window_indices=[1, 1, 1, 0],
+                           rope_indices=[0, 0, 0, -1], logits_scaling=16.0, tie_embeddings=True),
+    "hunyuan": ModelConfig(**SMALL, norm_qk=True, norm_qk_after_rope=True, attn_bias=True, attn_proj_bias=True),
+    "apertus": ModelConfig(**SMALL, norm_qk=True, mlp_class_name="XieluMLP"),
 }  # fmt: skip
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 96}
 CONFIGS["experts"] = replace(CONFIGS["llama"], n_layer=3, norm_topk_prob=True, **EXPERTS)

@@ -365,5 +365,7 @@ def reduce_gradients(module: nn.Module, device: torch.device) -> None:
 
 
 def _is_shared_by_parts(name: str) -> bool:
-    """Whether each rank computes a part of the gradient: the QK-norm of all heads, and A of a layer with some rows."""
-    return ".norm_q." in name or ".norm_k." in name or name.endswith(".A")
+    """Whether each rank computes a part of the gradient: the QK-norm of all heads, xIELU's slopes of all hidden units,
+    and A of a layer with some rows.
+    """
+    return ".norm_q." in name or ".norm_k." in name or name.endswith((".A", ".alpha_p", ".alpha_n"))

@@ -85,8 +85,8 @@ class ModelConfig:
         norm_2: Pre-norm before the MLP.
         post_attention_norm: Post-norm: normalize the output of attention before the residual addition.
         post_mlp_norm: Post-norm: normalize the output of the MLP before the residual addition.
-        mlp_class_name: "LLaMAMLP" (SwiGLU), "GemmaMLP" (GeGLU), "GptNeoxMLP" (non-gated, GELU) or "LLaMAMoE" (mixture
-            of experts, each a LLaMAMLP).
+        mlp_class_name: "LLaMAMLP" (SwiGLU), "GemmaMLP" (GeGLU), "GptNeoxMLP" (non-gated, GELU), "XieluMLP" (non-gated,
+            xIELU: Apertus) or "LLaMAMoE" (mixture of experts, each a LLaMAMLP).
         n_expert: Number of experts of a LLaMAMoE.
         n_expert_per_token: Number of experts per token (top-k).
         moe_intermediate_size: Width of each expert; default intermediate_size.
@@ -157,7 +157,7 @@ class ModelConfig:
     norm_2: bool = True
     post_attention_norm: bool = False
     post_mlp_norm: bool = False
-    mlp_class_name: Literal["LLaMAMLP", "GemmaMLP", "GptNeoxMLP", "LLaMAMoE"] = "LLaMAMLP"
+    mlp_class_name: Literal["LLaMAMLP", "GemmaMLP", "GptNeoxMLP", "XieluMLP", "LLaMAMoE"] = "LLaMAMLP"
     n_expert: int = 0
     n_expert_per_token: int = 0
     moe_intermediate_size: int | None = None

@@ -45,7 +45,31 @@ class GptNeoxMLP(nn.Module):
         return self.proj(F.gelu(self.fc(x), approximate=self.gelu_approximate))
 
 
+class XieluMLP(GptNeoxMLP):
+    """proj(xielu(fc(x))). xIELU is quadratic above zero and exponential below, both with a learned slope.
+
+    Source: Huang and Schlag 2024, arXiv 2411.13010, as in transformers, whose files contain the constants.
+    """
+
+    beta: torch.Tensor
+    eps: torch.Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.alpha_p, self.alpha_n = (nn.Parameter(torch.empty(1)) for _ in range(2))
+        for name in ("beta", "eps"):
+            self.register_buffer(name, torch.empty(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        beta, eps = self.beta.to(x.dtype), self.eps.to(x.dtype)
+        above, below = F.softplus(self.alpha_p).to(x.dtype), beta + F.softplus(self.alpha_n).to(x.dtype)
+        y = torch.where(x > 0, above * x * x, (torch.expm1(torch.minimum(x, eps)) - x) * below)
+        return self.proj(y + beta * x)
+
+
 def make_mlp(config: ModelConfig) -> nn.Module:
     """Return the MLP of a layer without experts."""
-    dense = {"LLaMAMLP": LLaMAMLP, "GemmaMLP": GemmaMLP, "GptNeoxMLP": GptNeoxMLP, "LLaMAMoE": LLaMAMLP}
-    return dense[config.mlp_class_name](config)
+    dense: tuple[type[LLaMAMLP | GptNeoxMLP], ...] = (LLaMAMLP, GemmaMLP, GptNeoxMLP, XieluMLP)
+    by_name = {kind.__name__: kind for kind in dense} | {"LLaMAMoE": LLaMAMLP}
+    return by_name[config.mlp_class_name](config)

@@ -34,8 +34,8 @@ COMPLETE = ["llama", "llama-grouped-tied", "llama-one-group-wide-heads", "mistra
             "falcon-one-group"]  # fmt: skip
 # transformers has no metadata for these: windows, RoPE scaling, biases, widths.
 PARTIAL = ["llama-biases", "llama-attention-biases", "llama3-rope", "llama-linear-rope", "llama-yarn", "qwen2-windows",
-           "qwen3", "qwen3-tied", "qwen2-moe", "qwen3-moe", "gemma2", "gemma3", "phi3", "phi3-window", "phi3-long", "gpt2", "gpt2-untied",
-           "stablelm", "starcoder2"]  # fmt: skip
+           "qwen3", "qwen3-tied", "qwen2-moe", "qwen3-moe", "gemma2", "gemma3", "phi3", "phi3-window",
+           "phi3-long", "gpt2", "gpt2-untied", "stablelm", "starcoder2"]  # fmt: skip
 # Only llama.cpp reads these.
 LLAMA_CPP = ["gemma", "falcon-groups", "falcon-groups-one-norm", "falcon-no-groups", "stablelm-12b", "mistral-window"]
 REFUSED = {
@@ -45,6 +45,8 @@ REFUSED = {
     "gemma2-without-caps": "attention_scores_scalar 256.0", "stablelm-parallel": "tie_embeddings True",
     "starcoder2-without-biases": "bias False", "glm4": "'glm4' is not", "cohere2": "'cohere2' is not",
     "seed-oss": "'seed_oss' is not", "olmoe": "'olmoe' is not", "ministral": "'ministral' is not",
+    "hunyuan": "'hunyuan_v1_dense' is not", "exaone4": "'exaone4' is not", "ernie4.5": "'ernie4_5' is not",
+    "apertus": "'apertus' is not",
 }  # fmt: skip
 TEXTS = [
     "hello world", "The year 2024 wasn't 1999", "a 12345 b20242024", "$$ 100,000 == 3.14!!", "Größe naïve 日本語",

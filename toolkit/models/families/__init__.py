@@ -34,7 +34,8 @@ FAMILIES: dict[str, ModuleType] = {
         "gpt2": ("gpt2",), "falcon": ("falcon",), "olmo": ("olmo", "olmo2", "olmo3"), "stablelm": ("stablelm",),
         "granite": ("granite",), "starcoder2": ("starcoder2",), "gpt_oss": ("gpt_oss",),
         "deepseek": ("deepseek_v2", "deepseek_v3"), "glm4": ("glm4",), "seed_oss": ("seed_oss",),
-        "cohere2": ("cohere2",), "olmoe": ("olmoe",),
+        "cohere2": ("cohere2",), "olmoe": ("olmoe",), "hunyuan": ("hunyuan_v1_dense",), "exaone4": ("exaone4",),
+        "ernie4_5": ("ernie4_5",), "apertus": ("apertus",),
     }.items()
     for model_type in model_types
 }  # fmt: skip

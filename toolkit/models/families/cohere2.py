@@ -21,10 +21,9 @@ ALIASES: dict[str, str] = {}
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     # transformers ignores the last two
     hf_config.require_hf(config_json, hidden_act=("silu",), use_qk_norm=(False,), use_parallel_block=(True,))
-    n_layer, every = config_json["num_hidden_layers"], config_json.get("sliding_window_pattern", 4)
-    types = config_json.get("layer_types")
-    if types is None:
-        types = [hf_config.SLIDING if (i + 1) % every else hf_config.FULL for i in range(n_layer)]
+    if (types := config_json.get("layer_types")) is None:
+        every = config_json.get("sliding_window_pattern", 4)
+        types = hf_config.every_nth_is_full(config_json["num_hidden_layers"], every)
     fields = hf_config.read_decoder(
         config_json, vocab_size=256000, block_size=8192, tied=True, **hf_config.LAYER_NORM
     ) | hf_config.read_windows(config_json, types, default=4096)

@@ -93,7 +93,7 @@ def _gemma2_and_3_fields(config_json: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that only Gemma 2 and 3 have."""
     is_v3, n_layer = config_json["model_type"] == "gemma3_text", config_json["num_hidden_layers"]
     every = config_json.get("sliding_window_pattern", 6) if is_v3 else 2
-    types = [hf_config.SLIDING if (i + 1) % every else hf_config.FULL for i in range(n_layer)]
+    types = hf_config.every_nth_is_full(n_layer, every)
     # transformers' Gemma 3 reads the soft cap of scores but does not apply it
     score_softcap = None if is_v3 else config_json.get("attn_logit_softcapping", 50.0)
     fields = {

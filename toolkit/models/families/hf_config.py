@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.errors import UserError, require_option
 from toolkit.models.config import ModelConfig
-from toolkit.models.families.hf_keys import require_key
+from toolkit.models.families.hf_keys import is_integer, require_key
 
 
 def require(config: ModelConfig, **expected: Any) -> None:
@@ -89,7 +89,7 @@ WINDOWS = ("sliding_window_size",)
 LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
 
 
-def read_biases(config_json: dict[str, Any], attention: bool = False, output: bool | None = None) -> dict[str, bool]:
+def read_biases(config_json: dict[str, Any], attention: bool = False, output: bool | None = None) -> dict[str, Any]:
     """Return the bias fields of a ModelConfig.
 
     ``attention`` is the default of attention_bias; ``output`` is the bias of attention's output projection, by default
@@ -208,6 +208,12 @@ def read_windows(
     require_key(bool(size), "sliding_window", size, "must be greater than zero in a model with sliding windows")
     indices = None if types is None or FULL not in types else [int(kind == SLIDING) for kind in types]
     return {"sliding_window_size": size, "sliding_window_indices": indices}
+
+
+def every_nth_is_full(n_layer: int, n: Any) -> list[str]:
+    """Return ``layer_types`` in which every n-th layer has full attention. n is ``sliding_window_pattern``."""
+    require_key(is_integer(n, 1), "sliding_window_pattern", n, "must be an integer, 1 or greater")
+    return [SLIDING if (i + 1) % n else FULL for i in range(n_layer)]
 
 
 def write_layer_types(config: ModelConfig) -> list[str]:

@@ -34,7 +34,7 @@ _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
         "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "num_key_value_heads",
         "head_dim", "num_kv_heads", "ffn_hidden_size", "query_pre_attn_scalar", "original_max_position_embeddings",
-        "sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step", "num_local_experts", "num_experts",
+        "no_rope_layer_interval", "decoder_sparse_step", "num_local_experts", "num_experts",
         "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "n_routed_experts",
         "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
     )),

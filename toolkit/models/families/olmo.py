@@ -46,7 +46,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     fields |= {**_OLMO1, "clip_qkv": config_json.get("clip_qkv")} if kind == "olmo" else _OLMO2
     if kind == "olmo3":
         if (types := config_json.get("layer_types")) is None:
-            types = [hf_config.SLIDING if (i + 1) % 4 else hf_config.FULL for i in range(n_layer)]
+            types = hf_config.every_nth_is_full(n_layer, 4)
         fields |= hf_config.read_windows(config_json, types, default=4096)
         fields |= hf_rope.read_rope_by_layer(config_json, local=None, default_theta=5e5, default_local=5e5)
         fields["rope_indices"] = [int(t == hf_config.SLIDING) for t in types]

@@ -1,0 +1,53 @@
+"""Apertus (Swiss AI 2025): QK-norm per head, and a non-gated MLP with xIELU, whose slopes are learned per layer."""
+
+from functools import partial
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.hf_keys import require_key
+
+_FIXED: dict[str, Any] = {"norm_qk": True, "mlp_class_name": "XieluMLP"}
+# Default of transformers' class.
+_ROPE: dict[str, Any] = {
+    "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+    hf_config.require_hf(config_json, hidden_act=("xielu",))
+    if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
+        theta = config_json.get("rope_theta", _ROPE["rope_theta"])
+        hint = "transformers ignores it without rope_parameters; write it there, with the other keys"
+        require_key(theta == _ROPE["rope_theta"], "rope_theta", theta, hint)
+        config_json = config_json | {"rope_parameters": _ROPE}
+    return ModelConfig(
+        **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=131072, block_size=65536),
+        **hf_rope.read_rope(config_json, default_theta=_ROPE["rope_theta"]),
+        **hf_config.read_biases({**config_json, "mlp_bias": False}),
+        **_FIXED,
+    )
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    scaling = hf_config.write_rope_scaling(config) or {"rope_type": "default"}
+    rope = {"rope_parameters": scaling | {"rope_theta": config.rope_base}}  # its default is scaled
+    return hf_config.write_decoder(config, "ApertusForCausalLM", hidden_act="xielu", **rope)
+
+
+def _mlp(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+    names = {"fc.weight": "up_proj.weight", "proj.weight": "down_proj.weight"}
+    names |= {name: f"act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
+    return [tables.one_to_one(f"{native}.mlp.{n}", f"{hf}.mlp.{h}") for n, h in names.items()]
+
+
+_NORMS = {"norm_1": "attention_layernorm", "norm_2": "feedforward_layernorm"}
+weight_map = partial(tables.decoder_weights, norms=_NORMS, mlp=_mlp)
+
+
+def check(config: ModelConfig) -> None:
+    hf_config.require_llama(config, free=("attn_bias",), attn_proj_bias=config.attn_bias, **_FIXED)

@@ -1,0 +1,52 @@
+"""EXAONE 4 (LG AI Research 2025): post-norm only, and QK-norm per head.
+
+Hybrid models have sliding windows in some layers, and no RoPE (NoPE) in the others.
+"""
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, hf_rope, tables
+
+_FIXED: dict[str, Any] = {
+    "norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True,
+}  # fmt: skip
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+    hf_config.require_hf(config_json, hidden_act=("silu",))
+    is_hybrid = config_json.get("sliding_window", 4096) is not None
+    if (types := config_json.get("layer_types")) is None:  # patterns such as LLLG come with layer_types
+        every = config_json.get("sliding_window_pattern", 4) if is_hybrid else 1
+        types = hf_config.every_nth_is_full(config_json["num_hidden_layers"], every)
+    sizes = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32} | config_json
+    return ModelConfig(
+        **hf_config.read_decoder(sizes, vocab_size=102400, block_size=2048),
+        **hf_config.read_windows(config_json, types, default=4096),
+        **hf_rope.read_rope(config_json),
+        rope_indices=hf_config.rope_in_windows(types) if is_hybrid else None,
+        **_FIXED,
+    )
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    layers = range(config.n_layer)
+    is_hybrid = any(config.window(layer) is not None or config.rope_index(layer) == -1 for layer in layers)
+    window = (config.sliding_window_size or config.block_size) if is_hybrid else None  # NoPE needs one, used or not
+    return hf_config.write_decoder(
+        config, "Exaone4ForCausalLM", layer_types=hf_config.write_layer_types(config), sliding_window=window,
+        sliding_window_pattern=None,
+    )  # fmt: skip
+
+
+weight_map = tables.decoder_weights
+
+
+def check(config: ModelConfig) -> None:
+    hf_config.require_llama(config, free=("rope_indices", *hf_config.LAYERED_WINDOWS), **_FIXED)
+    has_windows = any(config.window(layer) is not None for layer in range(config.n_layer))
+    if has_windows or any(config.rope_index(layer) for layer in range(config.n_layer)):
+        hf_config.require_rope_only_in_windows(config)
