@@ -33,14 +33,16 @@ EXPORTED = [
     "qwen2-windows", "qwen3", "qwen3-tied", "qwen3-moe", "gemma", "gemma2", "gemma2-without-caps", "gemma3", "phi",
     "phi-grouped", "phi-norms", "phi3", "phi3-window", "neox", "neox-serial-tied", "falcon-one-group", "falcon-groups",
     "falcon-groups-one-norm", "falcon-no-groups", "olmo", "olmo2", "stablelm", "stablelm-parallel", "starcoder2",
-    "starcoder2-without-biases",
+    "starcoder2-without-biases", "glm4", "seed-oss", "seed-oss-biases", "ernie4.5",
+    "ernie4.5-biases-untied", "olmoe-normed", "ministral-full-below", "exaone4-without-windows-tied",
 ]  # fmt: skip
 REFUSED = {
     "llama-yarn": "rope_adjustments yarn", "phi3-long": "rope_adjustments longrope", "smollm3": "rope_indices",
     "qwen2-moe": "norm_topk_prob False", "qwen2-moe-normed-windows-without-biases": "shared_expert", "gpt2": "learned",
     "qwen3-moe-not-normed-wide-heads-dense-first": "norm_topk_prob", "gpt-oss-without-windows-or-scaling": "bias True",
     "olmo-clipped": "clip_qkv", "olmo3": "yarn", "stablelm-12b": "norm_qk_type per_head", "granite": "multiplier",
-    "deepseek-v2": "latent_attention",
+    "deepseek-v2": "latent_attention", "llama-attention-biases": "attn_proj_bias", "cohere2": "rope_indices",
+    "hunyuan": "norm_qk_after_rope", "apertus": "mlp_class_name XieluMLP",
 }  # fmt: skip
 
 

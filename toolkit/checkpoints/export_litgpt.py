@@ -105,6 +105,7 @@ def litgpt_config(config: ModelConfig) -> dict[str, Any]:
     unsupported = {
         "rope_adjustments": config.rope_kind not in (None, "linear", "llama3"),
         "norm_qk_type": config.norm_qk_type == "per_head",
+        "mlp_class_name": config.mlp_class_name == "XieluMLP",
         "bias": config.bias and config.mlp_class_name == "LLaMAMoE",  # LitGPT's router has none
     }
     field = next((field for field, is_unsupported in unsupported.items() if is_unsupported), None)
