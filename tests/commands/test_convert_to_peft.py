@@ -14,7 +14,7 @@ from tests.checkpoints.test_adapters import make, write_adapted, write_base
 from tests.commands.test_merge_lora import add_companions
 from tests.models.test_lora import base, stir, tokens
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.hf.import_hf import write_origin
+from toolkit.checkpoints.hf.origin import write_origin
 from toolkit.cli import main
 from toolkit.models.lora_config import LoRAConfig
 

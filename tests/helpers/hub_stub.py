@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -10,8 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 _API = re.compile(
-    r"/api/(?P<kind>models|datasets)/(?P<repo>.+?)/(?P<what>revision|tree|refs)(/(?P<revision>[^/]+)(/(?P<folder>.+))?)?"
+    r"/api/(?P<kind>models|datasets)/(?P<repo>.+?)"
+    r"(/(?P<what>revision|tree|refs)(/(?P<revision>[^/]+)(/(?P<folder>.+))?)?)?"
 )
+_WRITE = re.compile(r"/api/models/(?P<repo>.+?)/(?P<what>preupload|commit)/(?P<revision>[^/]+)")
+_LARGE = re.compile(r"/(?P<repo>.+)\.git/info/lfs/objects/batch")
 _FILE = re.compile(r"/(?P<repo>.+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
@@ -41,6 +45,10 @@ class Hub(ThreadingHTTPServer):
         self.failing: set[str] = set()  # files with response status 500
         self.asked: list[tuple[str, str, str | None]] = []  # (method, file, range) of all files
         self.tokens: set[str | None] = set()  # authorization headers received
+        self.is_private: dict[str, bool] = {}
+        self.cards: dict[str, dict[str, str]] = {}  # metadata of a repository's README
+        self.refused_writes: dict[str, int] = {}  # what (create, preupload, commit): response status
+        self.uploaded: dict[str, bytes] = {}  # large files by SHA-256
 
     def add(self, repo: str, files: dict[str, bytes], branch: str = "main") -> str:
         """Put files into a branch as a new commit, and return its name; a dataset's name starts with datasets/."""
@@ -90,15 +98,77 @@ class _Handler(BaseHTTPRequestHandler):
         elif match["what"] == "tree":
             below = f"{unquote(match['folder'])}/" if match["folder"] else ""
             found = {n: b for n, b in files.items() if n.startswith(below)}
-            if not found:
+            if below and not found:
                 return self.error(404, "EntryNotFound")
             answer = [{"type": "file", "path": n, "size": len(b), "oid": _sha1(b)} for n, b in found.items()]
         else:
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
-            answer = {"id": repo, "sha": commit, "siblings": siblings}
+            answer = {
+                "id": repo,
+                "sha": commit,
+                "siblings": siblings,
+                "private": self.server.is_private.get(repo, False),
+            }
+            answer["cardData"] = self.server.cards.get(repo, {})
         self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        hub, body = self.server, self.rfile.read(int(self.headers["content-length"]))
+        hub.tokens.add(self.headers["authorization"])
+        path = urlsplit(self.path).path
+        match = _WRITE.fullmatch(path) or _LARGE.fullmatch(path)
+        what = match["what"] if match is not None and match.re is _WRITE else path.rpartition("/")[2]
+        if what in hub.refused_writes:
+            return self.error(hub.refused_writes[what], "")
+        repo = match["repo"] if match is not None else ""
+        if match is not None and repo not in {name for name, _ in hub.branches}:
+            return self.error(404, "RepoNotFound")
+        answer = getattr(self, f"write_{what.replace('-', '_')}")(repo, body)
+        self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["content-length"]))
+        self.server.uploaded[hashlib.sha256(content).hexdigest()] = content
+        self.answer(200, b"", {"ETag": "x"})
+
+    def write_create(self, _: str, body: bytes) -> dict:
+        asked = json.loads(body)
+        repo = f"{asked['organization']}/{asked['name']}"
+        if repo not in {name for name, _ in self.server.branches}:
+            self.server.add(repo, {})
+            self.server.is_private[repo] = asked.get("private", asked.get("visibility") == "private")
+        return {"url": f"{self.server.url}/{repo}"}
+
+    def write_validate_yaml(self, _: str, body: bytes) -> dict:
+        return {"errors": [], "warnings": []}
+
+    def write_preupload(self, repo: str, body: bytes) -> dict:
+        large = (".safetensors", ".bin")
+        modes = {f["path"]: "lfs" if f["path"].endswith(large) else "regular" for f in json.loads(body)["files"]}
+        return {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]}
+
+    def write_batch(self, repo: str, body: bytes) -> dict:
+        objects = json.loads(body)["objects"]
+        actions = [{"upload": {"href": f"{self.server.url}/large/{one['oid']}"}} for one in objects]
+        pairs = zip(objects, actions, strict=True)
+        return {"transfer": "basic", "objects": [one | {"actions": action} for one, action in pairs]}
+
+    def write_commit(self, repo: str, body: bytes) -> dict:
+        hub = self.server
+        files = dict(hub.commits[repo, hub.branches[repo, "main"]])
+        for line in body.splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif entry["key"] == "lfsFile":
+                files[value["path"]] = hub.uploaded[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                del files[value["path"]]
+        commit = hub.add(repo, files)
+        return {"success": True, "commitOid": commit, "commitUrl": f"{hub.url}/{repo}/commit/{commit}"}
 
     def file(self, repo: str, commit: str, files: dict[str, bytes], name: str) -> None:
         hub, asked_range = self.server, self.headers["range"]
@@ -129,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if only_half else body)
             self.wfile.flush()
             self.close_connection = only_half

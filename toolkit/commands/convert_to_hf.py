@@ -15,6 +15,8 @@ def setup(
     base_checkpoint_dir: str | None = None,
     verify_checkpoint: bool = True,
     family_options: dict[str, Any] | None = None,
+    push_to_hub: str | None = None,
+    private: bool = True,
 ) -> None:
     """Export a model for AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained.
 
@@ -30,6 +32,9 @@ def setup(
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
         family_options: Options of an extension's family to change, such as --family_options.NAME false. The checkpoint
             must have all weights of the changed model; other weights are not exported.
+        push_to_hub: Also upload the folder to this hub repository, USER/NAME, which is created if needed. Needs a token
+            in HF_TOKEN, or from `hf auth login`.
+        private: Visibility of the repository; false makes it public.
     """
     import sys
     from pathlib import Path
@@ -40,8 +45,13 @@ def setup(
     from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_model, read_model_config
     from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers, verify_hf
-    from toolkit.errors import GuardError
+    from toolkit.checkpoints.hf.push import push_folder, require_target
+    from toolkit.errors import GuardError, UserError
 
+    if push_to_hub is not None:
+        require_target(push_to_hub, private)
+    elif not private:
+        raise UserError("--private false: has no effect without --push_to_hub; remove it")
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     target_dtype = None if dtype is None else getattr(torch, dtype)
     if verify:
@@ -63,3 +73,5 @@ def setup(
     if not (Path(out_dir) / "tokenizer.json").exists():
         print(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}", file=sys.stderr)
     print(f"wrote {out_dir}")
+    if push_to_hub is not None:
+        print(f"uploaded to {push_folder(Path(out_dir), push_to_hub, private)}")

@@ -58,7 +58,9 @@ sample_packing = data.packing best_fit
 torch_compile = compiler torch
 use_fsdp = strategy fsdp
 zero_stage deepspeed = strategy fsdp; ZeRO 3 is the default, ZeRO 2 --fsdp.sharding_strategy SHARD_GRAD_OP
-push_to_hub hub_model_id = -; convert_to_hf writes a folder that `hf upload` takes
+hub_model_id = push_to_hub
+hub_private_repo = private true
+push_to_hub hub_model_id = -; after training, run toolkit convert_to_hf DIR OUT_DIR --push_to_hub USER/NAME
 flash_attention flash_attn attn_implementation use_flash_attention_2 sdp_attention = -; attention needs no option: a \
 run uses the fastest correct kernel for its device
 neftune_noise_alpha = -; NEFTune is not available
@@ -113,7 +115,8 @@ COMMAND_HINTS = {
     ),
     **dict.fromkeys(
         ("export", "upload", "serve"),
-        "; convert_to_gguf writes a file for llama.cpp, convert_to_hf a folder for `vllm serve` and `hf upload`",
+        "; convert_to_gguf writes a file for llama.cpp, convert_to_hf a folder for `vllm serve`, "
+        "or for the hub with --push_to_hub",
     ),
     **dict.fromkeys(("env", "info"), "; use doctor"),
     **dict.fromkeys(("list", "models"), "; `toolkit pretrain list` prints the architectures"),

@@ -18,7 +18,14 @@ def hub_error_types() -> tuple[type[BaseException], ...]:
 
 
 def describe_hub_error(
-    error: BaseException, repo_id: str, revision: str, *, kind: str = "model", option: str = "", hint: str = ""
+    error: BaseException,
+    repo_id: str,
+    revision: str,
+    *,
+    kind: str = "model",
+    option: str = "",
+    hint: str = "",
+    is_upload: bool = False,
 ) -> str:
     """Return a one-line message for an error of :func:`hub_error_types`, without credentials.
 
@@ -26,29 +33,32 @@ def describe_hub_error(
         kind: Repository type, "model" or "dataset".
         option: Option prefix, such as ``--data.``.
         hint: What to do if the revision does not exist; by default, a link to the repository.
+        is_upload: Whether ``--push_to_hub`` failed, not a download.
     """
     from huggingface_hub import errors
 
-    where, hub = f"{option}repo_id {repo_id}", hub_url()
+    where, hub = f"--push_to_hub {repo_id}" if is_upload else f"{option}repo_id {repo_id}", hub_url()
     page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
+    verb, noun = ("write to", "upload") if is_upload else ("read", "download")
     causes = list(iterate_causes(error))
     status = next((e.response.status_code for e in causes if isinstance(e, errors.HfHubHTTPError)), None)
     login = "log in with `hf auth login` or set HF_TOKEN"
     if any(isinstance(e, errors.GatedRepoError) for e in causes):
         return f"{where}: is gated; accept its license at {page}, then {login} to a token of that account"
-    if any(isinstance(e, errors.RepositoryNotFoundError) for e in causes):
+    if any(isinstance(e, errors.RepositoryNotFoundError) for e in causes) and not is_upload:
         return f"{where}: no such {kind} at {hub}, or a private one; check the name, or {login}"
     if any(isinstance(e, errors.RevisionNotFoundError) for e in causes):
         see = hint or f"see {page}/tree/main"
         return f"{option or '--'}revision {revision}: no such branch, tag or commit of {repo_id}; {see}"
     if status in (401, 403):
-        return f"{where}: {hub} refuses the token (status {status}); {login} to one that may read it"
+        return f"{where}: {hub} refuses the token (status {status}); {login} to one that may {verb} it"
     if any(isinstance(e, errors.OfflineModeIsEnabled) for e in causes):
-        return f"{where}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, which disables downloads; unset it"
+        return f"{where}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, which disables {noun}s; unset it"
     if isinstance(error, (KeyError, TypeError, ValueError)) and status is None:
         return f"{where}: {hub} does not answer like a hub; check HF_ENDPOINT"
     reason = f"status {status}" if status else one_line(causes[-1])[:200]
-    return f"{where}: no download from {hub} ({reason}); check the network, or HF_ENDPOINT if you use a mirror"
+    tried = f"no {noun} {'to' if is_upload else 'from'} {hub} ({reason})"
+    return f"{where}: {tried}; check the network, or HF_ENDPOINT if you use a mirror"
 
 
 def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:

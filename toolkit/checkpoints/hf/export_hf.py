@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
+from toolkit.checkpoints.hf.card import write_model_card
 from toolkit.checkpoints.hf.files import FORMAT_NAMES
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE
 from toolkit.checkpoints.hf.sums import write_sums
@@ -70,7 +71,7 @@ def export_hf(
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
-        _write_model_card(folder / "README.md", config, tokenizer is not None)
+        write_model_card(folder / "README.md", config, checkpoint_dir, tokenizer is not None)
         write_sums(folder)
         if check is not None:
             check(folder)
@@ -298,42 +299,6 @@ def eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
     except UserError:  # no template, or one without an end-of-turn token
         return tokenizer.eos_id
     return ids if len(ids) > 1 else ids[0]
-
-
-def _write_model_card(path: Path, config: ModelConfig, has_tokenizer: bool) -> None:
-    name = config.name or "A language model"
-    parameters = sum(p.numel() for p in model_on_meta(config).parameters())
-    is_in_transformers = family_of(config).is_in_transformers
-    classes, tokenizer = "AutoModelForCausalLM", ""
-    if has_tokenizer:
-        classes += ", AutoTokenizer"
-        tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'
-    usage = f"""```python
-from transformers import {classes}
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){tokenizer}
-```"""
-    if not is_in_transformers:
-        usage = f"""transformers has no class for `{config.family}`; this reads the folder:
-
-```bash
-toolkit convert_from_hf path/to/this/folder path/to/checkpoint
-```"""
-    path.write_text(
-        f"""---
-library_name: {"transformers" if is_in_transformers else "toolkit"}
-pipeline_tag: text-generation
----
-
-# {name}
-
-A causal language model with {parameters:,} parameters ({config.n_layer} layers, width {config.n_embd}, context
-{config.block_size:,} tokens), exported with `toolkit`.
-
-{usage}
-""",
-        encoding="utf-8",
-    )
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

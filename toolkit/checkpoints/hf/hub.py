@@ -13,7 +13,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config, write_origin
+from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config
+from toolkit.checkpoints.hf.origin import write_origin
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits, read_index
 from toolkit.checkpoints.hf.sums import find_changed, write_sums
 from toolkit.checkpoints.lock import exclusive_lock
@@ -26,7 +27,7 @@ from toolkit.io.safe_parse import read_json_object
 if TYPE_CHECKING:
     import torch
 
-_TIMEOUT = 30  # seconds
+TIMEOUT = 30  # seconds
 _HEARTBEAT = 10.0  # seconds between progress lines
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -111,7 +112,7 @@ def _look_up(repo_id: str, revision: str) -> Repository:
     except HFValidationError as error:
         raise UserError(f"repo_id {repo_id}: not a valid hub name; give organization/name") from error
     with _hub_errors(repo_id, revision):
-        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_TIMEOUT)
+        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
         if not info.sha:
             raise ValueError("no commit")
     return Repository(repo_id, revision, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()})

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_files
 from toolkit.checkpoints.hf.export_hf import to_hf_names
 from toolkit.checkpoints.hf.files import Weight, close
+from toolkit.checkpoints.hf.origin import ORIGIN_FILE, write_origin
 from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentencepiece
@@ -23,13 +23,12 @@ from toolkit.checkpoints.weights import require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
-from toolkit.io.safe_parse import read_json_object, read_yaml
+from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
 
-ORIGIN_FILE = "download.yaml"  # records the model's origin: a hub repository and commit, or a folder
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 
@@ -75,27 +74,6 @@ def import_hf(
     finally:
         close()
     return notes + notes_of_tokenizer + notes_of_unused + notes_of_head + notes_of_type
-
-
-def write_origin(folder: Path, origin: dict[str, str]) -> None:
-    """Write ``download.yaml`` with a model's origin: repo_id, revision and commit, or hf_dir."""
-    (folder / ORIGIN_FILE).write_text(yaml.safe_dump(origin, sort_keys=False, allow_unicode=True), encoding="utf-8")
-
-
-def read_origin(folder: Path) -> tuple[str, str | None] | None:
-    """Return (hub name or Hugging Face folder, revision) that a model was imported from.
-
-    The revision is None for ``main`` and for folders. Returns None if no origin is recorded or the folder no longer
-    exists.
-    """
-    try:
-        origin = read_yaml(folder / ORIGIN_FILE)
-        repo_id, revision, hf_dir = (origin.get(key) for key in ("repo_id", "revision", "hf_dir"))
-    except (OSError, ValueError, AttributeError):
-        return None
-    if isinstance(repo_id, str):
-        return repo_id, revision if isinstance(revision, str) and revision != "main" else None
-    return (hf_dir, None) if isinstance(hf_dir, str) and Path(hf_dir, CONFIG).is_file() else None
 
 
 def is_import_of(folder: Path, hf_dir: Path) -> bool:

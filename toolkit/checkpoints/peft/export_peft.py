@@ -15,7 +15,7 @@ from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapt
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.export_hf import write_safetensors
-from toolkit.checkpoints.hf.import_hf import read_origin
+from toolkit.checkpoints.hf.origin import hf_origin
 from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.peft.layers import (
@@ -86,7 +86,7 @@ def export_peft(
     tensors: dict[str, Tensor] = {}
     for layer in linear_layers(config):
         tensors |= dict(_convert_layer(layer, layer.adapters(model), weight_of))
-    hf_base = (base_model, None) if base_model else _hf_base(info.base)
+    hf_base = (base_model, None) if base_model else hf_origin(info.base)
     base_name, revision = hf_base or (str(info.base), None)
     settings = _settings(info.lora, tensors, linear_layers(config), base_name) | {"revision": revision}
     if (wrapper_type := _wrapper_type(info.base)) is not None:
@@ -191,13 +191,3 @@ def _wrapper_type(base: Path) -> str | None:
     """Return the model type of the base's config.json if it is multimodal."""
     kind = read_json_object(base / "config.json", optional=True).get("model_type")
     return kind if isinstance(kind, str) and kind in MULTIMODAL else None
-
-
-def _hf_base(base: Path) -> tuple[str, str | None] | None:
-    """Return (hub name or Hugging Face folder, revision) of the base model; None if unknown.
-
-    Falls back to the hub name in a path checkpoints/ORGANIZATION/NAME. Ignores ``_name_or_path`` in config.json,
-    because transformers records the parent of a finetuned model there.
-    """
-    parts = base.resolve().parts
-    return read_origin(base) or (("/".join(parts[-2:]), None) if "checkpoints" in parts[-3:-2] else None)

@@ -1,0 +1,136 @@
+"""Write the model card of an export: base model, data, figures, and the settings that repeat the run."""
+
+import math
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from toolkit.checkpoints.find import HYPERPARAMETERS
+from toolkit.checkpoints.hf.origin import hf_origin
+from toolkit.io.paths import is_path_option, is_url, mask_url
+from toolkit.io.safe_parse import read_json_object, read_yaml
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import family_of
+from toolkit.models.gpt import model_on_meta
+from toolkit.ui.loggers import read_metrics
+
+_POSITIONAL = ("checkpoint_dir", "model_name")
+# Options that only matter where the run was made.
+_LOCAL = ("out_dir", "resume", "staging_dir", "log", "logger_name", "profile", "profiler", "cache_dir", *_POSITIONAL)
+
+
+def write_model_card(path: Path, config: ModelConfig, checkpoint_dir: Path, has_tokenizer: bool) -> None:
+    """Write README.md for a Hugging Face folder that was exported from ``checkpoint_dir``.
+
+    Paths are reduced to their last part, because the card may be published.
+    """
+    settings = _read_settings(checkpoint_dir)
+    trained_from = settings.get("checkpoint_dir") or settings.get("initial_checkpoint_dir")
+    base, is_on_hub = _base_model(trained_from if settings else checkpoint_dir)
+    metadata = {
+        "library_name": "transformers" if family_of(config).is_in_transformers else "toolkit",
+        "pipeline_tag": "text-generation",
+    } | ({"base_model": base} if is_on_hub else {})
+    parameters = sum(p.numel() for p in model_on_meta(config).parameters())
+    rows = {
+        "Parameters": f"{parameters:,} ({config.n_layer} layers, width {config.n_embd})",
+        "Context": f"{config.block_size:,} tokens",
+        "Base model": f"[{base}](https://huggingface.co/{base})" if is_on_hub else base,
+        **_describe_run(checkpoint_dir, settings),
+    }
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
+    front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    path.write_text(
+        f"---\n{front}---\n\n# {config.name or 'A language model'}\n\n"
+        f"A causal language model, exported with `toolkit`.\n\n| | |\n|---|---|\n{table}\n"
+        f"{_describe_usage(config, has_tokenizer)}{_describe_settings(settings, base)}",
+        encoding="utf-8",
+    )
+
+
+def _read_settings(checkpoint_dir: Path) -> dict[str, Any]:
+    try:
+        settings = read_yaml(checkpoint_dir / HYPERPARAMETERS)
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) and isinstance(settings.get("data"), dict) else {}
+
+
+def _base_model(source: Any) -> tuple[str, bool]:
+    """Return the name of a model folder's origin, and whether it is on the hub."""
+    if source is None or is_url(source):
+        return "" if source is None else mask_url(str(source)), False
+    folder = Path(source) if Path(source).is_dir() else Path("checkpoints", source)
+    name, _ = hf_origin(folder) or (str(source), None)
+    is_on_hub = name.count("/") == 1 and not Path(name).is_absolute() and not Path(name).is_dir()
+    return (name if is_on_hub else "/".join(PurePath(name).parts[-2:]).strip("/")), is_on_hub
+
+
+def _describe_run(checkpoint_dir: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Return rows of the table: the data, and the last figures of metrics.csv up to the checkpoint's step."""
+    if not settings:
+        return {}
+    data = _portable(settings["data"])
+    source = [data.get("init_args", {}).get(name) for name in ("repo_id", "json_path", "path")]
+    step = read_json_object(checkpoint_dir / "trainer" / "meta.json", optional=True).get("step", math.inf)
+    last: dict[str, float] = {}
+    for row in read_metrics(checkpoint_dir.parent / "logs" / "metrics.csv"):
+        if row["step"] <= step:
+            last |= {name: value for name, value in row.items() if not math.isnan(value)}
+    names = {"loss": "Training loss (last step)", "val_loss": "Validation loss", "val_ppl": "Validation perplexity"}
+    return {
+        "Data": " ".join(map(str, filter(None, [data.get("class_path"), *source]))),
+        "Trained": f"{last['step']:,.0f} steps, {last['tokens']:,.0f} tokens" if last else "",
+        **{label: f"{last[name]:.4g}" for name, label in names.items() if name in last},
+    }
+
+
+def _describe_usage(config: ModelConfig, has_tokenizer: bool) -> str:
+    if not family_of(config).is_in_transformers:
+        return f"""transformers has no class for `{config.family}`; this reads the folder:
+
+```bash
+toolkit convert_from_hf path/to/this/folder path/to/checkpoint
+```
+"""
+    classes, tokenizer = "AutoModelForCausalLM", ""
+    if has_tokenizer:
+        classes += ", AutoTokenizer"
+        tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'
+    return f"""```python
+from transformers import {classes}
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){tokenizer}
+```
+"""
+
+
+def _describe_settings(settings: dict[str, Any], base: str) -> str:
+    if not settings:
+        return ""
+    command, model = "pretrain", settings.get("model_name")
+    if "checkpoint_dir" in settings:
+        command, model = "finetune_lora" if "lora_r" in settings else "finetune_full", base
+    text = yaml.safe_dump(_portable(settings), sort_keys=False, allow_unicode=True)
+    return f"""
+## Training
+
+`toolkit {command} {model} --config settings.yaml` repeats the run, with the paths in `settings.yaml` corrected:
+
+<details><summary>settings.yaml</summary>
+
+```yaml
+{text}```
+</details>
+"""
+
+
+def _portable(value: Any, name: str = "") -> Any:
+    """Return options without local ones, and with only the last part of paths."""
+    if isinstance(value, dict):
+        return {key: _portable(inner, str(key)) for key, inner in value.items() if key not in _LOCAL}
+    if isinstance(value, list):
+        return [_portable(inner, name) for inner in value]
+    is_path = isinstance(value, str) and (is_path_option(name) or is_url(value) or value.startswith(("/", "~", ".")))
+    return PurePath(value).name if is_path else value
