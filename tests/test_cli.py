@@ -204,7 +204,7 @@ def test_names_of_other_tools_get_a_hint(capsys):
         (["export", "x"], ["convert_to_gguf"]),
         (["sft", "x"], ["finetune_lora"]),
         (["dpo", "x"], ["preferences"]),
-        (["serve", "x"], ["vllm serve"]),
+        (["upload", "x"], ["vllm serve"]),
         (["env"], ["use doctor"]),
         (["list"], ["toolkit pretrain list"]),
         (["webui"], ["use chat"]),

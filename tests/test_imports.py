@@ -29,6 +29,7 @@ LAYERS = [
     {"optim"},
     {"checkpoints"},
     {"inference"},
+    {"serving"},
     {"objectives"},
     {"planning"},
     {"training"},

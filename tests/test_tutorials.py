@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.small_runs import text_data
 from helpers.smollm2 import gguf_file
+from helpers.talker import make_talker
 
 from toolkit import extension
 from toolkit.cli import main
@@ -111,6 +112,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
         "pretrain",
         "prepare_data",
         "generate",
+        "serve",
         "consolidate",
         "verify",
         "doctor",
@@ -146,6 +148,30 @@ def test_conversion_page_runs_from_top_to_bottom(tmp_path):
             print(block, done.stdout, done.stderr, sep="\n")
     first, again = (tmp_path / "out" / name / "model.safetensors" for name in ("hf", "again"))
     assert first.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.slow
+def test_serving_page(tmp_path):
+    """As it stands, but on a free port."""
+    pytest.importorskip("fastapi"), pytest.importorskip("openai")
+    make_talker(tmp_path / "checkpoints" / "smollm2", block_size=128)
+    add_commands(tmp_path, {"pip": "true"})
+    start, ask = commands_of("serve")
+    code = re.search(r"```python\n(.*?)```", (ROOT / "tutorials" / "serve.md").read_text(), re.S)[1]
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["bash", "-e", "-c", start.replace("toolkit serve", "exec toolkit serve --port 0")]
+    server = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"PATH": path}, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    try:
+        port = re.match(r"http://127\.0\.0\.1:(\d+)/v1 serves checkpoints/smollm2 on ", server.stderr.readline())[1]
+        answer = json.loads(run(ask.replace("8000", port), tmp_path).stdout)
+        (tmp_path / "client.py").write_text(code.replace("8000", port))
+        assert run("python client.py", tmp_path).stdout == answer["choices"][0]["message"]["content"] != ""
+    finally:
+        server.terminate()
+        server.communicate()
+    assert server.returncode == 143
 
 
 EXTEND, CALLBACKS, OBJECTIVE, EXTENSION = re.split(

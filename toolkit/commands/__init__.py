@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "inspect_data": ("toolkit.commands.inspect_data", (), "show tokens and labels, count trained tokens"),
     "generate": ("toolkit.commands.generate", ("checkpoint_dir",), "generate text from a prompt"),
     "chat": ("toolkit.commands.chat", ("checkpoint_dir",), "chat with a model"),
+    "serve": ("toolkit.commands.serve", ("checkpoint_dir",), "serve a model with OpenAI's API"),
     "evaluate": ("toolkit.commands.evaluate", ("checkpoint_dir",), "compute loss, perplexity and bits per byte"),
     "download": ("toolkit.commands.download", ("repo_id",), "download a model from the Hugging Face hub"),
     "convert_from_hf": ("toolkit.commands.convert_from_hf", ("hf_dir", "out_dir"), "import a Hugging Face folder"),

@@ -114,7 +114,7 @@ COMMAND_HINTS = {
         ("dpo", "train_dpo", "grpo", "ppo", "orpo", "kto", "rlhf"), "; training on preferences is not available"
     ),
     **dict.fromkeys(
-        ("export", "upload", "serve"),
+        ("export", "upload"),
         "; convert_to_gguf writes a file for llama.cpp, convert_to_hf a folder for `vllm serve`, "
         "or for the hub with --push_to_hub",
     ),

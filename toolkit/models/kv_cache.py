@@ -1,5 +1,6 @@
 """KV cache: keys and values of previous tokens."""
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -99,6 +100,19 @@ class KVCache:
     def capacity(self) -> int:
         """Number of allocated positions."""
         return self.layers[0].keys.size(2)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all layers, (batch, groups, capacity, width)."""
+        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+
+    def view(self, rows: slice, start: int, length: int) -> "KVCache":
+        """Return a cache of these rows with ``length`` cached positions from ``start`` on, in the same memory."""
+        view = copy(self)
+        view.layers = [copy(layer) for layer in self.layers]
+        for layer in view.layers:
+            layer.keys, layer.values, layer.length = layer.keys[rows, :, start:], layer.values[rows, :, start:], length
+        return view
 
     @property
     def position(self) -> Tensor | None:

@@ -1,0 +1,352 @@
+"""`toolkit serve` as a real process, with the openai client: answers, streams, limits, wrong requests, the end."""
+
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from helpers.processes import Forked, finish
+from helpers.sealing import seal
+from helpers.talker import make_talker
+
+from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.cli import main
+from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.inference.batch import continue_texts
+from toolkit.inference.chat import Conversation, find_template
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+
+KEY = "a secret"
+GREEDY = {"temperature": 0, "top_k": None, "top_p": 1.0}
+PROMPTS = ["Q1A", "abc", "Q3AdreiQ", "x", "Q" + "12" * 20, "SbeQ2A", "eins zwei drei", "Q2Azwei"]
+
+
+@contextmanager
+def serving(folder: Path, *options: str, **environ: str):
+    """The process and its client; SIGTERM ends it, if it still runs."""
+    process = Forked(["serve", str(folder), "--port", "0", "--temperature", "0", *options], **environ)
+    try:
+        process.first_line = process.stderr.readline()
+        assert process.first_line.startswith("http://"), process.first_line + process.stderr.read()
+        url = process.first_line.split()[0]
+        key = environ.get("TOOLKIT_API_KEY", "none")
+        yield process, openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.err = finish(process)[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_talker(tmp_path_factory.mktemp("models") / "talker", block_size=128)
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    with serving(folder, "--max_concurrent_requests", "3", TOOLKIT_API_KEY=KEY) as (process, client):
+        client.model = str(folder)
+        yield client
+    assert process.returncode == 143 and process.err == "toolkit serve: stopped by SIGTERM\n"
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    """A random model without end-of-sequence tokens: an answer of 30,000 tokens takes as long as the test needs."""
+    torch.manual_seed(0)
+    config = ModelConfig(name="endless", block_size=32768, vocab_size=257, n_layer=1, n_head=2, n_embd=16)
+    tokenizer = train_bpe(["abc"], vocab_size=257).with_files({"generation_config.json": b'{"eos_token_id": []}'})
+    folder = tmp_path_factory.mktemp("models") / "endless"
+    folder.mkdir()
+    state = GPT(config).state_dict()
+    write_model_files(folder, state_dict=state, config=config, hyperparameters=None, tokenizer=tokenizer)
+    return seal(folder)
+
+
+def complete(client, prompt, max_tokens=40, **options):
+    return client.completions.create(model=client.model, prompt=prompt, max_tokens=max_tokens, **options)
+
+
+def chat(client, question, **options):
+    messages = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    return client.chat.completions.create(model=client.model, messages=messages, **options)
+
+
+def post(client, path, body: bytes, headers=()) -> tuple[int, dict]:
+    """The status and the parsed body of a response to any bytes."""
+    url = urlsplit(str(client.base_url))
+    connection = HTTPConnection(url.hostname, url.port, timeout=60)
+    auth = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+    connection.request("POST", path, body, auth | dict(headers))
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def health(client) -> dict:
+    url = urlsplit(str(client.base_url))
+    with urllib.request.urlopen(f"http://{url.netloc}/health") as response:
+        return json.loads(response.read())
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- answers
+
+
+def generated(folder, prompts, **settings) -> list[str]:
+    """What `toolkit generate` prints after each prompt."""
+    options = {"max_new_tokens": 40, "seeds": [7], "batch_size": 1, "notice": print} | GREEDY | settings
+    rows = continue_texts(load_model(folder).eval(), Tokenizer.load(folder), prompts, **options)
+    return [row.text for row in rows]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_completions_are_what_generate_prints_alone_and_together(client, folder, temperature):
+    """Eight requests on three rows: most of them join in the middle of the answers of others."""
+    expected = generated(folder, PROMPTS, temperature=temperature, top_k=40, top_p=0.95)
+    options = {"temperature": temperature, "seed": 7, "top_p": 0.95, "extra_body": {"top_k": 40}}
+
+    def ask(prompt):
+        return complete(client, prompt, **options).choices[0].text
+
+    assert [ask(prompt) for prompt in PROMPTS] == expected
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, PROMPTS * 3)) == expected * 3
+    assert len(set(expected)) == len(PROMPTS)
+
+
+def test_a_conversation_is_what_chat_answers(client, folder):
+    tokenizer = Tokenizer.load(folder)
+    options = {"system": "be", "max_new_tokens": 512, "sampling": GREEDY, "seed": 0, "notice": print}
+    conversation = Conversation(load_model(folder).eval(), tokenizer, find_template(tokenizer), **options)
+    messages = [{"role": "developer", "content": "be"}]
+    for question in ("2", "3", "2", "q"):
+        parts = [{"type": "text", "text": part} for part in ("", question)]
+        messages.append({"role": "user", "content": parts})
+        answer = chat(client, messages)
+        assert answer.choices[0].message.content == "".join(conversation.ask(question))
+        messages.append(answer.choices[0].message.model_dump())  # with its null fields
+    assert answer.usage.prompt_tokens + answer.usage.completion_tokens == answer.usage.total_tokens
+
+
+def test_streams_are_the_answer_in_pieces(client):
+    for prompt in PROMPTS:
+        whole = complete(client, prompt, logprobs=2)
+        options = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": 2}
+        *chunks, last = complete(client, prompt, **options)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == whole.choices[0].finish_reason
+        assert not last.choices and last.usage == whole.usage
+        for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+            pieces = [piece for chunk in chunks for piece in getattr(chunk.choices[0].logprobs, name)]
+            assert pieces == getattr(whole.choices[0].logprobs, name), name
+    deltas = [chunk.choices[0].delta for chunk in chat(client, "2", stream=True)]
+    assert deltas[0].role == "assistant" and "".join(delta.content or "" for delta in deltas) == "zwei 🎉"
+    assert {delta.content for delta in deltas} >= {"z", "🎉"}  # not in one piece, but complete characters
+
+
+def test_stop_texts_end_an_answer_and_are_not_part_of_it(client):
+    """Every byte is a token."""
+    for stop, expected, reason in (
+        ("ei", "zw", "stop"),
+        (["nothing", "i 🎉", "🎉"], "zwe", "stop"),
+        (["ei x", "x"], "zwei 🎉", "stop"),
+        ("z", "", "stop"),
+    ):
+        answer, chunks = chat(client, "2", stop=stop), list(chat(client, "2", stop=stop, stream=True))
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, reason), stop
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chat(client, "2", stop="ei").usage.completion_tokens == 4
+    cut = chat(client, "2", max_completion_tokens=3).choices[0]
+    assert (cut.message.content, cut.finish_reason) == ("zwe", "length")
+
+
+@torch.no_grad()
+def test_log_probabilities_are_the_models(client, folder):
+    ids = Tokenizer.load(folder).encode("Q1Aeins")
+    log_probs = load_model(folder).eval()(torch.tensor([ids]))[0, :, :257].log_softmax(-1)
+    choice = chat(client, "1", logprobs=True, top_logprobs=3, temperature=1.5, max_tokens=4, seed=1).choices[0]
+    greedy = chat(client, "1", logprobs=True, top_logprobs=3).choices[0]
+    assert [entry.token for entry in greedy.logprobs.content] == list("eins")
+    for entry, row in zip(greedy.logprobs.content, log_probs[2:], strict=False):
+        assert entry.logprob == pytest.approx(row.max().item(), abs=1e-5)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-5)
+        assert bytes(entry.bytes) == entry.token.encode()
+    first = choice.logprobs.content[0]  # not changed by the temperature
+    assert first.top_logprobs[0].logprob == pytest.approx(log_probs[2].max().item(), abs=1e-5)
+
+
+# ---- wrong requests
+
+
+def test_wrong_bodies_are_errors_that_name_the_field(client):
+    ask = {"model": client.model, "messages": [{"role": "user", "content": "1"}]}
+    text = {"model": client.model, "prompt": "1"}
+    wrong = [
+        (ask | {"tools": [{"type": "function"}]}, "tools", "not supported"),
+        (ask | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (ask | {"n": 2}, "n", "not supported"),
+        (ask | {"max_token": 2}, "max_token", "did you mean 'max_tokens'"),
+        (ask | {"temperature": "hot"}, "temperature", "valid number"),
+        (ask | {"temperature": -1}, "temperature", "greater than or equal to 0"),
+        (ask | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (ask | {"stop": [1]}, "stop.0", "string"),
+        (ask | {"stop": ""}, "stop", "at least 1"),
+        (ask | {"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        (ask | {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        (ask | {"messages": []}, "messages", "at least 1"),
+        (ask | {"messages": [{"role": "tool", "content": "1"}]}, "messages.0.role", "'system'"),
+        (ask | {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages.0.content.0.type", "text"),
+        (ask | {"messages": [{"role": "user", "content": "\ud800"}]}, None, "not valid Unicode"),
+        (ask | {"model": "\udc00"}, None, "not valid Unicode"),
+        ({"model": client.model}, "messages", "required"),
+        (ask | {"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "has 202 tokens"),
+        (text | {"prompt": "x" * 200}, "prompt", "has 200 tokens, but must have fewer than 128"),
+        (text | {"prompt": ["a", "b"]}, "prompt", "2 texts"),
+        (text | {"prompt": [1, 300_000]}, None, "embeddings only for 0 to"),
+        (text | {"prompt": []}, "prompt", "empty"),
+        (text | {"echo": True}, "echo", "not supported"),
+        (text | {"seed": 2**64}, "seed", "less than"),
+        ([], None, "valid dictionary"),
+    ]  # fmt: skip
+    for body, param, message in wrong:
+        path = "/v1/completions" if isinstance(body, dict) and "prompt" in body else "/v1/chat/completions"
+        status, answer = post(client, path, json.dumps(body).encode())
+        assert status == 400 and answer["error"]["param"] == param and message in answer["error"]["message"], answer
+        assert answer["error"]["type"] == "invalid_request_error"
+    for body in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b"NaN", b'{"model": "x", "prompt": NaN}'):
+        status, answer = post(client, "/v1/completions", body)
+        assert status == 400 and answer["error"]["message"], body
+    assert post(client, "/v1/completions", json.dumps(text).encode(), {"Content-Type": "text/plain"})[0] == 400
+    assert post(client, "/v1/completions", b" " * (5 * 2**20))[0] == 413
+    assert post(client, "/v1/embeddings", b"{}")[0] == 404
+    harmless = {"n": 1, "tools": [], "user": "me", "presence_penalty": 0, "response_format": {"type": "text"}}
+    assert chat(client, "1", extra_body=harmless).choices[0].message.content == "eins"
+
+
+def test_models_and_keys(client, folder):
+    assert [model.id for model in client.models.list()] == [str(folder)]
+    assert client.models.retrieve(str(folder)).id == str(folder)
+    with pytest.raises(openai.NotFoundError, match="other is not served here"):
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "1"}])
+    for key in ("wrong", KEY + "x", "ä"):
+        status, answer = post(client, "/v1/completions", b"{", {"Authorization": f"Bearer {key}".encode("latin-1")})
+        assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    assert health(client)["status"] == "ok"
+
+
+# ---- limits and the end
+
+
+def test_full_queue_disconnects_and_signals(endless, capfd):
+    """One row and one place in the queue."""
+    options = ("--max_concurrent_requests", "1", "--max_queue", "1", "--max_seq_length", "32768")
+    with serving(endless, *options) as (process, client):
+        client.model = str(endless)
+        assert "32768 tokens each" in process.first_line and "no API key" in process.first_line
+        assert post(client, "/v1/completions", b"{}", {"Host": "attacker.example:80"})[0] == 403
+        running = complete(client, "a", 30_000, stream=True)
+        next(iter(running))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(complete, client, "a", 30_000, timeout=2)
+            wait_for(lambda: health(client) == {"status": "ok", "running": 1, "waiting": 1})
+            with pytest.raises(openai.RateLimitError, match="2 requests are running or waiting"):
+                complete(client, "a")
+            with pytest.raises(openai.APITimeoutError):  # the client of the waiting request leaves
+                waiting.result()
+        wait_for(lambda: health(client)["waiting"] == 0)
+        running.close()
+        wait_for(lambda: health(client) == {"status": "ok", "running": 0, "waiting": 0})
+        assert complete(client, "a", 5).usage.completion_tokens == 5
+
+        running = complete(client, "a", 2_000, stream=True)
+        next(iter(running))
+        process.send_signal(signal.SIGTERM)
+        port = urlsplit(str(client.base_url)).port
+
+        def is_closed():
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) != 0
+
+        wait_for(is_closed)  # no new requests
+        assert [chunk.choices[0].finish_reason for chunk in running][-1] == "length"
+        process.wait()
+    assert process.returncode == 143 and process.err == "toolkit serve: stopped by SIGTERM\n"
+
+
+def test_requests_that_outlast_the_shutdown_timeout_are_cut(endless):
+    with serving(endless, "--shutdown_timeout", "1", "--max_seq_length", "32768") as (process, client):
+        client.model = str(endless)
+        running = complete(client, "a", 30_000, stream=True)
+        next(iter(running))
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(Exception, match="incomplete|peer closed|Connection error"):
+            list(running)
+        process.wait()
+    assert process.returncode == 130 and process.err.endswith("toolkit serve: interrupted\n")
+
+
+def test_options_that_cannot_work_are_one_line(folder, capsys, monkeypatch):
+    def error(*options):
+        assert main(["serve", str(folder), *options]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    monkeypatch.delenv("TOOLKIT_API_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--port {port}: is in use; choose another port" in error("--port", str(port))
+    assert "--host 0.0.0.0: other machines can reach it; set TOOLKIT_API_KEY" in error("--host", "0.0.0.0")
+    assert "--max_seq_length 129: the model's context length is 128" in error("--port", "0", "--max_seq_length", "129")
+    assert "--port 70000: must be at most 65535" in error("--port", "70000")
+    monkeypatch.setenv("TOOLKIT_API_KEY", KEY)
+    assert "--host no.such.host.invalid: " in error("--host", "no.such.host.invalid")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "serve: needs fastapi; run: pip install" in error()
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_leave_nothing_behind(client, folder):
+    """The memory, threads and files of the process after 1,000 requests are those after 100."""
+    psutil = pytest.importorskip("psutil")
+    port = urlsplit(str(client.base_url)).port
+    (server,) = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"}
+    process, lock = psutil.Process(server), threading.Lock()
+
+    def ask(i):
+        options = {"stop": "ei"} if i % 3 == 0 else {"logprobs": 3}
+        answer = complete(client, PROMPTS[i % 8], stream=i % 2 == 0, **options)
+        if i % 2 == 0:
+            with lock:
+                answer.close() if i % 10 == 0 else list(answer)
+
+    def measure(first, last):
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, range(first, last)))
+        wait_for(lambda: health(client) == {"status": "ok", "running": 0, "waiting": 0})
+        return process.memory_info().rss, process.num_threads(), process.num_fds()
+
+    before, after = measure(0, 100), measure(100, 1000)
+    assert after[0] - before[0] < 4 * 2**20 and after[1] <= before[1] + 1 and after[2] <= before[2] + 2, (before, after)
