@@ -23,6 +23,7 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
+from toolkit.models.distillation import DistillationLoss, DistillationOptions
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
@@ -495,6 +496,33 @@ def test_unsharded_units_are_those_at_the_loss():
     assert plan_memory(sharded(setup, 2)).unsharded_unit == 4 * (root + 2 * head)  # with the buffer of its all-gather
     kept = plan_memory(sharded(setup, 2, sharding_strategy="SHARD_GRAD_OP")).unsharded_unit
     assert kept == 4 * (6 * block + 3 * head + root)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_frozen_model_has_weights_and_at_the_loss_logits(precision):
+    """Measured: the weights as built, and the peak of the loss with both heads."""
+    big = replace(CONFIGS["llama"], vocab_size=20_000, padded_vocab_size=20_000, block_size=512)
+    frozen = replace(big, n_layer=3, n_embd=96)
+    setup = replace(setup_of("llama", precision), config=big, seq_length=512)
+    with_frozen = replace(setup, frozen=frozen)
+    planned, alone = plan_memory(with_frozen), plan_memory(setup)
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    teacher = GPT(frozen).to(dtype).requires_grad_(False)
+    assert planned.frozen_model == nbytes(teacher.parameters()) and alone.frozen_model == 0
+    model = build(setup)
+    x = torch.randn(2, 512, big.n_embd, dtype=setup.dtype, requires_grad=True)
+    hidden, labels = torch.randn(2, 512, frozen.n_embd), torch.zeros(2, 512, dtype=torch.int64)
+    known = [*model.parameters(), *teacher.parameters(), x, labels]
+    with torch.autocast("cpu", torch.bfloat16, enabled=setup.is_mixed), LiveBytes(known) as live:
+        options = DistillationOptions("jsd", 0.5, 2.0, 0.5)
+        loss = DistillationLoss(options, hidden, lambda: (teacher.lm_head.weight, None), None, 20_000)
+        model.lm_head.loss(x, labels, None, loss).backward()
+    assert live.peak + hidden.nbytes == pytest.approx(0.92 * planned.logits, rel=0.12)  # chunks are of equal size
+    assert planned.total - alone.total == pytest.approx(planned.frozen_model + planned.logits - alone.logits)
+    two = plan_memory(sharded(with_frozen, 2))
+    assert two.frozen_model == planned.frozen_model / 2
+    large = replace(with_frozen, frozen=replace(frozen, intermediate_size=200_000))
+    assert plan_memory(large).total > plan_memory(large).frozen_model + 2 * 512 * 3 * 200_000 * setup.compute_bytes
 
 
 def test_adapters_are_sharded_with_their_block():

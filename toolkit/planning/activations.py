@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toolkit.config import ActivationCheckpointing
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
+from toolkit.models.distillation import CHUNK_TENSORS
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.models.loss import chunk_rows
@@ -181,6 +182,24 @@ def logits_bytes(setup: MemoryInputs) -> float:
     trained = head * (FP32 + (c if c != FP32 else 0)) if setup.lora is None else 0
     rounded = head * c if setup.is_mixed else 0
     return chunk + trained + rounded + n * config.n_embd * (2 * c + setup.weight_bytes)
+
+
+def frozen_loss_bytes(setup: MemoryInputs) -> float:
+    """Return what the loss needs of a frozen model: hidden states, its head, gathered, and logits in smaller chunks."""
+    if setup.frozen is None:
+        return 0.0
+    vocabulary, width = setup.config.padded_vocab_size, setup.frozen.n_embd
+    rows = min(chunk_rows(CHUNK_TENSORS * vocabulary, torch.device(setup.device)), setup.tokens)
+    head = setup.frozen_itemsize * setup.frozen.padded_vocab_size * width if setup.strategy.kind == "fsdp" else 0
+    return head + setup.tokens * width * (FP32 + setup.compute_bytes) + CHUNK_TENSORS * FP32 * rows * vocabulary
+
+
+def frozen_forward_bytes(setup: MemoryInputs, model: GPT) -> float:
+    """Return what the forward pass of a frozen model needs: a layer's widest activations, and with FSDP two blocks."""
+    config, block = model.config, sum(p.numel() for p in model.blocks[0].parameters())
+    width = 2 * config.n_embd + 3 * max(config.intermediate_size, config.n_head * config.value_size)
+    gathered = 2 * block * setup.frozen_itemsize if setup.strategy.kind == "fsdp" else 0
+    return gathered + setup.tokens * setup.compute_bytes * width
 
 
 def kept_loss_bytes(setup: MemoryInputs) -> float:

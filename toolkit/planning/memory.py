@@ -18,7 +18,14 @@ from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import refuse_experts
-from toolkit.planning.activations import Activations, kept_loss_bytes, logits_bytes, measure_activations
+from toolkit.planning.activations import (
+    Activations,
+    frozen_forward_bytes,
+    frozen_loss_bytes,
+    kept_loss_bytes,
+    logits_bytes,
+    measure_activations,
+)
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.optimizer_memory import optimizer_bytes, update_bytes
 from toolkit.planning.sample_model import first_layers, model_of
@@ -37,6 +44,7 @@ class Memory:
         weights: Unquantized parameters of the base model on this device.
         quantized_base: 4-bit weights with scales, plus the largest weight dequantized for its matmul.
         adapters: LoRA parameters.
+        frozen_model: Weights of the objective's frozen model.
         gradients: Gradients of trainable parameters, in the dtype of the parameters; bf16-master accumulates in fp32.
         optimizer: Optimizer state, including bf16-master's fp32 masters.
         update: Temporary tensors of an optimizer step: fp32 copies of bf16 gradients and moments, and Muon's matrices.
@@ -47,13 +55,16 @@ class Memory:
         activations: Tensors saved for the backward pass.
         recomputed_block: With activation checkpointing, extra activations and autocast weight copies while a block is
             recomputed.
-        logits: A chunk of logits, and the gradients of the head.
+        logits: A chunk of logits, and the gradients of the head. With a frozen model, also its head, hidden states and
+            logits.
         checkpoint_copy: On a CPU, the state copy that --train.async_save writes.
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
         outside_loss: With FSDP2, the most bytes of unsharded weights, gradients and activations together at another
             time than the loss; an alternative in ``total``, not a part. See
             :func:`toolkit.planning.unsharded.fsdp2_bytes`.
+        frozen_forward: What the forward pass of the frozen model needs before the forward pass of the trained one; an
+            alternative in ``total``, not a part.
         host: CPU memory per process for FSDP's offloaded weights, gradients and optimizer state; not in ``total``.
         host_copy: On a GPU, the CPU memory for the state copy that --train.async_save writes; not in ``total``. For
             unsharded checkpoints, only rank 0 has it.
@@ -62,6 +73,7 @@ class Memory:
     weights: float
     quantized_base: float
     adapters: float
+    frozen_model: float
     gradients: float
     optimizer: float
     update: float
@@ -75,6 +87,7 @@ class Memory:
     context: float
     has_gradients_in_forward: bool
     outside_loss: float = 0.0
+    frozen_forward: float = 0.0
     host: float = 0.0
     host_copy: float = 0.0
 
@@ -82,11 +95,13 @@ class Memory:
     def total(self) -> float:
         """Peak bytes; see the module docstring."""
         step = max(self.cast_weights, self.recomputed_block) + self.activations + self.logits + self.gathered_context
+        step = max(step, self.frozen_forward)
         persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.checkpoint_copy
+        persistent += self.frozen_model
         if self.outside_loss:
             at_loss = self.unsharded_unit + self.cast_weights + self.activations + self.logits
             gradients = self.gradients if self.has_gradients_in_forward else 0.0
-            step = max(at_loss, self.outside_loss + self.gathered_context) + gradients
+            step = max(at_loss, self.outside_loss + self.gathered_context, self.frozen_forward) + gradients
             return persistent + self.context + max(step, self.gradients + self.update)
         persistent += self.unsharded_unit
         if self.has_gradients_in_forward:
@@ -96,12 +111,12 @@ class Memory:
     @property
     def training_state(self) -> float:
         """Bytes of parameters, gradients and optimizer state: a lower bound without activations."""
-        parameters = self.weights + self.quantized_base + self.adapters
+        parameters = self.weights + self.quantized_base + self.adapters + self.frozen_model
         return parameters + self.gradients + self.optimizer + self.checkpoint_copy
 
     def parts(self) -> dict[str, float]:
         """Return the parts of ``total`` by name, in the order of the fields."""
-        others = ("has_gradients_in_forward", "outside_loss", "host", "host_copy")
+        others = ("has_gradients_in_forward", "outside_loss", "frozen_forward", "host", "host_copy")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
 
 
@@ -157,11 +172,15 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         unsharded, outside_loss = fsdp2_bytes(setup, model, quantized, activations)
     else:
         unsharded, outside_loss = fsdp1_bytes(setup, model, quantized), 0.0
+    frozen = None if setup.frozen is None else model_of(setup.frozen, None)
+    frozen_weights = 0.0 if frozen is None else setup.frozen_itemsize * _count(frozen.parameters())
+    frozen_weights /= setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
     is_on_host = setup.device == "cpu"
     parts = {
         "weights": weights,
         "quantized_base": _quantized_bytes(setup, quantized),
         "adapters": adapter_bytes,
+        "frozen_model": 0.0 if setup.strategy.offloads else frozen_weights,
         "gradients": gradients,
         "optimizer": _optimizer_bytes(setup, model),
         "update": update_bytes(setup, model),
@@ -170,15 +189,16 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         "gathered_context": 2.0 * setup.gathered_bytes if setup.strategy.layout.context > 1 else 0.0,
         "activations": activations.saved,
         "recomputed_block": activations.recomputed,
-        "logits": logits_bytes(setup),
+        "logits": logits_bytes(setup) + frozen_loss_bytes(setup),
         "checkpoint_copy": checkpoint_copy if is_on_host else 0.0,
     }
-    host = _host_bytes(setup, model, list(base.values()))
+    host = _host_bytes(setup, model, list(base.values())) + (frozen_weights if setup.strategy.offloads else 0.0)
     return Memory(
         **parts,
         context=_context_bytes(setup, parts),
         has_gradients_in_forward=has_gradients_in_forward,
         outside_loss=outside_loss,
+        frozen_forward=0.0 if frozen is None else frozen_forward_bytes(setup, frozen),
         host=host,
         host_copy=0.0 if is_on_host else checkpoint_copy,
     )

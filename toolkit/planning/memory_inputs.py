@@ -39,6 +39,7 @@ class MemoryInputs:
         in_backward: Whether weights are updated, and gradients freed, during the backward pass.
         async_save: Whether checkpoints are written from a copy of the state.
         schedule: The pipeline schedule, see :class:`toolkit.config.PipelineArgs`.
+        frozen: The architecture of the objective's frozen model; None if it needs none.
     """
 
     config: ModelConfig
@@ -59,6 +60,7 @@ class MemoryInputs:
     in_backward: bool = False
     async_save: bool = False
     schedule: str = "1f1b"
+    frozen: ModelConfig | None = None
 
     @property
     def tensor(self) -> int:
@@ -88,6 +90,11 @@ class MemoryInputs:
     def compute_bytes(self) -> int:
         """Bytes per element in matrix products."""
         return FP32 if self.precision == "32-true" else 2
+
+    @property
+    def frozen_itemsize(self) -> int:
+        """Bytes per weight of the frozen model, see :func:`toolkit.training.frozen.build_frozen`."""
+        return 2 if self.precision.startswith("bf16") else FP32
 
     @property
     def accumulates_unsharded(self) -> bool:

@@ -235,6 +235,7 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
         in_backward=args.optimizer.in_backward,
         async_save=args.train.async_save,
         schedule=args.pipeline.schedule,
+        frozen=config.frozen,
     )
 
 

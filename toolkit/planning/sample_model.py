@@ -56,13 +56,14 @@ _built: dict[str, GPT] = {}
 
 
 def model_of(config: ModelConfig, lora: LoRAConfig | None, tensor: int = 1) -> GPT:
-    """Return the model on the meta device, or a rank's part of it. The last model is cached.
+    """Return the model on the meta device, or a rank's part of it. The last models are cached.
 
     ``tensor`` is the number of ranks over which each layer is divided.
     """
     key = f"{config} {lora} {tensor}"
     if key not in _built:
-        _built.clear()  # consecutive plans use the same model
+        if len(_built) > 1:
+            _built.clear()  # consecutive plans use the same model, and the same frozen model
         _built[key] = _part_on_meta(config, lora, tensor)
     return _built[key]
 

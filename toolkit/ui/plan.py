@@ -7,6 +7,7 @@ _DESCRIPTIONS = {
     "weights": "",
     "quantized_base": "weights in 4 bits",
     "adapters": "in fp32",
+    "frozen_model": "weights of the objective's frozen model",
     "gradients": "",
     "optimizer": "state",
     "update": "gradients and moments in fp32 during an optimizer step",
