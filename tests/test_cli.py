@@ -76,7 +76,7 @@ def test_help_shows_the_options_of_the_chosen_data(capsys):
     assert parse("--help") is None
     default = capsys.readouterr().out
     assert "--data.val_fraction" in default and "--data.train_data_path" not in default
-    assert "LitData, Mixture, Parquet, PythonStdlib, SyntheticTokens, TextFiles" in " ".join(default.split())
+    assert "LitData, Mixture, Parquet, Preference, PythonStdlib, SyntheticTokens" in " ".join(default.split())
     parse("--data", "TextFiles", "--help")
     assert "--data.train_data_path" in capsys.readouterr().out
 
@@ -89,7 +89,7 @@ def test_help_is_one_screen_that_names_the_rest(name, capsys):
     for option in ("--config", "--data", "--train.learning_rate", "--train.max_steps", "--devices", "--out_dir"):
         assert f"  {option} " in shown
     assert f"\ntoolkit {name} " in shown  # an example to copy
-    assert "--help all" in shown and "train, data, eval, optimizer, fsdp, ddp, pipeline, log" in " ".join(shown.split())
+    assert "--help all" in shown and "eval, optimizer, objective, fsdp, ddp, pipeline, log" in " ".join(shown.split())
     assert "--optimizer.eps" not in shown and "--fsdp" not in shown
 
 
@@ -171,7 +171,7 @@ def test_user_errors_in_a_real_process():
 def test_names_of_other_tools_get_a_hint(capsys):
     cases = [
         (["quantize"], ["quantize: no such command; see toolkit --help"]),
-        (["train_dpo"], ["train_dpo: no such command; training on preferences"]),
+        (["train_dpo"], ["train_dpo: no such command; use finetune_lora or finetune_full with --objective DPO"]),
         (["finetune_lora", "--lora_plus", "2"], ["did you mean --loraplus_lr_ratio?"]),
         (["convert_from_litgpt", "x"], ["convert_from_litgpt: no such command;", "convert_to_litgpt"]),
         (["finetune_lora", "x", "--lora_target_modules", "[q_proj]"], ["choose the layers with --lora_query"]),
@@ -203,7 +203,7 @@ def test_names_of_other_tools_get_a_hint(capsys):
         (["convert_to_hf", "x", "y", "--hub_model_id", "me/x"], ["did you mean --push_to_hub?"]),
         (["export", "x"], ["convert_to_gguf"]),
         (["sft", "x"], ["finetune_lora"]),
-        (["dpo", "x"], ["preferences"]),
+        (["dpo", "x"], ["--objective DPO"]),
         (["upload", "x"], ["vllm serve"]),
         (["env"], ["use doctor"]),
         (["list"], ["toolkit pretrain list"]),

@@ -347,7 +347,7 @@ def test_unreadable_yaml_files(tmp_path):
         ("--data.vocabsize 3", "--data.vocabsize 3: no such option; did you mean --data.vocab_size?"),
         ("--data.train_data_path x",
          "--data.train_data_path x: no such option of --data PythonStdlib; add --data TextFiles"),
-        ("--data.json_path x", "--data.json_path x: no such option of --data PythonStdlib; add --data JSON"),
+        ("--data.json_path x", "--data.json_path x: no such option of --data PythonStdlib; JSON, Preference have it"),
         ("--optimizer AdamW",
          "--optimizer AdamW: optimizer is a group; set its options, did you mean --optimizer.name AdamW?"),
         ("--lr 1e-3", "--lr 1e-3: no such option; did you mean --train.learning_rate?"),

@@ -132,7 +132,7 @@ def test_columns_are_mapped_by_name():
         ),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b"},
-            "a pair of answers .*prompt, chosen, rejected.*on preferences is not available.*as examples",
+            "a pair of answers .*prompt, chosen, rejected.*use --objective DPO.*as examples",
         ),
         ({"messages": [{**USER, "name": "\ud83d"}]}, r"messages: contains an unpaired surrogate \(\\ud83d\)"),
     ],

@@ -159,7 +159,6 @@ def test_an_objective_needs_no_extension(capsys):
     )  # fmt: skip
     assert "accuracy" in curve("python")[0] and repr(curve("python")) == repr(curve("class_path"))
     capsys.readouterr()
-    assert main(["pretrain", "--help", "all"]) == 0 and "Distillation, NextToken" in capsys.readouterr().out
     assert main(["pretrain", *words[:4], "--help", "objective"]) == 0 and "--objective.beta" in capsys.readouterr().out
 
 

@@ -10,13 +10,13 @@ from torch import nn
 
 from toolkit.cli import main
 from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
-from toolkit.data import SyntheticTokens
+from toolkit.data import Preference, PythonStdlib, SyntheticTokens
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.objectives import Distillation, NextToken
+from toolkit.objectives import DPO, Distillation, NextToken
 from toolkit.planning import facts
 from toolkit.planning.auto import with_options
 from toolkit.planning.batch import plan_batch
@@ -43,6 +43,9 @@ CONTEXT = {"context_parallel_size": 2}
 DISTILLATION = {"objective": Distillation("teacher")}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
 PIPELINE, MICRO, LLAMA = {"pipeline_parallel_size": 2}, {"devices": 2, "micro": 8}, get_config("mini-llama")
+
+
+PAIRS = {"command": "finetune_lora", "data": Preference(), "objective": DPO(), "lora": LoRAConfig()}
 
 
 class Preferences(NextToken):
@@ -128,6 +131,14 @@ CASES = [
      "1, 3"),
     (PIPELINE, MICRO | {"model": replace(LLAMA, n_expert=2, n_expert_per_token=1, mlp_class_name="LLaMAMoE")},
      "--pipeline_parallel_size 2 is not supported with experts (MoE): the balancing loss is a mean"),
+    (PAIRS | {"command": "pretrain"}, {},
+     "--objective DPO is not supported with pretrain; use finetune_lora or finetune_full"),
+    (PAIRS | {"data": PythonStdlib()}, {},
+     "--objective DPO is not supported with --data PythonStdlib: it compares completions; use --data Preference"),
+    (PAIRS | {"objective": NextToken()}, {},
+     "--data Preference is not supported with --objective NextToken: it would also train on the rejected"),
+    (PAIRS | {"from_peft": "adapters"}, {},
+     "--objective DPO is not supported with --from_peft adapters: the model without adapters is not the initial"),
     (PIPELINE | MODULE | {"block_classes": (nn.Linear,)}, MICRO,
      "--pipeline_parallel_size 2 is not supported with a user-provided or extension model: its forward is not divided"),
     (PIPELINE | BF16, MICRO,

@@ -11,30 +11,30 @@ from toolkit.io.paths import is_url
 CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
 
 
-def find_checkpoint_dir(value: str | Path) -> Path:
-    """Resolve ``value`` to a model folder: a path, a name below ``checkpoints/``, or a URL (downloaded)."""
-    path = local_copy(str(value), "checkpoint_dir") if is_url(value) else Path(value).expanduser()
+def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Path:
+    """Resolve an option's ``value`` to a model folder: a path, a name below ``checkpoints/``, or a URL (downloaded)."""
+    path = local_copy(str(value), option) if is_url(value) else Path(value).expanduser()
     folder = path if path.is_dir() else Path("checkpoints") / value
     if path.is_file():
-        raise UserError(f"checkpoint_dir {value}: is a file; give the folder that holds it")
+        raise UserError(f"{option} {value}: is a file; give the folder that holds it")
     if not folder.is_dir():
         if step_in_name(path) is not None or path.name == FINAL or (path.parent != Path() and path.parent.is_dir()):
             raise UserError(
-                f"checkpoint_dir {value}: no such folder, also not below checkpoints/; {_suggest_folder(path.parent)}"
+                f"{option} {value}: no such folder, also not below checkpoints/; {_suggest_folder(path.parent)}"
             )
         is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not str(value).startswith(".")
         name = value if is_hub_name else "ORGANIZATION/NAME"
         raise UserError(
-            f"checkpoint_dir {value}: no such folder, also not below checkpoints/; to fetch a model from the hub, run "
+            f"{option} {value}: no such folder, also not below checkpoints/; to fetch a model from the hub, run "
             f"`toolkit download {name}`"
         )
     if not (folder / CONFIG).is_file():
         if (folder / WEIGHTS).exists():
             raise UserError(
-                f"checkpoint_dir {value}: holds weights but no {CONFIG} (a user-defined module?); "
+                f"{option} {value}: holds weights but no {CONFIG} (a user-defined module?); "
                 f"load its {WEIGHTS} with load_state_dict"
             )
-        raise UserError(f"checkpoint_dir {value}: holds no {CONFIG}; {_suggest_folder(folder)}")
+        raise UserError(f"{option} {value}: holds no {CONFIG}; {_suggest_folder(folder)}")
     return folder
 
 

@@ -15,7 +15,9 @@ from toolkit.errors import UserError, did_you_mean
 from toolkit.io.paths import is_path_option
 
 MAX_OPTIONS_SHOWN = 40  # commands with more options show the frequent ones first
-ORDER = ("", "train", "data", "eval", "optimizer", "fsdp", "ddp", "pipeline", "log", "profiler", "model_config")
+ORDER = (
+    "", "train", "data", "eval", "optimizer", "objective", "fsdp", "ddp", "pipeline", "log", "profiler", "model_config"
+)  # fmt: skip
 FREQUENT = (
     "command", "checkpoint_dir", "model_name", "initial_checkpoint_dir", "data", "train.learning_rate",
     "train.global_batch_size", "train.micro_batch_size", "train.max_steps", "train.epochs", "train.max_seq_length",

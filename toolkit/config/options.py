@@ -70,10 +70,11 @@ class TrainArgs:
         max_steps: Stop after this many optimizer steps.
         max_tokens: Stop at the step that reaches this many input tokens over all devices, without padding.
         epochs: Stop after this many passes over the training data; may be fractional. Without any limit, finetuning
-            ends after 3.
+            ends after 3, on preferences after 1.
         max_time: Stop this launch after this many minutes.
         max_seq_length: Tokens per sequence. auto: the model's context length.
-        learning_rate: Peak learning rate.
+        learning_rate: Peak learning rate. auto: 2e-4 for adapters, 2e-5 in finetune_full; with preferences 5e-6 and
+            5e-7.
         lr_schedule: LR schedule after the warm-up. "wsd": warm-up, stable, decay (the last 20 %).
         lr_warmup_steps: Optimizer steps of linear warm-up. auto: 5 % of the run, at most 2,000, for pretraining; 3 %
             for finetuning.
@@ -104,7 +105,7 @@ class TrainArgs:
     epochs: float | None = None
     max_time: float | None = None
     max_seq_length: int | Auto = AUTO
-    learning_rate: float = 4e-4
+    learning_rate: float | Auto = 4e-4
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     lr_warmup_steps: int | Auto = AUTO
     lr_warmup_fraction: float | None = None
@@ -121,6 +122,12 @@ class TrainArgs:
     patience: int | None = None
     log_interval: int = 1
     tie_embeddings: bool | None = None
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """``learning_rate`` after :func:`toolkit.planning.run_args.run_args` has replaced auto."""
+        assert self.learning_rate != AUTO
+        return cast("float", self.learning_rate)
 
     def __post_init__(self) -> None:
         require_positive(

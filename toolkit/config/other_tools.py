@@ -63,6 +63,13 @@ hub_private_repo = private true
 push_to_hub hub_model_id = -; after training, run toolkit convert_to_hf DIR OUT_DIR --push_to_hub USER/NAME
 flash_attention flash_attn attn_implementation use_flash_attention_2 sdp_attention = -; attention needs no option: a \
 run uses the fastest correct kernel for its device
+dpo_beta pref_beta orpo_alpha = objective.beta
+loss_type pref_loss dpo_loss = objective.loss_type
+simpo_gamma = objective.gamma
+rpo_alpha pref_ftx = objective.sft_weight
+dpo_label_smoothing = objective.label_smoothing
+ref_model ref_model_name_or_path model_ref = objective.reference_dir
+max_prompt_length max_completion_length = train.max_seq_length; prompts are cut from the left, then completions
 neftune_noise_alpha = -; NEFTune is not available
 help = -; --data NAME --help shows the options of a class
 """
@@ -111,7 +118,12 @@ CLASS_HINTS = {
 COMMAND_HINTS = {
     **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),
     **dict.fromkeys(
-        ("dpo", "train_dpo", "grpo", "ppo", "orpo", "kto", "rlhf"), "; training on preferences is not available"
+        ("dpo", "train_dpo", "orpo", "cpo", "simpo"),
+        "; use finetune_lora or finetune_full with --objective DPO, ORPO or SimPO, and --data Preference",
+    ),
+    **dict.fromkeys(
+        ("grpo", "ppo", "rloo", "rlhf", "reward"),
+        "; reinforcement learning is not available; finetune_lora --objective DPO learns from pairs of answers",
     ),
     **dict.fromkeys(
         ("export", "upload"),

@@ -7,6 +7,7 @@ from toolkit.data.base import DataModule, PreparedData, TokenDataset
 from toolkit.data.mixture import Mixture
 from toolkit.data.sft.datasets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
 from toolkit.data.sft.instruct import InstructionData
+from toolkit.data.sft.preference import Preference
 from toolkit.data.streamed.hugging_face_text import HuggingFaceText
 from toolkit.data.text.char_text import CharText
 from toolkit.data.text.python_stdlib import PythonStdlib
@@ -16,6 +17,6 @@ from toolkit.data.tokens.synthetic import SyntheticTokens
 
 __all__ = [
     "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "CharText", "DataModule", "Dolly", "HuggingFace",
-    "HuggingFaceText", "InstructionData", "LitData", "Mixture", "Parquet", "PreparedData", "PythonStdlib",
-    "SyntheticTokens", "TextFiles", "TokenDataset",
+    "HuggingFaceText", "InstructionData", "LitData", "Mixture", "Parquet", "Preference", "PreparedData",
+    "PythonStdlib", "SyntheticTokens", "TextFiles", "TokenDataset",
 ]  # fmt: skip

@@ -29,6 +29,9 @@ OnLong = Literal["truncate", "drop", "split", "error"]
 TrainOn = Literal["answers", "last_answer", "all"]
 Packing = Literal["none", "best_fit"]
 
+# What a row of instruction data is: a text with answers, or preferences: pairs of completions, or rated completions.
+RowKind = Literal["answers", "pairs", "rated"]
+
 
 class TokenDataset(Protocol):
     """A map-style dataset. ``len(dataset)`` counts all rows, independent of the number of ranks.
@@ -42,6 +45,8 @@ class TokenDataset(Protocol):
 
     If a dataset sets ``group_size``, ``dataset[i]`` is a list of ``group_size`` rows in the same micro-batch.
     ``lengths`` are then input tokens per group, and batch sizes count groups.
+
+    A row may have "values", numbers by name. They are in ``Batch.values``.
 
     A dataset may define a custom sample order: ``order(seed, state) -> SampleOrder``. ``state`` is
     ``SampleOrder.state()`` from the checkpoint, or {} at the start of a run. Row indices may then be any non-negative

@@ -43,6 +43,7 @@ def _select_counts(statistics: dict[str, Any], prepared: PreparedData) -> dict[s
         "dropped_too_long": statistics["too_long"],
         "dropped_without_trained_token": statistics["untrained"],
         "dropped_empty_answer": statistics["empty"],
+        "dropped_equal_answers": statistics.get("equal", 0),
         "train_rows": len(prepared.train),
         "val_rows": 0 if prepared.val is None else len(prepared.val),
         "val_samples_also_trained": statistics["val_samples_also_trained"],
@@ -74,19 +75,24 @@ def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, li
     """Yield the origin, token ids and loss mask of the first ``count`` documents."""
     n_left = count
     for index in range(min(count, len(rows))):
-        row = {name: values.tolist() for name, values in rows[index].items()}
-        inputs, labels = row["input_ids"], row["labels"]
-        numbers = row.get("documents", [0] * len(inputs))
-        origins = rows.where(index) if hasattr(rows, "where") else [f"row {index + 1:,}"]
-        for document, origin in enumerate(origins):
+        documents = [document for row in rows_of(rows[index]) for document in _documents_of(row)]
+        origins = rows.where(index) if hasattr(rows, "where") else [f"row {index + 1:,}"] * len(documents)
+        for origin, (ids, targets) in zip(origins, documents, strict=False):
             if not n_left:
                 return
             n_left -= 1
-            indices = [i for i, number in enumerate(numbers) if number == document]
-            ids, targets = [inputs[i] for i in indices], [labels[i] for i in indices]
             loss_mask = [target != IGNORE_INDEX for target in targets]
             last = targets[-1:] if loss_mask[-1] else []  # the last label is not an input
             yield origin, ids + last, [False, *loss_mask[: len(ids) - 1 + len(last)]]
+
+
+def _documents_of(row: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the input ids and labels of each document in a row."""
+    inputs, labels = row["input_ids"].tolist(), row["labels"].tolist()
+    numbers = row["documents"].tolist() if "documents" in row else [0] * len(inputs)
+    for document in range(max(numbers) + 1):
+        indices = [i for i, number in enumerate(numbers) if number == document]
+        yield [inputs[i] for i in indices], [labels[i] for i in indices]
 
 
 def _describe_sample(prepared: PreparedData, where: str, ids: list[int], loss_mask: list[bool]) -> dict[str, Any]:

@@ -94,6 +94,8 @@ class Batch:
     """Boundaries of packed documents, for attention kernels without a mask."""
     counts: dict[str, int] = field(default_factory=dict)
     """Loss normalizers: supervised tokens and the objective's other counts."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Numbers of the rows by name, (B,) fp64 each; 0 for a filler row."""
 
     def __post_init__(self) -> None:
         self.counts = {TOKENS: self.n_tokens} | self.counts
@@ -113,6 +115,11 @@ class Batch:
         if with_bounds and self.bounds is not None:
             inputs["document_bounds"] = self.bounds.to(device)
         return inputs
+
+    def value(self, name: str, device: torch.device) -> Tensor:
+        """Return a number of each row, (B,) fp32."""
+        values = self.values.get(name)
+        return torch.zeros(len(self.ids), device=device) if values is None else values.float().to(device)
 
     def pin_memory(self) -> Batch:
         """Return a copy in pinned memory, for asynchronous copies to CUDA."""
@@ -141,7 +148,7 @@ class Batch:
 
 
 def _collate(
-    rows: list[dict[str, Tensor] | None], ids: list[int], keys: list[int], longest: int, padding: Padding
+    rows: list[dict[str, Any] | None], ids: list[int], keys: list[int], longest: int, padding: Padding
 ) -> Batch:
     """Stack rows into (B, T), padded to the longest row, or to ``longest`` if all are None. None is a filler row.
 
@@ -164,7 +171,11 @@ def _collate(
             n_inputs += length
     n_tokens = int((labels != IGNORE_INDEX).sum())
     bounds = document_bounds(packed["documents"]) if is_packed else None
-    return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed if is_packed else {}, keys, bounds)
+    numbers: list[dict[str, float]] = [{} if row is None else row.get("values", {}) for row in rows]
+    names = dict.fromkeys(name for of_row in numbers for name in of_row)
+    values = {name: torch.tensor([of_row.get(name, 0) for of_row in numbers], dtype=torch.float64) for name in names}
+    packed = packed if is_packed else {}
+    return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed, keys, bounds, values=values)
 
 
 class _MicroBatches(Dataset):

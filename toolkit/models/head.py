@@ -21,7 +21,9 @@ class Head(nn.Linear):
         reusable: bool = False,
     ) -> torch.Tensor:
         """Return the loss or the label log-probabilities, see :func:`toolkit.models.loss.head_loss`."""
-        low_rank = self.low_rank(x, x.dtype) if isinstance(self, LoRALinear) else None
+        low_rank = None
+        if isinstance(self, LoRALinear) and not self.adapters_off:
+            low_rank = self.low_rank(x, x.dtype)
         options = low_rank, softcap, compiled
         return head_loss(x, self.weight, self.bias, labels, *options, log_probs=log_probs, reusable=reusable)
 

@@ -1,7 +1,8 @@
 """Add low-rank adapters to a GPT and initialize them. See ``lora_layers.py`` for the layers."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.head import Head, LoRAHead
 from toolkit.models.init import parameter_generator
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.lora_layers import Adapter, LoRALinear
+from toolkit.models.lora_layers import Adapter, LoRALinear, LoRAMixin
 
 _ALL_ROWS = "whole"  # adapter name of unfused layers in files
 
@@ -47,6 +48,23 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
 def is_adapter(name: str) -> bool:
     """Whether this parameter name belongs to an adapter."""
     return ".lora." in name
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(isinstance(layer, LoRAMixin) for layer in model.modules())
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Compute as the base model."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LoRAMixin)]
+    for layer in layers:
+        layer.adapters_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapters_off = False
 
 
 def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> torch.Tensor:

@@ -48,6 +48,8 @@ class LoRAMixin(nn.Module):
     project: Callable[[torch.Tensor], torch.Tensor]  # forward without bias and adapters: (..., in) -> (..., out)
     base_weight: Callable[[], torch.Tensor]  # the weight in a floating-point dtype
     lora: nn.ModuleDict
+    adapters_off = False
+    """Whether the layer computes without its adapters."""
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -68,6 +70,8 @@ class LoRAMixin(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
+        if self.adapters_off:
+            return super().forward(x)
         if self.dora:
             return self._forward_dora(x)
         y = super().forward(x)

@@ -3,5 +3,6 @@
 from toolkit.objectives.base import Objective, Part
 from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.next_token import NextToken
+from toolkit.objectives.preference import DPO, ORPO, SimPO
 
-__all__ = ["Distillation", "NextToken", "Objective", "Part"]
+__all__ = ["DPO", "ORPO", "Distillation", "NextToken", "Objective", "Part", "SimPO"]

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from toolkit.data.base import RowKind
 from toolkit.errors import UserError
 from toolkit.models.labels import TOKENS
 
@@ -45,12 +46,22 @@ class Objective(ABC):
         is_likelihood: Whether the loss is the negative log-likelihood per supervised token, in nats.
         frozen_option: Option that names the checkpoint of a frozen model; "" if the objective needs none.
         frozen: This model, as the strategy wraps it; set before training.
+        row_kind: What the objective needs a row of instruction data to be.
+        rows_per_sample: Rows of a micro-batch for each of its samples.
+        has_reference: Whether the loss compares with a reference model, see :mod:`toolkit.training.reference`.
+        epochs, learning_rates: Defaults of the finetuning commands if the objective has its own; learning rates for
+            adapters and for all weights.
     """
 
     normalizers: ClassVar[tuple[str, ...]] = (TOKENS,)
     is_likelihood: ClassVar[bool] = False
     frozen_option: ClassVar[str] = ""
     frozen: Any = None
+    has_reference: ClassVar[bool] = False
+    row_kind: ClassVar[RowKind] = "answers"
+    rows_per_sample: ClassVar[int] = 1
+    epochs: ClassVar[float | None] = None
+    learning_rates: ClassVar[tuple[float, float]] = (2e-4, 2e-5)
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
         """Return the parts for a model. ``sums`` must return every part with a nonzero weight."""

@@ -79,7 +79,7 @@ def describe_scaling(args: TrainArgs, schedule: Schedule, defaults: CommandDefau
     scaling = lr_scaling(args, defaults)
     return (
         f"LR scaling {args.lr_scaling}: global batch {args.global_batch_size} / {scaling.base} = {scaling.ratio:.4g}; "
-        f"peak learning rate {args.learning_rate:.3g} x {scaling.factor:.4g} = {schedule.peak:.3g}, "
+        f"peak learning rate {args.peak_learning_rate:.3g} x {scaling.factor:.4g} = {schedule.peak:.3g}, "
         f"warm-up {schedule.warmup_steps} steps ({schedule.warmup_steps * args.global_batch_size:,} samples)"
     )
 
@@ -92,12 +92,14 @@ def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDe
             "not define; add --train.max_steps, max_tokens or epochs, or use --train.lr_schedule constant"
         )
     scaling = lr_scaling(args, defaults)
-    peak = args.learning_rate * scaling.factor
+    peak = args.peak_learning_rate * scaling.factor
     if args.lr_schedule == "constant" and args.min_lr != AUTO:
         raise UserError(f"--train.min_lr {args.min_lr}: has no effect with --train.lr_schedule constant; remove it")
-    minimum = (args.learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * scaling.factor
+    minimum = (args.peak_learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * scaling.factor
     if minimum > peak:
-        raise UserError(f"--train.min_lr {args.min_lr}: must not exceed --train.learning_rate {args.learning_rate}")
+        raise UserError(
+            f"--train.min_lr {args.min_lr}: must not exceed --train.learning_rate {args.peak_learning_rate}"
+        )
     warmup_steps = _warmup_steps(args, scaling, total_steps, defaults)
     return Schedule(args.lr_schedule, peak, minimum, warmup_steps, total_steps)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from toolkit.config import AUTO
+from toolkit.data import InstructionData, Preference
 from toolkit.errors import UserError
 from toolkit.extension import run_checks
 from toolkit.planning.facts import Facts
@@ -216,6 +217,18 @@ ROWS: tuple[Row, ...] = (
         "the blocks are recomputed", _SET_BLOCK_CLASSES),
     Row("--optimizer.name Muon", _NO_BLOCKS, lambda f: f.has_no_blocks and f.uses("muon"),
         "Muon updates the matrices of blocks", _SET_BLOCK_CLASSES),
+    # preferences
+    Row("--objective {objective_name:DPO, ORPO, SimPO}", "pretrain",
+        lambda f: f.row_kind != "answers" and not f.args.is_finetune, "", "use finetune_lora or finetune_full"),
+    Row("--objective {objective_name:DPO, ORPO, SimPO}", "--data {data_name:that has no answers}",
+        lambda f: f.row_kind != "answers" and not isinstance(f.args.data, InstructionData),
+        "it compares completions", "use --data Preference"),
+    Row("--data Preference", "--objective {objective_name:NextToken}",
+        lambda f: f.row_kind == "answers" and isinstance(f.args.data, Preference),
+        "it would also train on the rejected completions", "use --objective DPO, ORPO or SimPO"),
+    Row("--objective {objective_name:DPO}", "--from_peft {from_peft:FOLDER}",
+        lambda f: f.args.objective.has_reference and f.args.from_peft is not None and f.args.reference_dir is None,
+        "the model without adapters is not the initial model", "set --objective.reference_dir"),
     # adapters
     Row(_QUANTIZE, "--precision 16-mixed", lambda f: f.args.quantize is not None and f.precision == "16-mixed",
         "4-bit layers compute in bf16 or fp32", "use bf16-true, or 32-true on a GPU without bfloat16"),

@@ -207,6 +207,14 @@ class Facts:
         return type(self.args.objective).__name__
 
     @property
+    def data_name(self) -> str:
+        return type(self.args.data).__name__
+
+    @property
+    def row_kind(self) -> str:
+        return self.args.objective.row_kind
+
+    @property
     def unused_ddp(self) -> str:
         return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
 

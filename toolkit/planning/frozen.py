@@ -27,11 +27,7 @@ def find_frozen(objective: Objective) -> Path | None:
     """Return the folder of the frozen model; None if the objective needs none."""
     if not objective.frozen_option:
         return None
-    try:
-        folder = find_checkpoint_dir(getattr(objective, objective.frozen_option))
-    except UserError as error:
-        option = f"--objective.{objective.frozen_option}"
-        raise UserError(f"{option} {str(error).removeprefix('checkpoint_dir ')}") from None
+    folder = find_checkpoint_dir(getattr(objective, objective.frozen_option), f"--objective.{objective.frozen_option}")
     if not (folder / WEIGHTS).exists():
         fix = "run `toolkit merge_lora` on it first" if (folder / ADAPTERS).exists() else "give a model's folder"
         raise UserError(f"{frozen_flag(objective)}: holds no {WEIGHTS}; {fix}")

@@ -220,7 +220,7 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
         config=model,
         precision=config.precision,
         strategy=config.strategy,
-        micro_batch_size=batch.micro_batch_size,
+        micro_batch_size=batch.micro_batch_size * args.objective.rows_per_sample,
         accumulation=batch.accumulation,
         seq_length=config.max_seq_length or model.block_size,
         optimizer=config.optimizer,
@@ -258,8 +258,9 @@ def with_default_limit(args: RunArgs) -> RunArgs:
     """Set the default length if the run has no limit."""
     if has_limit(args.train):
         return args
-    if args.defaults.epochs is not None:
-        return replace(args, train=replace(args.train, epochs=args.defaults.epochs))
+    epochs = args.objective.epochs or args.defaults.epochs
+    if args.is_finetune and epochs is not None:
+        return replace(args, train=replace(args.train, epochs=epochs))
     config = None if args.initial_checkpoint_dir is not None else choose_model(args)
     if config is None or config.name != DEFAULT_MODEL:
         raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -114,6 +114,19 @@ class RunArgs(RunOptions):
         """The folder of ``initial_checkpoint_dir``."""
         return None if self.initial_checkpoint_dir is None else find_checkpoint_dir(self.initial_checkpoint_dir)
 
+    @property
+    def reference_dir(self) -> Path | None:
+        """The checkpoint whose log-probabilities the run needs before training; None if it needs none.
+
+        With adapters, the objective's reference is by default the base model, in the same step.
+        """
+        if not self.objective.has_reference:
+            return None
+        folder = getattr(self.objective, "reference_dir", None)
+        if folder is None:
+            return self.base_dir if self.lora is None else None
+        return find_checkpoint_dir(folder, "--objective.reference_dir")
+
 
 def run_args(
     command: TrainingCommand, shared: RunOptions, adapters: LoRAOptions | None = None, **options: Any
@@ -140,6 +153,10 @@ def run_args(
             )
         lora = None if adapters is None else read_lora(adapters, name, shared.verify_checkpoint)
         values |= {"initial_checkpoint_dir": name, "lora": lora}
+    train, objective = values["train"], values["objective"]
+    if train.learning_rate == AUTO:
+        rates = (TrainArgs.learning_rate,) * 2 if command == "pretrain" else objective.learning_rates
+        values["train"] = replace(train, learning_rate=rates[values.get("lora") is None])
     args = RunArgs(command=command, **values)
     if not is_dataclass(args.objective):
         raise UserError(

@@ -68,7 +68,7 @@ def pretrain(
 def finetune_full(
     checkpoint_dir: str,
     data: DataModule = JSON(json_path=""),
-    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=2e-5, keep_last=2),
+    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=AUTO, keep_last=2),
     eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
     optimizer: OptimizerArgs = OptimizerArgs(),
     objective: Objective = NextToken(),
@@ -102,7 +102,7 @@ def finetune_lora(
     checkpoint_dir: str,
     adapters: LoRAOptions = LoRAOptions(),
     data: DataModule = JSON(json_path=""),
-    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=2e-4, keep_last=2),
+    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=AUTO, keep_last=2),
     eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
     optimizer: OptimizerArgs = OptimizerArgs(),
     objective: Objective = NextToken(),

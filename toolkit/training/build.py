@@ -67,6 +67,7 @@ from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_rounding, describe_run
 from toolkit.training.frozen import build_frozen
 from toolkit.training.model import build_model, unwrapped
+from toolkit.training.reference import with_reference
 from toolkit.training.run import Launch, Run
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state
 from toolkit.training.throughput import Throughput
@@ -141,8 +142,9 @@ def finish_run(launch: Launch, stack: ExitStack) -> None:
 
 def build_run(launch: Launch, stack: ExitStack) -> Run:
     """Build the data reader, the model and the optimizer; restore their state if the run resumes."""
-    state, fabric, data, display = launch.state, launch.fabric, launch.data, launch.display
+    state, fabric, display = launch.state, launch.fabric, launch.display
     launch.config = config = resolve_compiler(launch.config, state, fabric.device)
+    launch.data = data = with_reference(launch)
     args, resume_from = config.args, state.resume_from
     context = None if state.model.config is None else config.max_seq_length
     divisor = args.model_parallel.length_divisor

@@ -1,6 +1,7 @@
 """Prepare the data of a run, with its tokenizer and vocabulary size."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,7 +23,10 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
         tokenizer = Tokenizer.load(args.tokenizer_dir)
     elif args.base_dir is not None and not (is_tokens and not (args.base_dir / "tokenizer.json").is_file()):
         tokenizer = Tokenizer.load(args.base_dir, "checkpoint_dir")
-    data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "max_seq_length": seq_length or 0, "report": report}
+    if args.objective.row_kind != "answers":
+        options["kind"] = args.objective.row_kind  # only instruction data has it, see the table of options
+    data = args.data.prepare(**options)
     if not type(args.data).__module__.startswith("toolkit."):
         check_rows(f"--data {type(args.data).__name__}", data, seq_length)
     count = row_count(data.train)

@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, load_model
 from toolkit.config import Accelerator, Auto, Precision, none_if_auto
 from toolkit.config.command import as_mapping, classes_of, parse_object
-from toolkit.data import DataModule, Mixture, PythonStdlib
+from toolkit.data import DataModule, Mixture, Preference, PythonStdlib
 from toolkit.data.base import choose_seq_length, is_ragged, row_count
 from toolkit.data.chat.sources import tokenizer_template
 from toolkit.data.loader import Batch, choose_padding
@@ -99,6 +99,8 @@ def evaluate(
     if data is None:
         data, of_run = data_of_run(checkpoint.folder, trust=trust_checkpoint_data)
         length = length or of_run
+    if isinstance(data, Preference):
+        raise UserError("--data Preference: evaluate needs answers, not preferences; give other --data, or --tasks")
     length = choose_seq_length(data, length, "max_seq_length")
     block_size = checkpoint.model.config.block_size
     length = length or block_size

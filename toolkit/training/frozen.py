@@ -9,12 +9,13 @@ from lightning.fabric import Fabric
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.distributed.private_lightning import FabricModule
-from toolkit.objectives import Objective
 from toolkit.planning.frozen import find_frozen
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.run_args import objective_entry
+from toolkit.planning.run_args import RunArgs, objective_entry
 from toolkit.training.model import ModelSpec, build_model, specify_model
 from toolkit.training.verify import require_intact_on_all_ranks
+
+REFERENCE_DIR = "reference_dir"
 
 
 def build_frozen(
@@ -24,6 +25,7 @@ def build_frozen(
     folder: Path,
     report: Callable[[str], None],
     longest_ragged: int = 0,
+    is_exact: bool = False,
 ) -> FabricModule:
     """Load the model of ``folder`` for inference, with the run's strategy. Collective.
 
@@ -34,6 +36,7 @@ def build_frozen(
         spec: The model, see :func:`specify_frozen`.
         report: Receives notes on the folder.
         longest_ragged: See :func:`toolkit.training.model.build_model`.
+        is_exact: Store the weights as those of the trained model.
     """
     args = config.args
     if args.verify_checkpoint:
@@ -41,7 +44,7 @@ def build_frozen(
     compiler = args.compiler if args.compiler == "torch" else "none"
     train = replace(args.train, activation_checkpointing="none")
     config = replace(config, args=replace(args, compiler=compiler, train=train))
-    if config.precision == "bf16-mixed":
+    if config.precision == "bf16-mixed" and not is_exact:
         config = replace(config, precision="bf16-true")
     model = build_model(fabric, spec, config, longest_ragged, folder)
     return model.eval()
@@ -56,9 +59,13 @@ def specify_frozen(config: ResolvedConfig) -> ModelSpec | None:
     return spec
 
 
-def objective_fingerprint(objective: Objective) -> dict[str, Any]:
+def objective_fingerprint(args: RunArgs) -> dict[str, Any]:
     """Return the objective's options with the hash of the frozen model's weights instead of their folder."""
-    entry = objective_entry(objective)
-    if (folder := find_frozen(objective)) is not None:
-        entry["init_args"][objective.frozen_option] = base_fingerprint(folder)
+    entry = objective_entry(args.objective)
+    for option, folder in (
+        (args.objective.frozen_option, find_frozen(args.objective)),
+        (REFERENCE_DIR, args.reference_dir),
+    ):
+        if folder is not None:
+            entry["init_args"][option] = base_fingerprint(folder)
     return entry

@@ -84,7 +84,7 @@ def prepare_start_state(
         seed=args.seed,
         precision=resolved.precision,
         optimizer=resolved.optimizer,
-        objective=objective_fingerprint(args.objective),
+        objective=objective_fingerprint(args),
         adapters={} if base is None else adapters.fingerprint(base),
     )
     require_same_weights(args, base, resume_from)
@@ -138,7 +138,8 @@ def read_progress(folder: Path, fingerprint: RunFingerprint) -> Progress:
 def longest_ragged(data: PreparedData, limit: int | None) -> int:
     """Return the tokens in the longest row, or ``limit`` if unknown; 0 if all rows have the same length."""
     row_lengths_by_split = [row_lengths(rows) for rows in (data.train, data.val) if is_ragged(rows)]
-    return max(((limit or 1) if lengths is None else int(lengths.max()) for lengths in row_lengths_by_split), default=0)
+    longest = [(limit or 1) if lengths is None else int(lengths.max()) for lengths in row_lengths_by_split]
+    return min([max(longest, default=0), *filter(None, [limit])])  # the lengths of groups are sums
 
 
 def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:

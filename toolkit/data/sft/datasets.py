@@ -122,6 +122,14 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
     return HubRows(dataset, name)
 
 
+def find_hub_splits(repo_id: str, subset: str | None, split: str, val_split: str | None) -> tuple[str, Splits]:
+    """Return the option ``--data.repo_id`` and the rows of the splits."""
+    option = f"--data.repo_id {repo_id}"
+    train = load_hub_split(repo_id, subset, split, option)
+    val = None if val_split is None else [load_hub_split(repo_id, subset, val_split, option)]
+    return option, Splits([train], val)
+
+
 @dataclass
 class HuggingFace(InstructionData):
     """A dataset from the Hugging Face hub, loaded with the datasets library. Rows with an empty answer are skipped.
@@ -141,11 +149,7 @@ class HuggingFace(InstructionData):
     skips_empty_answers: ClassVar[bool] = True
 
     def find_rows(self) -> tuple[str, Splits]:
-        option = f"--data.repo_id {self.repo_id}"
-        train = load_hub_split(self.repo_id, self.subset, self.split, option)
-        if self.val_split is None:
-            return option, Splits([train])
-        return option, Splits([train], [load_hub_split(self.repo_id, self.subset, self.val_split, option)])
+        return find_hub_splits(self.repo_id, self.subset, self.split, self.val_split)
 
 
 @dataclass

@@ -7,7 +7,17 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, OnLong, Packing, PreparedData, Report, TrainOn, require
+from toolkit.data.base import (
+    DEFAULT_VAL_FRACTION,
+    DataModule,
+    OnLong,
+    Packing,
+    PreparedData,
+    Report,
+    RowKind,
+    TrainOn,
+    require,
+)
 from toolkit.data.sft.schemas import require_columns
 from toolkit.errors import UserError
 
@@ -65,9 +75,18 @@ class InstructionData(DataModule):
     def find_rows(self) -> tuple[str, Splits]:
         """Return the data option, such as ``--data.json_path faq.jsonl``, and the row sources."""
 
-    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """See :meth:`DataModule.prepare`; rows have up to ``max_seq_length`` input tokens."""
+    def prepare(
+        self,
+        *,
+        tokenizer: Tokenizer | None,
+        max_seq_length: int,
+        report: Report = print,
+        kind: RowKind = "answers",
+    ) -> PreparedData:
+        """See :meth:`DataModule.prepare`; rows have up to ``max_seq_length`` input tokens. ``kind``: what a row is."""
         name = type(self).__name__
+        if kind != "answers":
+            self._require_completions()
         if tokenizer is None:
             raise UserError(f"--data {name}: needs the tokenizer of the model; specify --tokenizer_dir")
         if max_seq_length <= 0:
@@ -93,6 +112,7 @@ class InstructionData(DataModule):
                 report("Data: the model has no chat template; rows with instruction and output use alpaca's")
         config = SFTConfig(
             module=re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(),
+            kind=kind,
             option=option,
             splits=splits,
             tokenizer=tokenizer,
@@ -108,3 +128,14 @@ class InstructionData(DataModule):
             cache_dir=self.cache_dir,
         )
         return prepare_sft(config, report)
+
+    def _require_completions(self) -> None:
+        """Raise UserError for an option that preferences do not support."""
+        refused = {
+            "mask_prompt false": not self.mask_prompt,
+            f"train_on {self.train_on}": self.train_on not in (None, "answers"),
+            f"packing {self.packing}": self.packing != "none",
+            "on_long split": self.on_long == "split",
+        }
+        for option in (option for option, is_set in refused.items() if is_set):
+            raise UserError(f"--data.{option}: is not supported with preferences, which compare completions; remove it")

@@ -28,14 +28,12 @@ from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from toolkit.data.sft.tokenize import SFTConfig
 
 CODE_VERSION = 7  # increment if the same rows and options produce different tokens or counts
 _VAL_SEED = 0  # seed of the permutation that selects held-out samples
 _ROWS = "rows.npz"
-_CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts")
+_CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts", "labels")
 
 
 def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
@@ -79,6 +77,9 @@ def _collect_notes(config: SFTConfig, statistics: dict[str, Any]) -> list[str]:
         notes += [f"{template.name}: {note}" for note in statistics["notes"]]
     if unanswered := statistics.get("unanswered"):
         notes.append(f"{unanswered:,} conversations end with a message of the user, which has no answer to train on")
+    if cut := statistics.get("cut_prompts"):
+        completions = f"{statistics['cut_completions']:,} completions at the end"
+        notes.append(f"cut {cut:,} prompts from the left, then {completions}; see --train.max_seq_length")
     if repeats := statistics["val_samples_also_trained"]:
         counts = f"{repeats:,} of {statistics['val_samples']:,}"
         notes.append(f"{counts} held-out samples are also trained on: the validation loss is biased low")
@@ -100,8 +101,11 @@ class PackedDataset:
         source_names: File and unit, such as ``data/faq.jsonl line``.
         statistics: Preparation statistics over both splits (see :class:`toolkit.data.sft.tokenize.Counts`).
 
+    Pairs of completions are groups of two rows: the chosen one, then the rejected one. Rated completions have the value
+    ``label``, 1 or 0.
+
     Attributes:
-        lengths: Input tokens per row, (n,) int64.
+        lengths: Input tokens per row, or per group, (n,) int64.
         packed: Whether rows may contain several samples.
     """
 
@@ -116,17 +120,22 @@ class PackedDataset:
         self._store, self._source_names, self.statistics = store, source_names, statistics
         self._offsets, self._sources, self._numbers = (arrays[name] for name in ("offsets", "sources", "numbers"))
         self._members, self._starts = arrays[f"{split}_members"], arrays[f"{split}_starts"]
-        self.packed = statistics["packing"] != "none"
+        self._labels = arrays.get("labels")
+        self.packed, self.group_size = statistics["packing"] != "none", statistics.get("group_size", 1)
         inputs = np.diff(self._offsets)[self._members] - 1
         self.lengths: np.ndarray = np.add.reduceat(inputs, self._starts[:-1]) if len(inputs) else inputs
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Any:
+        members = self._row(index)
+        return [self._read([member]) for member in members] if self.group_size > 1 else self._read(members)
+
+    def _read(self, members: list[int]) -> dict[str, Any]:
         import torch
 
-        samples = [self._sample(member) for member in self._row(index)]
+        samples = [self._sample(member) for member in members]
         row = {
             "input_ids": np.concatenate([inputs for inputs, _ in samples]),
             "labels": np.concatenate([labels for _, labels in samples]),
@@ -135,11 +144,15 @@ class PackedDataset:
             sizes = [len(inputs) for inputs, _ in samples]
             row["positions"] = np.concatenate([np.arange(size) for size in sizes])
             row["documents"] = np.repeat(np.arange(len(sizes)), sizes)
-        return {name: torch.from_numpy(values) for name, values in row.items()}
+        tensors: dict[str, Any] = {name: torch.from_numpy(values) for name, values in row.items()}
+        return tensors if self._labels is None else tensors | {"values": {"label": int(self._labels[members[0]])}}
 
     def where(self, index: int) -> list[str]:
         """Return the file and row number of each sample in row ``index``."""
-        return [self.describe_row(self._sources[member], self._numbers[member]) for member in self._row(index)]
+        places = [(m, self.describe_row(self._sources[m], self._numbers[m])) for m in self._row(index)]
+        if self._labels is None:
+            return [place for _, place in places]
+        return [f"{place} ({'chosen' if self._labels[member] else 'rejected'})" for member, place in places]
 
     def describe_row(self, source: int, number: int) -> str:
         """Return a row's location, such as ``data/faq.jsonl line 17``."""
@@ -178,7 +191,7 @@ def _content_key(store: TokenStore, arrays: dict[str, np.ndarray]) -> str:
         digest.update(f"|{name} {dtype} {len(array) * array.dtype.itemsize}|".encode())
         for block in array.blocks():
             digest.update(block.data)
-    for name in _CONTENT:
+    for name in filter(arrays.__contains__, _CONTENT):
         digest.update(f"|{name} int64 {arrays[name].nbytes}|".encode() + arrays[name].tobytes())
     return digest.hexdigest()
 
@@ -201,6 +214,8 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Report) -> None:
     lengths = np.diff(samples["offsets"]) - 1
     used = {split: int(lengths[members].sum()) for split, (members, _) in rows.items()}
     statistics |= {"tokens": sum(used.values()), "max_seq_length": config.max_seq_length, "packing": config.packing}
+    if config.kind == "pairs":
+        statistics["group_size"] = 2
     statistics["packing_efficiency"] = used["train"] / (statistics["train_rows"] * config.max_seq_length)
     statistics["val_samples"] = len(rows["val"][0])
     store = TokenStore(folder)
@@ -253,7 +268,7 @@ def _hold_out(indices: np.ndarray, samples: dict[str, np.ndarray], fraction: flo
 
 def _group_rows(config: SFTConfig, samples: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if config.packing == "none":
-        return samples, np.arange(len(samples) + 1)
+        return samples, np.arange(0, len(samples) + 1, 2 if config.kind == "pairs" else 1)
     rows = best_fit(lengths[samples], config.max_seq_length)
     sizes = [len(row) for row in rows]
     return samples[[member for row in rows for member in row]] if rows else samples, np.cumsum([0, *sizes])
@@ -316,6 +331,7 @@ def _describe_counts(statistics: dict[str, Any]) -> str:
         n_dropped = statistics["pieces_left_out"]
         untrained = f" ({n_dropped:,} pieces without a trained token dropped)" if n_dropped else ""
         parts.append(f"{statistics['split']:,} split{untrained}")
-    reasons = {"too_long": "too long", "untrained": "without a trained token", "empty": "with an empty answer"}
-    dropped = ", ".join(f"{statistics[name]:,} {reason}" for name, reason in reasons.items() if statistics[name])
+    reasons = {"too_long": "too long", "untrained": "without a trained token"}
+    reasons |= {"empty": "with an empty answer", "equal": "with equal answers"}
+    dropped = ", ".join(f"{statistics[name]:,} {reason}" for name, reason in reasons.items() if statistics.get(name))
     return ", ".join([*parts, f"{statistics['dropped']:,} dropped{f' ({dropped})' if dropped else ''}"])

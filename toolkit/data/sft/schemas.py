@@ -1,6 +1,7 @@
 """Parse rows of instruction data into records (conversations or plain text). Columns determine the schema."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,9 @@ ANSWER = ("output", "completion", "response", "answer")
 TEXT = ("text",)
 SYSTEM = ("system",)
 TOOLS = ("tools",)
-GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, TEXT, SYSTEM, TOOLS)
+PAIR = ("chosen", "rejected")
+LABEL = ("label",)
+GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, TEXT, SYSTEM, TOOLS, PAIR[:1], PAIR[1:], LABEL)
 KNOWN_COLUMNS = tuple(name for group in GROUPS for name in group)
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT role names
 _SCHEMAS = "messages, conversations, instruction with output, prompt with completion, or text"
@@ -39,8 +42,27 @@ class Record:
     tools: list[dict[str, Any]] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt with a completion to prefer or to avoid.
+
+    Args:
+        record: Messages, in which the answers of the prompt have weight 0; or text.
+        is_good: Whether to prefer the completion.
+        prompt_length: Characters of the text that are the prompt.
+    """
+
+    record: Record
+    is_good: bool
+    prompt_length: int = 0
+
+
 class EmptyAnswerError(UserError):
     """Raised when a row has an empty answer."""
+
+
+class EqualAnswersError(EmptyAnswerError):
+    """Raised when the chosen and the rejected answer are equal."""
 
 
 def require_columns(columns: dict[str, str] | None) -> None:
@@ -59,17 +81,15 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
         where: File and line or row, for error messages.
         columns: Maps known column names to names in the row.
     """
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: is {_describe_type(row)}, not an object; every row needs {_SCHEMAS}")
-    values = _map_columns(row, where, columns or {})
-    for name, value in values.items():
-        _require_unicode(value, f"{where}: {name}")
+    values = _read_values(row, where, columns, _SCHEMAS)
     messages, text = None, None
-    if {"chosen", "rejected"} <= row.keys() and not columns:
+    if {*PAIR} <= row.keys() and not columns:
         raise UserError(
-            f"{where}: is a pair of answers to prefer and to avoid ({_describe_columns(row)}); training on preferences "
-            "is not available. --data.columns '{completion: chosen}' trains on the chosen answers alone, as examples"
+            f"{where}: is a pair of answers to prefer and to avoid ({_describe_columns(row)}); use --objective DPO. "
+            "--data.columns '{completion: chosen}' trains on the chosen answers alone, as examples"
         )
+    for name in {*PAIR, *LABEL} & (columns or {}).keys():
+        raise UserError(f"--data.columns.{name}: has no effect without an objective for preferences, such as DPO")
     if column := _find_column(values, CONVERSATION, where):
         messages = _parse_conversation(values[column], f"{where}: {column}")
     elif column := _find_column(values, QUESTION, where):
@@ -80,12 +100,117 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
             raise EmptyAnswerError(f"{where}: text is empty; fix or remove this row")
     else:
         raise UserError(f"{where}: has no known column; {_describe_columns(row)}; needs {_SCHEMAS}, or --data.columns")
+    return _make_record(messages, text, values, where)
+
+
+def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: bool) -> list[Completion]:
+    """Parse a row of preferences: the chosen and the rejected completion of a prompt.
+
+    With ``rated``, rows may also have a prompt, one completion and a ``label``: true for a good one.
+
+    Prompt and completions are strings or lists of messages. Without a prompt, it is what the completions have in
+    common: messages, or text up to the last word.
+
+    Raises:
+        EmptyAnswerError: An answer is empty.
+        EqualAnswersError: Both are equal.
+    """
+    schemas = f"prompt, chosen and rejected{', or prompt, completion and label' * rated}"
+    values = _read_values(row, where, columns, schemas)
+    if all(values.get(name) is None for name in PAIR) and rated and values.get("label") is not None:
+        return [_parse_rated(values, where)]
+    for name in PAIR:
+        if name not in values:
+            raise UserError(f"{where}: has no {name} answer; {_describe_columns(row)}; needs {schemas}")
+        if not values[name] or (isinstance(values[name], str) and not values[name].strip()):
+            raise EmptyAnswerError(f"{where}: has an empty answer ({name}); fix or remove this row")
+    both = [[value] if isinstance(value, dict) else value for value in (values[name] for name in PAIR)]
+    if both[0] == both[1]:
+        raise EqualAnswersError(f"{where}: chosen and rejected are equal; fix or remove this row")
+    question = _find_column(values, QUESTION, where)
+    texts = [value for value in both if isinstance(value, str)]
+    if question is None and len(texts) == len(both):
+        return _split_texts(texts, values, where)
+    answers = [_parse_answer(value, f"{where}: {name}") for name, value in zip(PAIR, both, strict=True)]
+    # a prompt beside complete conversations repeats their first message
+    if question is None or (isinstance(values[question], str) and answers[0][0]["role"] != "assistant"):
+        prompt, answers = _common_messages(answers, where)
+    else:
+        prompt = _parse_prompt(values, question, where)
+    return [_complete(prompt, answer, values, where, not i) for i, answer in enumerate(answers)]
+
+
+def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: is {_describe_type(row)}, not an object; every row needs {schemas}")
+    values = _map_columns(row, where, columns or {})
+    for name, value in values.items():
+        _require_unicode(value, f"{where}: {name}")
+    return values
+
+
+def _make_record(
+    messages: tuple[dict[str, Any], ...] | None, text: str | None, values: dict[str, Any], where: str
+) -> Record:
+    """Return a record with the row's system message and tools."""
     if messages and values.get("system"):
         messages = _add_system_message(messages, _require_string(values["system"], f"{where}: system"), where)
     tools = _parse_tools(values.get("tools"), f"{where}: tools")
     if tools and messages is None:
         raise UserError(f"{where}: tools: require a conversation, but this row is plain text; remove either")
     return Record(messages, text, where, tools)
+
+
+def _parse_rated(values: dict[str, Any], where: str) -> Completion:
+    label = values["label"]
+    label = {"true": True, "false": False, "1": True, "0": False}.get(str(label).lower())
+    if label is None:
+        raise UserError(f"{where}: label {values['label']!r:.40}: must be true (a good completion) or false")
+    if column := _find_column(values, CONVERSATION, where):
+        messages = _parse_conversation(values[column], f"{where}: {column}")
+        return _complete(messages[:-1], messages[-1:], values, where, label)
+    if (question := _find_column(values, QUESTION, where)) is None:
+        raise UserError(f"{where}: has no prompt for the completion; {_describe_columns(values)}; see --data.columns")
+    messages = _build_turn(values, question, where)
+    n_prompt = len(values[question]) if isinstance(values[question], list) else 1
+    return _complete(messages[:n_prompt], messages[n_prompt:], values, where, label)
+
+
+def _split_texts(texts: list[str], values: dict[str, Any], where: str) -> list[Completion]:
+    n = len(os.path.commonprefix(texts))
+    while n and not texts[0][n - 1].isspace():
+        n -= 1
+    if not texts[0][:n].strip():
+        raise UserError(f"{where}: has no prompt, and chosen and rejected begin with different texts; add a prompt")
+    records = [_make_record(None, text, values, where) for text in texts]
+    return [Completion(record, not i, n) for i, record in enumerate(records)]
+
+
+def _parse_answer(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    return ({"role": "assistant", "content": value},) if isinstance(value, str) else _parse_messages(value, where)
+
+
+def _parse_prompt(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
+    parse = _parse_prompt_messages if isinstance(values[question], list) else _build_user_message
+    return parse(values, question, where)
+
+
+def _common_messages(answers: list[Any], where: str) -> tuple[Any, list[Any]]:
+    """Return the messages with which both conversations begin, and the rest of each."""
+    n = next((i for i, (one, other) in enumerate(zip(*answers, strict=False)) if one != other), min(map(len, answers)))
+    n = min(n, *(len(answer) - 1 for answer in answers))
+    if not n:
+        raise UserError(f"{where}: has no prompt, and chosen and rejected begin with different messages; add a prompt")
+    return answers[0][:n], [answer[n:] for answer in answers]
+
+
+def _complete(prompt: Any, answer: Any, values: dict[str, Any], where: str, is_good: bool) -> Completion:
+    if not prompt:
+        raise UserError(f"{where}: has an empty prompt; fix or remove this row")
+    if answer[-1]["role"] != "assistant":
+        raise UserError(f"{where}: the completion ends with a message of the {answer[-1]['role']}, not the assistant")
+    masked = tuple({**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt)
+    return Completion(_make_record((*masked, *answer), None, values, where), is_good)
 
 
 def _parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
@@ -154,9 +279,7 @@ def _build_turn(values: dict[str, Any], question: str, where: str) -> tuple[dict
         raise UserError(
             f"{where}: has no {expected} for the {question}; {_describe_columns(values)}; see --data.columns"
         )
-    prompt, completion = values[question], values[answer]
-    parse = _parse_prompt_messages if isinstance(prompt, list) else _build_user_message
-    prompt_messages = parse(values, question, where)
+    completion, prompt_messages = values[answer], _parse_prompt(values, question, where)
     if isinstance(completion, list):
         return prompt_messages + _parse_messages(completion, f"{where}: {answer}")
     if not _require_string(completion, f"{where}: {answer}").strip():

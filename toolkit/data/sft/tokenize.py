@@ -15,11 +15,11 @@ from toolkit.data.base import Report
 from toolkit.data.cache import HEARTBEAT
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
-from toolkit.data.sft.schemas import EmptyAnswerError, Record, to_record
+from toolkit.data.sft.schemas import Completion, EmptyAnswerError, EqualAnswersError, Record, to_completions, to_record
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.data.base import OnLong, Packing, TrainOn
+    from toolkit.data.base import OnLong, Packing, RowKind, TrainOn
     from toolkit.data.tokenizer import Tokenizer
     from toolkit.data.tokens.store import TokenWriter
 
@@ -32,6 +32,7 @@ class SFTConfig:
 
     Args:
         module: Prefix of the cache folder name.
+        kind: What a row is: a text with "answers", "pairs" of completions, or "rated" completions.
         option: The data option, such as ``--data.json_path faq.jsonl``.
         no_template: If ``template`` is None, the error to raise for the first conversation.
         skip_empty: Skip rows with an empty answer instead of raising an error.
@@ -40,6 +41,7 @@ class SFTConfig:
     """
 
     module: str
+    kind: RowKind
     option: str
     splits: Splits
     tokenizer: Tokenizer
@@ -61,7 +63,7 @@ class SFTConfig:
     def cache_options(self) -> dict[str, Any]:
         """Return the options that affect prepared rows, for the cache key."""
         names = ("columns", "skip_empty", "train_on", "on_long", "packing", "max_seq_length", "val_fraction")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | ({} if self.kind == "answers" else {"kind": self.kind})
 
 
 @dataclass
@@ -75,8 +77,10 @@ class Counts:
         split: Samples split into several pieces.
         too_long: Samples dropped because they are too long.
         untrained: Samples dropped because no token within the row length has loss.
-        empty: Samples dropped because of an empty answer.
+        empty, equal: Samples dropped because of an empty answer, or two equal ones to compare.
         pieces_left_out: Pieces of split samples dropped because no token has loss.
+        cut_prompts, cut_completions: In preferences: samples whose prompt was cut from the left, completions cut at the
+            end.
         trained_tokens: Tokens with loss in all samples that were not dropped.
         longest: Heap of (tokens, -source index, -row number).
     """
@@ -89,13 +93,16 @@ class Counts:
     too_long: int = 0
     untrained: int = 0
     empty: int = 0
+    equal: int = 0
     pieces_left_out: int = 0
+    cut_prompts: int = 0
+    cut_completions: int = 0
     trained_tokens: int = 0
     longest: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def dropped(self) -> int:
-        return self.too_long + self.untrained + self.empty
+        return self.too_long + self.untrained + self.empty + self.equal
 
     def measure(self, tokens: int, source: int, number: int) -> None:
         """Track the longest samples. On ties, keep the first."""
@@ -114,15 +121,18 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
 
     Returns:
         The counts, and int64 arrays: ``offsets`` (n + 1,), the token offset of each sample; ``sources`` (n,), the
-        index in ``config.sources``; and ``numbers`` (n,), the row number. Pieces of a sample are adjacent.
+        index in ``config.sources``; and ``numbers`` (n,), the row number. Pieces of a sample are adjacent. Of
+        preferences: ``labels`` (n,), 1 for a good completion, 0 for a bad one. Both completions of a pair are adjacent.
     """
     counts, last_line = Counts(), time.perf_counter()
-    offsets, sources, numbers = array("q", [0]), array("q"), array("q")
+    offsets, sources, numbers, labels = array("q", [0]), array("q"), array("q"), array("q")
+    tokenize = _tokenize_row if config.kind == "answers" else _tokenize_completions
     for position, source in enumerate(config.sources):
         for number, row in source.rows():
             counts.samples += 1
-            for ids, mask in _tokenize_row(config, row, position, number, counts):
+            for ids, mask, *label in tokenize(config, row, position, number, counts):
                 writer.add(ids, mask)
+                labels.extend(label)
                 offsets.append(writer.n_tokens)
                 sources.append(position)
                 numbers.append(number)
@@ -130,7 +140,7 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
                 report(f"Data: tokenized {counts.samples:,} samples")
                 last_line = time.perf_counter()
     writer.finish()
-    arrays = {"offsets": offsets, "sources": sources, "numbers": numbers}
+    arrays = {"offsets": offsets, "sources": sources, "numbers": numbers} | ({"labels": labels} if labels else {})
     return counts, {name: np.asarray(values, np.int64) for name, values in arrays.items()}
 
 
@@ -153,10 +163,7 @@ def _tokenize_row(
     limit = config.max_seq_length + 1
     is_long = len(encoding.ids) > limit
     if is_long and config.on_long == "error":
-        raise UserError(
-            f"{where}: {len(encoding.ids):,} tokens, but a row has room for {limit:,} (--train.max_seq_length + 1); "
-            "increase it, or choose --data.on_long truncate, drop or split"
-        )
+        raise _too_long(where, len(encoding.ids), limit, "truncate, drop or split")
     if is_long and config.on_long == "drop":
         counts.too_long += 1
         return []
@@ -170,6 +177,82 @@ def _tokenize_row(
         counts.split += config.on_long == "split"
         counts.pieces_left_out += len(pieces) - len(trained_pieces)
     return trained_pieces
+
+
+def _tokenize_completions(
+    config: SFTConfig, row: Any, source: int, number: int, counts: Counts
+) -> list[tuple[list[int], list[bool], int]]:
+    """Tokenize a row of preferences into completions with their prompt; none if the row is dropped.
+
+    Both completions of a pair keep equally many tokens of the prompt.
+    """
+    where = describe_row(config.sources[source], number)
+    try:
+        completions = to_completions(row, where, config.columns, config.kind == "rated")
+    except EmptyAnswerError as error:
+        if not config.skip_empty:
+            raise
+        counts.equal += isinstance(error, EqualAnswersError)
+        counts.empty += not isinstance(error, EqualAnswersError)
+        return []
+    counts.conversations += completions[0].record.messages is not None
+    encodings = [_tokenize_completion(completion, config) for completion in completions]
+    if len(encodings) > 1 and encodings[0].ids == encodings[1].ids:
+        name = "the tokenizer" if config.template is None else config.template.name
+        raise UserError(f"{where}: {name} renders chosen and rejected as the same tokens; fix or remove this row")
+    longest, limit = max(len(encoding.ids) for encoding in encodings), config.max_seq_length + 1
+    counts.measure(longest, source, number)
+    if longest > limit:
+        if config.on_long == "error":
+            raise _too_long(where, longest, limit, "truncate or drop")
+        if config.on_long == "drop":
+            counts.too_long += 1
+            return []
+    pieces = [(e.ids, e.loss_mask, int(c.is_good)) for e, c in zip(encodings, completions, strict=True)]
+    if longest > limit:
+        counts.truncated += 1
+        pieces = _cut_prompts(pieces, limit, config.tokenizer.bos_id, counts)
+    if not all(any(mask[1:]) for _, mask, _ in pieces) or (len(pieces) > 1 and pieces[0][0] == pieces[1][0]):
+        counts.untrained += 1
+        return []
+    counts.trained_tokens += sum(sum(mask[1:]) for _, mask, _ in pieces)
+    return pieces
+
+
+def _tokenize_completion(completion: Completion, config: SFTConfig) -> Encoding:
+    if (text := completion.record.text) is None:
+        return tokenize_record(completion.record, config)
+    ids, offsets = config.tokenizer.encode_with_offsets(text)
+    *start, end = config.tokenizer.encode("", eos=True)
+    mask = [last > completion.prompt_length for _, last in offsets]
+    return Encoding([*start, *ids, end], [*(False for _ in start), *mask, True])
+
+
+def _cut_prompts(
+    pieces: list[tuple[list[int], list[bool], int]], limit: int, bos: int | None, counts: Counts
+) -> list[tuple[list[int], list[bool], int]]:
+    """Cut completions with their prompt to ``limit`` tokens: the prompt from the left, then completions from the right.
+
+    The token bos and at least one token of the prompt stay.
+    """
+    starts = [mask.index(True) if True in mask else len(mask) for _, mask, _ in pieces]
+    longest = max(len(ids) - start for (ids, *_), start in zip(pieces, starts, strict=True))
+    counts.cut_prompts += max(starts) > max(1, limit - longest)
+    cut = []
+    for (ids, mask, label), start in zip(pieces, starts, strict=True):
+        n_bos = int(ids[0] == bos and start > 1)
+        first = max(n_bos, start - max(1, limit - n_bos - longest))
+        ids, mask = ids[:n_bos] + ids[first:], mask[:n_bos] + mask[first:]
+        counts.cut_completions += len(ids) > limit
+        cut.append((ids[:limit], mask[:limit], label))
+    return cut
+
+
+def _too_long(where: str, tokens: int, limit: int, choices: str) -> UserError:
+    return UserError(
+        f"{where}: {tokens:,} tokens, but a row has room for {limit:,} (--train.max_seq_length + 1); increase it, or "
+        f"choose --data.on_long {choices}"
+    )
 
 
 def tokenize_record(record: Record, config: SFTConfig) -> Encoding:

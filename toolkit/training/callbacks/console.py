@@ -60,7 +60,7 @@ def next_commands(trainer: Trainer) -> list[str]:
     commands = {
         f"toolkit chat {final}": is_chat,
         f'toolkit generate {final} --prompt "..."': data.tokenizer is not None and not is_chat,
-        f"toolkit evaluate {final}{trust}": data.val is not None,
+        f"toolkit evaluate {final}{trust}": data.val is not None and trainer.args.objective.is_likelihood,
         f"toolkit convert_to_hf {final} {hf}{merge}": export_error(state.model.config) is None,
     }
     return [command for command, is_possible in commands.items() if is_possible]
