@@ -146,7 +146,7 @@ def test_unknown_logger_suggests_the_closest(name, hint, tmp_path):
         make_loggers(name, tmp_path, LogArgs(), {})
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
 def test_missing_package_error_has_the_install_command(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"^--logger_name {name}: .*pip install {name}$"):

@@ -177,9 +177,9 @@ class LogArgs:
     """Names for external loggers.
 
     Args:
-        project: Project (W&B) or experiment (MLflow).
+        project: Project (W&B, trackio) or experiment (MLflow).
         run: Name of this run.
-        group: Group of this run (W&B).
+        group: Group of this run (W&B, trackio).
     """
 
     project: str = "toolkit"
@@ -373,8 +373,8 @@ class RunOptions:
         compiler: How to compile the blocks: auto, none, torch (torch.compile), or an extension's compiler. auto:
             torch on CUDA, if all rows have the same length and the run has more than 100 steps; otherwise none.
         deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
-        logger_name: Loggers in addition to logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by
-            commas; csv adds none.
+        logger_name: Loggers in addition to logs/metrics.csv: tensorboard, wandb, mlflow, trackio, or several separated
+            by commas; csv adds none.
         profile: Record a trace of a few steps on every rank in out_dir/profile, and print a time breakdown.
         profiler: Profiler options.
         callbacks: Class paths of callbacks, separated by commas, such as my_module.MyCallback; in YAML also a list of

@@ -1,6 +1,6 @@
 """Log metrics to ``logs/metrics.csv``, and optionally to Lightning loggers."""
 
-import importlib
+import importlib.util
 import math
 import os
 import warnings
@@ -30,9 +30,11 @@ COLUMNS = (
     "val_bpb",  # bits per byte
     "seconds",  # wall time of training so far, over all launches
 )
-LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "trackio")
 """Logger names. All but csv are also the names of required packages."""
-_USED_OPTIONS = {"wandb": {"project", "run", "group"}, "mlflow": {"project", "run"}}
+_USED_OPTIONS = {
+    "wandb": {"project", "run", "group"}, "mlflow": {"project", "run"}, "trackio": {"project", "run", "group"},
+}  # fmt: skip
 
 
 class MetricsCSV:
@@ -114,9 +116,9 @@ def make_loggers(
     Args:
         logger_name: One or more logger names, separated by commas.
         out_dir: Run folder. Loggers write local files to ``out_dir/logs``.
-        log_args: Project, run and group names for W&B and MLflow.
+        log_args: Project, run and group names for W&B, MLflow and trackio.
         hyperparameters: Hyperparameters to log; must not contain secrets.
-        resume_step: TensorBoard hides points after this step from interrupted launches.
+        resume_step: TensorBoard and trackio drop points after this step from interrupted launches.
     """
     loggers = []
     for name in check_loggers(logger_name, log_args):
@@ -182,7 +184,10 @@ def _number(cell: str) -> float:
 
 def _require_package(name: str) -> None:
     try:
-        importlib.import_module(name)
+        if name != "trackio":
+            importlib.import_module(name)
+        elif importlib.util.find_spec(name) is None:  # imported later, because it then reads TRACKIO_DIR
+            raise ModuleNotFoundError(name=name)
     except ImportError as error:
         problem = "is not installed" if error.name == name else f"does not import ({error})"
         raise UserError(f"--logger_name {name}: {name} {problem}; run: pip install {name}") from error
@@ -211,4 +216,14 @@ def _start_mlflow(folder: Path, log_args: LogArgs, resume_step: int | None) -> A
     return MLFlowLogger(experiment_name=log_args.project, run_name=log_args.run, tracking_uri=uri)
 
 
-_START = {"tensorboard": _start_tensorboard, "wandb": _start_wandb, "mlflow": _start_mlflow}
+def _start_trackio(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
+    from toolkit.ui.trackio_logger import TrackioLogger
+
+    rows = [row for row in read_metrics(folder / "metrics.csv") if row["step"] <= (resume_step or 0)]
+    name = log_args.run or folder.absolute().parent.name
+    return TrackioLogger(folder / "trackio", log_args.project, name, log_args.group, rows)
+
+
+_START = {
+    "tensorboard": _start_tensorboard, "wandb": _start_wandb, "mlflow": _start_mlflow, "trackio": _start_trackio
+}  # fmt: skip
