@@ -24,14 +24,15 @@ HEAD = """\
 
 Models that toolkit imports from and exports to Hugging Face. The architecture is read from `config.json`, so the name
 of the folder does not matter. The names at the end of this page are for training from scratch (`toolkit pretrain NAME`)
-and planning (`toolkit plan NAME`). For the multimodal Gemma 3 (`model_type` gemma3), the text model is imported.
-To add a family, see [extend.md](extend.md). For unsupported variants, see [convert.md](convert.md#from-a-folder).
+and planning (`toolkit plan NAME`). For the multimodal Gemma 3 (`model_type` gemma3), Mistral Small 3.1 and Ministral 3
+(mistral3), the text model is imported. Not supported: Qwen3-Next (linear attention); for unsupported variants of the
+types below, see [convert.md](convert.md#from-a-folder). To add a family, see [extend.md](extend.md).
 
 Every model type below is tested on random weights in both directions: logits equal to transformers' in fp32 and bf16,
-a bit-exact round trip of the weights, and one step of full finetuning and of LoRA, each with an export. The second
-column lists the differences from a Llama; the third lists features that the tests cover both with and without. The
-error is the largest difference of the fp32 logits from transformers', relative to the largest logit, over all tested
-shapes.
+also with a KV cache and with packed documents, a bit-exact round trip of the weights, and one step of full finetuning
+and of LoRA, each with an export. The second column lists the differences from a Llama; the third lists features that
+the tests cover both with and without. The error is the largest difference of the fp32 logits from transformers',
+relative to the largest logit, over all tested shapes.
 
 For models with experts, the training loss includes the load-balancing loss, multiplied by
 `--model_config.router_aux_loss_coef` (0 disables it). The printed and logged training loss includes it; the validation
@@ -81,6 +82,7 @@ def features(config: ModelConfig) -> list[str]:
         "GeGLU": config.mlp_class_name == "GemmaMLP",
         "MoE": config.mlp_class_name == "LLaMAMoE",
         "sigmoid router": config.router_scores == "sigmoid",
+        "router with selection bias": config.router_scores == "biased_softmax",
         "group-limited routing": config.n_expert_groups is not None,
         "clamped SwiGLU in experts": config.swiglu_limit is not None,
         "shared expert": getattr(config, "shared_expert_intermediate_size", None) is not None,
@@ -92,6 +94,7 @@ def features(config: ModelConfig) -> list[str]:
         "LM head bias": config.lm_head_bias,
         "partial rotary": config.position_embedding == "rope" and config.rotary_percentage < 1,
         "NoPE layers": -1 in rope_indices,
+        "queries scaled by position": config.query_scaling_beta is not None,
         "local RoPE theta": 1 in rope_indices,
         f"{scaling[config.rope_kind]} scaling of RoPE": config.rope_kind is not None,
         "sliding windows": has_windows and all(config.window(i) is not None for i in range(config.n_layer)),

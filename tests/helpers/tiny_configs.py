@@ -57,6 +57,9 @@ DEEPSEEK = {
 }  # fmt: skip
 GLM4 = {**GROUPED, "pad_token_id": None, "eos_token_id": 1}
 OLMOE = {**GROUPED, **NO_PAD, "num_experts": 8, "num_experts_per_tok": 3}
+ERNIE_MOE = {
+    **GROUPED, **NO_PAD, "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2,
+}  # fmt: skip
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 
 HF_CONFIGS = {
@@ -83,6 +86,16 @@ HF_CONFIGS = {
         sliding_window=16,
         layer_types=["full_attention", *["sliding_attention"] * 3],
         tie_word_embeddings=True,
+    ),
+    "ministral3": lambda: transformers.Ministral3Config(
+        **GROUPED, head_dim=24, rope_parameters=YARN | {"llama_4_scaling_beta": 0.3}
+    ),
+    "ministral3-window-tied": lambda: transformers.Ministral3Config(
+        **{**GROUPED, "num_key_value_heads": 4},
+        head_dim=16,
+        sliding_window=16,
+        tie_word_embeddings=True,
+        rope_parameters=YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     "qwen2-windows": lambda: transformers.Qwen2Config(
         **GROUPED, use_sliding_window=True, sliding_window=16, max_window_layers=1
@@ -214,6 +227,7 @@ HF_CONFIGS = {
         tie_word_embeddings=True,
         rope_parameters=YARN | {"partial_rotary_factor": 0.25},
     ),
+    "glm": lambda: transformers.GlmConfig(**GLM4, head_dim=24, tie_word_embeddings=True),
     "seed-oss": lambda: transformers.SeedOssConfig(**GROUPED, **NO_PAD, head_dim=24),
     "seed-oss-output-bias": lambda: transformers.SeedOssConfig(
         **LLAMA, **NO_PAD, num_key_value_heads=1, attention_bias=False, attention_out_bias=True, head_dim=16
@@ -253,6 +267,13 @@ HF_CONFIGS = {
     "ernie4.5": lambda: transformers.Ernie4_5Config(**GROUPED, **NO_PAD, head_dim=24),
     "ernie4.5-biases-untied": lambda: transformers.Ernie4_5Config(
         **{**GROUPED, "num_key_value_heads": 4}, **NO_PAD, head_dim=16, use_bias=True, tie_word_embeddings=False
+    ),
+    "ernie4.5-moe": lambda: transformers.Ernie4_5_MoeConfig(**ERNIE_MOE),
+    "ernie4.5-moe-dense-ends-untied": lambda: transformers.Ernie4_5_MoeConfig(
+        **ERNIE_MOE | {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_num_shared_experts": 0, "moe_k": 1},
+        moe_layer_end_index=1,
+        tie_word_embeddings=False,
+        head_dim=24,
     ),
     "apertus": lambda: transformers.ApertusConfig(**GROUPED, **NO_PAD, rope_parameters=LLAMA3_ROPE),
     "apertus-biases-wide-heads-tied": lambda: transformers.ApertusConfig(
@@ -385,8 +406,17 @@ NATIVE_CONFIGS = {
         "rope_indices": [0, -1], "head_size": 32,
     },
     "ernie4.5": {"family": "ernie4_5", "vocab_size": 90, "n_query_groups": 1, "head_size": 32, "tie_embeddings": True},
+    "ernie4.5-moe": {
+        "family": "ernie4_5_moe", "vocab_size": 90, "n_query_groups": 2, "mlp_class_name": "LLaMAMoE", "n_expert": 6,
+        "n_expert_per_token": 2, "moe_intermediate_size": 24, "router_scores": "biased_softmax", "head_size": 32,
+        "norm_topk_prob": True, "shared_expert_gate": False, "shared_expert_intermediate_size": 24,
+    },
     "apertus": {
         "family": "apertus", "vocab_size": 90, "n_query_groups": 2, "norm_qk": True, "mlp_class_name": "XieluMLP",
+    },
+    "ministral3": {
+        "family": "ministral3", "vocab_size": 90, "n_query_groups": 2, "head_size": 32, "query_scaling_beta": 0.2,
+        "rope_adjustments": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16},
     },
     "olmoe": {
         "family": "olmoe", "vocab_size": 90, "norm_qk": True, "norm_qk_type": "olmo2", "mlp_class_name": "LLaMAMoE",

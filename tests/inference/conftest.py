@@ -62,6 +62,14 @@ STYLES = {
             "original_max_seq_len": 16, "attention_factor": math.sqrt(1 + math.log(3) / math.log(16)),
         },
     },
+    "ministral3": {
+        "family": "ministral3", "n_query_groups": 2, "padded_vocab_size": 128, "query_scaling_beta": 0.5,
+        "rope_adjustments": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 8},
+    },
+    "hunyuan": {
+        "family": "hunyuan_v1_dense", "n_query_groups": 2, "padded_vocab_size": 128, "norm_qk": True,
+        "norm_qk_after_rope": True,
+    },
     "smollm3": {
         "family": "smollm3", "n_query_groups": 2, "padded_vocab_size": 128, "rope_indices": [0, -1],
         "sliding_window_size": 7, "sliding_window_indices": [0, 1],

@@ -283,31 +283,43 @@ def test_text_model_of_multimodal_config_is_read():
     read, named = config_from_hf(GEMMA_3_12B), get_config("gemma-3-12b")
     vocabulary = {"name": "", "vocab_size": 262208, "padded_vocab_size": 262208}  # with the image tokens
     assert read == replace(named, **vocabulary)
-    with pytest.raises(UserError, match="'mistral3' is not supported: it is multimodal; save .*'mistral'"):
-        config_from_hf({"model_type": "mistral3", "text_config": {"model_type": "mistral"}})
+    small = {"model_type": "mistral3", "text_config": GROUPED | {"model_type": "mistral"}, "vision_config": {}}
+    assert config_from_hf(small) == config_from_hf(GROUPED | {"model_type": "mistral"})
+    with pytest.raises(UserError, match="'llava' is not supported: it is multimodal; save .*'mistral'"):
+        config_from_hf({"model_type": "llava", "text_config": {"model_type": "mistral"}})
+    with pytest.raises(UserError, match="'mistral3' is not supported: it is multimodal; use a text-only model"):
+        config_from_hf({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}})
+    with pytest.raises(UserError, match="'qwen3_next' is not supported: most of its layers have linear attention"):
+        config_from_hf({"model_type": "qwen3_next"})
     with pytest.raises(UserError, match="'qwen2_vl' is not supported: it is multimodal; use a text-only model"):
         config_from_hf({"model_type": "qwen2_vl", "vision_config": {}})
     with pytest.raises(UserError, match="^config.json: is_causal False: of a 'gemma3_text' model"):
         config_from_hf(GEMMA_3_12B | {"is_causal": False})
 
 
-def save_multimodal_model(folder):
-    """Save a random multimodal Gemma 3 with transformers."""
+def save_multimodal_model(folder, kind):
+    """Save a random multimodal Gemma 3 or Ministral 3 with transformers."""
     images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 16, "patch_size": 8}  # fmt: skip
     config = transformers.Gemma3Config(
         text_config={key: value for key, value in GEMMA3.items() if not key.startswith("rope")}, vision_config=images,
         mm_tokens_per_image=4, image_token_index=95, boi_token_index=94, eoi_token_index=93,
     )  # fmt: skip
-    reference = transformers.Gemma3ForConditionalGeneration(config).eval()
+    if kind == "mistral3":
+        text = GROUPED | {"model_type": "ministral3", "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": {
+            "rope_type": "yarn", "llama_4_scaling_beta": 0.5, "rope_theta": 500.0, **YARN}}  # fmt: skip
+        vision = images | {"model_type": "pixtral", "head_dim": 16}
+        config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    reference = transformers.AutoModelForImageTextToText.from_config(config).eval()
     randomize(reference, seed=0)
     reference.save_pretrained(folder)
     return reference
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
 @pytest.mark.parametrize("named", ["as files are", "as in memory"])
-def test_text_model_of_multimodal_model_has_equal_logits(named, tmp_path):
-    reference = save_multimodal_model(tmp_path / "hf")
+def test_text_model_of_multimodal_model_has_equal_logits(kind, named, tmp_path):
+    reference = save_multimodal_model(tmp_path / "hf", kind)
     if named == "as in memory":
         weights = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
         save_file(weights, tmp_path / "hf" / "model.safetensors")

@@ -75,6 +75,9 @@ def changes(config: ModelConfig) -> dict[str, list[dict[str, Any]]]:
               for n, a in ((16, 1.3), (60, 1.0))),
         ],
         "rope_local_base_freq": [None, 77],
+        "query_scaling_beta": [
+            None, 0, 0.5, {"query_scaling_beta": 0.5, "rope_adjustments": YARN},
+        ],
         "rope_indices": [
             None, [-i for i in first], [-1] * config.n_layer,
             *({"rope_indices": i, "rope_local_base_freq": 77.0} for i in (first, last, [1] * config.n_layer)),

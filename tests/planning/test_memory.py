@@ -66,6 +66,8 @@ CONFIGS = {
                            shared_attention_norm=True, sliding_window_size=32, sliding_window_indices=[1, 1, 1, 0],
                            rope_indices=[0, 0, 0, -1], logits_scaling=16.0, tie_embeddings=True),
     "hunyuan": ModelConfig(**SMALL, norm_qk=True, norm_qk_after_rope=True, attn_bias=True, attn_proj_bias=True),
+    "ministral3": ModelConfig(**SMALL, query_scaling_beta=0.1, rope_adjustments={
+        "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16}),
     "apertus": ModelConfig(**SMALL, norm_qk=True, mlp_class_name="XieluMLP"),
 }  # fmt: skip
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 96}

@@ -60,6 +60,8 @@ class CausalSelfAttention(nn.Module):
             qk = self._apply_qk_norm(qk, (self.norm_q, self.norm_k))
         qk = qk if rope is None or self.norm_after_rope else rope.apply(qk)
         q, k = qk.split((self.n_head, self.n_groups), dim=2)
+        if rope is not None and rope.query_scale is not None:
+            q = q * rope.query_scale.to(q.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads or groups, T, head_size)
         if cache is not None:
             k, v = cache.update(k, v)

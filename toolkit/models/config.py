@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from toolkit.config.other_tools import suggest_option
 from toolkit.errors import UserError, did_you_mean, require_option
-from toolkit.models.config_checks import FLAG, GROUP, MAX_EXPERTS, MAX_SIZE, check_values, rope_kind, yarn_mscale
+from toolkit.models.config_checks import (
+    FLAG,
+    GROUP,
+    MAX_EXPERTS,
+    MAX_SIZE,
+    MOE_FIELDS,
+    PER_LAYER,
+    check_values,
+    rope_kind,
+    yarn_mscale,
+)
 
 # Keys of latent_attention, as in Hugging Face's config.json; q_lora_rank is optional.
 LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-# Fields with one value per layer, and the valid values.
-_PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
-# Fields that require experts.
-_MOE_FIELDS = (
-    "n_expert", "n_expert_per_token", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
-    "router_scores", "n_expert_groups", "n_topk_groups", "shared_expert_intermediate_size", "shared_expert_gate",
-    "swiglu_limit", "moe_indices",
-)  # fmt: skip
 _DERIVED: Any = None  # default of a field that is derived from other fields
 
 
@@ -48,6 +50,8 @@ class ModelConfig:
         rope_adjustments: RoPE scaling; the keys determine the type (linear, llama3, yarn or longrope), see
             ROPE_ADJUSTMENTS in models/config_checks.py.
         rope_local_base_freq: Rotary base (theta), unscaled, of the layers with rope index 1.
+        query_scaling_beta: Multiply queries by 1 + beta * ln(1 + floor(position / original_max_seq_len)), with YaRN's
+            original_max_seq_len (Ministral 3).
         rope_indices: One entry per layer: 0 uses rope_base and rope_adjustments, 1 uses rope_local_base_freq, -1
             disables RoPE; default all 0.
         position_embedding: "rope", or "learned" for learned absolute positions.
@@ -92,8 +96,8 @@ class ModelConfig:
         moe_intermediate_size: Width of each expert; default intermediate_size.
         norm_topk_prob: Normalize the top-k router weights to sum to 1.
         routed_scaling_factor: Multiply the router weights by this.
-        router_scores: Router activation: "softmax", or "sigmoid" (DeepSeek-V3) with a selection bias per expert, which
-            is a buffer and not trained.
+        router_scores: Router activation: "softmax", or "sigmoid" (DeepSeek-V3) or "biased_softmax" (ERNIE 4.5) with a
+            selection bias per expert, which is a buffer and not trained.
         n_expert_groups: Number of expert groups for group-limited routing.
         n_topk_groups: Number of expert groups per token.
         shared_expert_intermediate_size: Width of the shared expert; default no shared expert.
@@ -124,6 +128,7 @@ class ModelConfig:
     rope_base: float = 10000.0
     rope_adjustments: dict[str, Any] | None = None
     rope_local_base_freq: float | None = None
+    query_scaling_beta: float | None = None
     rope_indices: list[int] | None = None
     position_embedding: Literal["rope", "learned"] = "rope"
     sliding_window_size: int | None = None
@@ -163,7 +168,7 @@ class ModelConfig:
     moe_intermediate_size: int | None = None
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
-    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    router_scores: Literal["softmax", "sigmoid", "biased_softmax"] = "softmax"
     n_expert_groups: int | None = None
     n_topk_groups: int | None = None
     shared_expert_intermediate_size: int | None = None
@@ -194,7 +199,7 @@ class ModelConfig:
             derived["latent_attention"] = {"q_lora_rank": None} | self.latent_attention
         if self.vocab_size is not None and self.padded_vocab_size is None:
             derived["padded_vocab_size"] = -(-self.vocab_size // self.padding_multiple) * self.padding_multiple
-        for name in _PER_LAYER:  # LitGPT's lists may be longer
+        for name in PER_LAYER:  # LitGPT's lists may be longer
             if (values := getattr(self, name)) is not None:
                 derived[name] = list(values[: self.n_layer])
         vars(self).update(derived)  # frozen
@@ -226,6 +231,8 @@ class ModelConfig:
         has_weights = self.norm_class_name == "LayerNorm" and self.norm_affine
         hint = "needs norm_class_name LayerNorm with norm_affine true"
         require(self.norm_qk_type != "per_head" or has_weights, "norm_qk_type", hint)
+        has_yarn = self.query_scaling_beta is None or self.rope_kind == "yarn"
+        require(has_yarn, "query_scaling_beta", f"needs YaRN in {FLAG}rope_adjustments")
         has_softcap = self.attention_logit_softcapping is not None
         hint = "is not supported with attention_logit_softcapping; remove one of them"
         require(not (self.attention_sinks and has_softcap), "attention_sinks", hint)
@@ -234,7 +241,7 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         """Check lists with one value per layer or per rotated pair."""
-        for name, allowed in _PER_LAYER.items():
+        for name, allowed in PER_LAYER.items():
             values, listed = getattr(self, name), " or ".join(map(str, allowed))
             is_valid = values is None or (len(values) == self.n_layer and set(values) <= set(allowed))
             self._require(is_valid, name, f"must contain {listed} for each of the {self.n_layer} layers")
@@ -260,6 +267,7 @@ class ModelConfig:
             "attention_logit_softcapping": None, "bias": False, "attn_bias": False, "attn_proj_bias": False,
             "n_query_groups": self.n_head,
             "head_size": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], "rotary_percentage": 1.0,
+            "query_scaling_beta": None,
         }  # fmt: skip
         for name, value in required.items():
             self._require(getattr(self, name) == value, name, f"must be {value} with latent_attention")
@@ -268,7 +276,7 @@ class ModelConfig:
         """Check expert counts, and that grouped_mm supports the widths."""
         require = self._require
         if self.mlp_class_name != "LLaMAMoE":
-            for name in _MOE_FIELDS:
+            for name in MOE_FIELDS:
                 require(getattr(self, name) == getattr(ModelConfig, name), name, f"needs {FLAG}mlp_class_name LLaMAMoE")
             return
         is_subset = 1 <= self.n_expert_per_token <= self.n_expert

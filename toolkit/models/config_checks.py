@@ -26,7 +26,16 @@ ROPE_ADJUSTMENTS: dict[str, tuple[set[str], set[str]]] = {
     "longrope": ({"short_factor", "long_factor", "original_max_seq_len", "attention_factor"}, set()),
 }
 
-_NONNEGATIVE = {"n_expert", "n_expert_per_token", "norm_eps", "router_aux_loss_coef"}
+# Fields with one value per layer, and the valid values.
+PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
+# Fields that require experts.
+MOE_FIELDS = (
+    "n_expert", "n_expert_per_token", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
+    "router_scores", "n_expert_groups", "n_topk_groups", "shared_expert_intermediate_size", "shared_expert_gate",
+    "swiglu_limit", "moe_indices",
+)  # fmt: skip
+
+_NONNEGATIVE = {"n_expert", "n_expert_per_token", "norm_eps", "query_scaling_beta", "router_aux_loss_coef"}
 _UNBOUNDED = {"rotary_percentage", "attention_multiplier", "embedding_multiplier", "residual_multiplier"}
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
 

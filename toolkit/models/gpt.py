@@ -24,7 +24,7 @@ from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, ContextMas
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, mask_until_last_label
 from toolkit.models.norm import make_norm
-from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies
+from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies, query_scale
 
 
 class Block(nn.Module):
@@ -355,6 +355,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
                 positions,
                 self._frequencies_of(lengths, positions.device, local=index == 1),
                 attention_factor(self.config, local=index == 1),
+                query_scale(self.config, positions),
             )
             for index in used
         }

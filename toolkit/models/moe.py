@@ -9,7 +9,7 @@ permuted back. All sums are deterministic: the backward pass of a permutation is
 | ``mlp.experts.fc_1.weight``, ``mlp.experts.fc_2.weight`` | (n_expert, moe_intermediate_size, n_embd) |
 | ``mlp.experts.proj.weight`` | (n_expert, n_embd, moe_intermediate_size) |
 | ``mlp.gate.bias``, ``mlp.experts.*.bias`` | with biases: (n_expert,), (n_expert, out) |
-| ``mlp.correction`` (e_score_correction_bias; a buffer, not trained) | with sigmoid scores: (n_expert,), fp32 |
+| ``mlp.correction`` (e_score_correction_bias; a buffer, not trained) | sigmoid, biased_softmax: (n_expert,), fp32 |
 | ``mlp.shared_expert.fc_1.weight`` (``fc_2``, ``proj``), ``mlp.shared_expert_gate.weight`` | a LLaMAMLP; (1, n_embd) |
 """
 
@@ -142,7 +142,7 @@ class LLaMAMoE(nn.Module):
         super().__init__()
         self.n_expert_per_token, self.norm_topk_prob = config.n_expert_per_token, config.norm_topk_prob
         self.n_groups, self.n_topk_groups = config.n_expert_groups, config.n_topk_groups
-        self.scaling = config.routed_scaling_factor
+        self.scaling, self.has_sigmoid = config.routed_scaling_factor, config.router_scores == "sigmoid"
         self.gate = nn.Linear(config.n_embd, config.n_expert, bias=config.bias)
         self.experts = Experts(config)
         self.shared_expert = self.shared_expert_gate = None
@@ -150,7 +150,7 @@ class LLaMAMoE(nn.Module):
             self.shared_expert = LLaMAMLP(config, config.shared_expert_intermediate_size)
             if config.shared_expert_gate:
                 self.shared_expert_gate = nn.Linear(config.n_embd, 1, bias=config.bias)
-        correction = torch.zeros(config.n_expert, dtype=torch.float32) if config.router_scores == "sigmoid" else None
+        correction = torch.zeros(config.n_expert, dtype=torch.float32) if config.router_scores != "softmax" else None
         self.register_buffer("correction", correction)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LLaMAMoE:
@@ -181,10 +181,11 @@ class LLaMAMoE(nn.Module):
         """
         if self.correction is None:
             probabilities = scores = choice = self.gate(x).float().softmax(-1)
-        else:  # computed in fp32, as these models were trained: sigmoid scores are close together
+        else:  # computed in fp32, as these models were trained: their scores are close together
             with torch.autocast(x.device.type, enabled=False):
                 bias = None if self.gate.bias is None else self.gate.bias.float()
-                scores = F.linear(x.float(), self.gate.weight.float(), bias).sigmoid()
+                logits = F.linear(x.float(), self.gate.weight.float(), bias)
+                scores = logits.sigmoid() if self.has_sigmoid else logits.softmax(-1)
             choice, probabilities = scores + self.correction, scores / scores.sum(-1, keepdim=True)
         topk_indices = self._mask_groups(choice).topk(self.n_expert_per_token).indices
         weights = scores.gather(-1, topk_indices)
@@ -200,7 +201,7 @@ class LLaMAMoE(nn.Module):
         if self.n_groups is None or self.n_topk_groups is None:
             return choice
         groups = choice.unflatten(-1, (self.n_groups, -1))
-        group_scores = groups.topk(1 if self.correction is None else 2).values.sum(-1)
+        group_scores = groups.topk(2 if self.has_sigmoid else 1).values.sum(-1)
         selected = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
             -1, group_scores.topk(self.n_topk_groups).indices, True
         )

@@ -64,6 +64,17 @@ def attention_factor(config: ModelConfig, local: bool = False) -> float:
     return yarn_mscale(factor, 1.0)
 
 
+def query_scale(config: ModelConfig, positions: torch.Tensor) -> torch.Tensor | None:
+    """Return the factors of the queries at ``positions``, (..., T, 1, 1), fp32; None without query_scaling_beta.
+
+    Source: Llama 4 (https://ai.meta.com/blog/llama-4-multimodal-intelligence), as in transformers' Ministral 3.
+    """
+    if config.query_scaling_beta is None or config.rope_adjustments is None:
+        return None
+    extensions = torch.floor(positions / config.rope_adjustments["original_max_seq_len"])
+    return (1 + config.query_scaling_beta * torch.log(1 + extensions))[..., None, None]
+
+
 def _yarn_scaling(inverse: torch.Tensor, adjustments: dict[str, Any], base: float) -> torch.Tensor:
     """Apply YaRN scaling.
 
@@ -108,11 +119,19 @@ class RotaryEmbedding:
         positions: (T,) or (B, T), int64.
         inverse: Result of :func:`inverse_frequencies`, on the device of the positions; or (B, T, rope_n_elem / 2).
         attention_factor: Result of :func:`attention_factor`.
+        query_scale: Result of :func:`query_scale`.
     """
 
-    __slots__ = ("cos", "sin")
+    __slots__ = ("cos", "query_scale", "sin")
 
-    def __init__(self, positions: torch.Tensor, inverse: torch.Tensor, attention_factor: float = 1.0) -> None:
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        inverse: torch.Tensor,
+        attention_factor: float = 1.0,
+        query_scale: torch.Tensor | None = None,
+    ) -> None:
+        self.query_scale = query_scale
         angles = (positions[..., None].float() * inverse).unsqueeze(-2)  # (..., T, 1, n/2), broadcast over heads
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
         self.cos = torch.cat((cos, cos), dim=-1)

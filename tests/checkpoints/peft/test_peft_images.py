@@ -1,4 +1,4 @@
-"""Adapters of the text model of a Gemma 3 that sees images, to peft and back."""
+"""Adapters of the text model of a Gemma 3 or Ministral 3 that sees images, to peft and back."""
 
 import pytest
 import torch
@@ -18,12 +18,13 @@ transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("p
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
 @pytest.mark.parametrize(
     "parts",
     [{}, pytest.param({"key": True, "projection": True, "mlp": True, "head": True}, marks=pytest.mark.slow)],
 )
-def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
-    reference, ids = save_multimodal_model(tmp_path / "hf"), token_ids() % 90
+def test_multimodal_adapters_round_trip_through_peft(kind, parts, tmp_path, recwarn):
+    reference, ids = save_multimodal_model(tmp_path / "hf", kind), token_ids() % 90
     import_hf(tmp_path / "hf", tmp_path / "base")
     lora, native = LoRAConfig(r=4, **parts), load_model(tmp_path / "base").eval()
     before = native(ids)
@@ -32,9 +33,9 @@ def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
     expected = native(ids)
     assert relative_error(before, expected) > 0.01
     write_adapted(tmp_path / "run", tmp_path / "base", native, lora)
-    assert export_peft(tmp_path / "run", tmp_path / "peft").wrapper_type == "gemma3"
+    assert export_peft(tmp_path / "run", tmp_path / "peft").wrapper_type == kind
 
-    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    reloaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "hf")
     assert type(reloaded) is type(reference)
     adapted = peft.PeftModel.from_pretrained(reloaded, tmp_path / "peft").eval()
     assert relative_error(adapted(ids).logits, expected) < 2e-5
@@ -47,7 +48,7 @@ def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
 
 
 def test_text_model_adapters_keep_their_names(tmp_path):
-    save_multimodal_model(tmp_path / "hf")
+    save_multimodal_model(tmp_path / "hf", "gemma3")
     import_hf(tmp_path / "hf", tmp_path / "base")
     (tmp_path / "base" / "config.json").unlink()
     lora, native = LoRAConfig(r=4), load_model(tmp_path / "base")

@@ -28,20 +28,25 @@ FUNCTIONS = ("check", "from_hf_config", "to_hf_config", "weight_map")
 FAMILIES: dict[str, ModuleType] = {
     model_type: import_module(f"{__name__}.{module}")
     for module, model_types in {
-        "llama": ("llama",), "smollm3": ("smollm3",), "mistral": ("mistral", "ministral"), "mixtral": ("mixtral",),
+        "llama": ("llama",), "smollm3": ("smollm3",), "mistral": ("mistral", "ministral", "ministral3"),
+        "mixtral": ("mixtral",),
         "qwen2": ("qwen2",), "qwen3": ("qwen3",), "qwen_moe": ("qwen2_moe", "qwen3_moe"),
         "gemma": ("gemma", "gemma2", "gemma3_text"), "phi": ("phi",), "phi3": ("phi3",), "gpt_neox": ("gpt_neox",),
         "gpt2": ("gpt2",), "falcon": ("falcon",), "olmo": ("olmo", "olmo2", "olmo3"), "stablelm": ("stablelm",),
         "granite": ("granite",), "starcoder2": ("starcoder2",), "gpt_oss": ("gpt_oss",),
-        "deepseek": ("deepseek_v2", "deepseek_v3"), "glm4": ("glm4",), "seed_oss": ("seed_oss",),
+        "deepseek": ("deepseek_v2", "deepseek_v3"), "glm": ("glm", "glm4"), "seed_oss": ("seed_oss",),
         "cohere2": ("cohere2",), "olmoe": ("olmoe",), "hunyuan": ("hunyuan_v1_dense",), "exaone4": ("exaone4",),
-        "ernie4_5": ("ernie4_5",), "apertus": ("apertus",),
+        "ernie4_5": ("ernie4_5", "ernie4_5_moe"), "apertus": ("apertus",),
     }.items()
     for model_type in model_types
 }  # fmt: skip
 
-# model_type of multimodal models -> model_type of their text model, which is read from text_config
-MULTIMODAL = {"gemma3": "gemma3_text"}
+# model_type of multimodal models -> model types of their text model, which is read from text_config
+MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+# Reasons why other model types are not supported.
+REFUSED = {
+    "qwen3_next": "most of its layers have linear attention (Gated DeltaNet), which this version does not compute",
+}
 
 
 def families() -> dict[str, ModuleType]:
@@ -217,8 +222,11 @@ def _text_config(config_json: dict[str, Any]) -> dict[str, Any]:
     kind, text = config_json.get("model_type"), config_json.get("text_config")
     if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(text, dict):
         return config_json
+    inner = text.get("model_type", MULTIMODAL[kind][0])
+    if inner not in MULTIMODAL[kind]:
+        return config_json
     outer = {key: config_json[key] for key in ("tie_word_embeddings", "is_causal") if key in config_json}
-    return text | outer | {"model_type": MULTIMODAL[kind]}
+    return text | outer | {"model_type": inner}
 
 
 def _unsupported_message(config_json: dict[str, Any]) -> str:
@@ -227,6 +235,8 @@ def _unsupported_message(config_json: dict[str, Any]) -> str:
     names = families()
     near = did_you_mean(str(model_type), names, count=1, cutoff=0.7)
     message = f"config.json: model_type {model_type!r} is not supported"
+    if isinstance(model_type, str) and model_type in REFUSED:
+        return f"{message}: {REFUSED[model_type]}"
     text = config_json.get("text_config")
     if isinstance(text, dict) or "vision_config" in config_json:
         inner = str(text.get("model_type")) if isinstance(text, dict) else ""

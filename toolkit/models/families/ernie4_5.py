@@ -1,33 +1,114 @@
-"""ERNIE 4.5 (Baidu 2025), dense models: Llama with an independent head_dim and optional biases."""
+"""ERNIE 4.5 (Baidu 2025): Llama with an independent head_dim, dense with optional biases, or with experts.
+
+The router's selection bias stays fixed.
+"""
 
 from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.hf_keys import require_key
 
 CONFIGS: list[ModelConfig] = []
 ALIASES: dict[str, str] = {}
 
+_MOE: dict[str, Any] = {
+    "mlp_class_name": "LLaMAMoE", "router_scores": "biased_softmax", "norm_topk_prob": True,
+    "shared_expert_gate": False, "bias": False,
+}  # fmt: skip
+# Defaults of transformers' classes, and aliases that they write.
+_DEFAULTS: dict[str, Any] = {
+    "ernie4_5": {"head_dim": 128, "num_key_value_heads": 2},
+    "ernie4_5_moe": {
+        "num_key_value_heads": 4, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+    },
+}  # fmt: skip
+_ALIASES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
+
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
-    sizes = {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2} | config_json
+    aliases = {name: config_json[alias] for alias, name in _ALIASES.items() if alias in config_json}
+    config_json = {"rms_norm_eps": 1e-5} | _DEFAULTS[config_json["model_type"]] | aliases | config_json
     return ModelConfig(
-        **hf_config.read_decoder(sizes, vocab_size=103424, block_size=131072, tied=True),
+        **hf_config.read_decoder(config_json, vocab_size=103424, block_size=131072, tied=True),
         **hf_rope.read_rope(config_json, default_theta=500000.0),
-        bias=config_json.get("use_bias", False),
+        **(_read_experts(config_json) if config_json["model_type"] == "ernie4_5_moe" else _read_bias(config_json)),
     )
 
 
+def _read_bias(config_json: dict[str, Any]) -> dict[str, Any]:
+    return {"bias": config_json.get("use_bias", False)}
+
+
+def _read_experts(config_json: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the experts, which the layers from the start to the end index have."""
+    hf_config.require_hf(config_json, use_bias=(False, None), moe_norm_min=(1e-12,))
+    first, last, every = (config_json[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval"))
+    n_layer, shared = config_json["num_hidden_layers"], config_json["moe_num_shared_experts"]
+    last = n_layer - 1 if last == -1 else last
+    indices = [int((i + 1) % every == 0 and first <= i <= last) for i in range(n_layer)]
+    require_key(any(indices), "moe_layer_start_index", first, "no layer has experts; use model_type 'ernie4_5'")
+    return _MOE | {
+        "n_expert": config_json["moe_num_experts"],
+        "n_expert_per_token": config_json["moe_k"],
+        "moe_intermediate_size": config_json["moe_intermediate_size"],
+        "shared_expert_intermediate_size": shared * config_json["moe_intermediate_size"] or None,
+        "moe_indices": None if all(indices) else indices,
+        "router_aux_loss_coef": config_json.get("router_aux_loss_coef", 0.001),
+    }
+
+
+def is_unused(name: str, config: ModelConfig) -> bool:
+    """Whether a weight belongs to the multi-token prediction layers."""
+    return "mtp_" in name
+
+
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    values = hf_config.write_decoder(config, "Ernie4_5ForCausalLM", use_bias=config.bias)
+    if config.family == "ernie4_5":
+        values = hf_config.write_decoder(config, "Ernie4_5ForCausalLM", use_bias=config.bias)
+    else:
+        values = hf_config.write_decoder(
+            config, "Ernie4_5_MoeForCausalLM", use_bias=False, moe_k=config.n_expert_per_token, moe_layer_interval=1,
+            moe_intermediate_size=config.expert_size, moe_num_experts=config.n_expert, moe_norm_min=1e-12,
+            moe_num_shared_experts=(config.shared_expert_intermediate_size or 0) // config.expert_size,
+            moe_layer_start_index=_layers(config)[0], moe_layer_end_index=_layers(config)[-1],
+            output_router_logits=False, router_aux_loss_coef=config.router_aux_loss_coef,
+        )  # fmt: skip
     del values["attention_bias"]
     return values
 
 
-weight_map = partial(tables.decoder_weights, rope_pairs=True)
+def _layers(config: ModelConfig) -> list[int]:
+    """Return the layers with experts."""
+    return [i for i in range(config.n_layer) if config.has_experts(i)]
+
+
+def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+    native, hf = f"{native}.mlp", f"{hf}.mlp"
+    maps = tables.linear(f"{native}.gate", f"{hf}.gate", False)
+    bias = f"{hf}.moe_statics.e_score_correction_bias"
+    maps.append(tables.one_to_one(f"{native}.correction", bias, tables.unsqueeze()))
+    maps += tables.experts(config, f"{native}.experts", f"{hf}.experts", tables.GATED)
+    if config.shared_expert_intermediate_size is not None:
+        for native_part, hf_part in tables.GATED.items():
+            maps += tables.linear(f"{native}.shared_expert.{native_part}", f"{hf}.shared_experts.{hf_part}", False)
+    return maps
+
+
+weight_map = partial(tables.decoder_weights, rope_pairs=True, moe=_experts)
 
 
 def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("bias",))
+    if config.family == "ernie4_5":
+        hf_config.require_llama(config, free=("bias",))
+        return
+    hf_config.require_llama(config, free=("moe_indices", "shared_expert_intermediate_size"), **_MOE)
+    layers, width = _layers(config), config.expert_size
+    wanted = [int(bool(layers) and layers[0] <= i <= layers[-1]) for i in range(config.n_layer)]
+    if not layers or config.moe_indices not in (None, wanted):
+        hf_config.require(config, moe_indices=wanted if layers else "layers with experts")
+    if (config.shared_expert_intermediate_size or 0) % width:
+        hf_config.require(config, shared_expert_intermediate_size=f"multiples of the experts' width {width}")

@@ -62,6 +62,11 @@ def _concat(parts: list[Tensor]) -> list[Tensor]:
     return [torch.cat(parts)]
 
 
+def unsqueeze() -> Transform:
+    """Add a first axis of size 1 (ERNIE 4.5)."""
+    return Transform(lambda tensors: [t.unsqueeze(0) for t in tensors], lambda tensors: [t.squeeze(0) for t in tensors])
+
+
 def transpose() -> Transform:
     """Transpose each tensor from (..., out, in) to (..., in, out), as in GPT-2's Conv1D and gpt-oss's experts."""
 

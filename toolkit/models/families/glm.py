@@ -1,7 +1,4 @@
-"""GLM-4 (Team GLM 2024, the 0414 models): Llama with pre-norm and post-norm, QKV bias, and RoPE on half of each head.
-
-Source of the named configuration: transformers' ``Glm4Config`` and the model card.
-"""
+"""GLM-4 (Team GLM 2024): Llama with QKV bias and RoPE on half of each head; the 0414 models also have post-norm."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +6,8 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_POST_NORMS: dict[str, Any] = {"post_attention_norm": True, "post_mlp_norm": True}
+_ARCHITECTURES = {"glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM"}
+_POST_NORMS = ("post_attention_norm", "post_mlp_norm")
 
 CONFIGS: list[ModelConfig] = []
 ALIASES: dict[str, str] = {}
@@ -23,12 +21,13 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         **hf_config.read_decoder(_DEFAULTS | config_json, vocab_size=151552, block_size=131072),
         **hf_rope.read_rope(config_json, partial="partial_rotary_factor", default_partial=0.5),
         attn_bias=config_json.get("attention_bias", True),
-        **_POST_NORMS,
+        **dict.fromkeys(_POST_NORMS, config_json["model_type"] == "glm4"),
     )
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    return hf_config.write_decoder(config, "Glm4ForCausalLM", partial_rotary_factor=config.rotary_percentage)
+    partial_rotary = {"partial_rotary_factor": config.rotary_percentage}
+    return hf_config.write_decoder(config, _ARCHITECTURES[config.family], **partial_rotary)
 
 
 weight_map = partial(
@@ -44,4 +43,5 @@ weight_map = partial(
 
 
 def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("rotary_percentage", "attn_bias"), **_POST_NORMS)
+    post_norms = dict.fromkeys(_POST_NORMS, config.family == "glm4")
+    hf_config.require_llama(config, free=("rotary_percentage", "attn_bias"), **post_norms)
