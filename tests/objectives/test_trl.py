@@ -8,10 +8,13 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.smollm2 import smollm2_folder
 
 from toolkit.cli import main
+from toolkit.config.options import DEFAULT_SEED
+from toolkit.data.order import ShuffledOrder
 from toolkit.ui.loggers import read_metrics
 
 TRL_PYTHON = os.environ.get("TOOLKIT_TEST_TRL_PYTHON")
@@ -35,10 +38,11 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 if name in ("SimPO", "ORPO"):
     tokenizer.bos_token = None  # they put it before each prompt
 if name == "KTO":
-    tokenizer.padding_side = "left"
+    tokenizer.padding_side, tokenizer.chat_template = "left", options["template"]
+    trainer_options["train_sampling_strategy"] = "sequential"
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 config = Config(
-    output_dir=options["out"], per_device_train_batch_size=len(rows), max_steps=3, learning_rate=1e-5, report_to=[],
+    output_dir=options["out"], per_device_train_batch_size=4, max_steps=3, learning_rate=1e-5, report_to=[],
     lr_scheduler_type="constant", logging_steps=1, save_strategy="no", use_cpu=True, bf16=False, weight_decay=0.0,
     gradient_checkpointing=False, max_length=256, optim="adamw_torch", warmup_steps=0, **trainer_options,
 )
@@ -57,7 +61,22 @@ PAIRS = [
     {name: f"Question: {question}\nAnswer: {answer}" for name, answer in (("chosen", good), ("rejected", bad))}
     for question, good, bad in QUESTIONS
 ]
+# without the line break after a turn, for the same reason
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
+    "{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"
+)
+RATED = [
+    {
+        "prompt": [{"role": "user", "content": f"{question} ({i})"}],
+        "completion": [{"role": "assistant", "content": (good, bad)[i % 2]}],
+        "label": i % 2 == 0,
+    }
+    for i, (question, good, bad) in enumerate(QUESTIONS * 3)
+]
 CASES = {
+    "KTO": ("KTO", {"beta": 0.2, "undesirable_weight": 0.8}, {"beta": 0.2, "undesirable_weight": 0.8}),
     "sigmoid": ("DPO", {"beta": 0.1}, {"beta": 0.1}),
     "sigmoid_norm": ("DPO", {"beta": 2.0}, {"beta": 2.0}),
     **{name: ("DPO", {}, {}) for name in ("ipo", "hinge", "apo_zero")},
@@ -77,7 +96,7 @@ def base(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_three_steps_equal_trl(name, base, tmp_path):
     objective, options, trl_options = CASES[name]
-    rows = PAIRS
+    rows = RATED if objective == "KTO" else PAIRS
     if objective == "DPO":
         options, trl_options = options | {"loss_type": name}, trl_options | {"loss_type": [name]}
     elif objective == "SimPO":
@@ -91,11 +110,16 @@ def test_three_steps_equal_trl(name, base, tmp_path):
         "--train.learning_rate", "1e-5", "--train.lr_schedule", "constant", "--train.lr_warmup_steps", "0",
         "--train.max_seq_length", "255", "--eval.max_new_tokens", "0", "--train.save_interval", "0",
     ]  # fmt: skip
+    if objective == "KTO":
+        (tmp_path / "template.jinja").write_text(TEMPLATE)
+        words += ["--data.chat_template", str(tmp_path / "template.jinja")]
+        rows = [rows[i] for i in ShuffledOrder(len(rows), DEFAULT_SEED).ids(np.arange(len(rows)))]
     words += [word for key, value in options.items() for word in (f"--objective.{key}", str(value))]
     assert main(words) == 0
     ours = read_metrics(tmp_path / "run" / "logs" / "metrics.csv")
     setup = {
         "objective": objective, "folder": str(smollm2_folder()), "rows": rows, "options": trl_options,
+        "template": TEMPLATE,
         "out": str(tmp_path / "trl"),
     }  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}

@@ -68,6 +68,8 @@ loss_type pref_loss dpo_loss = objective.loss_type
 simpo_gamma = objective.gamma
 rpo_alpha pref_ftx = objective.sft_weight
 dpo_label_smoothing = objective.label_smoothing
+desirable_weight = objective.desirable_weight
+undesirable_weight = objective.undesirable_weight
 ref_model ref_model_name_or_path model_ref = objective.reference_dir
 max_prompt_length max_completion_length = train.max_seq_length; prompts are cut from the left, then completions
 neftune_noise_alpha = -; NEFTune is not available
@@ -118,8 +120,8 @@ CLASS_HINTS = {
 COMMAND_HINTS = {
     **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),
     **dict.fromkeys(
-        ("dpo", "train_dpo", "orpo", "cpo", "simpo"),
-        "; use finetune_lora or finetune_full with --objective DPO, ORPO or SimPO, and --data Preference",
+        ("dpo", "train_dpo", "orpo", "cpo", "simpo", "kto"),
+        "; use finetune_lora or finetune_full with --objective DPO, KTO, ORPO or SimPO, and --data Preference",
     ),
     **dict.fromkeys(
         ("grpo", "ppo", "rloo", "rlhf", "reward"),

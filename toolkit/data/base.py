@@ -46,6 +46,9 @@ class TokenDataset(Protocol):
     If a dataset sets ``group_size``, ``dataset[i]`` is a list of ``group_size`` rows in the same micro-batch.
     ``lengths`` are then input tokens per group, and batch sizes count groups.
 
+    If it has a method ``with_partner(index, partner)``, this returns the group. ``partner`` is the index of the sample
+    before in the global batch, of the last one for the first.
+
     A row may have "values", numbers by name. They are in ``Batch.values``.
 
     A dataset may define a custom sample order: ``order(seed, state) -> SampleOrder``. ``state`` is

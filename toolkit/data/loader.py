@@ -129,6 +129,19 @@ class Batch:
         """Copy to ``device`` asynchronously."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
+    def every(self, start: int, step: int) -> Batch:
+        """Return every ``step``-th row of an unpacked batch, from ``start`` on."""
+        rows = slice(start, None, step)
+        return replace(
+            self,
+            input_ids=self.input_ids[rows],
+            labels=self.labels[rows],
+            ids=self.ids[rows],
+            sample_keys=self.sample_keys[rows],
+            n_tokens=int((self.labels[rows] >= 0).sum()),
+            values={name: numbers[rows] for name, numbers in self.values.items()},
+        )
+
     def padded(self, length: int) -> Batch:
         """Return a copy whose rows are padded to ``length`` tokens."""
 
@@ -185,13 +198,13 @@ class _MicroBatches(Dataset):
         self.rows, self.padding, self.count = rows, padding, count
         self.group_size = getattr(rows, "group_size", 1)
 
-    def __getitem__(self, ids_and_keys: list[list[int]] | DataError) -> Batch | DataError:
-        if isinstance(ids_and_keys, DataError):
-            return ids_and_keys
-        ids, keys = ids_and_keys
+    def __getitem__(self, numbers: list[list[int]] | DataError) -> Batch | DataError:
+        if isinstance(numbers, DataError):
+            return numbers
+        ids, keys, partners = numbers
         try:
-            rows = [row for i in ids for row in self._read(i)]
-            longest = len(self._read(0)[0]["input_ids"]) if all(row is None for row in rows) else 0
+            rows = [row for i, partner in zip(ids, partners, strict=True) for row in self._read(i, partner)]
+            longest = len(self._read(0, 0)[0]["input_ids"]) if all(row is None for row in rows) else 0
         except DataError as error:
             return error  # an exception raised in a worker would have its traceback in the message
         ids, keys = ([number for number in numbers for _ in range(self.group_size)] for numbers in (ids, keys))
@@ -200,10 +213,12 @@ class _MicroBatches(Dataset):
             batch.counts |= self.count(batch)
         return batch
 
-    def _read(self, index: int) -> list[Any]:
+    def _read(self, index: int, partner: int) -> list[Any]:
         """Return the rows at ``index``: all rows of a group, or a single row."""
         if index == FILLER:
             return [None] * self.group_size
+        if (with_partner := getattr(self.rows, "with_partner", None)) is not None:
+            return with_partner(index, partner)
         return rows_of(self.rows[index])
 
 
@@ -294,10 +309,11 @@ def _step_ids(
     batch_shape: tuple[int, int, int, int],
     lengths: np.ndarray | None,
 ) -> np.ndarray:
-    """Return one rank's row indices and positions for the step at ``start``, (accumulation, 2, micro_batch_size).
+    """Return one rank's row indices, positions and partners for the step at ``start``, (accumulation, 3, micro size).
 
-    Positions past the end of the run are -1. With ``lengths``, a global batch is sorted longest first across its
-    micro-batches. This reduces padding, balances the ranks, and makes out-of-memory errors appear early.
+    Positions past the end of the run are -1. The partner of a row is the one before it in the global batch. With
+    ``lengths``, a global batch is sorted longest first across its micro-batches. This reduces padding, balances the
+    ranks, and makes out-of-memory errors appear early.
     """
     global_size, micro_size, rank, world_size = batch_shape
     positions = start + np.arange(global_size)
@@ -305,10 +321,16 @@ def _step_ids(
         positions = np.where(positions < total, positions, FILLER)
     ids = np.full_like(positions, FILLER)
     ids[positions >= 0] = order.ids(positions[positions >= 0])
+    columns = np.stack([ids, positions, _partners(ids)])
     if lengths is not None:
-        longest_first = _longest_first(ids, lengths)
-        ids, positions = ids[longest_first], positions[longest_first]
-    return np.stack([ids, positions]).reshape(2, -1, world_size, micro_size)[:, :, rank].swapaxes(0, 1)
+        columns = columns[:, _longest_first(ids, lengths)]
+    return columns.reshape(3, -1, world_size, micro_size)[:, :, rank].swapaxes(0, 1)
+
+
+def _partners(ids: np.ndarray) -> np.ndarray:
+    """Return the row before each row, and the last one for the first. Fillers, which are at the end, have none."""
+    n = int((ids != FILLER).sum())
+    return np.concatenate([np.roll(ids[:n], 1), ids[n:]])
 
 
 def _longest_first(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -385,7 +407,8 @@ def val_batches(
     rounds = -(-n // per_round)
     ids = np.full(rounds * per_round, FILLER)
     ids[:n] = np.arange(n)
+    columns = np.stack([ids, ids, _partners(ids)])
     if (lengths := row_lengths(rows)) is not None:
-        ids = ids[_longest_first(ids, lengths)]
-    micro_batches = ids.reshape(rounds, world_size, micro_batch_size)[:, rank].tolist()
-    return _load(rows, [[one, one] for one in micro_batches], 0, padding, count)
+        columns = columns[:, _longest_first(ids, lengths)]
+    micro_batches = columns.reshape(3, rounds, world_size, micro_batch_size)[:, :, rank].swapaxes(0, 1)
+    return _load(rows, micro_batches.tolist(), 0, padding, count)

@@ -2,7 +2,8 @@
 
 from toolkit.objectives.base import Objective, Part
 from toolkit.objectives.distillation import Distillation
+from toolkit.objectives.kto import KTO
 from toolkit.objectives.next_token import NextToken
 from toolkit.objectives.preference import DPO, ORPO, SimPO
 
-__all__ = ["DPO", "ORPO", "Distillation", "NextToken", "Objective", "Part", "SimPO"]
+__all__ = ["DPO", "KTO", "ORPO", "Distillation", "NextToken", "Objective", "Part", "SimPO"]

@@ -44,10 +44,11 @@ class Objective(ABC):
     Attributes:
         normalizers: Names of the counts that the parts use.
         is_likelihood: Whether the loss is the negative log-likelihood per supervised token, in nats.
+        looks_ahead: Whether ``sums`` depends on other batches of the step.
         frozen_option: Option that names the checkpoint of a frozen model; "" if the objective needs none.
         frozen: This model, as the strategy wraps it; set before training.
         row_kind: What the objective needs a row of instruction data to be.
-        rows_per_sample: Rows of a micro-batch for each of its samples.
+        rows_per_sample: Rows of a forward pass for each sample of a micro-batch.
         has_reference: Whether the loss compares with a reference model, see :mod:`toolkit.training.reference`.
         epochs, learning_rates: Defaults of the finetuning commands if the objective has its own; learning rates for
             adapters and for all weights.
@@ -55,6 +56,7 @@ class Objective(ABC):
 
     normalizers: ClassVar[tuple[str, ...]] = (TOKENS,)
     is_likelihood: ClassVar[bool] = False
+    looks_ahead: ClassVar[bool] = False
     frozen_option: ClassVar[str] = ""
     frozen: Any = None
     has_reference: ClassVar[bool] = False
@@ -66,6 +68,12 @@ class Objective(ABC):
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
         """Return the parts for a model. ``sums`` must return every part with a nonzero weight."""
         return (Part(LOSS),)
+
+    def look_ahead(self, model: nn.Module, batches: Iterable[Batch], device: torch.device) -> None:  # noqa: B027
+        """See all batches of a step, or of a validation, before ``sums`` sees them one by one. Collective.
+
+        Only called if ``looks_ahead``.
+        """
 
     def count(self, batch: Batch) -> dict[str, int]:
         """Return the normalizers of a micro-batch except :data:`TOKENS` (supervised tokens). Filler rows count 0."""
@@ -112,7 +120,8 @@ def scales(parts: tuple[Part, ...], counts: Mapping[str, int], loss_ranks: int =
 def means(
     parts: tuple[Part, ...], sums: Mapping[str, float], counts: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """Return the loss, and the means of all other parts."""
-    values = {p.name: sums[p.name] / max(1, counts[p.normalizer]) for p in parts if p.name in sums}
+    """Return the loss, and the means of all other parts that have a count."""
+    present = [p for p in parts if p.name in sums and (p.weight or counts[p.normalizer])]
+    values = {p.name: sums[p.name] / max(1, counts[p.normalizer]) for p in present}
     loss = sum(p.weight * values[p.name] for p in parts if p.weight)
     return loss, {name: value for name, value in values.items() if name != LOSS}

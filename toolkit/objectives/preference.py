@@ -74,7 +74,7 @@ class PairObjective(Objective):
         names = [f"{kind}_{which}" for kind in ("reward", "log_prob") for which in ("chosen", "rejected")]
         names += ["reward_margin", "accuracy", *self.logged]
         logged = (Part(name, PAIRS, weight=0) for name in names)
-        balancing = (Part(BALANCING),) if _has_balancing(module) else ()
+        balancing = (Part(BALANCING),) if has_balancing(module) else ()
         return (Part(LOSS, PAIRS), *balancing, *logged)
 
     def count(self, batch: Batch) -> dict[str, int]:
@@ -97,7 +97,7 @@ class PairObjective(Objective):
         values["accuracy"] = (values["reward_margin"] > 0).float()
         values |= {"log_prob_chosen": chosen.log_prob, "log_prob_rejected": rejected.log_prob}
         sums = {name: (value if name == LOSS else value.detach()).sum() for name, value in values.items()}
-        return sums | ({BALANCING: balancing} if _has_balancing(original_module(model)) else {})
+        return sums | ({BALANCING: balancing} if has_balancing(original_module(model)) else {})
 
     def reference(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
         """Return the log-probability of each row under the reference model, (B,) fp32: from the batch, or if the rows
@@ -123,7 +123,7 @@ def label_log_probs(
     return log_probs.sum(1), balancing
 
 
-def _has_balancing(module: nn.Module) -> bool:
+def has_balancing(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     return config is not None and config.n_moe_layer > 0 and bool(config.router_aux_loss_coef)
 

@@ -211,6 +211,10 @@ class Facts:
         return type(self.args.data).__name__
 
     @property
+    def reference_option(self) -> str:
+        return getattr(self.args.objective, "reference_dir", None) or ""
+
+    @property
     def row_kind(self) -> str:
         return self.args.objective.row_kind
 

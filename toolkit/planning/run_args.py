@@ -35,7 +35,7 @@ from toolkit.extension import registered, split_names
 from toolkit.models.config import ModelOverrides
 from toolkit.models.families import extension_of
 from toolkit.models.lora_config import LoRAConfig, LoRAOptions
-from toolkit.objectives import NextToken, Objective
+from toolkit.objectives import KTO, NextToken, Objective
 from toolkit.planning.frozen import use_frozen_vocabulary
 from toolkit.planning.options import check_options
 
@@ -120,7 +120,7 @@ class RunArgs(RunOptions):
 
         With adapters, the objective's reference is by default the base model, in the same step.
         """
-        if not self.objective.has_reference:
+        if not self.objective.has_reference or self.objective.frozen_option:
             return None
         folder = getattr(self.objective, "reference_dir", None)
         if folder is None:
@@ -157,6 +157,8 @@ def run_args(
     if train.learning_rate == AUTO:
         rates = (TrainArgs.learning_rate,) * 2 if command == "pretrain" else objective.learning_rates
         values["train"] = replace(train, learning_rate=rates[values.get("lora") is None])
+    if isinstance(objective, KTO) and command == "finetune_full" and objective.reference_dir is None:
+        values["objective"] = replace(objective, reference_dir=options["checkpoint_dir"])
     args = RunArgs(command=command, **values)
     if not is_dataclass(args.objective):
         raise UserError(

@@ -56,6 +56,8 @@ def train_step(
         sorted(parts, key=lambda part: part.weight == 0)
     )  # parts with a weight come first, because N7 checks only those
     scale, totals = scales(parts, counts, ranks.layout().loss_ranks), dict[str, torch.Tensor]()
+    if objective.looks_ahead:
+        objective.look_ahead(model, micro_batches, fabric.device)
     for i, batch in enumerate(micro_batches):
         with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
             with record_function(FORWARD):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +56,8 @@ def validate_run(run: Run) -> dict[str, float]:
     assert run.data.val is not None
     run.reader.pause()  # validation and training rows may share a store
     batch, max_iters = run.config.batch, run.args.eval.max_iters
-    batches = batches_by_source(
+    read = partial(
+        batches_by_source,
         run.data.val_sources or {"": run.data.val},
         None if max_iters is None else max_iters * batch.global_batch_size,
         micro_batch_size=batch.micro_batch_size,
@@ -64,7 +67,11 @@ def validate_run(run: Run) -> dict[str, float]:
         count=run.objective.count,
     )
     with record_function(VALIDATE):
-        metrics = validate(run.fabric, run.objective, run.model, batches, run.token_bytes)
+        if run.objective.looks_ahead:
+            run.model.eval()
+            run.objective.look_ahead(run.model, chain(*read().values()), run.fabric.device)
+            run.model.train()
+        metrics = validate(run.fabric, run.objective, run.model, read(), run.token_bytes)
     if not math.isfinite(metrics.get("val_loss", 0.0)):
         raise GuardError(
             f"the validation loss after step {run.state.progress.step} is {metrics['val_loss']}: weights contain "

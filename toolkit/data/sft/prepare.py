@@ -121,7 +121,10 @@ class PackedDataset:
         self._offsets, self._sources, self._numbers = (arrays[name] for name in ("offsets", "sources", "numbers"))
         self._members, self._starts = arrays[f"{split}_members"], arrays[f"{split}_starts"]
         self._labels = arrays.get("labels")
-        self.packed, self.group_size = statistics["packing"] != "none", statistics.get("group_size", 1)
+        self.packed = statistics["packing"] != "none"
+        self._is_paired = statistics.get("group_size", 1) > 1
+        if self._is_paired:
+            self.group_size = statistics["group_size"]
         inputs = np.diff(self._offsets)[self._members] - 1
         self.lengths: np.ndarray = np.add.reduceat(inputs, self._starts[:-1]) if len(inputs) else inputs
 
@@ -130,7 +133,7 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> Any:
         members = self._row(index)
-        return [self._read([member]) for member in members] if self.group_size > 1 else self._read(members)
+        return [self._read([member]) for member in members] if self._is_paired else self._read(members)
 
     def _read(self, members: list[int]) -> dict[str, Any]:
         import torch
@@ -169,6 +172,23 @@ class PackedDataset:
         return self._members[self._starts[index] : self._starts[index + 1]].tolist()
 
 
+class RatedDataset(PackedDataset):
+    """Rated completions: rows with the value ``label``, 1 for a good one, 0 for a bad one."""
+
+    group_size = 2
+
+    def with_partner(self, index: int, partner: int) -> list[dict[str, Any]]:
+        """Return the row, and its prompt with the completion of row ``partner``."""
+        import torch
+
+        row, other = self[index], self[partner]
+        prompt, skipped = (int((r["labels"] != IGNORE_INDEX).nonzero()[0]) for r in (row, other))
+        inputs = torch.cat([row["input_ids"][: prompt + 1], other["input_ids"][skipped + 1 :]])
+        labels = torch.cat([row["labels"][:prompt], other["labels"][skipped:]])
+        limit = self.statistics["max_seq_length"]
+        return [row, {"input_ids": inputs[:limit], "labels": labels[:limit]}]
+
+
 def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, dict[str, Any]]:
     """Return the data and statistics in a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
     manifest = read_manifest(folder, key)
@@ -176,7 +196,8 @@ def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, dict
     with np.load(folder / _ROWS) as file:
         arrays = dict(file)
     names = tuple(f"{source.name} {source.unit}" for source in config.sources)
-    train, val = (PackedDataset(store, arrays, split, names, statistics) for split in ("train", "val"))
+    cls = RatedDataset if config.kind == "rated" else PackedDataset
+    train, val = (cls(store, arrays, split, names, statistics) for split in ("train", "val"))
     if not len(train):
         raise ValueError("there are no training rows")
     tokenizer = config.tokenizer if config.template is None else config.template.export_tokenizer()
