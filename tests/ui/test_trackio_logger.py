@@ -42,7 +42,7 @@ class FakeTrackio(types.ModuleType):
 
     def init(self, **options):
         print("* Trackio project initialized")
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="not asked"):
             huggingface_hub.whoami()
         run = types.SimpleNamespace(**options, points=[])
         run.log = lambda metrics, step: run.points.append((step, metrics))

@@ -219,7 +219,7 @@ def _start_mlflow(folder: Path, log_args: LogArgs, resume_step: int | None) -> A
 def _start_trackio(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
     from toolkit.ui.trackio_logger import TrackioLogger
 
-    rows = [row for row in read_metrics(folder / "metrics.csv") if row["step"] <= (resume_step or 0)]
+    rows = read_metrics(folder / "metrics.csv")  # ends at resume_step
     name = log_args.run or folder.absolute().parent.name
     return TrackioLogger(folder / "trackio", log_args.project, name, log_args.group, rows)
 
