@@ -8,7 +8,7 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from tests.checkpoints.test_adapters import write_base
+from tests.checkpoints.test_adapters import make, write_base
 from tests.commands.test_download import contents, hub  # noqa: F401 (a fixture)
 from tests.models.test_lora import base
 from toolkit.checkpoints.folder import load_model
@@ -103,8 +103,23 @@ def test_second_upload_replaces_the_weights(trained, monkeypatch, capsys):
     assert "exists and is private; remove --private false, or another name" in capsys.readouterr().err
 
 
+def test_adapters(trained, tmp_path, capsys):
+    _, server = trained
+    _, folder, _ = make(tmp_path / "adapters")
+    command = ["convert_to_peft", str(folder), "--push_to_hub", "me/lora"]
+    assert main([*command, "local"]) == 2
+    assert "--push_to_hub me/lora: not uploaded: the base " in one_line(capsys) and (tmp_path / "local").exists()
+    assert ("me/lora", "main") not in server.branches
+    assert main([*command, "peft", "--base_model", "acme/base"]) == 0, capsys.readouterr().err
+    assert uploaded(server, "me/lora") == contents(tmp_path / "peft") and server.is_private == {"me/lora": True}
+    card = (tmp_path / "peft" / "README.md").read_text()
+    assert "library_name: peft" in card and 'AutoPeftModelForCausalLM.from_pretrained("me/lora")' in card
+    assert main(["convert_to_peft", str(folder), "x", "--private", "false"]) == 2
+    assert "--private false: has no effect without --push_to_hub" in one_line(capsys)
+
+
 def one_line(capsys) -> str:
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("toolkit convert_to_hf: ")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("toolkit convert_to_")]
     return line
 
 

@@ -46,12 +46,9 @@ def setup(
     from toolkit.checkpoints.folder import find_model, read_model_config
     from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers, verify_hf
     from toolkit.checkpoints.hf.push import push_folder, require_target
-    from toolkit.errors import GuardError, UserError
+    from toolkit.errors import GuardError
 
-    if push_to_hub is not None:
-        require_target(push_to_hub, private)
-    elif not private:
-        raise UserError("--private false: has no effect without --push_to_hub; remove it")
+    require_target(push_to_hub, private)
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     target_dtype = None if dtype is None else getattr(torch, dtype)
     if verify:

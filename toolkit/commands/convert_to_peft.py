@@ -7,6 +7,8 @@ def setup(
     base_checkpoint_dir: str | None = None,
     base_model: str | None = None,
     verify_checkpoint: bool = True,
+    push_to_hub: str | None = None,
+    private: bool = True,
 ) -> None:
     """Write adapter_model.safetensors, adapter_config.json and the tokenizer's files.
 
@@ -17,6 +19,9 @@ def setup(
         base_model: Hub name or Hugging Face folder of the base, for base_model_name_or_path. Default: where the base
             was imported from (download, convert_from_hf).
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
+        push_to_hub: Also upload the folder to this hub repository, USER/NAME, which is created if needed. Needs a token
+            in HF_TOKEN, or from `hf auth login`.
+        private: Visibility of the repository; false makes it public.
     """
     import shlex
     import sys
@@ -24,8 +29,11 @@ def setup(
 
     from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
+    from toolkit.checkpoints.hf.push import push_folder, require_target
     from toolkit.checkpoints.peft.export_peft import export_peft
+    from toolkit.errors import require_option
 
+    require_target(push_to_hub, private)
     folder = find_checkpoint_dir(checkpoint_dir)
     if verify_checkpoint:
         require_intact_model(folder, base_checkpoint_dir)
@@ -48,3 +56,8 @@ def setup(
         )
     if not exported.is_checked:
         print("base not verified: its folder no longer exists; give its new location with --base_checkpoint_dir")
+    if push_to_hub is not None:
+        is_on_hub = exported.has_known_base and not Path(exported.base).is_dir()
+        hint = f"not uploaded: the base {exported.base} is a local folder; give its name on the hub with --base_model"
+        require_option(is_on_hub, "push_to_hub", push_to_hub, hint)
+        print(f"uploaded to {push_folder(Path(out_dir), push_to_hub, private)}")

@@ -20,8 +20,10 @@ _POSITIONAL = ("checkpoint_dir", "model_name")
 _LOCAL = ("out_dir", "resume", "staging_dir", "log", "logger_name", "profile", "profiler", "cache_dir", *_POSITIONAL)
 
 
-def write_model_card(path: Path, config: ModelConfig, checkpoint_dir: Path, has_tokenizer: bool) -> None:
-    """Write README.md for a Hugging Face folder that was exported from ``checkpoint_dir``.
+def write_model_card(
+    path: Path, config: ModelConfig, checkpoint_dir: Path, has_tokenizer: bool, is_adapter: bool = False
+) -> None:
+    """Write README.md for a Hugging Face or peft folder that was exported from ``checkpoint_dir``.
 
     Paths are reduced to their last part, because the card may be published.
     """
@@ -29,7 +31,7 @@ def write_model_card(path: Path, config: ModelConfig, checkpoint_dir: Path, has_
     trained_from = settings.get("checkpoint_dir") or settings.get("initial_checkpoint_dir")
     base, is_on_hub = _base_model(trained_from if settings else checkpoint_dir)
     metadata = {
-        "library_name": "transformers" if family_of(config).is_in_transformers else "toolkit",
+        "library_name": "peft" if is_adapter else "transformers" if family_of(config).is_in_transformers else "toolkit",
         "pipeline_tag": "text-generation",
     } | ({"base_model": base} if is_on_hub else {})
     parameters = sum(p.numel() for p in model_on_meta(config).parameters())
@@ -40,11 +42,12 @@ def write_model_card(path: Path, config: ModelConfig, checkpoint_dir: Path, has_
         **_describe_run(checkpoint_dir, settings),
     }
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
+    what = "LoRA adapters" if is_adapter else "A causal language model"
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     path.write_text(
         f"---\n{front}---\n\n# {config.name or 'A language model'}\n\n"
-        f"A causal language model, exported with `toolkit`.\n\n| | |\n|---|---|\n{table}\n"
-        f"{_describe_usage(config, has_tokenizer)}{_describe_settings(settings, base)}",
+        f"{what}, exported with `toolkit`.\n\n| | |\n|---|---|\n{table}\n"
+        f"{_describe_usage(config, has_tokenizer, is_adapter)}{_describe_settings(settings, base)}",
         encoding="utf-8",
     )
 
@@ -86,7 +89,14 @@ def _describe_run(checkpoint_dir: Path, settings: dict[str, Any]) -> dict[str, s
     }
 
 
-def _describe_usage(config: ModelConfig, has_tokenizer: bool) -> str:
+def _describe_usage(config: ModelConfig, has_tokenizer: bool, is_adapter: bool) -> str:
+    if is_adapter:
+        return """```python
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
+```
+"""
     if not family_of(config).is_in_transformers:
         return f"""transformers has no class for `{config.family}`; this reads the folder:
 

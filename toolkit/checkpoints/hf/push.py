@@ -10,15 +10,21 @@ from typing import Any
 
 from toolkit.checkpoints.hf.hub import TIMEOUT
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types, hub_url
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 
 
-def require_target(repo_id: str, private: bool) -> None:
-    """Raise UserError unless the name is valid, a token is set, and an existing repository has this visibility."""
+def require_target(repo_id: str | None, private: bool) -> None:
+    """Raise UserError unless the name is valid, a token is set, and an existing repository has this visibility.
+
+    With ``repo_id`` None, nothing is uploaded, and ``private`` must be true, its default.
+    """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    if repo_id is None:
+        require_option(private, "private", "false", "has no effect without --push_to_hub; remove it")
+        return
     where = f"--push_to_hub {repo_id}"
     try:
         validate_repo_id(repo_id)

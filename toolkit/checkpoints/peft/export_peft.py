@@ -14,6 +14,7 @@ from torch import Tensor
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
+from toolkit.checkpoints.hf.card import write_model_card
 from toolkit.checkpoints.hf.export_hf import write_safetensors
 from toolkit.checkpoints.hf.origin import hf_origin
 from toolkit.checkpoints.hf.sums import write_sums
@@ -97,6 +98,8 @@ def export_peft(
         write_safetensors(folder / TENSORS, tensors, iter(tensors.items()))
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
+        card = folder / "README.md"
+        write_model_card(card, read_model_config(checkpoint_dir), checkpoint_dir, has_tokenizer=False, is_adapter=True)
         write_sums(folder)
 
     write_folder(out_dir, write, flag="out_dir")
