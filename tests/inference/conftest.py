@@ -77,10 +77,10 @@ STYLES = {
 }  # fmt: skip
 
 
-def make_model(style: str, seed: int = 0, block_size: int = 48) -> GPT:
+def make_model(style: str, seed: int = 0, block_size: int = 48, **changes) -> GPT:
     torch.manual_seed(seed)
     sizes = {"block_size": block_size, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 64}
-    config = ModelConfig(name=style, **sizes, intermediate_size=96, **STYLES[style])
+    config = ModelConfig(name=style, **(sizes | {"intermediate_size": 96} | STYLES[style] | changes))
     model = GPT(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2 or name.endswith(("sinks", "bias")):

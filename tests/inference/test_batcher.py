@@ -5,11 +5,15 @@ import queue
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.initialize import add_lora
 
 from tests.inference.conftest import STYLES, make_model
+from toolkit.errors import GuardError
 from toolkit.inference import batcher as module
 from toolkit.inference.batcher import Batcher, Request, Sampling
 from toolkit.inference.generate import generate
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.quantize import quantize_linears
 
 GREEDY = Sampling(0, None, 1.0)
 SAMPLINGS = [GREEDY, Sampling(0.9, None, 1.0), Sampling(1.2, 20, 1.0), Sampling(0.8, None, 0.7)]
@@ -56,7 +60,7 @@ def run(model, clients, n_rows=4, max_length=None):
 def alone(model, request):
     ids, settings = torch.tensor(request.ids), request.sampling._asdict()
     options = {"eos_ids": request.eos_ids, "seed": request.seed, "notice": lambda line: None}
-    return list(generate(model, ids, max_new_tokens=request.max_new_tokens, **settings, **options))
+    return list(generate(model, ids, max_new_tokens=request.max_new_tokens, cuda_graph=False, **settings, **options))
 
 
 def ids_of(answers):
@@ -73,3 +77,81 @@ def test_requests_get_what_generate_gives_them_alone(style, monkeypatch):
     answers = run(model, clients)
     assert ids_of(answers) == [alone(model, client.request) for client in clients]
     assert {reason for _, reason in answers} == {"length"}
+
+
+def test_adapters_and_four_bits():
+    pytest.importorskip("bitsandbytes")
+    model = make_model("llama", intermediate_size=128)
+    add_lora(model, LoRAConfig(r=4, mlp=True, dora=True))
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    quantize_linears(model, "bnb.nf4")
+    clients = make_clients(model.eval())
+    assert ids_of(run(model, clients)) == [alone(model, client.request) for client in clients]
+
+
+def test_stop_tokens_log_probabilities_and_requests_that_leave():
+    model = make_model("llama").eval()
+    clients, leaver = make_clients(model, n_top=3), Client([1, 2, 3], 40, n_top=0)
+    eos_ids = {alone(model, clients[0].request)[2]}
+    for client in clients:
+        client.request.eos_ids = eos_ids
+
+    def leave_after_three(item):
+        leaver.got.put(item)
+        leaver.request.is_done = leaver.got.qsize() == 3
+
+    leaver.request.emit = leave_after_three
+    leaver.got.put("left")  # for run, which waits for an end
+    answers = run(model, [leaver, *clients])
+    assert leaver.got.qsize() == 3
+    assert ids_of(answers)[1:] == [alone(model, client.request) for client in clients]
+    assert {reason for _, reason in answers[1:]} == {"stop", "length"}
+    for client, (tokens, _) in zip(clients, answers[1:], strict=True):
+        ids = torch.tensor([client.request.ids + [token.id for token in tokens]])
+        log_probs = model(ids)[0, len(client.request.ids) - 1 :, :101].log_softmax(-1)
+        for token, row in zip(tokens, log_probs, strict=False):
+            assert token.log_prob == pytest.approx(row[token.id].item(), abs=1e-4)
+            values, ids = row.topk(3)
+            assert dict(token.top) == pytest.approx(dict(zip(ids.tolist(), values.tolist(), strict=True)), abs=1e-4)
+
+
+def test_only_the_request_with_nonfinite_logits_fails():
+    """Also in the middle of its answer; the next request in its row reads nothing of it."""
+    model = make_model("llama").eval()
+    clients = make_clients(model, n=24)
+    answers = [alone(model, client.request) for client in clients]
+    with torch.no_grad():
+        model.transformer.wte.weight[answers[0][1]] = torch.nan
+    failed = 0
+    for client, (tokens, end) in zip(clients, run(model, clients, n_rows=3), strict=True):
+        try:
+            assert [token.id for token in tokens] == alone(model, client.request) and end == "length"
+        except GuardError:
+            assert isinstance(end, GuardError) and "not finite" in str(end)
+            failed += 1
+    assert 3 < failed < 21
+
+
+def test_errors_of_the_model_end_what_they_concern(monkeypatch, capfd):
+    model, is_broken = make_model("llama").eval(), {"prompt": False, "step": False}
+    forward = type(model).forward
+
+    def fail(self, ids, **options):
+        if (is_broken["prompt"] and ids.size(1) == 7) or (is_broken["step"] and ids.size(0) > 1):
+            raise RuntimeError("out of memory")
+        return forward(self, ids, **options)
+
+    monkeypatch.setattr(type(model), "forward", fail)
+    clients = [Client(list(range(n)), 8) for n in (5, 7, 9)]
+    expected = [alone(model, client.request) for client in clients]
+    is_broken["prompt"] = True
+    answers = run(model, clients)
+    assert isinstance(answers[1][1], RuntimeError) and "out of memory" in capfd.readouterr().err
+    assert ids_of(answers)[::2] == expected[::2]
+    is_broken |= {"prompt": False, "step": True}
+    clients = [Client(list(range(n)), 8) for n in (5, 7, 9)]
+    *_, (tokens, end) = answers = run(model, clients, n_rows=2)
+    assert [type(end) for _, end in answers] == [RuntimeError, RuntimeError, str]
+    assert [token.id for token in tokens] == expected[2]  # the batcher goes on

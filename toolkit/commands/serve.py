@@ -71,16 +71,8 @@ def setup(
         length = max_seq_length or min(context, DEFAULT_LENGTH)
         require_option(length <= context, "max_seq_length", length, f"the model's context length is {context}")
         batcher = Batcher(loaded.model, max_concurrent_requests, length)
-        service = Service(
-            checkpoint_dir,
-            batcher,
-            loaded.tokenizer,
-            template,
-            Sampling(**sampling),
-            max_new_tokens,
-            length,
-            batcher.n_rows + max_queue,
-        )
+        names = checkpoint_dir, batcher, loaded.tokenizer, template
+        service = Service(*names, Sampling(**sampling), max_new_tokens, max_active=batcher.n_rows + max_queue)
         address = f"[{host}]" if ":" in host else host
         app = make_app(service, api_key, {"127.0.0.1", "localhost", "[::1]", address})
         cache = batcher.cache_bytes / 2**20

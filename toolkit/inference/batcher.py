@@ -65,10 +65,10 @@ class Request:
     ids: list[int]
     max_new_tokens: int
     sampling: Sampling
-    seed: int | None
-    eos_ids: Collection[int]
-    n_top: int | None
-    emit: Callable[[NewToken | str | Exception], object]
+    seed: int | None = None
+    eos_ids: Collection[int] = ()
+    n_top: int | None = None
+    emit: Callable[[NewToken | str | Exception], object] = print
     is_done: bool = False
     """Set it from any thread to leave the batch."""
     tokens: list[int] = field(default_factory=list)
@@ -101,6 +101,7 @@ class Batcher(threading.Thread):
     Attributes:
         waiting: Put requests here. None ends the thread after the current step.
         running: The requests in the batch.
+        n_active: Number of requests in the batch and waiting, kept by whom they answer.
     """
 
     def __init__(self, model: GPT, n_rows: int, max_length: int) -> None:
@@ -108,6 +109,7 @@ class Batcher(threading.Thread):
         self.model, self.n_rows = model, n_rows if model.is_row_independent else 1
         self.waiting: queue.Queue[Request | None] = queue.Queue()
         self.running: list[Request] = []
+        self.n_active, self.max_length = 0, max_length
         weight = next(p for p in model.parameters() if p.is_floating_point())  # the head's weight may be quantized
         self._device = weight.device
         self._cache = KVCache(model.config, self.n_rows, max_length + _SPARE_COLUMNS, weight.device, weight.dtype)

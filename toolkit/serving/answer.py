@@ -1,17 +1,22 @@
-"""One request from its token ids to the pieces of its answer, and how both endpoints write them."""
+"""The answer to one request: its pieces, and the JSON that both endpoints write of them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Sequence
-from dataclasses import dataclass
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.errors import CommandError
-from toolkit.inference.batcher import Batcher, NewToken, Request, Sampling
+from toolkit.inference.batcher import Batcher, NewToken, Request
 from toolkit.inference.text import TextStream
 from toolkit.serving.protocol import ApiError
+
+Json = dict[str, Any]
 
 
 class Piece(NamedTuple):
@@ -32,102 +37,100 @@ class StopFinder:
     """Cuts a stream of text before the first stop text, which may be spread over several pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held = stops, ""
+        self._stops, self.held = stops, ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Return the text that no stop text can start in, and whether a stop text was found after it."""
-        text = self._held + text
+        """Return the text that no stop text can start in, and whether one follows. The rest is in ``held``."""
+        text = self.held + text
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            self._held = ""
-            return text[: min(places)], True
         sizes = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        cut = len(text) - max(sizes, default=0)
-        self._held = text[cut:]
-        return text[:cut], False
-
-    def finish(self) -> str:
-        """Return the text that was held back."""
-        return self._held
+        end = min(places) if places else len(text) - max(sizes, default=0)
+        self.held = text[end:]
+        return text[:end], bool(places)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt and the settings of its answer. See :class:`toolkit.inference.batcher.Request`."""
-
-    ids: list[int]
-    max_new_tokens: int
-    sampling: Sampling
-    seed: int | None
-    eos_ids: Collection[int]
-    n_top: int | None
-    stops: Sequence[str]
-
-
-async def read_pieces(batcher: Batcher, tokenizer: Tokenizer, prompt: Prompt) -> AsyncGenerator[Piece, None]:
+async def read_pieces(
+    batcher: Batcher, tokenizer: Tokenizer, request: Request, stops: Sequence[str]
+) -> AsyncGenerator[Piece, None]:
     """Yield the answer. Closing the generator removes the request from the batch."""
     loop, items = asyncio.get_running_loop(), asyncio.Queue[NewToken | str | Exception]()
-    request = Request(
-        prompt.ids,
-        prompt.max_new_tokens,
-        prompt.sampling,
-        prompt.seed,
-        prompt.eos_ids,
-        prompt.n_top,
-        emit=lambda item: loop.call_soon_threadsafe(items.put_nowait, item),
-    )
-    stream, stops = TextStream(tokenizer, prompt.ids), StopFinder(prompt.stops)
+    request.emit = lambda item: loop.call_soon_threadsafe(items.put_nowait, item)
+    stream, finder = TextStream(tokenizer, request.ids), StopFinder(stops)
     batcher.waiting.put(request)
+    batcher.n_active += 1
     try:
         while isinstance(item := await items.get(), NewToken):
-            text, is_stopped = stops.push(stream.push(item.id))
+            text, is_stopped = finder.push(stream.push(item.id))
             yield Piece(text, [item], "stop" if is_stopped else None)
             if is_stopped:
                 return
             await asyncio.sleep(0)  # after a pause of the client there may be many items; others must get their turn
-        if isinstance(item, CommandError):
-            raise ApiError(500, str(item)) from item
         if isinstance(item, Exception):
-            raise ApiError(500, "the request failed; see the server's messages") from item
-        text, is_stopped = stops.push(stream.finish())
-        yield Piece(text if is_stopped else text + stops.finish(), [], "stop" if is_stopped else item)
+            message = str(item) if isinstance(item, CommandError) else "the request failed; see the server's messages"
+            raise ApiError(500, message) from item
+        text, is_stopped = finder.push(stream.finish())
+        yield Piece(text if is_stopped else text + finder.held, [], "stop" if is_stopped else item)
     finally:
+        batcher.n_active -= 1
         request.is_done = True
 
 
-class AnswerFormat:
-    """The parts of a response that differ between the endpoints; this class writes chat completions.
+class ChatFormat:
+    """Writes chat completions.
 
     Args:
         tokenizer: Writes the tokens of log-probabilities.
-        last_id: The token before the next one; some tokenizers drop a leading space without one.
+        request: The request.
+        model: The model's name.
     """
 
     id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    first_choice: Json | None = {"delta": {"role": "assistant", "content": ""}}
 
-    def __init__(self, tokenizer: Tokenizer, last_id: int) -> None:
-        self._tokenizer, self._last_id = tokenizer, last_id
+    def __init__(self, tokenizer: Tokenizer, request: Request, model: str) -> None:
+        self._tokenizer, self._request = tokenizer, request
+        self._last_id = request.ids[-1]  # some tokenizers drop the leading space of a token without one before it
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def first(self) -> dict[str, Any] | None:
-        """Return the delta before the first piece of a stream."""
-        return {"delta": {"role": "assistant", "content": ""}}
+    def response(self, answer: Piece) -> Json:
+        """Return the complete answer."""
+        choice = self.complete(answer.text) | self._common(answer)
+        return self._head | {"object": self.object, "choices": [choice], "usage": self._usage(len(answer.tokens))}
 
-    def chunk(self, text: str) -> dict[str, Any]:
+    async def events(self, pieces: AsyncGenerator[Piece, None], include_usage: bool) -> AsyncGenerator[str, None]:
+        """Yield the answer as server-sent events."""
+        head, n_tokens = self._head | {"object": self.chunk_object} | ({"usage": None} if include_usage else {}), 0
+        async with aclosing(pieces):
+            try:
+                if self.first_choice is not None:
+                    common = {"index": 0, "logprobs": None, "finish_reason": None}
+                    yield _event(head | {"choices": [self.first_choice | common]})
+                async for piece in pieces:
+                    n_tokens += len(piece.tokens)
+                    if piece.text or piece.finish_reason or self._request.n_top is not None:
+                        yield _event(head | {"choices": [self.chunk(piece.text) | self._common(piece)]})
+                if include_usage:
+                    yield _event(head | {"choices": [], "usage": self._usage(n_tokens)})
+                yield "data: [DONE]\n\n"
+            except ApiError as error:
+                yield _event({"error": error.body})
+
+    def chunk(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def complete(self, text: str) -> dict[str, Any]:
+    def complete(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text}}
 
-    def log_probs(self, tokens: list[NewToken]) -> dict[str, Any]:
+    def log_probs(self, tokens: list[NewToken]) -> Json:
         """Return the log-probabilities of the next tokens and of their alternatives."""
         content = []
         for new in tokens:
-            entry = self._entry(new.id, new.log_prob)
-            content.append(entry | {"top_logprobs": [self._entry(*pair) for pair in new.top]})
+            alternatives = [self._entry(*pair) for pair in new.top]
+            content.append(self._entry(new.id, new.log_prob) | {"top_logprobs": alternatives})
             self._last_id = new.id
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
+    def _entry(self, token: int, log_prob: float) -> Json:
         text = self._text(token)
         return {"token": text, "logprob": log_prob, "bytes": None if UNFINISHED in text else list(text.encode())}
 
@@ -136,29 +139,37 @@ class AnswerFormat:
         text = self._tokenizer.decode([self._last_id, token], skip_special_tokens=False).removeprefix(before)
         return text or self._tokenizer.decode([token], skip_special_tokens=False)  # incomplete after incomplete bytes
 
+    def _common(self, piece: Piece) -> Json:
+        log_probs = None if self._request.n_top is None else self.log_probs(piece.tokens)
+        return {"index": 0, "logprobs": log_probs, "finish_reason": piece.finish_reason}
 
-class CompletionFormat(AnswerFormat):
+    def _usage(self, n_tokens: int) -> dict[str, int]:
+        n_prompt = len(self._request.ids)
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_tokens, "total_tokens": n_prompt + n_tokens}
+
+
+class CompletionFormat(ChatFormat):
     """Writes text completions."""
 
     id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    first_choice = None
     _offset = 0
 
-    def first(self) -> dict[str, Any] | None:
-        return None
-
-    def chunk(self, text: str) -> dict[str, Any]:
+    def chunk(self, text: str) -> Json:
         return {"text": text}
 
     complete = chunk
 
-    def log_probs(self, tokens: list[NewToken]) -> dict[str, Any]:
-        written: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    def log_probs(self, tokens: list[NewToken]) -> Json:
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for new in tokens:
-            text = self._text(new.id)
-            written["tokens"].append(text)
-            written["token_logprobs"].append(new.log_prob)
-            written["top_logprobs"].append({self._text(i): log_prob for i, log_prob in new.top})
-            written["text_offset"].append(self._offset)
+            text, top = self._text(new.id), {self._text(token): log_prob for token, log_prob in new.top}
+            for column, value in zip(columns.values(), (text, new.log_prob, top, self._offset), strict=True):
+                column.append(value)
             self._offset += len(text)
             self._last_id = new.id
-        return written
+        return columns
+
+
+def _event(content: Json) -> str:
+    return f"data: {json.dumps(content)}\n\n"

@@ -1,18 +1,19 @@
-"""The HTTP application: routes, checks and responses."""
+"""The HTTP application: routes, checks and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import re
 import time
-import uuid
 from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException
+from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
@@ -21,9 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line
-from toolkit.inference.batcher import Batcher, Sampling
+from toolkit.inference.batcher import Batcher, Request, Sampling
 from toolkit.inference.text import encode_prompt, require_embedded, stop_tokens
-from toolkit.serving.answer import AnswerFormat, CompletionFormat, Piece, Prompt, read_pieces
+from toolkit.serving.answer import ChatFormat, CompletionFormat, Piece, read_pieces
 from toolkit.serving.protocol import FIELDS, ApiError, Body, ChatBody, CompletionBody
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -31,7 +32,7 @@ MAX_BODY_BYTES = 4 * 2**20
 
 @dataclass
 class Service:
-    """A model and the limits of its requests.
+    """The endpoints of a model, and the limits of requests.
 
     Args:
         name: The model's name in requests.
@@ -40,7 +41,6 @@ class Service:
         template: Chat template, or the reason that there is none.
         sampling: Settings of requests that do not have their own.
         max_new_tokens: Tokens of an answer, unless the request has its own.
-        max_length: Maximum number of tokens of prompt and answer.
         max_active: Maximum number of requests in the batch and waiting.
     """
 
@@ -50,29 +50,34 @@ class Service:
     template: ChatTemplate | UserError
     sampling: Sampling
     max_new_tokens: int
-    max_length: int
     max_active: int
-    n_active: int = 0
 
     def __post_init__(self) -> None:
         self._created, self._eos_ids = int(time.time()), set(stop_tokens(self.tokenizer))
 
-    async def complete(self, body: CompletionBody, http: Request) -> Response:
-        await self._check(body)
-        ids = await asyncio.to_thread(self._encode, body.prompt)
-        prompt = self._prompt(body, ids, self._eos_ids, body.max_tokens)
-        return await self._respond(body, http, prompt, CompletionFormat(self.tokenizer, ids[-1]))
+    async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
+        await self.model(body.model)
+        prompt, config = body.prompt, self.batcher.model.config
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            ids = await asyncio.to_thread(encode_prompt, self.tokenizer, prompt, config)
+        else:
+            ids = [part for part in prompt if isinstance(part, int)]
+            if not prompt or len(ids) < len(prompt):
+                raise ApiError(400, f"prompt: has {len(prompt)} texts, but a request must have one", "prompt")
+            require_embedded(ids, config, "prompt")
+        return await self._answer(body, http, ids, self._eos_ids, CompletionFormat)
 
-    async def chat(self, body: ChatBody, http: Request) -> Response:
-        await self._check(body)
+    async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
+        await self.model(body.model)
         if isinstance(self.template, UserError):
             raise ApiError(400, str(self.template), "messages")
         messages = [message.plain() for message in body.messages]
         ids = await asyncio.to_thread(self.template.encode_prompt, messages)
         require_embedded(ids, self.batcher.model.config, self.tokenizer.name)
         eos_ids = {*self._eos_ids, self.tokenizer.added_tokens[self.template.end_of_turn]}
-        prompt = self._prompt(body, ids, eos_ids, body.max_completion_tokens or body.max_tokens)
-        return await self._respond(body, http, prompt, AnswerFormat(self.tokenizer, ids[-1]))
+        return await self._answer(body, http, ids, eos_ids, ChatFormat)
 
     # async, because FastAPI would call other functions in a thread
     async def models(self) -> dict[str, Any]:
@@ -85,121 +90,42 @@ class Service:
 
     async def health(self) -> dict[str, Any]:
         running = len(self.batcher.running)
-        return {"status": "ok", "running": running, "waiting": max(0, self.n_active - running)}
+        return {"status": "ok", "running": running, "waiting": max(0, self.batcher.n_active - running)}
 
-    async def _check(self, body: Body) -> None:
-        await self.model(body.model)
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options: needs stream true", "stream_options")
-
-    def _encode(self, prompt: str | list[int] | list[str]) -> list[int]:
-        config = self.batcher.model.config
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            ids = encode_prompt(self.tokenizer, prompt, config)
-        elif all(isinstance(part, int) for part in prompt):
-            ids = [part for part in prompt if isinstance(part, int)]
-            require_embedded(ids, config, "prompt")
-        else:
-            raise ApiError(400, f"prompt: has {len(prompt)} texts; send one per request", "prompt")
-        if not ids:
-            raise ApiError(400, "prompt: is empty", "prompt")
-        return ids
-
-    def _prompt(self, body: Body, ids: list[int], eos_ids: Collection[int], max_tokens: int | None) -> Prompt:
-        if len(ids) >= self.max_length:
-            message = f"the prompt has {len(ids)} tokens, but must have fewer than {self.max_length}; shorten it"
-            raise ApiError(400, message, "prompt" if isinstance(body, CompletionBody) else "messages",
-                           "context_length_exceeded")  # fmt: skip
+    async def _answer(
+        self, body: Body, http: HttpRequest, ids: list[int], eos_ids: Collection[int], format_class: type[ChatFormat]
+    ) -> Response:
+        limit, n_active = self.batcher.max_length, self.batcher.n_active
+        if len(ids) >= limit:
+            field = "prompt" if isinstance(body, CompletionBody) else "messages"
+            message = f"the prompt has {len(ids)} tokens, but must have fewer than {limit}; shorten it"
+            raise ApiError(400, message, field, "context_length_exceeded")
+        if n_active >= self.max_active:
+            raise ApiError(429, f"{n_active} requests are running or waiting; try again later", None, "queue_full")
+        count = min(body.max_answer or self.max_new_tokens, limit - len(ids))
         wanted = {name: value for name in Sampling._fields if (value := getattr(body, name)) is not None}
-        count = min(max_tokens or self.max_new_tokens, self.max_length - len(ids))
-        sampling = self.sampling._replace(**wanted)
-        return Prompt(ids, count, sampling, body.seed, eos_ids, body.n_top, body.stops)
-
-    async def _respond(self, body: Body, http: Request, prompt: Prompt, form: AnswerFormat) -> Response:
-        if self.n_active >= self.max_active:
-            raise ApiError(429, f"{self.n_active} requests are running or waiting; try again later", None, "queue_full")
-        head = {"id": f"{form.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
-        pieces = self._read(prompt)
+        request = Request(ids, count, self.sampling._replace(**wanted), body.seed, eos_ids, body.n_top)
+        form = format_class(self.tokenizer, request, self.name)
+        pieces = read_pieces(self.batcher, self.tokenizer, request, body.stops)
         if body.stream:
-            events = self._events(pieces, body, prompt, form, head | {"object": form.chunk_object})
-            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        answer = asyncio.ensure_future(_collect(pieces))
-        left = asyncio.ensure_future(_until_disconnect(http))
+            return StreamingResponse(form.events(pieces, body.include_usage), media_type="text/event-stream")
+        answer, left = asyncio.ensure_future(_collect(pieces)), asyncio.ensure_future(_until_disconnect(http))
         try:
             await asyncio.wait([answer, left], return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                return Response(status_code=499)  # nobody reads it
-            whole = answer.result()
+            return JSONResponse(form.response(answer.result())) if answer.done() else Response(status_code=499)
         finally:
             answer.cancel()
             left.cancel()
-        choice = form.complete(whole.text) | _rest(whole, prompt, form)
-        usage = _usage(prompt, len(whole.tokens))
-        return JSONResponse(head | {"object": form.object, "choices": [choice], "usage": usage})
-
-    async def _read(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
-        self.n_active += 1
-        pieces = read_pieces(self.batcher, self.tokenizer, prompt)
-        try:
-            async for piece in pieces:
-                yield piece
-        finally:
-            self.n_active -= 1
-            await pieces.aclose()
-
-    async def _events(
-        self, pieces: AsyncGenerator[Piece, None], body: Body, prompt: Prompt, form: AnswerFormat, head: dict[str, Any]
-    ) -> AsyncGenerator[str, None]:
-        """Yield server-sent events."""
-        count, include_usage = 0, body.stream_options is not None and bool(body.stream_options.include_usage)
-        extra = {"usage": None} if include_usage else {}
-        try:
-            if (first := form.first()) is not None:
-                choice = first | {"index": 0, "logprobs": None, "finish_reason": None}
-                yield _event(head | extra | {"choices": [choice]})
-            async for piece in pieces:
-                count += len(piece.tokens)
-                if piece.text or piece.finish_reason or prompt.n_top is not None:
-                    yield _event(head | extra | {"choices": [form.chunk(piece.text) | _rest(piece, prompt, form)]})
-            if include_usage:
-                yield _event(head | {"choices": [], "usage": _usage(prompt, count)})
-            yield "data: [DONE]\n\n"
-        except ApiError as error:
-            yield _event({"error": error.body})
-        finally:
-            await pieces.aclose()
-
-
-def _rest(piece: Piece, prompt: Prompt, form: AnswerFormat) -> dict[str, Any]:
-    log_probs = None if prompt.n_top is None else form.log_probs(piece.tokens)
-    return {"index": 0, "logprobs": log_probs, "finish_reason": piece.finish_reason}
-
-
-def _usage(prompt: Prompt, count: int) -> dict[str, int]:
-    n_prompt = len(prompt.ids)
-    return {"prompt_tokens": n_prompt, "completion_tokens": count, "total_tokens": n_prompt + count}
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"
 
 
 async def _collect(pieces: AsyncGenerator[Piece, None]) -> Piece:
     """Return the complete answer."""
-    text, tokens, reason = [], [], None
-    try:
-        async for piece in pieces:
-            text.append(piece.text)
-            tokens += piece.tokens
-            reason = piece.finish_reason
-    finally:
-        await pieces.aclose()
-    return Piece("".join(text), tokens, reason)
+    async with aclosing(pieces):
+        texts, tokens, reasons = zip(*[piece async for piece in pieces], strict=True)
+    return Piece("".join(texts), list(chain.from_iterable(tokens)), reasons[-1])
 
 
-async def _until_disconnect(http: Request) -> None:
+async def _until_disconnect(http: HttpRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -218,10 +144,18 @@ class Gatekeeper:
         self._expected = None if api_key is None else b"Bearer " + api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._find_error(scope)) is not None:
-            await _error_response(error)(scope, receive, send)
-        else:
-            await self._app(scope, _limit_body(receive), send)
+        size = 0
+
+        async def receive_limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+            return message
+
+        error = self._find_error(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else _error_response(error))(scope, receive_limited, send)
 
     def _find_error(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
@@ -233,36 +167,18 @@ class Gatekeeper:
         return ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
 
 
-def _limit_body(receive: Receive) -> Receive:
-    size = 0
-
-    async def receive_limited() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-        return message
-
-    return receive_limited
-
-
 def make_app(service: Service, api_key: str | None, hosts: Collection[str]) -> FastAPI:
     """Return the application; see :class:`Gatekeeper` for ``api_key`` and ``hosts``."""
     app = FastAPI(openapi_url=None)
     app.add_middleware(Gatekeeper, api_key=api_key, hosts=hosts)
     for error_class in (ApiError, RequestValidationError, AnyHTTPException, UserError, Exception):
-        app.add_exception_handler(error_class, _handle)
+        app.add_exception_handler(error_class, lambda http, error: _error_response(_to_api_error(error)))
     app.get("/health")(service.health)
     app.get("/v1/models")(service.models)
     app.get("/v1/models/{name:path}")(service.model)
     app.post("/v1/completions")(service.complete)
     app.post("/v1/chat/completions")(service.chat)
     return app
-
-
-def _handle(http: Request, error: Exception) -> Response:
-    return _error_response(_to_api_error(error))
 
 
 def _error_response(error: ApiError) -> Response:

@@ -86,9 +86,24 @@ class Body(_Fields):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def max_answer(self) -> int | None:
+        """Maximum number of tokens of the answer; None: the server's default."""
+        return self.max_tokens
+
+    @property
     def n_top(self) -> int | None:
         """Number of alternatives of each token; None: no log-probabilities."""
         raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Body:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: needs stream true", "stream_options")
+        return self
 
 
 class CompletionBody(Body):
@@ -124,6 +139,10 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def max_answer(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def n_top(self) -> int | None:

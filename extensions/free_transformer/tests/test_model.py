@@ -1,6 +1,7 @@
 """The model: encoder, halves, loss, bounds, generation, options."""
 
 import math
+import queue
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from toolkit_free_transformer.latent import kl_divergence
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
+from toolkit.inference.batcher import Batcher, Request, Sampling
 from toolkit.inference.generate import generate
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of, get_config
@@ -142,6 +144,19 @@ def test_generation_draws_each_latent_once_and_the_cache_changes_nothing():
     assert again == tokens
     other = torch.cat([c[:, :1] for c in seen[-4:]])
     assert len(set(other.flatten().tolist())) > 1  # positions differ
+
+
+def test_served_answers_are_the_generated_ones():
+    model, got = make(), queue.Queue()
+    batcher = Batcher(model, 4, 32)
+    assert batcher.n_rows == 1
+    prompts = [IDS[0, :5].tolist(), IDS[1, :8].tolist()]
+    for prompt in prompts:
+        batcher.waiting.put(Request(prompt, 12, Sampling(1.0, None, 1.0), 11, (), None, got.put))
+    batcher.start()
+    answers = [[item.id for item in iter(lambda: got.get(timeout=60), "length")] for _ in prompts]
+    batcher.stop()
+    assert answers == [list(generate(make(), torch.tensor(p), max_new_tokens=12, seed=11)) for p in prompts]
 
 
 def test_iwae_falls_with_k_from_the_elbo():
