@@ -1,5 +1,6 @@
 """`toolkit serve` as a real process, with the openai client: answers, streams, limits, wrong requests, the end."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -23,11 +25,14 @@ from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.cli import main
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.inference.batch import continue_texts
+from toolkit.inference.batcher import NewToken, Request, Sampling
 from toolkit.inference.chat import Conversation, find_template
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 
 pytest.importorskip("fastapi")
+from toolkit.serving.answer import read_pieces
+
 openai = pytest.importorskip("openai")
 
 KEY = "a secret"
@@ -195,6 +200,31 @@ def test_log_probabilities_are_the_models(client, folder):
     assert first.top_logprobs[0].logprob == pytest.approx(log_probs[2].max().item(), abs=1e-5)
 
 
+def test_a_backlog_of_tokens_lets_other_requests_take_turns():
+    """As after a pause of the client."""
+    turns = 0
+
+    def put(request):
+        for item in [NewToken(97)] * 100 + ["length"]:
+            request.emit(item)
+
+    async def count_turns():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def read():
+        task = asyncio.ensure_future(count_turns())
+        batcher, tokenizer = SimpleNamespace(waiting=SimpleNamespace(put=put), n_active=0), train_bpe(["abc"], 257)
+        pieces = [piece async for piece in read_pieces(batcher, tokenizer, Request([1], 100, Sampling(0, None, 1)), [])]
+        task.cancel()
+        return pieces, batcher.n_active
+
+    pieces, n_active = asyncio.run(read())
+    assert len(pieces) == 101 and n_active == 0 and turns >= 100
+
+
 # ---- wrong requests
 
 
@@ -319,6 +349,8 @@ def test_options_that_cannot_work_are_one_line(folder, capsys, monkeypatch):
         assert f"--port {port}: is in use; choose another port" in error("--port", str(port))
     assert "--host 0.0.0.0: other machines can reach it; set TOOLKIT_API_KEY" in error("--host", "0.0.0.0")
     assert "--max_seq_length 129: the model's context length is 128" in error("--port", "0", "--max_seq_length", "129")
+    n = str(10**12)
+    assert f"{n} requests of 128 tokens" in error("--port", "0", "--max_concurrent_requests", n)
     assert "--port 70000: must be at most 65535" in error("--port", "70000")
     monkeypatch.setenv("TOOLKIT_API_KEY", KEY)
     assert "--host no.such.host.invalid: " in error("--host", "no.such.host.invalid")

@@ -70,7 +70,11 @@ def setup(
         context = loaded.model.config.block_size
         length = max_seq_length or min(context, DEFAULT_LENGTH)
         require_option(length <= context, "max_seq_length", length, f"the model's context length is {context}")
-        batcher = Batcher(loaded.model, max_concurrent_requests, length)
+        try:
+            batcher = Batcher(loaded.model, max_concurrent_requests, length)
+        except RuntimeError as error:  # from the allocation
+            need = f"no memory for keys and values of {max_concurrent_requests} requests of {length} tokens"
+            raise UserError(f"--max_concurrent_requests: {need}; lower it or --max_seq_length") from error
         names = checkpoint_dir, batcher, loaded.tokenizer, template
         service = Service(*names, Sampling(**sampling), max_new_tokens, max_active=batcher.n_rows + max_queue)
         address = f"[{host}]" if ":" in host else host
