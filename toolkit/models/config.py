@@ -13,10 +13,9 @@ from toolkit.errors import UserError, did_you_mean, require_option
 from toolkit.models.config_checks import (
     FLAG,
     GROUP,
-    MAX_EXPERTS,
     MAX_SIZE,
-    MOE_FIELDS,
     PER_LAYER,
+    check_experts,
     check_values,
     rope_kind,
     yarn_mscale,
@@ -237,7 +236,7 @@ class ModelConfig:
         hint = "is not supported with attention_logit_softcapping; remove one of them"
         require(not (self.attention_sinks and has_softcap), "attention_sinks", hint)
         self._check_layers()
-        self._check_experts()
+        check_experts(self)
 
     def _check_layers(self) -> None:
         """Check lists with one value per layer or per rotated pair."""
@@ -271,34 +270,6 @@ class ModelConfig:
         }  # fmt: skip
         for name, value in required.items():
             self._require(getattr(self, name) == value, name, f"must be {value} with latent_attention")
-
-    def _check_experts(self) -> None:
-        """Check expert counts, and that grouped_mm supports the widths."""
-        require = self._require
-        if self.mlp_class_name != "LLaMAMoE":
-            for name in MOE_FIELDS:
-                require(getattr(self, name) == getattr(ModelConfig, name), name, f"needs {FLAG}mlp_class_name LLaMAMoE")
-            return
-        is_subset = 1 <= self.n_expert_per_token <= self.n_expert
-        require(is_subset, "n_expert_per_token", f"must be between 1 and n_expert {self.n_expert}")
-        most = MAX_EXPERTS // self.n_layer
-        require(self.n_expert <= most, "n_expert", f"must be at most {most:,} in each of the {self.n_layer} layers")
-        for name in ("n_embd", "intermediate_size" if self.moe_intermediate_size is None else "moe_intermediate_size"):
-            require(getattr(self, name) % 8 == 0, name, "must be a multiple of 8 in a model with experts")
-        require(not self.parallel_residual, "parallel_residual", "must be False in a model with experts")
-        self._check_expert_groups()
-
-    def _check_expert_groups(self) -> None:
-        groups, topk, n = self.n_expert_groups, self.n_topk_groups, self.n_expert
-        if groups is None:
-            self._require(topk is None, "n_topk_groups", f"needs {FLAG}n_expert_groups")
-            return
-        size = 2 if self.router_scores == "sigmoid" else 1  # a group is ranked by its best 2 experts or best one
-        is_valid = n % groups == 0 and n // groups >= size
-        self._require(is_valid, "n_expert_groups", f"must divide n_expert {n} into groups of {size} or more")
-        is_valid = topk is not None and topk <= groups and self.n_expert_per_token <= topk * n // groups
-        hint = f"must be between 1 and n_expert_groups {groups}, and must cover at least n_expert_per_token "
-        self._require(is_valid, "n_topk_groups", f"{hint}{self.n_expert_per_token} experts")
 
     @property
     def rope_kind(self) -> str | None:

@@ -64,6 +64,36 @@ def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
             _check_adjustment(name, value)
 
 
+def check_experts(config: Any) -> None:
+    """Check the expert counts of a ModelConfig, and that grouped_mm supports the widths."""
+
+    def require(ok: bool, name: str, hint: str) -> None:
+        require_option(ok, f"{GROUP}{name}", getattr(config, name), hint)
+
+    if config.mlp_class_name != "LLaMAMoE":
+        for name in MOE_FIELDS:
+            is_default = getattr(config, name) == getattr(type(config), name)
+            require(is_default, name, f"needs {FLAG}mlp_class_name LLaMAMoE")
+        return
+    n, k = config.n_expert, config.n_expert_per_token
+    require(1 <= k <= n, "n_expert_per_token", f"must be between 1 and n_expert {n}")
+    most = MAX_EXPERTS // config.n_layer
+    require(n <= most, "n_expert", f"must be at most {most:,} in each of the {config.n_layer} layers")
+    for name in ("n_embd", "intermediate_size" if config.moe_intermediate_size is None else "moe_intermediate_size"):
+        require(getattr(config, name) % 8 == 0, name, "must be a multiple of 8 in a model with experts")
+    require(not config.parallel_residual, "parallel_residual", "must be False in a model with experts")
+    groups, topk = config.n_expert_groups, config.n_topk_groups
+    if groups is None:
+        require(topk is None, "n_topk_groups", f"needs {FLAG}n_expert_groups")
+        return
+    size = 2 if config.router_scores == "sigmoid" else 1  # a group is ranked by its best 2 experts or best one
+    is_valid = n % groups == 0 and n // groups >= size
+    require(is_valid, "n_expert_groups", f"must divide n_expert {n} into groups of {size} or more")
+    is_valid = topk is not None and topk <= groups and k <= topk * n // groups
+    hint = f"must be between 1 and n_expert_groups {groups}, and must cover at least n_expert_per_token {k} experts"
+    require(is_valid, "n_topk_groups", hint)
+
+
 @functools.cache
 def _types_and_choices(hint: Any) -> tuple[tuple[type, ...], tuple[str, ...]]:
     if get_origin(hint) is Literal:

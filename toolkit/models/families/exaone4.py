@@ -1,6 +1,8 @@
 """EXAONE 4 (LG AI Research 2025): post-norm only, and QK-norm per head.
 
 Hybrid models have sliding windows in some layers, and no RoPE (NoPE) in the others.
+
+Source of the named configuration: ``config.json`` of LGAI-EXAONE/EXAONE-4.0-32B (copy in TensorRT-LLM's tests).
 """
 
 from typing import Any
@@ -12,7 +14,15 @@ _FIXED: dict[str, Any] = {
     "norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True,
 }  # fmt: skip
 
-CONFIGS: list[ModelConfig] = []
+_SCALED_16X = {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
+
+CONFIGS = [
+    ModelConfig(
+        name="EXAONE-4.0-32B", family="exaone4", block_size=131072, vocab_size=102400, n_layer=64, n_embd=5120,
+        n_head=40, n_query_groups=8, intermediate_size=27392, rope_base=1000000.0, rope_adjustments=_SCALED_16X,
+        sliding_window_size=4096, sliding_window_indices=[1, 1, 1, 0] * 16, rope_indices=[0, 0, 0, -1] * 16, **_FIXED,
+    ),
+]  # fmt: skip
 ALIASES: dict[str, str] = {}
 
 

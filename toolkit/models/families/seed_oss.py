@@ -1,12 +1,22 @@
-"""Seed-OSS (ByteDance Seed 2025): Llama with an independent head_dim and biases in any parts of attention."""
+"""Seed-OSS (ByteDance Seed 2025): Llama with an independent head_dim and biases in any parts of attention.
+
+Source of the named configuration: a copy of ``config.json`` of ByteDance-Seed/Seed-OSS-36B-Instruct in the tests of an
+MLX implementation.
+"""
 
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+CONFIGS = [
+    ModelConfig(
+        name="Seed-OSS-36B-Base", family="seed_oss", block_size=524288, vocab_size=155136, n_layer=64, n_embd=5120,
+        n_head=80, n_query_groups=8, head_size=128, intermediate_size=27648, rope_base=10000000.0, norm_eps=1e-6,
+        attn_bias=True,
+    ),
+]  # fmt: skip
+ALIASES = {"Seed-OSS-36B-Instruct": "Seed-OSS-36B-Base"}
 
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
