@@ -137,6 +137,19 @@ def test_finetuning_page_runs_from_top_to_bottom(tmp_path):
 
 
 @pytest.mark.slow
+def test_distillation_page(tmp_path):
+    """In the same steps, a small model gets closer to its teacher than without, and better."""
+    for block in commands_of("distillation"):
+        run(block, tmp_path)
+    alone, distilled = (
+        read_metrics(tmp_path / "out" / name / "logs" / "metrics.csv")[row]
+        for name, row in (("measure", 0), ("distilled", -1))
+    )
+    assert distilled["val_divergence"] < 0.8 * alone["val_divergence"]
+    assert distilled["val_next_token"] < alone["val_next_token"] - 0.05
+
+
+@pytest.mark.slow
 def test_conversion_page_runs_from_top_to_bottom(tmp_path):
     gguf_file()
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
