@@ -191,6 +191,16 @@ def test_prompt_from_stdin_and_streamed_text(folder):
     assert (done.returncode, done.stdout.decode()) == (0, "abcé🎉abc\n"), done.stderr.decode()
 
 
+def test_answers_of_a_batch_may_all_be_empty(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "model")
+    eos = Tokenizer.load(folder).encode("é")[0]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    (tmp_path / "prompts.txt").write_text("abc\nabc\n")
+    seal(tmp_path / "model")
+    out, _ = run(capsys, tmp_path / "model", "--prompts_path", tmp_path / "prompts.txt", "--temperature", 0)
+    assert [json.loads(line)["text"] for line in out.splitlines()] == ["", ""]
+
+
 @pytest.fixture(scope="module")
 def adapters(folder, tmp_path_factory):
     """Adapters next to that model, with values that change what it says, and dropout that must not act here."""

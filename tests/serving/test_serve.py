@@ -21,14 +21,19 @@ from helpers.processes import Forked, finish
 from helpers.sealing import seal
 from helpers.talker import make_talker
 
+from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
+from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.cli import main
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.inference.batch import continue_texts
 from toolkit.inference.batcher import NewToken, Request, Sampling
 from toolkit.inference.chat import Conversation, find_template
+from toolkit.inference.load import load_checkpoint
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.models.lora import add_lora, is_adapter
+from toolkit.models.lora_config import LoRAConfig
 
 pytest.importorskip("fastapi")
 from toolkit.serving.answer import read_pieces
@@ -225,6 +230,27 @@ def test_a_backlog_of_tokens_lets_other_requests_take_turns():
     assert len(pieces) == 101 and n_active == 0 and turns >= 100
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "bnb.nf4"])
+def test_adapters_and_four_bits_are_loaded_as_generate_loads_them(quantize, folder, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model, lora = load_model(folder), LoRAConfig(r=4, mlp=True)
+    add_lora(model, lora)
+    values = {name: torch.randn(p.shape) / 2 for name, p in model.named_parameters() if is_adapter(name)}
+    write_adapter_files(tmp_path, values, AdapterInfo(lora, folder, base_fingerprint(folder)))
+    files = {"state_dict": None, "config": model.config, "hyperparameters": None, "tokenizer": Tokenizer.load(folder)}
+    write_model_files(tmp_path, **files)
+    seal(tmp_path)
+    options = {"base_checkpoint_dir": None, "accelerator": "cpu", "precision": None, "quantize": quantize}
+    loaded = load_checkpoint(str(tmp_path), **options)
+    settings = {"max_new_tokens": 40, "seeds": [7], "batch_size": 1, "notice": print} | GREEDY
+    expected = [row.text for row in continue_texts(loaded.model, loaded.tokenizer, PROMPTS, **settings)]
+    with serving(tmp_path, *(["--quantize", quantize] if quantize else [])) as (_, client):
+        client.model = str(tmp_path)
+        with ThreadPoolExecutor(8) as pool:
+            assert [answer.choices[0].text for answer in pool.map(lambda p: complete(client, p), PROMPTS)] == expected
+
+
 # ---- wrong requests
 
 
@@ -289,13 +315,16 @@ def test_models_and_keys(client, folder):
 # ---- limits and the end
 
 
-def test_full_queue_disconnects_and_signals(endless, capfd):
+def test_full_queue_disconnects_and_signals(endless):
     """One row and one place in the queue."""
     options = ("--max_concurrent_requests", "1", "--max_queue", "1", "--max_seq_length", "32768")
     with serving(endless, *options) as (process, client):
         client.model = str(endless)
         assert "32768 tokens each" in process.first_line and "no API key" in process.first_line
         assert post(client, "/v1/completions", b"{}", {"Host": "attacker.example:80"})[0] == 403
+        body = {"model": client.model, "messages": [{"role": "user", "content": "1"}]}
+        status, answer = post(client, "/v1/chat/completions", json.dumps(body).encode())
+        assert status == 400 and "has no chat template" in answer["error"]["message"]
         running = complete(client, "a", 30_000, stream=True)
         next(iter(running))
         with ThreadPoolExecutor(1) as pool:

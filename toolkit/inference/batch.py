@@ -67,7 +67,8 @@ def continue_texts(
         steps = generate_batch(
             model, tensors, eos_ids=eos_ids, seeds=[seed for _, seed in batch], names=shown, notice=notice, **sampling
         )
-        for (i, seed), column in zip(batch, zip(*steps, strict=True), strict=True):
+        columns = list(zip(*steps, strict=True)) or [()] * len(batch)  # all answers may be empty
+        for (i, seed), column in zip(batch, columns, strict=True):
             tokens = [token for token in column if token is not None]
             text = "".join(TextStream(tokenizer, encoded[i]).read(tokens))
             yield Continuation(i, text, seed, len(tokens))
