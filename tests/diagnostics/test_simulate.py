@@ -107,6 +107,8 @@ def test_what_is_not_simulated_is_one_line(monkeypatch):
     for strategy, text in ((ddp, "use --strategy fsdp"), (tensor, "--tensor_parallel_size")):
         with pytest.raises(UserError, match=text):
             simulate(replace(setup, strategy=strategy))
+    with pytest.raises(UserError, match="a frozen model is not supported"):
+        simulate(replace(setup, frozen=LLAMA))
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
     with pytest.raises(UserError, match="lacks torch.testing._internal.distributed.fake_pg"):
         simulate_module._simulate(setup, 0)

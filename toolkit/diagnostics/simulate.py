@@ -129,6 +129,7 @@ def _require_support(setup: MemoryInputs) -> None:
         "--tensor_parallel_size": layout.tensor > 1,
         "--quantize": setup.quantize is not None,
         "--fsdp.cpu_offload": strategy.offloads,
+        "a frozen model": setup.frozen is not None,
         "mixture of experts": setup.config.n_moe_layer > 0,
     }
     for option, is_set in options.items():
