@@ -5,12 +5,15 @@ import math
 
 import pytest
 import torch
+from helpers.initialize import initialize
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.models import distillation
 from toolkit.models import loss as loss_module
+from toolkit.models.config import ModelConfig
 from toolkit.models.distillation import DistillationLoss, DistillationOptions
+from toolkit.models.gpt import GPT
 from toolkit.models.loss import chunk_rows, head_loss
 
 VOCAB, ROWS = 70, (3, 11)
@@ -132,6 +135,29 @@ def test_a_student_equal_to_its_teacher_has_no_divergence():
         heads.teacher = torch.cat([heads.weight.detach(), torch.full((10, 24), 1e3)])  # its padding has no effect
         _, sums = heads.loss(DistillationOptions(name, beta, 1.0, 0.0))
         assert abs(sums[0].item()) < 1e-6 * sums[1].item()
+
+
+@pytest.mark.parametrize("options", [{"logits_scaling": 8.0, "lm_head_bias": True}, {"final_logit_softcapping": 2.0}])
+def test_a_model_passes_its_scaled_hidden_states_to_the_loss(options):
+    config = ModelConfig(vocab_size=VOCAB, block_size=16, n_layer=1, n_embd=32, n_head=2, padding_multiple=1, **options)
+    models = [GPT(config).eval() for _ in range(2)]
+    for seed, model in enumerate(models):
+        initialize(model, seed)
+        model.lm_head.weight.data.mul_(20)
+    student, teacher = models
+    ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    hidden = teacher(ids, ids, hidden_states=True).detach()
+    head = lambda: (teacher.lm_head.weight, teacher.lm_head.bias)  # noqa: E731
+    softcap = config.final_logit_softcapping
+    student.row_loss = DistillationLoss(DistillationOptions("forward_kl", 0.5, 1.0, 0.25), hidden, head, softcap, VOCAB)
+    total, _ = student(ids, ids)
+    log_p, log_q = (model(ids).double()[..., :VOCAB].log_softmax(-1) for model in models)
+    divergence = (log_q.exp() * (log_q - log_p)).sum()
+    assert divergence > 1
+    torch.testing.assert_close(student.row_loss.sums[0].double(), divergence, rtol=1e-5, atol=0)
+    label = F.cross_entropy(student(ids).flatten(0, 1), ids.flatten(), reduction="sum")
+    expected = 0.75 * student.row_loss.sums[0] + 0.25 * label
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
 
 
 class _LargestTensor(TorchDispatchMode):
