@@ -41,6 +41,7 @@ if name == "KTO":
     tokenizer.padding_side, tokenizer.chat_template = "left", options["template"]
     trainer_options["train_sampling_strategy"] = "sequential"
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+model.get_input_embeddings().padding_idx = None  # would drop the gradient of <|im_end|> in prompts
 config = Config(
     output_dir=options["out"], per_device_train_batch_size=4, max_steps=3, learning_rate=1e-5, report_to=[],
     lr_scheduler_type="constant", logging_steps=1, save_strategy="no", use_cpu=True, bf16=False, weight_decay=0.0,
@@ -127,6 +128,7 @@ def test_three_steps_equal_trl(name, base, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads(done.stdout.partition("RESULT ")[2].splitlines()[0])
-    for our, their in zip(ours, theirs, strict=True):
-        assert our["loss"] == pytest.approx(their["loss"], rel=1e-5, abs=1e-5)
-        assert our["grad_norm"] == pytest.approx(their["grad_norm"], rel=1e-4)
+    for column, limit in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        found, expected = ([row[column] for row in rows] for rows in (ours, theirs))
+        print(name, column, max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)))  # pytest -s
+        assert found == pytest.approx(expected, rel=limit)

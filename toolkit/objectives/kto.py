@@ -1,7 +1,5 @@
 """Kahneman-Tversky optimization: completions that are good or bad, without pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,17 +59,17 @@ class KTO(Objective):
     def frozen_option(self) -> str:  # type: ignore[override]
         return "" if self.reference_dir is None else "reference_dir"
 
-    def parts(self, module: nn.Module) -> tuple[Part, ...]:
+    def parts(self, module: "nn.Module") -> tuple[Part, ...]:
         names = {"reward_chosen": GOOD, "reward_rejected": BAD, "log_prob_chosen": GOOD, "log_prob_rejected": BAD}
         logged = (Part(name, count, weight=0) for name, count in (names | {"kl": SAMPLES}).items())
         return (Part(LOSS, SAMPLES), *((Part(BALANCING),) if has_balancing(module) else ()), *logged)
 
-    def count(self, batch: Batch) -> dict[str, int]:
+    def count(self, batch: "Batch") -> dict[str, int]:
         samples, labels = sum(row >= 0 for row in batch.ids[::2]), batch.values.get("label")
         good = 0 if labels is None else int(labels[::2].sum())
         return {SAMPLES: samples, GOOD: good, BAD: samples - good}
 
-    def look_ahead(self, model: nn.Module, batches: Iterable[Batch], device: torch.device) -> None:
+    def look_ahead(self, model: "nn.Module", batches: "Iterable[Batch]", device: "torch.device") -> None:
         import torch
 
         from toolkit.distributed import ranks
@@ -85,7 +83,7 @@ class KTO(Objective):
         kl, number = ranks.sum_over_ranks(total).tolist()
         self._kl = max(0.0, kl / max(number, 1))
 
-    def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         import torch
 
         from toolkit.objectives.inputs import original_module
@@ -104,7 +102,7 @@ class KTO(Objective):
             sums[f"log_prob_{name}"] = (mask * log_probs.detach()).sum()
         return sums | ({BALANCING: balancing} if has_balancing(original_module(model)) else {})
 
-    def _reference(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    def _reference(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
         import torch
 
         if self.frozen is None:

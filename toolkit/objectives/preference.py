@@ -16,8 +16,6 @@ rejected completion, |y| is the number of tokens, and s the logistic function. T
 a(y) is log p(y) / abs(y). With label smoothing e, -log s(z) becomes -(1 - e) log s(z) - e log s(-z).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -38,20 +36,20 @@ PAIRS, REFERENCE, BALANCING = "pairs", "reference", "balancing_loss"
 class Answers(NamedTuple):
     """The chosen, or the rejected, completions of n pairs."""
 
-    log_prob: Tensor
+    log_prob: "Tensor"
     """(n,) fp32: sum over the tokens, in nats."""
-    tokens: Tensor
+    tokens: "Tensor"
     """(n,) fp32: number of tokens."""
-    reference: Tensor
+    reference: "Tensor"
     """(n,) fp32: log-probability under the reference model; 0 without one."""
 
     @property
-    def mean(self) -> Tensor:
+    def mean(self) -> "Tensor":
         """Mean log-probability per token, (n,)."""
         return self.log_prob / self.tokens
 
     @property
-    def ratio(self) -> Tensor:
+    def ratio(self) -> "Tensor":
         """log p - log p_ref, (n,)."""
         return self.log_prob - self.reference
 
@@ -67,20 +65,20 @@ class PairObjective(Objective):
     logged: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def of_pairs(self, chosen: Answers, rejected: Answers) -> dict[str, Tensor]:
+    def of_pairs(self, chosen: "Answers", rejected: "Answers") -> "dict[str, Tensor]":
         """Return the loss, the rewards "reward_chosen" and "reward_rejected", and the ``logged`` parts, (n,) each."""
 
-    def parts(self, module: nn.Module) -> tuple[Part, ...]:
+    def parts(self, module: "nn.Module") -> tuple[Part, ...]:
         names = [f"{kind}_{which}" for kind in ("reward", "log_prob") for which in ("chosen", "rejected")]
         names += ["reward_margin", "accuracy", *self.logged]
         logged = (Part(name, PAIRS, weight=0) for name in names)
         balancing = (Part(BALANCING),) if has_balancing(module) else ()
         return (Part(LOSS, PAIRS), *balancing, *logged)
 
-    def count(self, batch: Batch) -> dict[str, int]:
+    def count(self, batch: "Batch") -> dict[str, int]:
         return {PAIRS: sum(row >= 0 for row in batch.ids[::2])}
 
-    def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         import torch
 
         from toolkit.models.labels import IGNORE_INDEX
@@ -99,15 +97,15 @@ class PairObjective(Objective):
         sums = {name: (value if name == LOSS else value.detach()).sum() for name, value in values.items()}
         return sums | ({BALANCING: balancing} if has_balancing(original_module(model)) else {})
 
-    def reference(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    def reference(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
         """Return the log-probability of each row under the reference model, (B,) fp32: from the batch, or if the rows
         have none by a pass without adapters. Zeros if the objective has no reference."""
         return batch.value(REFERENCE, device)
 
 
 def label_log_probs(
-    model: nn.Module, batch: Batch, device: torch.device, with_adapters: bool = True
-) -> tuple[Tensor, Tensor]:
+    model: "nn.Module", batch: "Batch", device: "torch.device", with_adapters: bool = True
+) -> "tuple[Tensor, Tensor]":
     """Return the summed log-probabilities of the labels of each row, (B,) fp32, and the load-balancing loss."""
     import torch
 
@@ -123,7 +121,7 @@ def label_log_probs(
     return log_probs.sum(1), balancing
 
 
-def has_balancing(module: nn.Module) -> bool:
+def has_balancing(module: "nn.Module") -> bool:
     config = getattr(module, "config", None)
     return config is not None and config.n_moe_layer > 0 and bool(config.router_aux_loss_coef)
 
@@ -160,7 +158,7 @@ class DPO(PairObjective):
         is_used = not self.label_smoothing or self.loss_type.startswith("sigmoid")
         require_option(is_used, "objective.label_smoothing", self.label_smoothing, hint)
 
-    def of_pairs(self, chosen: Answers, rejected: Answers) -> dict[str, Tensor]:
+    def of_pairs(self, chosen: "Answers", rejected: "Answers") -> "dict[str, Tensor]":
         sft_loss = -chosen.mean
         loss = self._loss(chosen, rejected)
         return {
@@ -170,7 +168,7 @@ class DPO(PairObjective):
             "sft_loss": sft_loss,
         }
 
-    def reference(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    def reference(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
         from toolkit.models.lora import has_adapters
         from toolkit.objectives.inputs import original_module
 
@@ -178,7 +176,7 @@ class DPO(PairObjective):
             return label_log_probs(model, batch, device, with_adapters=False)[0]
         return batch.value(REFERENCE, device)
 
-    def _loss(self, chosen: Answers, rejected: Answers) -> Tensor:
+    def _loss(self, chosen: "Answers", rejected: "Answers") -> "Tensor":
         from torch.nn.functional import relu
 
         margin = chosen.ratio - rejected.ratio
@@ -210,7 +208,7 @@ class ORPO(PairObjective):
     def __post_init__(self) -> None:
         require_option(self.beta > 0, "objective.beta", self.beta, "must be greater than zero")
 
-    def of_pairs(self, chosen: Answers, rejected: Answers) -> dict[str, Tensor]:
+    def of_pairs(self, chosen: "Answers", rejected: "Answers") -> "dict[str, Tensor]":
         from torch.nn.functional import logsigmoid
 
         odds_loss = -logsigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
@@ -242,7 +240,7 @@ class SimPO(PairObjective):
         require_option(self.gamma >= 0, "objective.gamma", self.gamma, "must not be negative")
         _require_smoothing(self.label_smoothing)
 
-    def of_pairs(self, chosen: Answers, rejected: Answers) -> dict[str, Tensor]:
+    def of_pairs(self, chosen: "Answers", rejected: "Answers") -> "dict[str, Tensor]":
         rewards = self.beta * chosen.mean, self.beta * rejected.mean
         loss = _smoothed(rewards[0] - rewards[1] - self.gamma, self.label_smoothing)
         return {LOSS: loss, "reward_chosen": rewards[0], "reward_rejected": rewards[1]}
@@ -252,14 +250,14 @@ def _require_smoothing(value: float) -> None:
     require_option(0 <= value < 0.5, "objective.label_smoothing", value, "must be at least 0 and less than 0.5")
 
 
-def _smoothed(z: Tensor, smoothing: float) -> Tensor:
+def _smoothed(z: "Tensor", smoothing: float) -> "Tensor":
     from torch.nn.functional import logsigmoid
 
     loss = -(1 - smoothing) * logsigmoid(z)
     return loss - smoothing * logsigmoid(-z) if smoothing else loss
 
 
-def _log_odds(log_p: Tensor) -> Tensor:
+def _log_odds(log_p: "Tensor") -> "Tensor":
     """Return log(p / (1 - p)). A probability that rounds to 1 counts as the largest fp32 below it."""
     log_p = log_p.clamp(max=-(2.0**-24))
     return log_p - (-log_p.expm1()).log()
