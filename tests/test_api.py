@@ -20,7 +20,7 @@ from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 from toolkit.config import TrainArgs
 from toolkit.data import SyntheticTokens
-from toolkit.data.loader import choose_padding
+from toolkit.data.batch import choose_padding
 from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT

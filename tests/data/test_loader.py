@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.data.loader import NO_ROUNDING, Batch, Padding, choose_padding, train_batches, val_batches
+from toolkit.data.batch import NO_ROUNDING, Batch, Padding, choose_padding
+from toolkit.data.loader import train_batches, val_batches
 from toolkit.data.order import ShuffledOrder, shuffled_index
 from toolkit.data.tokens.synthetic import SyntheticRows
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.fabric import Fabric
 
-from toolkit.data.loader import Batch
+from toolkit.data.batch import Batch
 from toolkit.objectives import NextToken, Objective
 from toolkit.objectives.base import total_counts
 from toolkit.optim.update import Update, choose_update, set_learning_rate

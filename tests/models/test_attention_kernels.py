@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models.test_gpt import small
 from tests.models.test_masks import reference_mask
-from toolkit.data.loader import NO_ROUNDING, _collate
+from toolkit.data.batch import NO_ROUNDING
+from toolkit.data.loader import _collate
 from toolkit.models import attention_dispatch, attention_kernels
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention import attend

@@ -11,7 +11,7 @@ from helpers.steps import one_step
 from tests.training.test_run import arguments, assert_same_weights, rows_of
 from toolkit.checkpoints.weights import load_state
 from toolkit.config import OptimizerArgs
-from toolkit.data.loader import Batch
+from toolkit.data.batch import Batch
 from toolkit.errors import GuardError, UserError
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning.resolve import DeviceSpec, resolve

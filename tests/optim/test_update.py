@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.data.loader import Batch
+from toolkit.data.batch import Batch
 from toolkit.errors import GuardError
 from toolkit.models import loss
 from toolkit.models.families import config_from_hf

@@ -9,7 +9,8 @@ from helpers.initialize import initialize
 from helpers.ragged import VOCABULARY
 from helpers.steps import NEXT_TOKEN, one_step
 
-from toolkit.data.loader import NO_ROUNDING, Padding, train_batches, val_batches
+from toolkit.data.batch import NO_ROUNDING, Padding
+from toolkit.data.loader import train_batches, val_batches
 from toolkit.data.order import ShuffledOrder
 from toolkit.errors import GuardError
 from toolkit.models.families import get_config

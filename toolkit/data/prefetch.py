@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import torch
 
-from toolkit.data.loader import Batch
+from toolkit.data.batch import Batch
 
 _CLOSE_SECONDS = 5.0  # timeout for joining a thread that hangs in a read
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from toolkit.data.loader import Batch
+    from toolkit.data.batch import Batch
 
 DIVERGENCE, NEXT_TOKEN = "divergence", "next_token"
 _BETA = 0.5

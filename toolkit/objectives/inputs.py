@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from toolkit.data.loader import Batch
+from toolkit.data.batch import Batch
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.models.attention_kernels import DocumentBounds
 

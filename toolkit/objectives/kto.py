@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from toolkit.data.loader import Batch
+    from toolkit.data.batch import Batch
 
 SAMPLES, GOOD, BAD = "samples", "good", "bad"
 

@@ -17,8 +17,8 @@ from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import rename_damaged
+from toolkit.data.batch import choose_padding
 from toolkit.data.interleave import MixtureOrder
-from toolkit.data.loader import choose_padding
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms, fp32_reductions

@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 import torch
 
 from toolkit.data.base import TokenDataset, sample_order
-from toolkit.data.loader import Batch, Padding, train_batches
+from toolkit.data.batch import Batch, Padding
+from toolkit.data.loader import train_batches
 from toolkit.data.prefetch import Prefetcher
 from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from lightning.fabric import Fabric
 
-from toolkit.data.loader import Batch
+from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
 from toolkit.distributed.pipeline import pipeline_of
 from toolkit.objectives.base import LOSS, Objective, scales

@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.config import RunOptions
 from toolkit.data.base import PreparedData
-from toolkit.data.loader import Padding
+from toolkit.data.batch import Padding
 from toolkit.distributed.device import count_devices, pick_accelerator
 from toolkit.distributed.launch import Timeouts
 from toolkit.distributed.private_lightning import FabricModule

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from torch.profiler import record_function
 
-from toolkit.data.loader import Batch
+from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, UserError
 from toolkit.objectives.base import Objective, Part, means, scales

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from toolkit.checkpoints.store import FINAL, newest
 from toolkit.data.base import PreparedData, row_count
-from toolkit.data.loader import Batch
+from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
 from toolkit.distributed.memory import disable_malloc_trim
 from toolkit.distributed.private_lightning import FabricModule

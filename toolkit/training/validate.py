@@ -15,7 +15,8 @@ from torch import nn
 from torch.profiler import record_function
 
 from toolkit.data.base import TokenDataset
-from toolkit.data.loader import Batch, val_batches
+from toolkit.data.batch import Batch
+from toolkit.data.loader import val_batches
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError
 from toolkit.objectives.base import LOSS, Objective, Part, means, total_counts

@@ -1,0 +1,175 @@
+"""Micro-batches: rows stacked into tensors, with padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from toolkit.models.attention_kernels import DocumentBounds, document_bounds
+from toolkit.models.labels import IGNORE_INDEX, TOKENS
+
+FILLER = -1  # row index of a filler row, which completes a short batch
+PAD_MULTIPLE = 64  # tokens
+# Padding is a separate document: no row of the attention mask may be empty.
+_FILLERS = {"input_ids": 0, "labels": IGNORE_INDEX, "positions": 0, "documents": -1}
+
+
+class Padding(NamedTuple):
+    """Padding of a micro-batch to its longest row.
+
+    Args:
+        multiple: Round lengths up to a multiple of this, in tokens.
+        limit: Maximum rounded length in tokens, the model's context length.
+        token: Input token id of padding and filler rows.
+    """
+
+    multiple: int = 1
+    limit: int | None = None
+    token: int = 0
+
+    def width(self, longest: int) -> int:
+        rounded = -(-longest // self.multiple) * self.multiple
+        return max(longest, rounded if self.limit is None else min(rounded, self.limit))
+
+
+NO_ROUNDING = Padding()
+
+
+def choose_padding(device_type: str, is_ragged: bool, limit: int | None, divisor: int = 1) -> Padding:
+    """Round lengths up on CUDA, where each new length triggers kernel selection and fragments memory.
+
+    On CPU, lengths are not rounded: padding costs as much as real tokens. ``limit`` is the context length, or None if
+    unknown. ``divisor`` must divide every length.
+    """
+    should_round = device_type == "cuda" and is_ragged and limit is not None
+    multiple = math.lcm(PAD_MULTIPLE if should_round else 1, divisor)
+    return Padding(multiple, limit) if multiple > 1 else NO_ROUNDING
+
+
+@dataclass
+class Batch:
+    """One micro-batch of one rank.
+
+    Args:
+        input_ids: (B, T) int64.
+        labels: (B, T) int64, aligned with the logits: the next token, or -100 where the loss is masked.
+        ids: Row indices; -1 for a filler row.
+        n_tokens: Number of supervised tokens.
+        n_inputs: Number of input tokens, excluding filler rows and padding.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    ids: list[int]
+    n_tokens: int
+    n_inputs: int
+    packed: dict[str, Tensor] = field(default_factory=dict)
+    """For packed rows: "positions" and "documents", (B, T) int64 each."""
+    sample_keys: list[int] = field(default_factory=list)
+    """A key per row that does not depend on the layout; -1 for a filler row. In training, the position in the sample
+    stream (unique across epochs, unchanged after a resume); in validation, the row index."""
+    bounds: DocumentBounds | None = None
+    """Boundaries of packed documents, for attention kernels without a mask."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Loss normalizers: supervised tokens and the objective's other counts."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Numbers of the rows by name, (B,) fp64 each; 0 for a filler row."""
+
+    def __post_init__(self) -> None:
+        self.counts = {TOKENS: self.n_tokens} | self.counts
+
+    def inputs(
+        self, device: torch.device, with_keys: bool = False, with_bounds: bool = False
+    ) -> dict[str, Tensor | DocumentBounds]:
+        """Return the model's forward arguments on ``device``.
+
+        ``with_keys`` adds sample_keys, (B,) int64. ``with_bounds`` adds document_bounds for packed rows.
+        """
+        tensors = {"input_ids": self.input_ids, "labels": self.labels, **self.packed}
+        if with_keys:
+            tensors["sample_keys"] = torch.tensor(self.sample_keys)
+        inputs: dict[str, Tensor | DocumentBounds]
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        if with_bounds and self.bounds is not None:
+            inputs["document_bounds"] = self.bounds.to(device)
+        return inputs
+
+    def value(self, name: str, device: torch.device) -> Tensor:
+        """Return a number of each row, (B,) fp32."""
+        values = self.values.get(name)
+        return torch.zeros(len(self.ids), device=device) if values is None else values.float().to(device)
+
+    def pin_memory(self) -> Batch:
+        """Return a copy in pinned memory, for asynchronous copies to CUDA."""
+        return self._map(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Batch:
+        """Copy to ``device`` asynchronously."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def every(self, start: int, step: int) -> Batch:
+        """Return every ``step``-th row of an unpacked batch, from ``start`` on."""
+        rows = slice(start, None, step)
+        return replace(
+            self,
+            input_ids=self.input_ids[rows],
+            labels=self.labels[rows],
+            ids=self.ids[rows],
+            sample_keys=self.sample_keys[rows],
+            n_tokens=int((self.labels[rows] >= 0).sum()),
+            values={name: numbers[rows] for name, numbers in self.values.items()},
+        )
+
+    def padded(self, length: int) -> Batch:
+        """Return a copy whose rows are padded to ``length`` tokens."""
+
+        def pad(name: str, tensor: Tensor) -> Tensor:
+            return F.pad(tensor, (0, length - tensor.size(1)), value=_FILLERS[name])
+
+        packed = {name: pad(name, tensor) for name, tensor in self.packed.items()}
+        bounds = None if self.bounds is None else document_bounds(packed["documents"])
+        input_ids, labels = pad("input_ids", self.input_ids), pad("labels", self.labels)
+        return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        packed = {name: function(tensor) for name, tensor in self.packed.items()}
+        bounds = self.bounds and self.bounds._replace(cu_seqlens=function(self.bounds.cu_seqlens))
+        input_ids, labels = function(self.input_ids), function(self.labels)
+        return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds)
+
+
+def collate(
+    rows: list[dict[str, Any] | None], ids: list[int], keys: list[int], longest: int, padding: Padding
+) -> Batch:
+    """Stack rows into (B, T), padded to the longest row, or to ``longest`` if all are None. None is a filler row.
+
+    Padding is neither supervised nor counted (N2).
+    """
+    width = padding.width(max((len(row["input_ids"]) for row in rows if row is not None), default=longest))
+    input_ids = torch.full((len(rows), width), padding.token, dtype=torch.int64)
+    labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
+    n_inputs = 0
+    packed = {name: torch.full_like(labels, _FILLERS[name]) for name in ("positions", "documents")}
+    is_packed = any(row is not None and "documents" in row for row in rows)
+    for i, row in enumerate(rows):
+        if row is not None:
+            length = len(row["input_ids"])
+            input_ids[i, :length] = row["input_ids"]
+            labels[i, :length] = row["labels"]
+            if is_packed:  # an unpacked row is one document
+                packed["positions"][i, :length] = row.get("positions", torch.arange(length))
+                packed["documents"][i, :length] = row.get("documents", torch.tensor(0))
+            n_inputs += length
+    n_tokens = int((labels != IGNORE_INDEX).sum())
+    bounds = document_bounds(packed["documents"]) if is_packed else None
+    numbers: list[dict[str, float]] = [{} if row is None else row.get("values", {}) for row in rows]
+    names = dict.fromkeys(name for of_row in numbers for name in of_row)
+    values = {name: torch.tensor([of_row.get(name, 0) for of_row in numbers], dtype=torch.float64) for name in names}
+    packed = packed if is_packed else {}
+    return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed, keys, bounds, values=values)
