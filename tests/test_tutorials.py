@@ -37,7 +37,7 @@ BLOCKS = commands_of(
     "distributed", "launching", "strategies", "plans", "predicted_speed", "sharded_checkpoints", "cluster",
     "parallelism", "troubleshooting",
 )  # fmt: skip
-FINETUNE, CONVERT = commands_of("finetune"), commands_of("convert")
+FINETUNE, CONVERT, PREFERENCES = (commands_of(page) for page in ("finetune", "convert", "preferences"))
 # installs nothing: what the page installs must be there
 PIP = """\
 for word; do
@@ -104,7 +104,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
     """Parsing only: the commands of the page record their arguments instead of running."""
     nothing = dict.fromkeys(("pip", "python", "head", "tail"), "true")
     add_commands(tmp_path, nothing | {"toolkit": 'printf "%s\\0" "$@" "" >> "$ARGUMENTS"'})
-    for block in FINETUNE + CONVERT:
+    for block in FINETUNE + CONVERT + PREFERENCES:
         run(block, tmp_path, ARGUMENTS=str(tmp_path / "arguments"))
     monkeypatch.chdir(tmp_path)
     lines = [line.split("\0") for line in (tmp_path / "arguments").read_text().removesuffix("\0\0").split("\0\0")]
