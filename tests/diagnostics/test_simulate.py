@@ -17,6 +17,7 @@ from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
+from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.memory_inputs import MemoryInputs
 
@@ -38,9 +39,23 @@ CASES = {
         {"config": replace(LARGE, vocab_size=8000, padded_vocab_size=8000, tie_embeddings=True)},
     ),
     "replicas": ("NO_SHARD", Layout(replicate=8), {}),
+    "accumulating replicas": ("NO_SHARD", Layout(replicate=2), {"accumulation": 2}),
     "context": ("FULL_SHARD", Layout(shard=2, context=4), {"activation_checkpointing": "none"}),
     "stages": ("FULL_SHARD", Layout(shard=4, pipeline=4), {"accumulation": 8}),
     "gpipe": ("FULL_SHARD", Layout(shard=4, pipeline=4), {"accumulation": 8, "schedule": "gpipe"}),
+    "stages, fp32": ("FULL_SHARD", Layout(shard=4, pipeline=4), {"accumulation": 8, "precision": "32-true"}),
+    "stages, all activations": (
+        "FULL_SHARD",
+        Layout(shard=4, pipeline=4),
+        {"accumulation": 8, "precision": "32-true", "activation_checkpointing": "none"},
+    ),
+    "stages of one device": ("NO_SHARD", Layout(pipeline=4), {"accumulation": 8}),
+    "gpipe, small vocabulary": (
+        "FULL_SHARD",
+        Layout(shard=4, pipeline=4),
+        {"accumulation": 8, "schedule": "gpipe", "config": SMALL_VOCABULARY},
+    ),
+    "stages, adapters": ("FULL_SHARD", Layout(shard=4, pipeline=4), {"accumulation": 8, "lora": LoRAConfig()}),
     "interleaved": ("FULL_SHARD", Layout(shard=4, pipeline=2), {"accumulation": 8, "schedule": "interleaved"}),
     "zbv": (
         "FULL_SHARD",

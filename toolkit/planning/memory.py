@@ -241,14 +241,17 @@ def _plan_rank(setup: MemoryInputs, with_activations: bool, in_flight: float, in
         strategy=replace(setup.strategy, sharding="SHARD_GRAD_OP", layout=replace(layout, pipeline=1)),
     )
     memory = plan_memory(stage, None, with_activations)
-    has_loss, is_gpipe = ends in ("head", "both"), setup.schedule == "gpipe"
-    waiting = (in_flight - 1) * memory.activations
+    has_loss, has_embedding = ends in ("head", "both"), ends in ("embedding", "both")
+    is_gpipe, residual = setup.schedule == "gpipe", 0  # bytes of a micro-batch's residual stream
     if with_activations:
-        waiting += setup.weight_bytes * inputs * setup.accumulation * setup.tokens * config.n_embd
-    if has_loss and is_gpipe:
-        waiting += (in_flight - 1) * kept_loss_bytes(setup)
-    # gpipe has no gradients before the last loss
-    outside_loss = memory.outside_loss + waiting + (memory.gradients if is_gpipe else 0.0)
+        residual = setup.weight_bytes * setup.tokens * config.n_embd
+    n_saved = STAGES_PER_RANK[setup.schedule] - has_embedding  # received inputs that are activations of the first block
+    waiting = (in_flight - 1) * (memory.activations - n_saved * residual) + inputs * setup.accumulation * residual
+    passes = _backward_bytes(stage, memory, residual, has_embedding)
+    if is_gpipe:  # no gradients before the last loss, and all of them from the second backward pass on
+        waiting += (in_flight - 1) * kept_loss_bytes(setup) * has_loss
+        passes += memory.gradients - memory.activations
+    outside_loss = memory.unsharded_unit + waiting + passes
     gathered = 1 if setup.fsdp.state_dict_type == "sharded" else layout.pipeline  # rank 0 writes all stages
     rank = replace(
         memory,
@@ -261,6 +264,23 @@ def _plan_rank(setup: MemoryInputs, with_activations: bool, in_flight: float, in
         context=0.0,
     )
     return replace(rank, context=_context_bytes(setup, rank.parts()))
+
+
+def _backward_bytes(stage: MemoryInputs, memory: Memory, residual: float, has_embedding: bool) -> float:
+    """Return the bytes of a micro-batch's activations and new gradients in the backward pass of a pipeline's rank.
+
+    Autograd adds each new gradient to the sum, or FSDP adds those of a block if they have another dtype. Gradients are
+    reduced after the last pass. ``residual``: Bytes of a residual stream.
+    """
+    model = model_of(stage.config, stage.lora, stage.tensor)
+    block = [p.numel() for p in model.blocks[-1].parameters() if p.requires_grad]
+    recomputed, gradient = memory.recomputed_block, stage.weight_bytes * max(block, default=0)
+    if stage.is_mixed:  # the fractions fit simulated blocks
+        gradient = stage.compute_bytes * sum(block)
+        recomputed, gradient = max(recomputed / 4 + gradient, recomputed + gradient / 2), 0
+    in_block = memory.activations + recomputed + gradient + 3 * residual
+    table: Any = model.transformer.wte.weight
+    return max(in_block, has_embedding * table.requires_grad * (stage.weight_bytes * table.numel() + 2 * residual))
 
 
 def _context_bytes(setup: MemoryInputs, parts: dict[str, float]) -> float:

@@ -76,15 +76,13 @@ def fsdp2_bytes(
     - at the end: sharded gradients, and the embedding's.
     """
     adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
-    packed, is_alone = {id(p) for p in quantized.values()}, setup.strategy.shards == 1
+    packed = {id(p) for p in quantized.values()}
 
     def size(part: Unit, kind: str, trained: bool = True) -> float:
         dtype, total = getattr(unit_dtypes(part, setup.fsdp, setup.precision), kind, None), 0.0
         for p in part.parameters:
             stored = FP32 if id(p) in adapters else setup.weight_bytes
             itemsize = stored if dtype is None else dtype.itemsize
-            if is_alone and not trained and itemsize == stored:
-                continue  # nothing to gather or to cast
             if (p.requires_grad or not trained) and not is_replicated(setup, p):
                 total += p.numel() * (BYTES_4BIT if id(p) in packed else itemsize)
         return total
@@ -95,20 +93,21 @@ def fsdp2_bytes(
     blocks = [part for part in units if part.name not in (HEAD, EMBEDDING)]
     block = max((size(part, "param_dtype", False) for part in blocks), default=0.0)
     kept = sum(sizes) if setup.strategy.sharding in ("SHARD_GRAD_OP", "NO_SHARD") else 0.0
-    # gathered once per step, so that there is no buffer after the first micro-batch
-    is_kept = setup.strategy.sharding == "SHARD_GRAD_OP" and setup.accumulates_unsharded
-    buffer = 0.0 if is_kept else sizes[-1]
+    buffer = 0.0 if setup.strategy.shards == 1 else sizes[-1]
+    if setup.strategy.sharding == "SHARD_GRAD_OP" and setup.accumulates_unsharded:
+        # only the first micro-batch has the buffer, because it gathers for all; the others have gradients
+        buffer = max(max(root, buffer) - sum(size(part, "reduce_dtype") for part in (rest, *units)), 0.0)
     at_loss = root + (kept or (sizes[-1] if has_head else 0.0)) + buffer
     start = max(2 * (root + sizes[0]), *(root + a + 2 * b for a, b in zip(sizes, sizes[1:], strict=False)), 0.0)
 
     gradient = max((size(part, "param_dtype") for part in blocks), default=0.0)
     reduced = [size(part, "reduce_dtype") for part in units] or [0.0]
     root_gradient = size(rest, "reduce_dtype")
-    backward = root + (kept or 2 * block) + max(reduced) + root_gradient / 2 * (not has_head)
+    backward = root + (block if kept else 2 * block) + max(reduced) + root_gradient / 2 * (not has_head)
     is_elsewhere = setup.accumulation > 1 or setup.strategy.offloads  # counted as gradients, or in CPU memory
     shards = 0.0 if is_elsewhere else sum(size(part, "") for part in units) / setup.strategy.shards
-    # gradients of the blocks after it are shards, and activations of the blocks before it are saved
-    backward += max(activations.saved, shards) * (1 - 1 / setup.config.n_layer)
+    # gradients of the blocks after it are shards, and activations and kept weights of the blocks before it are saved
+    backward += max(activations.saved + max(kept - block, 0.0), shards) * (1 - 1 / setup.config.n_layer)
     # a block's gradients appear while its activations are freed; the fractions fit simulated blocks
     backward += max(gradient + activations.recomputed / 4, gradient / 2 + activations.recomputed)
     outer = units[0] if has_head else rest
