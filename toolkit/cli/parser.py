@@ -74,6 +74,8 @@ def parse(
         print(format_help(name, command, usage, positionals, common["help"]))
         return None
     config = command.resolve(usage)
+    if name in WRAPPING and config.get("dry_run"):
+        raise UserError(f"--dry_run true: has no effect in `toolkit {name}`; remove it")
     if "print_config" in common:
         print(dump(command, config.as_dict(), extensions), end="")
         return None

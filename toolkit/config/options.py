@@ -381,6 +381,8 @@ class RunOptions:
             class_path and init_args. See tutorials/extend.md.
         timeout: Minutes before an unresponsive process aborts the run. auto: 30 until the first step, then 5.
         seed: Random seed of initial weights or adapters, and of the data order.
+        dry_run: Do everything up to the first step, print sample rows, the plan and the files that the run would write,
+            and exit. Writes nothing to out_dir.
     """
 
     is_flat: ClassVar[bool] = True  # the fields are options without a prefix
@@ -409,6 +411,7 @@ class RunOptions:
     callbacks: str | list[Any] | None = None
     timeout: float | Auto = AUTO
     seed: int = DEFAULT_SEED
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):

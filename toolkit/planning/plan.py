@@ -37,6 +37,7 @@ class RunPlan:
         memory: The memory of one device.
         units: Description of the FSDP units; None for other strategies.
         compiler: The compiler, and the reason if ``--compiler`` is "auto".
+        steps: Optimizer steps of the run; None if unknown.
     """
 
     args: RunArgs
@@ -46,6 +47,7 @@ class RunPlan:
     memory: Memory
     units: str | None = None
     compiler: tuple[str, str] = ("none", "")
+    steps: int | None = None
 
     @property
     def seq_length(self) -> int:
@@ -76,11 +78,6 @@ class RunPlan:
         return describe_stages(self.args.pipeline.schedule, size, self.model.n_layer, accumulation)
 
     @property
-    def steps(self) -> int | None:
-        """Optimizer steps of the run; None if only epochs or max_time limit it."""
-        return planned_steps(self.args.train, self.seq_length)
-
-    @property
     def tokens_per_step(self) -> int:
         """Maximum tokens per optimizer step; rows may be shorter than the longest one."""
         return self.config.batch.global_batch_size * self.seq_length
@@ -92,7 +89,11 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
         args = with_default_limit(args)
     except UserError:  # the length does not matter for the memory; an epoch has an unknown number of steps
         args = replace(args, train=replace(args.train, epochs=1))
-    config = resolve(args, devices)
+    return plan_resolved(args, resolve(args, devices))
+
+
+def plan_resolved(args: RunArgs, config: ResolvedConfig, steps: int | None = None) -> RunPlan:
+    """Estimate the memory of a resolved run. ``steps``: its optimizer steps; None derives them from the options."""
     model = with_known_vocabulary(config.model, args)
     setup = memory_inputs(config, model)
     built = model_of(model, args.lora)
@@ -100,8 +101,9 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     if config.strategy.kind == "fsdp":
         part = model_of(model, args.lora, config.strategy.layout.tensor)
         units = describe_units(plan_units(part, config.fsdp, (Block,), config.strategy.engine == "fsdp2"), config.fsdp)
-    plan = RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units)
-    return replace(plan, compiler=choose_compiler(config, is_ragged=has_ragged_rows(args.data), steps=plan.steps))
+    steps = steps or planned_steps(args.train, config.max_seq_length or model.block_size)
+    compiler = choose_compiler(config, is_ragged=has_ragged_rows(args.data), steps=steps)
+    return RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units, compiler, steps)
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:

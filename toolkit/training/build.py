@@ -131,6 +131,8 @@ def finish_run(launch: Launch, stack: ExitStack) -> None:
     """Complete the cleanup, plot and uploads of a finished run, if an earlier launch could not."""
     display, state, remote = launch.display, launch.state, launch.remote
     display.message(f"{state.resume_from} has reached step {state.progress.step}: the run is finished, nothing to do")
+    if launch.args.dry_run:
+        return
     if launch.world.global_rank == 0:
         sweep(launch.out_dir)
         if not is_plot_current(launch.out_dir):

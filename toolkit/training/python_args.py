@@ -37,7 +37,7 @@ from toolkit.ui.loggers import read_metrics
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a run, the same on every rank.
+    """Result of a run, the same on every rank. With ``dry_run``, step is 0 and there is no checkpoint.
 
     Args:
         out_dir: Run folder; with remote storage, the local staging folder.
@@ -111,6 +111,8 @@ def run_from_python(
     try:
         with restore_handlers_on_exit():
             run(args, callbacks)
+        if args.dry_run:
+            return TrainResult(args.run_dir, args.run_dir / FINAL, 0, 0, {})
         return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: read_result(args.run_dir)))
     except PeerShutdownError as error:
         raise SystemExit(error.exit_code) from None  # a traceback here would hide the reason that rank 0 prints

@@ -28,6 +28,7 @@ from toolkit.training.build import build_callbacks, build_run, build_update, fin
 from toolkit.training.callbacks import Callback, notify, notify_exception
 from toolkit.training.callbacks.base import callback_states, load_callback_states
 from toolkit.training.callbacks.upload import finish_uploads
+from toolkit.training.dry_run import report_dry_run
 from toolkit.training.pipeline_step import pipeline_step
 from toolkit.training.python_args import TrainResult, names_arguments, read_run_args, run_from_python
 from toolkit.training.rank_consistency import require_shared_disk
@@ -125,6 +126,9 @@ class Trainer:
                 finish_run(launch, stack)
                 return
             self._run = run = build_run(launch, stack)
+            if run.args.dry_run:
+                report_dry_run(run)
+                return
             self.callbacks = self._build_callbacks(run, callbacks, stack)
             if run.state.resume_from is not None:
                 load_callback_states(self.callbacks, run.state.callbacks, run.display.message)

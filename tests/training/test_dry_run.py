@@ -1,0 +1,91 @@
+"""``--dry_run``: everything up to the first step, and nothing in out_dir."""
+
+import json
+import re
+
+import pytest
+import yaml
+from helpers.processes import pretrain
+from helpers.small_runs import text_data, write_base, write_rows
+
+import toolkit
+from toolkit.cli import main
+
+SHORT = ["--accelerator", "cpu", "--train.max_steps", "3", "--train.global_batch_size", "8", "--train.micro_batch_size"]
+SHORT += ["2", "--train.max_seq_length", "32", "--eval.max_new_tokens", "0"]
+
+
+def tree(folder):
+    return {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+
+
+def test_shows_rows_plan_and_outputs_and_writes_nothing(corpus, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["pretrain", "pico-llama", *text_data(corpus), *SHORT, "--out_dir", str(out)]
+    assert main([*words, "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    assert not out.exists()
+    for line in (
+        r"Tokenizer: .*300 tokens", "Sample 3: ", r"train rows +\d+", "Batch      8 = micro batch 2 x 1 device x 4",
+        rf"Would write to {out} \(a new run\)", r"final/ +the model after step 3\n", "nothing was trained",
+    ):  # fmt: skip
+        assert re.search(line, shown), line
+
+    assert main(words) == 0
+    hyperparameters = yaml.safe_load((out / "final" / "hyperparameters.yaml").read_text())
+    assert "dry_run" not in hyperparameters and "seed" in hyperparameters
+    (out / "loss.png").unlink(missing_ok=True)  # a finished run would draw it
+    before = tree(out)
+    capsys.readouterr()
+    assert main([*words, "--dry_run", "--resume", "auto"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert main([*words, "--dry_run", "--resume", "auto", "--train.max_steps", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert f"resumed from {out / 'final'}" in shown and "after step 5" in shown
+    assert tree(out) == before
+    assert main([*words, "--dry_run"]) == 2 and "--resume auto continues it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["packed", "pairs", "rated"])
+def test_shows_the_labels_of_finetuning_rows(kind, corpus, tmp_path, capsys):
+    (tmp_path / "base").mkdir()
+    base, rows = write_base(tmp_path / "base", corpus), tmp_path / "rows.jsonl"
+    if kind == "packed":
+        rows, options = write_rows(tmp_path), ["--data.packing", "best_fit"]
+    else:
+        answer = {"chosen": "yes", "rejected": "no"} if kind == "pairs" else {"completion": "yes", "label": True}
+        values = [{"prompt": f"{i}?"} | answer for i in range(20)]
+        values = [v | ({"label": i % 2 == 0} if kind == "rated" else {}) for i, v in enumerate(values)]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in values))
+        options = ["--objective", "DPO" if kind == "pairs" else "KTO"]
+    words = ["finetune_lora", str(base), "--data.json_path", str(rows), "--data.prompt_style", "alpaca", *options]
+    assert main([*words, *SHORT, "--out_dir", str(tmp_path / "out"), "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    answers = re.findall(r"^Sample \d: .*?: (\d+) of (\d+) tokens trained", shown, re.M)
+    assert len(answers) == 3 and all(0 < int(trained) < int(tokens) for trained, tokens in answers)
+    assert "Would write to" in shown and not (tmp_path / "out").exists()
+
+
+def test_rank_0_prints_once_and_every_process_ends(corpus, tmp_path):
+    out = tmp_path / "out"
+    process = pretrain(*text_data(corpus), *SHORT, "--devices", "2", "--out_dir", str(out), "--dry_run")
+    shown, errors = process.stdout.read(), process.stderr.read()
+    assert process.wait() == 0, errors
+    assert shown.count("Would write to") == 1 and "2 x cpu" in shown and not out.exists()
+
+
+def test_wrong_data_ends_with_one_line(corpus, tmp_path, capsys):
+    words = ["pretrain", "pico-llama", *text_data(corpus), *SHORT, "--out_dir", str(tmp_path / "out"), "--dry_run"]
+    assert main([*words, "--train.global_batch_size", "1000000", "--train.micro_batch_size", "1"]) == 2
+    assert "the training data has only" in capsys.readouterr().err
+    assert main(["plan", *words]) == 2 and "--dry_run true: has no effect in `toolkit plan`" in capsys.readouterr().err
+
+
+def test_from_python(tmp_path):
+    import torch
+
+    rows = [torch.arange(17) for _ in range(32)]
+    train = {"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 16}
+    options = {"accelerator": "cpu", "out_dir": str(tmp_path / "out"), "train": train, "dry_run": True}
+    result = toolkit.train("pico-llama", rows, model_config={"vocab_size": 300}, **options)
+    assert result.step == 0 and not (tmp_path / "out").exists()
