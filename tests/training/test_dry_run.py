@@ -59,7 +59,8 @@ def test_shows_the_labels_of_finetuning_rows(kind, corpus, tmp_path, capsys):
         rows.write_text("".join(json.dumps(row) + "\n" for row in values))
         options = ["--objective", "DPO" if kind == "pairs" else "KTO"]
     words = ["finetune_lora", str(base), "--data.json_path", str(rows), "--data.prompt_style", "alpaca", *options]
-    assert main([*words, *SHORT, "--out_dir", str(tmp_path / "out"), "--dry_run"]) == 0
+    flags = [*SHORT, "--train.max_seq_length", "128", "--out_dir", str(tmp_path / "out"), "--dry_run"]
+    assert main([*words, *flags]) == 0
     shown = capsys.readouterr().out
     answers = re.findall(r"^Sample \d: .*?: (\d+) of (\d+) tokens trained", shown, re.M)
     assert len(answers) == 3 and all(0 < int(trained) < int(tokens) for trained, tokens in answers)
