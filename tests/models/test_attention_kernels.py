@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models.test_gpt import small
 from tests.models.test_masks import reference_mask
-from toolkit.data.batch import NO_ROUNDING
-from toolkit.data.loader import _collate
+from toolkit.data.batch import NO_ROUNDING, collate
 from toolkit.models import attention_dispatch, attention_kernels
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention import attend
@@ -227,7 +226,7 @@ def test_user_provided_modules_get_no_document_bounds():
         def forward(self, input_ids, labels, positions, documents): ...
 
     rows = [{name: torch.arange(4) for name in ("input_ids", "labels", "positions", "documents")}]
-    batch = _collate(rows, [0], [0], 4, NO_ROUNDING)
+    batch = collate(rows, [0], [0], 4, NO_ROUNDING)
     names = {"input_ids", "labels", "positions", "documents"}
     assert set(forward_inputs(Own(), batch, CPU)) == names
     assert set(forward_inputs(small("llama"), batch, CPU)) == names | {"document_bounds"}
