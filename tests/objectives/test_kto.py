@@ -61,7 +61,12 @@ def test_loss_and_gradients_equal_the_formula_on_complete_logits():
     objective, rows = KTO(0.5, desirable_weight=1.5, undesirable_weight=0.7), Rated()
     batches = list(val_batches(rows, micro_batch_size=3, rank=0, world_size=1, max_rows=None))
     assert batches[-1].ids.count(-1) == 4  # two fillers
+    one = val_batches(rows, micro_batch_size=1, rank=0, world_size=1, max_rows=1)
+    objective.look_ahead(model, one, torch.device("cpu"))
+    assert objective._kl == 0  # its partner is the sample itself
     objective.look_ahead(model, batches, torch.device("cpu"))
+    supervised = sum(int((rows[i]["labels"] >= 0).sum()) for i in range(7))
+    assert sum(objective.count(batch)["tokens"] for batch in batches) == supervised
     sums = [objective.sums(model, batch, torch.device("cpu")) for batch in batches]
     loss = sum(part["loss"] for part in sums)
     loss.backward()

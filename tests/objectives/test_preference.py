@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch.nn.functional import log_softmax
 
 from toolkit.cli import main
 from toolkit.data.loader import val_batches
+from toolkit.errors import UserError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora
@@ -207,6 +209,28 @@ def test_another_reference_and_other_defaults(base, capsys):
         assert rows[0]["learning_rate"] == rate and len(rows) == 2  # one epoch of 16 pairs
 
 
+def test_the_cache_of_the_reference_knows_the_architecture(base):
+    """Other frequencies with the same weights are another model."""
+    shutil.copytree("base", "rope")
+    config = Path("rope/model_config.yaml")
+    text = config.read_text()
+    config.write_text(re.sub(r"rope_base: .*", "rope_base: 37", text))
+    assert config.read_text() != text
+    for folder in ("base", "rope"):
+        words = f"--objective DPO --train.micro_batch_size 8 --out_dir out-{folder}"
+        assert main(["finetune_full", folder, *RUN.split(), *words.split()]) == 0
+        assert curve(f"out-{folder}")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert len(list(Path("cache").glob("reference-*"))) == 2
+
+
+def test_a_batch_without_the_reference_is_an_error():
+    batch = next(val_batches(Pairs(), micro_batch_size=2, rank=0, world_size=1, max_rows=None))
+    with pytest.raises(KeyError):
+        DPO().sums(GPT(get_config("pico-llama").with_vocab_size(100)), batch, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"--objective.loss_type foo: must be one of sigmoid, "):
+        DPO(loss_type="foo")
+
+
 def test_help_shows_the_values_of_options(capsys):
     for name in ("DPO", "KTO", "ORPO", "SimPO"):
         assert main(["finetune_lora", "x", "--objective", name, "--help", "objective"]) == 0
@@ -216,6 +240,13 @@ def test_help_shows_the_values_of_options(capsys):
 
 def test_mistakes_are_one_line(base, capsys):
     shutil.copytree("base", "larger")
+    shutil.copytree("base", "adapters")
+    Path("adapters/lit_model.pth").rename("adapters/lit_model.pth.lora")
+    shutil.copytree("base", "renamed")
+    tokenizer = json.loads(Path("base/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
+    Path("renamed/tokenizer.json").write_text(json.dumps(tokenizer))
     config = Path("larger/model_config.yaml")
     config.write_text(config.read_text().replace("vocab_size: 280", "vocab_size: 281", 1))
     cases = {
@@ -223,6 +254,8 @@ def test_mistakes_are_one_line(base, capsys):
         "finetune_lora base --objective DPO --objective.beta 0": "--objective.beta 0.0: must be greater than zero",
         "finetune_lora base --objective DPO --objective.loss_type ipo --objective.label_smoothing 0.1": "has no effect",
         "finetune_lora base --objective DPO --objective.reference_dir none": "--objective.reference_dir none: no such",
+        "finetune_lora base --objective DPO --objective.reference_dir adapters": "run `toolkit merge_lora` on it first",
+        "finetune_lora base --objective DPO --objective.reference_dir renamed": "has another vocabulary than base: of ",
         "finetune_lora base --objective DPO --objective.reference_dir larger": "has a vocabulary of 281 tokens",
         "finetune_lora base --objective DPO --data.packing best_fit": "packing best_fit: is not supported with pref",
         "pretrain pico-llama --objective DPO --tokenizer_dir base": "--objective DPO is not supported with pretrain",

@@ -16,7 +16,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.objectives import DPO, Distillation, NextToken
+from toolkit.objectives import DPO, KTO, Distillation, NextToken
 from toolkit.planning import facts
 from toolkit.planning.auto import with_options
 from toolkit.planning.batch import plan_batch
@@ -137,6 +137,8 @@ CASES = [
      "--objective DPO is not supported with --data PythonStdlib: it compares completions; use --data Preference"),
     (PAIRS | {"objective": NextToken()}, {},
      "--data Preference is not supported with --objective NextToken: it would also train on the rejected"),
+    (PAIRS | {"objective": KTO(), "train.global_batch_size": 1}, {"micro": 1},
+     "--objective KTO is not supported with --train.global_batch_size 1: it compares with other samples"),
     (PAIRS | {"from_peft": "adapters"}, {},
      "--objective DPO is not supported with --from_peft adapters: the model without adapters is not the initial"),
     (PIPELINE | MODULE | {"block_classes": (nn.Linear,)}, MICRO,

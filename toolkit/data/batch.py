@@ -101,9 +101,10 @@ class Batch:
         return inputs
 
     def value(self, name: str, device: torch.device) -> Tensor:
-        """Return a number of each row, (B,) fp32."""
-        values = self.values.get(name)
-        return torch.zeros(len(self.ids), device=device) if values is None else values.float().to(device)
+        """Return a number of each row, (B,) fp32; 0 for a filler row."""
+        if max(self.ids) == FILLER:
+            return torch.zeros(len(self.ids), device=device)
+        return self.values[name].float().to(device)
 
     def pin_memory(self) -> Batch:
         """Return a copy in pinned memory, for asynchronous copies to CUDA."""

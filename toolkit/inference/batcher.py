@@ -101,7 +101,7 @@ class Batcher(threading.Thread):
     Attributes:
         waiting: Put requests here. None ends the thread after the current step.
         running: The requests in the batch.
-        n_active: Number of requests in the batch and waiting, kept by whom they answer.
+        n_active: Number of requests in the batch and waiting, which the server updates.
     """
 
     def __init__(self, model: GPT, n_rows: int, max_length: int) -> None:

@@ -76,7 +76,7 @@ class Objective(ABC):
         """
 
     def count(self, batch: Batch) -> dict[str, int]:
-        """Return the normalizers of a micro-batch except :data:`TOKENS` (supervised tokens). Filler rows count 0."""
+        """Return the normalizers of a micro-batch; :data:`TOKENS` defaults to all supervised. Filler rows count 0."""
         return {}
 
     @abstractmethod

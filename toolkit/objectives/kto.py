@@ -28,7 +28,7 @@ class KTO(Objective):
     - bad: undesirable_weight (1 - s(beta (z - d))).
 
     z estimates the KL divergence from the reference, without a gradient: the mean of d over the samples of the global
-    batch, each with the completion of the sample before it; at least 0.
+    batch, each with the completion of the sample before it; at least 0, and 0 for a batch of one sample.
 
     The reference is the initial model: without adapters in finetune_lora, a frozen copy in memory in finetune_full.
 
@@ -67,7 +67,8 @@ class KTO(Objective):
     def count(self, batch: "Batch") -> dict[str, int]:
         samples, labels = sum(row >= 0 for row in batch.ids[::2]), batch.values.get("label")
         good = 0 if labels is None else int(labels[::2].sum())
-        return {SAMPLES: samples, GOOD: good, BAD: samples - good}
+        n_tokens = int((batch.labels[::2] >= 0).sum())  # the load-balancing loss has only the samples themselves
+        return {TOKENS: n_tokens, SAMPLES: samples, GOOD: good, BAD: samples - good}
 
     def look_ahead(self, model: "nn.Module", batches: "Iterable[Batch]", device: "torch.device") -> None:
         import torch
@@ -80,8 +81,10 @@ class KTO(Objective):
             with torch.no_grad():
                 ratio = label_log_probs(model, mismatched, device)[0] - self._reference(model, mismatched, device)
             total += torch.stack([ratio.sum(), ratio.new_tensor(sum(row >= 0 for row in mismatched.ids))])
+        if not ranks.is_first("tensor"):
+            total.zero_()  # ranks of a tensor group compute the same
         kl, number = ranks.sum_over_ranks(total).tolist()
-        self._kl = max(0.0, kl / max(number, 1))
+        self._kl = max(0.0, kl / number) if number > 1 else 0.0
 
     def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         import torch

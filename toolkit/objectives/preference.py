@@ -18,7 +18,7 @@ a(y) is log p(y) / abs(y). With label smoothing e, -log s(z) becomes -(1 - e) lo
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
 
 from toolkit.errors import require_option
 from toolkit.models.labels import TOKENS
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from toolkit.data.batch import Batch
 
+LossType = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "apo_zero"]
 PAIRS, REFERENCE, BALANCING = "pairs", "reference", "balancing_loss"
 
 
@@ -98,9 +99,10 @@ class PairObjective(Objective):
         return sums | ({BALANCING: balancing} if has_balancing(original_module(model)) else {})
 
     def reference(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
-        """Return the log-probability of each row under the reference model, (B,) fp32: from the batch, or if the rows
-        have none by a pass without adapters. Zeros if the objective has no reference."""
-        return batch.value(REFERENCE, device)
+        """Return the log-probability of each row under the reference model, (B,) fp32; zeros if there is none."""
+        import torch
+
+        return torch.zeros(len(batch.ids), device=device)
 
 
 def label_log_probs(
@@ -142,7 +144,7 @@ class DPO(PairObjective):
     """
 
     beta: float = 0.1
-    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "apo_zero"] = "sigmoid"
+    loss_type: LossType = "sigmoid"
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
     reference_dir: str | None = None
@@ -152,6 +154,8 @@ class DPO(PairObjective):
 
     def __post_init__(self) -> None:
         require_option(self.beta > 0, "objective.beta", self.beta, "must be greater than zero")
+        hint = f"must be one of {', '.join(get_args(LossType))}"
+        require_option(self.loss_type in get_args(LossType), "objective.loss_type", self.loss_type, hint)
         require_option(self.sft_weight >= 0, "objective.sft_weight", self.sft_weight, "must not be negative")
         _require_smoothing(self.label_smoothing)
         hint = f"has no effect with --objective.loss_type {self.loss_type}; remove it"
@@ -190,7 +194,8 @@ class DPO(PairObjective):
                 return 1 - (self.beta * chosen.ratio).sigmoid() + (self.beta * rejected.ratio).sigmoid()
             case "sigmoid_norm":
                 return _smoothed(self.beta * margin_per_token, self.label_smoothing)
-        return _smoothed(self.beta * margin, self.label_smoothing)
+            case "sigmoid":
+                return _smoothed(self.beta * margin, self.label_smoothing)
 
 
 @dataclass

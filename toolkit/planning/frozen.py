@@ -18,16 +18,26 @@ if TYPE_CHECKING:
 _TOKENIZER = "tokenizer.json"
 
 
+def model_option(objective: Objective) -> str:
+    """Return the option that names the checkpoint of another model, a frozen one or a reference; "" if none is set."""
+    return objective.frozen_option or ("reference_dir" if getattr(objective, "reference_dir", None) else "")
+
+
 def frozen_flag(objective: Objective) -> str:
-    """Return the option that names the frozen model's checkpoint, with its value."""
-    return f"--objective.{objective.frozen_option} {getattr(objective, objective.frozen_option)}"
+    """Return the option that names another model's checkpoint, with its value."""
+    return f"--objective.{(option := model_option(objective))} {getattr(objective, option)}"
 
 
 def find_frozen(objective: Objective) -> Path | None:
     """Return the folder of the frozen model; None if the objective needs none."""
-    if not objective.frozen_option:
+    return find_model(objective) if objective.frozen_option else None
+
+
+def find_model(objective: Objective) -> Path | None:
+    """Return the folder of :func:`model_option`; None if it is not set."""
+    if not (option := model_option(objective)):
         return None
-    folder = find_checkpoint_dir(getattr(objective, objective.frozen_option), f"--objective.{objective.frozen_option}")
+    folder = find_checkpoint_dir(getattr(objective, option), f"--objective.{option}")
     if not (folder / WEIGHTS).exists():
         fix = "run `toolkit merge_lora` on it first" if (folder / ADAPTERS).exists() else "give a model's folder"
         raise UserError(f"{frozen_flag(objective)}: holds no {WEIGHTS}; {fix}")
@@ -35,13 +45,13 @@ def find_frozen(objective: Objective) -> Path | None:
 
 
 def use_frozen_vocabulary(args: RunArgs) -> RunArgs:
-    """Return the options with the frozen model's tokenizer, if the run has no other.
+    """Return the options with the other model's tokenizer, if the run has none.
 
     Raises:
-        UserError: The tokens of the run have other ids in the frozen model. Without a tokenizer, the number of tokens
+        UserError: The tokens of the run have other ids in the other model. Without a tokenizer, the number of tokens
             is compared when the data is known.
     """
-    folder, source = find_frozen(args.objective), args.tokenizer_dir or args.base_dir
+    folder, source = find_model(args.objective), args.tokenizer_dir or args.base_dir
     if folder is None or not (folder / _TOKENIZER).is_file():
         return args
     if source is None:

@@ -269,7 +269,7 @@ def _plan_rank(setup: MemoryInputs, with_activations: bool, in_flight: float, in
 def _backward_bytes(stage: MemoryInputs, memory: Memory, residual: float, has_embedding: bool) -> float:
     """Return the bytes of a micro-batch's activations and new gradients in the backward pass of a pipeline's rank.
 
-    Autograd adds each new gradient to the sum, or FSDP adds those of a block if they have another dtype. Gradients are
+    Autograd adds each new gradient to the sum, or FSDP adds a block's gradients if they have another dtype. They are
     reduced after the last pass. ``residual``: Bytes of a residual stream.
     """
     model = model_of(stage.config, stage.lora, stage.tensor)

@@ -36,7 +36,7 @@ from toolkit.models.config import ModelOverrides
 from toolkit.models.families import extension_of
 from toolkit.models.lora_config import LoRAConfig, LoRAOptions
 from toolkit.objectives import KTO, NextToken, Objective
-from toolkit.planning.frozen import use_frozen_vocabulary
+from toolkit.planning.frozen import find_model, use_frozen_vocabulary
 from toolkit.planning.options import check_options
 
 if TYPE_CHECKING:
@@ -122,10 +122,7 @@ class RunArgs(RunOptions):
         """
         if not self.objective.has_reference or self.objective.frozen_option:
             return None
-        folder = getattr(self.objective, "reference_dir", None)
-        if folder is None:
-            return self.base_dir if self.lora is None else None
-        return find_checkpoint_dir(folder, "--objective.reference_dir")
+        return find_model(self.objective) or (self.base_dir if self.lora is None else None)
 
 
 def run_args(

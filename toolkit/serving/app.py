@@ -103,19 +103,19 @@ class Service:
         if n_active >= self.max_active:
             raise ApiError(429, f"{n_active} requests are running or waiting; try again later", None, "queue_full")
         count = min(body.max_answer or self.max_new_tokens, limit - len(ids))
-        wanted = {name: value for name in Sampling._fields if (value := getattr(body, name)) is not None}
-        request = Request(ids, count, self.sampling._replace(**wanted), body.seed, eos_ids, body.n_top)
+        settings = {name: value for name in Sampling._fields if (value := getattr(body, name)) is not None}
+        request = Request(ids, count, self.sampling._replace(**settings), body.seed, eos_ids, body.n_top)
         form = format_class(self.tokenizer, request, self.name)
         pieces = read_pieces(self.batcher, self.tokenizer, request, body.stops)
         if body.stream:
             return StreamingResponse(form.events(pieces, body.include_usage), media_type="text/event-stream")
-        answer, left = asyncio.ensure_future(_collect(pieces)), asyncio.ensure_future(_until_disconnect(http))
+        answer, end = asyncio.ensure_future(_collect(pieces)), asyncio.ensure_future(_until_disconnect(http))
         try:
-            await asyncio.wait([answer, left], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([answer, end], return_when=asyncio.FIRST_COMPLETED)
             return JSONResponse(form.response(answer.result())) if answer.done() else Response(status_code=499)
         finally:
             answer.cancel()
-            left.cancel()
+            end.cancel()
 
 
 async def _collect(pieces: AsyncGenerator[Piece, None]) -> Piece:
@@ -136,7 +136,7 @@ class Gatekeeper:
     Args:
         app: The application.
         api_key: The key that all requests must have, except to /health; None: no key.
-        hosts: Without a key, valid hosts: a web page must not reach a local server through a name of its own.
+        hosts: Without a key, valid hosts: a web page must not reach a local server through another name.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -95,9 +96,9 @@ class Body(_Fields):
         return self.max_tokens
 
     @property
+    @abstractmethod
     def n_top(self) -> int | None:
         """Number of alternatives of each token; None: no log-probabilities."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _check_together(self) -> Body:
@@ -107,7 +108,7 @@ class Body(_Fields):
 
 
 class CompletionBody(Body):
-    """Of /v1/completions."""
+    """The body of a request to /v1/completions."""
 
     prompt: str | list[Annotated[int, Field(ge=0)]] | list[str]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -133,7 +134,7 @@ class Message(_Fields):
 
 
 class ChatBody(Body):
-    """Of /v1/chat/completions."""
+    """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

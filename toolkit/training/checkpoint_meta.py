@@ -74,8 +74,8 @@ def values_by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
 _HASHED = {
     "--data": "other data: the files, the tokenizer, the template, an option of --data, --train.max_seq_length",
     "--checkpoint_dir": "another base model with different weights",
-    "--objective.teacher_dir": "another teacher with different weights",
-    "--objective.reference_dir": "another reference model with different weights",
+    "--objective.teacher_dir": "another teacher with different weights or architecture",
+    "--objective.reference_dir": "another reference model with different weights or architecture",
 }
 
 

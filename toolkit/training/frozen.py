@@ -8,6 +8,8 @@ from typing import Any
 from lightning.fabric import Fabric
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
+from toolkit.checkpoints.folder import read_model_config
+from toolkit.data.cache import hash_inputs
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.planning.frozen import find_frozen
 from toolkit.planning.resolve import ResolvedConfig
@@ -36,7 +38,7 @@ def build_frozen(
         spec: The model, see :func:`specify_frozen`.
         report: Receives notes on the folder.
         longest_ragged: See :func:`toolkit.training.model.build_model`.
-        is_exact: Store the weights as those of the trained model.
+        is_exact: Store the weights in the trained model's dtype.
     """
     args = config.args
     if args.verify_checkpoint:
@@ -59,13 +61,19 @@ def specify_frozen(config: ResolvedConfig) -> ModelSpec | None:
     return spec
 
 
+def model_fingerprint(folder: Path) -> str:
+    """Return the SHA-256 (hex) of a checkpoint's weights and of its architecture, without the name."""
+    config = {name: value for name, value in read_model_config(folder).to_dict().items() if name != "name"}
+    return hash_inputs({"weights": base_fingerprint(folder), "config": config})
+
+
 def objective_fingerprint(args: RunArgs) -> dict[str, Any]:
-    """Return the objective's options with the hash of the frozen model's weights instead of their folder."""
+    """Return the objective's options with the fingerprint of another model instead of its folder."""
     entry = objective_entry(args.objective)
     for option, folder in (
         (args.objective.frozen_option, find_frozen(args.objective)),
         (REFERENCE_DIR, args.reference_dir),
     ):
         if folder is not None:
-            entry["init_args"][option] = base_fingerprint(folder)
+            entry["init_args"][option] = model_fingerprint(folder)
     return entry

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.data.base import PreparedData, TokenDataset, rows_of
 from toolkit.data.cache import (
@@ -28,14 +27,14 @@ from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.objectives.preference import REFERENCE, label_log_probs
-from toolkit.training.frozen import build_frozen
+from toolkit.training.frozen import build_frozen, model_fingerprint
 from toolkit.training.model import ModelSpec, specify_model
 
 if TYPE_CHECKING:
     from toolkit.training.run import Launch
 
 _FILE = "log_probs.npz"
-_CODE_VERSION = 1  # increment if the same model and rows give other values
+_CODE_VERSION = 2  # increment if the same model and rows give other values
 
 
 class _WithReference:
@@ -71,7 +70,7 @@ def with_reference(launch: Launch) -> PreparedData:
         return data
     parts = {name: rows for name, rows in (("train", data.train), ("val", data.val)) if rows is not None and len(rows)}
     inputs = {"code": _CODE_VERSION, "data": data.content_key, "precision": launch.config.precision}
-    key = hash_inputs(inputs | {"weights": base_fingerprint(folder)})
+    key = hash_inputs(inputs | {"model": model_fingerprint(folder)})
     cached = choose_cache_dir(getattr(args.data, "cache_dir", None)) / f"reference-{key[:16]}"
     read = partial(_read, cached, key)
     values = ranks.run_on_rank0(lambda: find_prepared(cached, read, report)[0])

@@ -132,7 +132,7 @@ def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: 
     if question is None and len(texts) == len(both):
         return _split_texts(texts, values, where)
     answers = [_parse_answer(value, f"{where}: {name}") for name, value in zip(PAIR, both, strict=True)]
-    # a prompt beside complete conversations repeats their first message
+    # with complete conversations, the prompt repeats their first message
     if question is None or (isinstance(values[question], str) and answers[0][0]["role"] != "assistant"):
         prompt, answers = _common_messages(answers, where)
     else:
