@@ -32,6 +32,7 @@ LAYERS = [
     {"serving"},
     {"objectives"},
     {"planning"},
+    {"reporting"},
     {"training"},
     {"diagnostics"},
     {"api", "commands"},

@@ -113,6 +113,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
         "prepare_data",
         "generate",
         "serve",
+        "report",
         "consolidate",
         "verify",
         "doctor",

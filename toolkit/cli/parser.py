@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands import COMMANDS, TRAINING, WRAPPING
+from toolkit.commands import COMMANDS, LISTS, TRAINING, WRAPPING
 from toolkit.config import AUTO
 from toolkit.config.checks import note
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions, OptionValue, class_path
@@ -67,6 +67,7 @@ def parse(
         rendezvous.user_timeout = command.values["timeout"].text  # also limits the report of invalid options
     options, common = command.options(), dict(words)
     shown = [p.upper() if options[p].is_required else f"[{p.upper()}]" for p in positionals]
+    shown += ["..." for p in positionals if p in LISTS]
     usage = " ".join([f"toolkit {name}", *shown, "[--option value ...]"])
     if "help" in common:
         from toolkit.cli.help import format_help
@@ -115,6 +116,9 @@ def split_words(
             words.append(("help", None))
         elif left and not (word.startswith("-") and len(word) > 1):
             words.append((left.pop(0), word))
+        elif positionals and positionals[-1] in LISTS and words and not word.startswith("-"):
+            place = next(i for i, (key, _) in enumerate(words) if key == positionals[-1])
+            words[place] = (positionals[-1], f"{words[place][1]},{word}")
         else:
             raise UserError(f"{word}: unexpected word; options are given as --name value")
     return words

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "convert_to_litgpt": ("toolkit.commands.convert_to_litgpt", ("checkpoint_dir", "out_dir"), "export for LitGPT"),
     "merge_lora": ("toolkit.commands.merge_lora", ("checkpoint_dir",), "merge adapters into the weights"),
     "plan": ("toolkit.commands.plan", ("command",), "show batch, parameters and memory of a run"),
+    "report": ("toolkit.commands.report", ("run_dirs",), "write a page about one or several runs"),
     "doctor": ("toolkit.commands.doctor", (), "print the environment, check communication and gradients"),
     "verify_parallel": ("toolkit.commands.verify_parallel", ("command",), "compare a run with a single process"),
     "verify": ("toolkit.commands.verify", ("checkpoint_dir",), "verify the checksums of a checkpoint"),
@@ -39,6 +40,9 @@ DISTRIBUTED = (*TRAINING, "doctor", "verify_parallel")
 """Commands that can run on several processes."""
 WRAPPING = ("plan", "verify_parallel")
 """Commands that take a training command and its options."""
+
+LISTS = ("run_dirs",)
+"""Positional parameters that take several words, joined by commas."""
 
 EXAMPLES = {
     "pretrain": "toolkit pretrain smollm2-135m --devices 4 --train.max_tokens 1e9 --train.learning_rate 3e-4",
