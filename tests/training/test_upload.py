@@ -80,7 +80,7 @@ def test_s2_run_resumed_on_a_clean_machine_is_bit_equal(corpus, tmp_path, capsys
     assert_same_weights(tmp_path / "local" / "final", args.run_dir / "final")
     assert remote_losses() == [row["loss"] for row in rows_of(tmp_path / "local")]
     assert remote_names() == {"step-00000008", "step-00000010", "final"}
-    assert {path.name for path in args.run_dir.iterdir()} - {"loss.png"} == {
+    assert {path.name for path in args.run_dir.iterdir()} - {"loss.png", "report.html"} == {
         ".lock", ".uploads", "final", "logs", "step-00000010"
     }  # fmt: skip
 

@@ -8,12 +8,16 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from toolkit.errors import one_line
+from toolkit.io.atomic import write_atomic
 from toolkit.reporting import text
-from toolkit.reporting.run import RunFacts
+from toolkit.reporting.run import RunFacts, read_run
 from toolkit.reporting.series import MAX_POINTS, reduce_lines
 
+REPORT = "report.html"
 _KNOWN = (  # title, unit, columns
     ("Loss", "nats per token", ("loss", "val_loss")),
     ("Bits per byte, validation", "bits", ("val_bpb",)),
@@ -52,6 +56,17 @@ def render_page(runs: Sequence[RunFacts]) -> str:
 <script type="application/json" id="data">{data}</script>
 <script>{script}</script></body></html>
 """
+
+
+def write_report(out_dir: Path, status: str) -> str | None:
+    """Write report.html at the end of a run. Return the problem, if any: a run must not fail because of it."""
+    try:
+        run = read_run(out_dir, status=status)
+        run.name = out_dir.name
+        write_atomic(out_dir / REPORT, render_page([run]).encode())
+    except Exception as error:
+        return one_line(error) or type(error).__name__
+    return None
 
 
 def _resource(name: str) -> str:

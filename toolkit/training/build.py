@@ -41,6 +41,7 @@ from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.gpus import peak_flops
+from toolkit.reporting.events import EVENTS, EventLog
 from toolkit.training import adapters
 from toolkit.training.callbacks import (
     Callback,
@@ -332,7 +333,7 @@ def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callbac
             f"{csv.path}: {expected - csv.n_resumed} of the {expected} rows to step {resume_step} are lost or damaged"
         )
     loggers = make_loggers(args.logger_name, out_dir, args.log, run.config.hyperparameters(), resume_step)
-    return [MetricsFile(csv), ExternalLoggers(loggers)]
+    return [MetricsFile(csv, EventLog(out_dir / EVENTS)), ExternalLoggers(loggers)]
 
 
 def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack) -> Upload:

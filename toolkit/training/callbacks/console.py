@@ -10,6 +10,7 @@ from toolkit.checkpoints.store import FINAL
 from toolkit.data.chat.sources import tokenizer_template
 from toolkit.data.sft.instruct import InstructionData
 from toolkit.models.families import export_error
+from toolkit.reporting.page import REPORT
 from toolkit.training.callbacks.base import Callback
 from toolkit.training.evaluate import option_to_trust
 
@@ -37,6 +38,9 @@ class Console(Callback):
         display.message(
             f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {final_model(trainer)}"
         )
+        if (trainer.out_dir / REPORT).exists():
+            place = trainer.out_dir if trainer.run.remote is None else trainer.run.remote.url
+            display.message(f"report: {place}/{REPORT}")
         for command in next_commands(trainer):
             display.message(f"  {command}")
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from toolkit.distributed import ranks
+from toolkit.errors import one_line
+from toolkit.reporting.events import EventLog, environment
+from toolkit.reporting.page import REPORT, write_report
 from toolkit.training.callbacks.base import Callback
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 from toolkit.ui.loggers import MetricsCSV, log_metrics
@@ -32,20 +38,43 @@ class ThroughputMonitor(Callback):
 
 
 class MetricsFile(Callback):
-    """Writes metrics.csv, and loss.png at the end, on rank 0."""
+    """Writes metrics.csv and events.jsonl, and loss.png and report.html at the end, on rank 0."""
 
-    def __init__(self, csv: MetricsCSV) -> None:
-        self.csv = csv
+    def __init__(self, csv: MetricsCSV, events: EventLog) -> None:
+        self.csv, self.events = csv, events
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        config, args, model = trainer.config, trainer.args, trainer.run.state.model.meta_model
+        device = trainer.fabric.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self.events.write(
+            "launch",
+            environment=environment(),
+            devices=f"{ranks.world_size()} x {name}",
+            precision=config.precision,
+            strategy=config.strategy.kind,
+            parameters=None if model is None else sum(p.numel() for p in model.parameters()),
+            is_repeatable=args.is_repeatable,
+            settings=config.hyperparameters() if args.is_repeatable else None,
+        )
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self.csv.write(metrics)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        self.on_train_end(trainer)
+        reason = one_line(error) or type(error).__name__
+        self.events.write("end", error=reason)
+        self._close(trainer, f"stopped: {reason}")
 
     def on_train_end(self, trainer: Trainer) -> None:
+        self.events.write("end")
+        self._close(trainer, "finished")
+
+    def _close(self, trainer: Trainer, status: str) -> None:
         self.csv.close()
         plot_run(trainer.out_dir)
+        if (problem := write_report(trainer.out_dir, status)) is not None:
+            trainer.display.message(f"note: {REPORT} was not written: {problem}")
 
 
 def is_plot_current(out_dir: Path) -> bool:

@@ -18,6 +18,7 @@ from toolkit.inference.generate import generate
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.reporting.events import EVENTS, EventLog
 from toolkit.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -43,10 +44,14 @@ class Sampler(Callback):
     tokenizer: Tokenizer | None
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self.show(trainer.model, trainer.progress.step, trainer.display)
+        prompt, answer = self.show(trainer.model, trainer.progress.step, trainer.display)
+        if ranks.global_rank() == 0:
+            EventLog(trainer.out_dir / EVENTS).write("sample", step=trainer.progress.step, prompt=prompt, text=answer)
 
-    def show(self, model: nn.Module, step: int, display: Any) -> None:
+    def show(self, model: nn.Module, step: int, display: Any) -> tuple[str, str]:
         """Print a greedy sample. Collective (S6). Draws no random numbers and does not change training.
+
+        Returns its prompt and its text.
 
         Args:
             model: The model as Fabric wraps it.
@@ -76,6 +81,7 @@ class Sampler(Callback):
         answer = self._text(tokens).strip() or "(no tokens before EOS)"
         display.phase("training")
         display.message(f'sample after step {step}, to "{prompt}":\n{textwrap.indent(answer, "    ")}')
+        return self._text(self.prompt), answer
 
     def _text(self, ids: list[int]) -> str:
         if self.tokenizer is None:
