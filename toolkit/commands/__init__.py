@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "verify_parallel": ("toolkit.commands.verify_parallel", ("command",), "compare a run with a single process"),
     "verify": ("toolkit.commands.verify", ("checkpoint_dir",), "verify the checksums of a checkpoint"),
     "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "merge the shards of a checkpoint"),
+    "schema": ("toolkit.commands.schema", ("command",), "print the JSON Schema of a command's YAML files"),
     "average": ("toolkit.commands.average", ("out_dir",), "average the weights of checkpoints"),
 }
 
