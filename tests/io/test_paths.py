@@ -21,6 +21,7 @@ from toolkit.extension import registered
 from toolkit.io.paths import is_path_option
 
 NO_PATHS = {
+    "command",
     "base_model", "callbacks", "checkpoint_dirs", "columns", "compiler", "family", "family_options", "group", "host",
     "latent_attention", "logger_name", "model_name", "name", "options", "part", "project", "prompt", "prompt_style",
     "push_to_hub", "repo_id", "revision", "rope_adjustments", "run", "run_dirs", "sources", "split", "split_names",
