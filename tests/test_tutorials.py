@@ -118,6 +118,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
         "verify",
         "doctor",
         "verify_parallel",
+        "schema",
     }
     for name, *options in lines:
         module, positionals, _ = COMMANDS[name]

@@ -114,7 +114,7 @@ def test_page_names_only_existing_options(page, count, capsys, monkeypatch):
     """Every `toolkit ...` line of the page parses, with its options, and every file that it links is there."""
     monkeypatch.chdir(ROOT)
     text = (ROOT / page).read_text()
-    commands = re.findall(r"^toolkit (.+?)(?:\s+#.*)?$", text.replace("\\\n", " "), re.M)
+    commands = re.findall(r"^toolkit (.+?)(?:\s+[#>].*)?$", text.replace("\\\n", " "), re.M)
     assert len(commands) >= count
     for command in commands:
         words = shlex.split(command)

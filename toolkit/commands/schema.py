@@ -10,15 +10,14 @@ def setup(command: str = "pretrain") -> None:
         command: The command, such as pretrain or finetune_lora.
     """
     import importlib
-    import json
 
     from toolkit.commands import COMMANDS, WRAPPING
     from toolkit.config.command import CommandOptions
-    from toolkit.config.schema import json_schema
+    from toolkit.config.schema import format_schema, json_schema
     from toolkit.errors import UserError, did_you_mean
 
     names = [name for name in COMMANDS if name not in WRAPPING]
     if command not in names:
         raise UserError(f"command {command}: must be one of {', '.join(names)}{did_you_mean(command, names)}")
     options = CommandOptions(importlib.import_module(COMMANDS[command][0]).setup)
-    print(json.dumps(json_schema(command, options), indent=1))
+    print(format_schema(json_schema(command, options)))

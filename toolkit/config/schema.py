@@ -1,4 +1,4 @@
-"""JSON Schema (draft 2020-12) of the YAML files that ``--config`` takes, from the options of a command."""
+"""JSON Schema (draft 7, which every editor reads) of the YAML files of ``--config``, from a command's options."""
 
 import json
 import re
@@ -7,26 +7,24 @@ from operator import ge, gt, le, lt
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from toolkit.config.command import CommandOptions, Option, parameters_of
-from toolkit.config.types import is_restricted
+from toolkit.config.types import is_restricted, union_members
 
 Schema = dict[str, Any]
 _NUMBER = r"^[+-]?(\d[\d_]*\.?\d*|\.\d+|\.?inf)([eE][+-]?\d+)?$"  # YAML readers differ on 1e6 and 2_000
 _LIMITS = {gt: "exclusiveMinimum", ge: "minimum", lt: "exclusiveMaximum", le: "maximum"}
-_SCALAR = {"type": ["string", "number", "boolean", "null"]}
-_SIMPLE: dict[Any, Schema] = {
-    bool: {"type": "boolean"},
-    str: _SCALAR,  # a scalar of another type is read as text
-    int: {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": _NUMBER}]},
-    float: {"anyOf": [{"type": "number"}, {"type": "string", "pattern": _NUMBER}]},
-    type(None): {"type": "null"},
+_DEFINITIONS: dict[str, Schema] = {
+    "bool": {"type": "boolean"},
+    "str": {"type": ["string", "number", "boolean", "null"]},  # a scalar of another type is read as text
+    "int": {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": _NUMBER}]},
+    "float": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": _NUMBER}]},
 }
 
 
 def json_schema(name: str, command: CommandOptions) -> Schema:
     """Return the schema of a command's YAML file. It rejects unknown keys, and keys with values of a wrong type."""
     options = command.options()
-    definitions: dict[str, Schema] = {}
-    properties: dict[str, Schema] = {"extensions": {"anyOf": [_SCALAR, {"type": "array", "items": _SCALAR}]}}
+    definitions = dict(_DEFINITIONS)
+    properties: dict[str, Schema] = {"extensions": {"anyOf": _types(str | list[str])}}
     for key, option in options.items():
         group = key.rpartition(".")[0]
         if group not in command.class_options:
@@ -38,17 +36,24 @@ def json_schema(name: str, command: CommandOptions) -> Schema:
     described = dict(properties)
     for base in command.class_options:
         properties[base] = _class_option(command, base, definitions)
-        for name in command.choices(base):
-            for key, value in definitions[f"{base}.{name}"]["properties"].items():
+        for cls in command.choices(base):
+            for key, value in definitions[f"{base}.{cls}"]["properties"].items():
                 properties[f"{base}.{key}"] = _any_of(definitions, base, key)
                 described[f"{base}.{key}"] = value
     schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$schema": "http://json-schema.org/draft-07/schema#",
         "title": f"toolkit {name}",
         **_mapping(properties, described),
-        "$defs": definitions,
+        "definitions": definitions,
     }
     return json.loads(json.dumps(schema, default=str))
+
+
+def format_schema(schema: Any, depth: int = 2) -> str:
+    """Return the schema as JSON with a line for each option and class."""
+    if depth == 0 or not isinstance(schema, dict):
+        return json.dumps(schema)
+    return "{\n" + ",\n".join(f"{json.dumps(k)}: {format_schema(v, depth - 1)}" for k, v in schema.items()) + "\n}"
 
 
 def _class_option(command: CommandOptions, base: str, definitions: dict[str, Schema]) -> Schema:
@@ -64,8 +69,8 @@ def _class_option(command: CommandOptions, base: str, definitions: dict[str, Sch
             kind = hints.get(key, Any) if isinstance(p.annotation, str) else p.annotation
             inner[key] = _property(Option(kind, p.default, p.doc or "", False))
         definitions[definition] = _mapping(inner, inner, nullable=True)
-        fields = {key: {"$ref": f"#/$defs/{definition}/properties/{key}"} for key in inner}
-        fields |= {"class_path": {"const": name}, "init_args": {"$ref": f"#/$defs/{definition}"}}
+        fields = {key: {"$ref": f"#/definitions/{definition}/properties/{key}"} for key in inner}
+        fields |= {"class_path": {"const": name}, "init_args": {"$ref": f"#/definitions/{definition}"}}
         forms.append(_mapping(fields, inner) | {"required": ["class_path"]})
     # without a class, the class is a flag or in another file
     all_keys = {key: value for name in names for key, value in definitions[f"{base}.{name}"]["properties"].items()}
@@ -81,7 +86,7 @@ def _any_of(definitions: dict[str, Schema], base: str, key: str) -> Schema:
         for name, definition in definitions.items()
         if name.startswith(f"{base}.") and key in definition["properties"]
     }
-    refs = [{"$ref": f"#/$defs/{name}/properties/{key}"} for name in owners.values()]
+    refs = [{"$ref": f"#/definitions/{name}/properties/{key}"} for name in owners.values()]
     return refs[0] if len(refs) == 1 else {"anyOf": refs}
 
 
@@ -115,9 +120,10 @@ def _types(kind: Any) -> list[Schema]:
         value = {"anyOf": _types(parts[1])} if parts and parts[1] is not Any else True
         return [{"type": "object", "additionalProperties": value}]
     if parts:  # a union
-        return [schema for part in parts if part is not type(None) for schema in _types(part)]
+        return [schema for part in union_members(kind) for schema in _types(part)]
     if is_restricted(kind):
         bounds = {_LIMITS[sign]: limit for sign, limit in kind._restrictions}
-        number, text = _SIMPLE[kind._type]["anyOf"]
+        number, text = _DEFINITIONS[kind._type.__name__]["anyOf"]
         return [number | bounds, text]
-    return [_SIMPLE.get(kind, {})]
+    name = getattr(kind, "__name__", "")
+    return [{"$ref": f"#/definitions/{name}"} if name in _DEFINITIONS else {}]
