@@ -1,5 +1,6 @@
 """Options of a command: documented spellings, YAML files, one-line errors."""
 
+import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,11 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number
 from toolkit.cli import parser as cli_parser
 from toolkit.commands import pretrain
 from toolkit.config import EvalArgs, TrainArgs
-from toolkit.config.command import class_path, classes_of
+from toolkit.config.command import class_path, classes_of, parameters_of
+from toolkit.config.types import union_members
 from toolkit.data import DataModule, LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import UserError
+from toolkit.objectives import Objective
 
 
 def parse(*argv: str, setup=pretrain.setup, positionals=("model_name",)) -> dict:
@@ -403,6 +406,33 @@ def test_user_provided_data_class(tmp_path, monkeypatch, capsys):
         "class_path": "user_data.UserData",
         "init_args": {"size": 4},
     }
+
+
+def test_every_typed_option_of_a_class_refuses_a_wrong_value(tmp_path, monkeypatch):
+    """Also with postponed annotations in a class derived from a dataclass, which jsonargparse leaves as text."""
+    (tmp_path / "user_objectives.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import TYPE_CHECKING\n"
+        "from toolkit.objectives import DPO, NextToken\nif TYPE_CHECKING:\n    from pathlib import Path\n"
+        "class Weighted(NextToken):\n    def __init__(self, weight: float = 1.0): self.weight = weight\n"
+        "@dataclass\nclass Pairs(DPO):\n    margin: float = 0.0\n"
+        "class Unknown(NextToken):\n    def __init__(self, place: Path | None = None): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert parse("--objective", "user_objectives.Weighted", "--objective.weight", "2")["objective"].weight == 2.0
+    user_classes = {f"user_objectives.{name}": key for name, key in (("Weighted", "weight"), ("Pairs", "margin"))}
+    cases = [("objective", name, key, []) for name, key in user_classes.items()]
+    for group, base in (("data", DataModule), ("objective", Objective)):
+        for name, cls in classes_of(base).items():
+            parameters = parameters_of(cls).items()
+            required = [f"--{group}.{k}=x" for k, p in parameters if p.default is inspect.Parameter.empty]
+            numbers = [k for k, p in parameters if union_members(p.annotation)[0] in (int, float)]
+            cases += [(group, name, key, required) for key in numbers]
+    assert len(cases) > 20
+    for group, name, key, required in cases:
+        with pytest.raises(UserError, match=f"--{group}.{key} x: must be"):
+            parse(f"--{group}", name, f"--{group}.{key}", "x", *required)
+    with pytest.raises(UserError, match=r"Unknown: type Path \| None of place has no value; import it outside"):
+        parse("--objective", "user_objectives.Unknown")
 
 
 def test_own_classes_have_short_names():

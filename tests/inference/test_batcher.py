@@ -155,3 +155,17 @@ def test_errors_of_the_model_end_what_they_concern(monkeypatch, capfd):
     *_, (tokens, end) = answers = run(model, clients, n_rows=2)
     assert [type(end) for _, end in answers] == [RuntimeError, RuntimeError, str]
     assert [token.id for token in tokens] == expected[2]  # the batcher goes on
+
+
+def test_a_request_starts_without_the_state_of_an_earlier_one(monkeypatch):
+    model, states = make_model("llama").eval(), []
+    forward = type(model).forward
+
+    def record(self, ids, *, kv_cache, **options):
+        states.append(dict(kv_cache.state))
+        kv_cache.state["prompt"] = kv_cache.prompt
+        return forward(self, ids, kv_cache=kv_cache, **options)
+
+    monkeypatch.setattr(type(model), "forward", record)
+    run(model, [Client([1, 2], 1), Client([3, 4], 1)], n_rows=1)
+    assert states == [{}, {}]

@@ -278,7 +278,7 @@ def test_wrong_bodies_are_errors_that_name_the_field(client):
         (ask | {"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "has 202 tokens"),
         (text | {"prompt": "x" * 200}, "prompt", "has 200 tokens, but must have fewer than 128"),
         (text | {"prompt": ["a", "b"]}, "prompt", "has 2 texts"),
-        (text | {"prompt": [1, 300_000]}, None, "embeddings only for 0 to"),
+        (text | {"prompt": [1, 300_000]}, "prompt", "has token 300000; the last is"),
         (text | {"prompt": []}, "prompt", "has 0 texts"),
         (text | {"echo": True}, "echo", "not supported"),
         (text | {"seed": 2**64}, "seed", "less than"),
@@ -289,14 +289,20 @@ def test_wrong_bodies_are_errors_that_name_the_field(client):
         status, answer = post(client, path, json.dumps(body).encode())
         assert status == 400 and answer["error"]["param"] == param and message in answer["error"]["message"], answer
         assert answer["error"]["type"] == "invalid_request_error"
-    for body in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b"NaN", b'{"model": "x", "prompt": NaN}'):
+    for body in (b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"):
+        status, answer = post(client, "/v1/completions", body)
+        assert status == 400 and "nests too deeply or has a number that is too long" in answer["error"]["message"]
+    for body in (b"", b"{", b"\xff\xfe", b"NaN", b'{"model": "x", "prompt": NaN}'):
         status, answer = post(client, "/v1/completions", body)
         assert status == 400 and answer["error"]["message"], body
-    assert post(client, "/v1/completions", json.dumps(text).encode(), {"Content-Type": "text/plain"})[0] == 400
+    for kind in ("text/plain", "", "application/jsonx"):
+        status, answer = post(client, "/v1/completions", json.dumps(text).encode(), {"Content-Type": kind})
+        assert status == 415 and "Content-Type must be application/json" in answer["error"]["message"]
     assert post(client, "/v1/completions", b" " * (5 * 2**20))[0] == 413
     assert post(client, "/v1/embeddings", b"{}")[0] == 404
     harmless = {"n": 1, "tools": [], "user": "me", "presence_penalty": 0, "response_format": {"type": "text"}}
-    assert chat(client, "1", extra_body=harmless).choices[0].message.content == "eins"
+    messages = [{"role": "user", "content": "1", "name": "me"}]
+    assert chat(client, messages, extra_body=harmless).choices[0].message.content == "eins"
 
 
 def test_models_and_keys(client, folder):
@@ -363,6 +369,19 @@ def test_requests_that_outlast_the_shutdown_timeout_are_cut(endless):
         with pytest.raises(Exception, match="incomplete|peer closed|Connection error"):
             list(running)
         process.wait()
+    assert process.returncode == 130 and process.err.endswith("toolkit serve: interrupted\n")
+
+
+def test_ctrl_c_ends_a_background_job(folder):
+    """A shell without job control lets its background jobs ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with serving(folder) as (process, _):
+            signal.signal(signal.SIGINT, before)
+            process.send_signal(signal.SIGINT)
+            process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.returncode == 130 and process.err.endswith("toolkit serve: interrupted\n")
 
 

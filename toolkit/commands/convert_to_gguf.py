@@ -15,7 +15,7 @@ def setup(
 
     Args:
         checkpoint_dir: A checkpoint folder, or a name below checkpoints/.
-        out_path: The new file. An existing Modelfile in its folder is kept.
+        out_path: The new file. Where its folder has a Modelfile, the new one is NAME.Modelfile.
         dtype: Type of the matrices; norms and biases are always F32. Q8_0 takes 8.5 bits per weight.
         merge: Merge LoRA adapters during the export if the checkpoint holds no merged weights.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.

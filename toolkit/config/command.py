@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
@@ -105,10 +105,28 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
     Uses a private function of jsonargparse (tested with 4.53). The public API offers this only for parsers.
     """
     parameters = {p.name: p for p in get_signature_parameters(function, logger=False)}
+    for parameter in parameters.values():
+        if isinstance(parameter.annotation, str):
+            parameter.annotation = _resolve_annotation(function, parameter)
     for name in parameters.keys() & (declared := inspect.signature(function).parameters).keys():
         # keep the data module, which jsonargparse converts to a dictionary
         parameters[name].default = declared[name].default
     return parameters
+
+
+def _resolve_annotation(function: Callable[..., Any], parameter: Any) -> Any:
+    """Return the type of a parameter, and set it in the signature, where the parser looks for it.
+
+    jsonargparse leaves a postponed annotation as text in classes derived from a dataclass, and then checks no value.
+    """
+    holder = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+    for owner in inspect.getmro(function) if inspect.isclass(function) else (function,):
+        with suppress(NameError, AttributeError, TypeError, SyntaxError):
+            kind = get_type_hints(holder, vars(importlib.import_module(owner.__module__)))[parameter.name]
+            parameter.component.__annotations__[parameter.name] = kind
+            return kind
+    name, kind = f"{function.__module__}.{function.__qualname__}", parameter.annotation
+    raise UserError(f"{name}: type {kind} of {parameter.name} has no value; import it outside `if TYPE_CHECKING`")
 
 
 class CommandOptions:

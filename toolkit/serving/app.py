@@ -66,7 +66,10 @@ class Service:
             ids = [part for part in prompt if isinstance(part, int)]
             if not prompt or len(ids) < len(prompt):
                 raise ApiError(400, f"prompt: has {len(prompt)} texts, but a request must have one", "prompt")
-            require_embedded(ids, config, "prompt")
+            if max(ids) >= config.padded_vocab_size:
+                raise ApiError(
+                    400, f"prompt: has token {max(ids)}; the last is {config.padded_vocab_size - 1}", "prompt"
+                )
         return await self._answer(body, http, ids, self._eos_ids, CompletionFormat)
 
     async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
@@ -159,6 +162,9 @@ class Gatekeeper:
 
     def _find_error(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != b"application/json":  # a web page may post other types without asking
+            return ApiError(415, "the header Content-Type must be application/json")
         if self._expected is None:
             host = re.sub(r":\d+$", "", headers.get(b"host", b"").decode("latin-1"))
             return None if host in self._hosts else ApiError(403, one_line(f"host {host}: is not served here"))
@@ -195,7 +201,9 @@ def _to_api_error(error: Exception) -> ApiError:
         param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in FIELDS) or None
         return ApiError(400, one_line(f"{param or 'the body'}: {first['msg']}"), param)
     if isinstance(error, AnyHTTPException):
-        return ApiError(error.status_code, one_line(error.detail))
+        is_body = isinstance(error.__cause__, RecursionError | ValueError)  # FastAPI's message has no reason
+        reason = "the body nests too deeply or has a number that is too long"
+        return ApiError(error.status_code, reason if is_body else one_line(error.detail))
     if isinstance(error, UserError):
         return ApiError(400, one_line(error))
     return ApiError(500, "internal error; see the server's messages")

@@ -126,6 +126,8 @@ class TextPart(_Fields):
 class Message(_Fields):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    name: str | None = None
+    """Has no effect: chat templates do not show names of participants."""
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates take it."""

@@ -31,7 +31,9 @@ def run_server(app: ASGIApp, listener: socket.socket, shutdown_timeout: int) -> 
 
     Raises StoppedBySignalError after SIGTERM, KeyboardInterrupt after SIGINT.
     """
-    signal.signal(signal.SIGTERM, _stop)  # uvicorn raises the signal again when it has ended
+    # uvicorn raises the signal again when it has ended; a shell lets its background jobs ignore SIGINT
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=shutdown_timeout)
     uvicorn.Server(config).run(sockets=[listener])
 

@@ -246,12 +246,15 @@ def test_command(tmp_path, tiny_models, capsys, monkeypatch):
     assert main(command) == 2
     assert "already exists; give a new file" in capsys.readouterr().err
     assert main([*command[:2], str(tmp_path / "out" / "b.gguf"), "--dtype", "Q8_0"]) == 0
-    assert "Modelfile already exists and is kept; to use b.gguf, change its FROM" in capsys.readouterr().err
+    assert "Modelfile already exists and is kept; wrote " in capsys.readouterr().err
+    assert "FROM ./b.gguf\n" in (tmp_path / "out" / "b.Modelfile").read_text()
+    assert "FROM ./a.gguf\n" in (tmp_path / "out" / "Modelfile").read_text()
     assert (tmp_path / "out" / "a.gguf").read_bytes() == before
     monkeypatch.setattr(export_module, "_convert", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export_gguf(tmp_path / "m", tmp_path / "out" / "c.gguf")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["Modelfile", "a.gguf", "b.gguf"]
+    names = ["Modelfile", "a.gguf", "b.Modelfile", "b.gguf"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main([*command[:2], str(tmp_path / "d.gguf")]) == 2
     assert "convert_to_gguf: needs gguf; run: pip install 'gguf>=0.17'" in capsys.readouterr().err

@@ -60,8 +60,12 @@ def export_gguf(
     if (context := architecture.context_length(config)) < config.block_size:
         reason = f"llama.cpp has no sliding windows for {config.family}: the context is limited to the window"
         warnings.append(f"note: {reason}, {context} of {config.block_size} tokens")
-    if (modelfile := out_path.with_name("Modelfile")).exists():
-        return [*warnings, f"note: {modelfile} already exists and is kept; to use {out_path.name}, change its FROM"]
+    modelfile, kept = out_path.with_name("Modelfile"), "already exists and is kept"
+    if modelfile.exists():  # of another file
+        modelfile, first = out_path.with_suffix(".Modelfile"), modelfile
+        if modelfile.exists():
+            return [*warnings, f"note: {modelfile} {kept}"]
+        warnings.append(f"note: {first} {kept}; wrote {modelfile}")
     stops = [f'PARAMETER stop "{text}"' for text in stop_tokens(tokenizer)]
     write_atomic(modelfile, "\n".join([f"FROM ./{out_path.name}", *stops, ""]).encode())
     return warnings
