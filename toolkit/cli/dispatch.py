@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
 from toolkit.config import other_tools
-from toolkit.config.checks import note
+from toolkit.config.checks import print_once
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
 
@@ -100,7 +100,7 @@ class _TorchImportNote(MetaPathFinder):
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname.startswith("torch."):  # "torch" alone is also looked for without an import
             sys.meta_path.remove(self)
-            note("loading PyTorch")
+            print_once("loading PyTorch")
 
 
 def _terminate(number: int, frame: object) -> None:

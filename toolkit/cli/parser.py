@@ -116,11 +116,13 @@ def split_words(
             words.append(("help", None))
         elif left and not (word.startswith("-") and len(word) > 1):
             words.append((left.pop(0), word))
-        elif positionals and positionals[-1] in LISTS and words and not word.startswith("-"):
-            place = next(i for i, (key, _) in enumerate(words) if key == positionals[-1])
-            words[place] = (positionals[-1], f"{words[place][1]},{word}")
+        elif positionals and positionals[-1] in LISTS and not word.startswith("-"):
+            words.append((positionals[-1], word))
         else:
             raise UserError(f"{word}: unexpected word; options are given as --name value")
+    for name in LISTS:
+        if values := [text for key, text in words if key == name and text is not None]:
+            words = [*((key, text) for key, text in words if key != name), (name, ",".join(values))]
     return words
 
 

@@ -3,12 +3,7 @@
 from typing import Literal
 
 
-def setup(
-    run_dirs: str,
-    format: Literal["html", "md"] = "html",
-    out_path: str | None = None,
-    verify: bool = False,
-) -> None:
+def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str | None = None) -> None:
     """Write a report of one or several runs: a page without network access, or Markdown for a pull request.
 
     Works on finished, running and killed runs. A finished run has its page as report.html.
@@ -18,7 +13,6 @@ def setup(
         format: html writes a file; md prints Markdown unless out_path is set.
         out_path: File to write. Default: report.html in the run's folder, or in the current folder for several runs and
             remote ones.
-        verify: Verify the checksums of all checkpoints; otherwise only the sizes of their files.
     """
     from pathlib import Path
 
@@ -26,19 +20,19 @@ def setup(
     from toolkit.io.atomic import file_error, write_atomic
     from toolkit.io.paths import is_url
     from toolkit.reporting.markdown import render_markdown
-    from toolkit.reporting.page import render_page
+    from toolkit.reporting.page import REPORT, render_page
     from toolkit.reporting.run import read_runs
 
-    whole = [run_dirs] if Path(run_dirs).expanduser().is_dir() else run_dirs.split(",")
-    places = list(dict.fromkeys(name.strip() for name in whole if name.strip()))
+    names = [run_dirs] if Path(run_dirs).expanduser().is_dir() else run_dirs.split(",")
+    places = list(dict.fromkeys(name.strip() for name in names if name.strip()))
     require_option(bool(places), "run_dirs", run_dirs, "must be one or several folders of runs")
-    runs = read_runs(places, verify)
+    runs = read_runs(places)
     content = render_page(runs) if format == "html" else render_markdown(runs)
     if format == "md" and out_path is None:
         print(content, end="")
         return
     folder = Path() if len(runs) > 1 or is_url(places[0]) else Path(places[0]).expanduser()
-    path = folder / "report.html" if out_path is None else Path(out_path).expanduser()
+    path = folder / REPORT if out_path is None else Path(out_path).expanduser()
     try:
         write_atomic(path, content.encode())
     except OSError as error:

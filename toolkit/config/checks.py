@@ -32,7 +32,23 @@ def require_one_of(name: str, value: str, builtin_names: tuple[str, ...], kind: 
         raise UserError(f"--{name} {value}: must be one of {', '.join(valid_names)}{hint}")
 
 
+_notes: list[str] = []
+
+
 def note(*lines: str) -> None:
+    """Print lines on stderr, in the first process of a run only. The run's report has them."""
+    _notes.extend(map(one_line, lines))
+    print_once(*lines)
+
+
+def take_notes() -> list[str]:
+    """Return the lines that :func:`note` has printed since the last call."""
+    notes = _notes[:]
+    _notes.clear()
+    return notes
+
+
+def print_once(*lines: str) -> None:
     """Print lines on stderr, in the first process of a run only."""
     if lines and all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
         print(*map(one_line, lines), sep="\n", file=sys.stderr, flush=True)

@@ -62,6 +62,7 @@ class RunArgs(RunOptions):
         optimizer_class: User-provided optimizer class outside torch.optim; ``optimizer.name`` is its name.
         objective: The training objective.
         groups: Options of extensions by group, see :class:`toolkit.extension.Extension`.
+        requested: The options before any "auto" is resolved.
     """
 
     command: TrainingCommand
@@ -83,6 +84,7 @@ class RunArgs(RunOptions):
     optimizer_class: type[Optimizer] | None = None
     objective: Objective = field(default_factory=NextToken)
     groups: Mapping[str, Any] = field(default_factory=dict)
+    requested: RunArgs | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_finetune(self) -> bool:
@@ -150,6 +152,7 @@ def run_args(
             )
         lora = None if adapters is None else read_lora(adapters, name, shared.verify_checkpoint)
         values |= {"initial_checkpoint_dir": name, "lora": lora}
+    values["requested"] = RunArgs(command=command, **values)
     train, objective = values["train"], values["objective"]
     if train.learning_rate == AUTO:
         rates = (TrainArgs.learning_rate,) * 2 if command == "pretrain" else objective.learning_rates

@@ -1,50 +1,38 @@
 """Render a report as Markdown, for pull requests and issues."""
 
-from __future__ import annotations
-
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from toolkit.reporting import text
 from toolkit.reporting.run import RunFacts
+from toolkit.reporting.text import parts
 
 
 def render_markdown(runs: Sequence[RunFacts]) -> str:
     """Return the report of one or several runs as Markdown. Text from the runs is escaped."""
-    names = [run.name for run in runs]
-    parts = [f"# Report: {escape(', '.join(names))}"]
-    for run in runs:
-        parts += [f"## {escape(run.name)}"] * (len(runs) > 1)
-        parts += [escape(" ".join(text.sentences(run)))]
-    labels = dict.fromkeys(label for run in runs for label in text.figures(run))
-    parts.append(
-        _table(["", *names], [[label, *(text.figures(run).get(label, "") for run in runs)] for label in labels])
-    )
-    if rows := text.setting_rows(runs):
-        parts += ["### Settings that differ", _table(["setting", "default", *names], rows)]
-    for run in runs:
-        if run.command:
-            parts += ["### Command", f"```bash\n{run.command.replace('```', '` ` `')}\n```"]
-    for run in runs:
-        if run.samples:
-            sample = run.samples[-1]
-            parts.append(f"### Sample after step {escape(str(sample.get('step')))}")
-            parts.append("\n".join(f"> {escape(str(sample.get(key, '')))}" for key in ("prompt", "text")))
-    if rows := text.checkpoint_rows(runs):
-        parts += ["### Checkpoints", _table(["run", "checkpoint", "step", "size", "check"], rows)]
-    if rows := text.environment_rows(runs):
-        parts += ["### Environment", _table(["", *names], rows)]
-    remarks = [line for run in runs for line in (*run.warnings, *run.notes)]
-    parts += ["### Warnings and notes", "\n".join(f"- {escape(line)}" for line in remarks)] if remarks else []
-    return "\n\n".join(part for part in parts if part) + "\n"
+    title = f"## Report: {escape(', '.join(run.name for run in runs))}"
+    return "\n\n".join([title, *(block for kind, content in parts(runs) for block in _blocks(kind, content))]) + "\n"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell if cell == '---' else escape(cell) for cell in row)} |" for row in lines)
+def _blocks(kind: str, content: Any) -> Iterator[str]:
+    if kind == "lead":
+        yield f"**{escape(content[0])}**: {escape(content[1])}"
+    elif kind == "heading" and content != "Curves":
+        yield f"### {escape(content)}"
+    elif kind in ("figures", "table"):
+        head, rows = content
+        lines = [map(escape, head), ["---"] * len(head), *(map(escape, row) for row in rows)]
+        yield "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    elif kind == "note":
+        yield f"> {escape(content)}"
+    elif kind == "samples" and content:
+        title, prompt, answer = content[0]
+        yield f"{escape(title)}:\n\n> {escape(prompt)} **{escape(answer)}**"
+    elif kind == "code":
+        yield f"```bash\n{content.replace('```', '` ` `')}\n```"
 
 
 def escape(value: str) -> str:
     """Return text that Markdown shows as it is, in one line."""
-    return re.sub(r"([\\`*_\[\]|#~!])", r"\\\1", html.escape(" ".join(value.split()), quote=False))
+    return re.sub(r"([\\`*_\[\]|#~!@])", r"\\\1", html.escape(" ".join(value.split()), quote=False))

@@ -1,102 +1,93 @@
 """Read metrics.csv leniently, and reduce its columns to a size that a page can hold."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any
 
 from toolkit.ui.plots import smooth
 
-AXES = ("step", "tokens")
-MAX_POINTS = 60_000  # of all lines of a page; a point takes about 25 bytes
-_NOISY = ("loss", "grad_norm", "tokens_per_sec", "mfu", "data_wait_s", "step_s")
 Columns = dict[str, Any]  # name -> array of floats
+Points = tuple[list[Any], list[Any], list[Any]]  # steps, tokens, values
+
+MAX_POINTS = 60_000  # of all lines of a page; a point takes about 25 bytes
+_AXES = ("step", "tokens")
+_HIDDEN = (*_AXES, "seconds", "slowest_rank")
+_NOT_SMOOTHED = ("val_", "share_", "learning_rate", "peak_")
+_BLOCK = 10_000  # lines parsed at once
 
 
 def parse_metrics(content: bytes) -> tuple[Columns, int]:
     """Return the columns of a metrics.csv by name as float64 arrays, by ascending step, and the number of lost rows.
 
-    Rows with another number of cells, with text, or without a step are lost. Empty cells are NaN. Any columns are
-    accepted; the result is empty without a column ``step``.
+    Rows with another number of cells, with text, or without a step are lost. Empty cells are NaN, and columns without
+    a finite value are left out. Any columns are accepted; the result is empty without a column ``step``.
     """
     import numpy as np
 
-    header, _, body = content.decode(errors="replace").replace("\r", "").partition("\n")
-    names = [name.strip() for name in header.split(",")]
+    header, *lines = content.decode(errors="replace").replace("\r", "").split("\n")
+    names, lines = [name.strip() for name in header.split(",")], [line for line in lines if line]
     if "step" not in names:
-        return {}, body.count("\n")
-    lines = [line for line in body.split("\n") if line]
-    whole = [line for line in lines if line.count(",") == len(names) - 1]
-    table = _parse(whole, len(names))
-    if table is None:
-        rows = [row for line in whole if (row := _parse([line], len(names))) is not None]
-        table = np.concatenate(rows) if rows else np.empty((0, len(names)))
+        return {}, len(lines)
+    blocks = [_parse(lines[first : first + _BLOCK], len(names)) for first in range(0, len(lines), _BLOCK)]
+    table = np.concatenate([np.empty((0, len(names))), *blocks])
     step = table[:, names.index("step")]
     table = table[np.isfinite(step) & (step >= 0)]
     table = table[np.argsort(table[:, names.index("step")], kind="stable")]
-    columns = {name: table[:, i] for i, name in enumerate(names) if name}
-    return {name: column for name, column in columns.items() if np.isfinite(column).any()}, len(lines) - len(table)
+    columns = {name: table[:, i] for i, name in enumerate(names) if name and np.isfinite(table[:, i]).any()}
+    return columns, len(lines) - len(table)
 
 
 def _parse(lines: list[str], n_columns: int) -> Any:
-    """Return an array (rows, columns); None if a cell is not a number."""
+    """Return an array (rows, columns) of the lines that have ``n_columns`` numbers or empty cells."""
     import numpy as np
 
-    text = ",".join(lines).replace(",,", ",nan,").replace(",,", ",nan,")
+    whole = [line for line in lines if line.count(",") == n_columns - 1]
+    text = ",".join(whole).replace(",,", ",nan,").replace(",,", ",nan,")
     text = ("nan" if text.startswith(",") else "") + text + ("nan" if text.endswith(",") else "")
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)  # of a cell that is not a number
         try:
-            values = np.fromstring(text, dtype=np.float64, sep=",")
+            return np.fromstring(text, dtype=np.float64, sep=",").reshape(len(whole), n_columns)
         except (DeprecationWarning, ValueError):
-            return None
-    return values.reshape(-1, n_columns) if values.size == len(lines) * n_columns else None
+            empty = np.empty((0, n_columns))
+            return empty if len(whole) <= 1 else np.concatenate([_parse([line], n_columns) for line in whole])
 
 
-def reduce_lines(columns: Columns, max_points: int) -> dict[str, dict[str, list[list[float]]]]:
-    """Return {column: {"raw": points, "smooth": points}}, each column with at most ``max_points`` raw points.
+def reduce_lines(columns: Columns, max_points: int) -> dict[str, dict[str, Points]]:
+    """Return {column: {"raw": points, "smooth": points}}, each with at most about ``max_points`` points.
 
-    Points are three lists: steps, tokens, values. Of longer columns, the smallest and the largest value of each bucket
-    of rows remain, so that no spike is lost. ``smooth`` is only of noisy columns.
+    Of longer columns, the smallest and the largest value of each bucket of rows remain, so that no spike is lost.
+    ``smooth`` is only of noisy columns.
     """
-    lines = {}
-    for name, column in columns.items():
-        if name not in (*AXES, "seconds", "slowest_rank"):
-            lines[name] = _reduce(columns, name, column, max_points)
-    return lines
+    return {name: _reduce(columns, name, max_points) for name in columns if name not in _HIDDEN}
 
 
-def _reduce(columns: Columns, name: str, column: Any, max_points: int) -> dict[str, list[list[float]]]:
+def _reduce(columns: Columns, name: str, max_points: int) -> dict[str, Points]:
     import numpy as np
 
-    rows = np.flatnonzero(np.isfinite(column))
-    values = column[rows]
-    axes = [columns[axis][rows] if axis in columns else np.full(len(rows), math.nan) for axis in AXES]
-    n_buckets = max(1, max_points // 2)
-    is_noisy = name in _NOISY or (not name.startswith(("val_", "share_", "learning_rate", "peak_")))
-    if len(rows) <= 2 * n_buckets:
-        kept, means = np.arange(len(rows)), [*axes, values]
-    else:
-        starts = np.linspace(0, len(rows), n_buckets, endpoint=False).astype(int)
+    rows = np.flatnonzero(np.isfinite(columns[name]))
+    missing = np.full(len(columns[name]), math.nan)
+    lines = [columns.get(axis, missing)[rows] for axis in (*_AXES, name)]
+    kept, means, values = np.arange(len(rows)), lines, lines[2]
+    if len(rows) > max_points:
+        starts = np.linspace(0, len(rows), max_points // 2, endpoint=False).astype(int)
         ends = np.append(starts[1:], len(rows))
-        pairs = zip(starts, ends, strict=True)
-        extremes = [(s + values[s:e].argmin(), s + values[s:e].argmax()) for s, e in pairs]
+        extremes = [(s + values[s:e].argmin(), s + values[s:e].argmax()) for s, e in zip(starts, ends, strict=True)]
         kept = np.unique([0, *np.ravel(extremes), len(rows) - 1])
-        means = [np.add.reduceat(line, starts) / (ends - starts) for line in (*axes, values)]
-    reduced = {"raw": [_plain(line[kept]) for line in (*axes, values)]}
-    if is_noisy and len(means[2]) >= 8:
-        smoothed = smooth(means[2].tolist())
-        reduced["smooth"] = [_plain(means[0]), _plain(means[1]), _plain(np.array(smoothed))]
+        means = [np.add.reduceat(line, starts) / (ends - starts) for line in lines]
+    reduced = {"raw": _points([line[kept] for line in lines])}
+    if len(means[2]) >= 8 and not name.startswith(_NOT_SMOOTHED):
+        reduced["smooth"] = _points([*means[:2], np.array(smooth(means[2].tolist()))])
     return reduced
 
 
-def _plain(values: Any) -> list[Any]:
-    """Return numbers for JSON with 6 significant digits, counts in full; null for NaN."""
-    return [_number(value) for value in values.tolist()]
+def _points(lines: list[Any]) -> Points:
+    """Return numbers for JSON with 6 significant digits, whole numbers in full, null for NaN."""
 
+    def number(value: float) -> float | None:
+        if not math.isfinite(value):
+            return None
+        return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
 
-def _number(value: float) -> float | None:
-    if not math.isfinite(value):
-        return None
-    return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
+    steps, tokens, values = ([number(value) for value in line.tolist()] for line in lines)
+    return steps, tokens, values

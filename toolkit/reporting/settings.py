@@ -1,10 +1,9 @@
 """Compare a run's settings with the defaults, and write the command that repeats the run."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from toolkit.config.command import CommandOptions, OptionValue
@@ -12,7 +11,6 @@ from toolkit.errors import UserError
 from toolkit.planning import training_options
 
 _CLASSES = ("data", "objective")
-_POSITIONAL = {"pretrain": "model_name", "finetune_full": "checkpoint_dir", "finetune_lora": "checkpoint_dir"}
 
 
 def command_of(settings: Mapping[str, Any]) -> str:
@@ -36,41 +34,33 @@ def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): value for name, value in flat.items() if name != "resume"}
 
 
-def default_values(command: str, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default of each option of a training command, with the classes in ``flat``."""
-    options = CommandOptions(getattr(training_options, command))
-    for name in _CLASSES:
-        if isinstance(flat.get(name), str):
-            try:
-                options.update([(name, OptionValue("", flat[name]))])
-            except UserError:
-                continue  # a class of an extension that is not installed
-    defaults = {key: _plain(option.default) for key, option in options.options().items() if not option.is_required}
-    selected = {name: type(options.parameters[name].default).__name__ for name in _CLASSES}
-    return defaults | selected
-
-
 def changed_settings(command: str, flat: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return {name: (value, default)} of the settings that differ from the defaults."""
-    defaults = default_values(command, flat)
-    values = {name: _plain(value) for name, value in flat.items()}
-    return {name: (value, defaults.get(name)) for name, value in values.items() if value != defaults.get(name)}
+    options = CommandOptions(getattr(training_options, command))
+    for name in _CLASSES:
+        with suppress(UserError):  # a class of an extension that is not installed
+            options.update([(name, OptionValue("", flat[name]))] if isinstance(flat.get(name), str) else [])
+    defaults = {key: option.default for key, option in options.options().items() if not option.is_required}
+    defaults |= {name: type(options.parameters[name].default).__name__ for name in _CLASSES}
+    pairs = {name: (_plain(value), _plain(defaults.get(name))) for name, value in flat.items()}
+    return {name: (value, default) for name, (value, default) in pairs.items() if value != default}
 
 
 def repeat_command(command: str, changed: Mapping[str, tuple[Any, Any]]) -> str:
     """Return a shell command with the settings that differ from the defaults."""
-    words, positional = ["toolkit", command], _POSITIONAL[command]
-    if changed.get(positional, (None,))[0] is not None:
+    words, positional = ["toolkit", command], "model_name" if command == "pretrain" else "checkpoint_dir"
+    if positional in changed:
         words.append(shlex.quote(str(changed[positional][0])))
-    for name in sorted(changed, key=lambda name: name not in _CLASSES):  # a class before its options
+    for name in sorted(
+        changed.keys() - {positional}, key=lambda name: (name not in _CLASSES, list(changed).index(name))
+    ):
         value = changed[name][0]
-        if name not in (positional, "extensions") and not (name == "objective" and value == "NextToken"):
-            words.append(f"--{name} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}")
-    if "extensions" in changed:
-        words.append(f"--extensions {shlex.quote(','.join(map(str, changed['extensions'][0])))}")
+        if name == "extensions":
+            value = ",".join(map(str, value))
+        words.append(f"--{name} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}")
     return " ".join(words)
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as JSON has it: tuples become lists."""
+    """Return a value as JSON has it: tuples become lists."""
     return json.loads(json.dumps(value, default=str))

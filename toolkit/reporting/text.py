@@ -1,61 +1,94 @@
-"""What a report says about a run in words and tables, for HTML and Markdown alike."""
-
-from __future__ import annotations
+"""What a report says about runs, in words and tables, for HTML and Markdown alike."""
 
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from toolkit.reporting.run import RunFacts, started_at
+from toolkit.reporting.run import RunFacts
 from toolkit.ui.formats import format_count, format_loss, format_perplexity, format_seconds
 
-Row = Sequence[str]
+Rows = list[list[str]]
+_VERBS = {
+    "pretrain": "Pretraining", "finetune_full": "Finetuning of all weights", "finetune_lora": "Training of adapters",
+}  # fmt: skip
+_SOURCES = ("path", "json_path", "repo_id", "train_data_path", "data_path", "sources")
+
+
+def parts(runs: Sequence[RunFacts]) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a report as (kind, content).
+
+    Kinds: lead (name, sentences), figures and table (head, rows), note and heading (text), charts (None), samples
+    (list of title, prompt, answer; the last sample first) and code (text).
+    """
+    names, is_one = [run.name for run in runs], len(runs) == 1
+    yield from (("lead", (run.name, " ".join(sentences(run)))) for run in runs)
+    columns = ["value"] if is_one else names
+    yield "figures", (["", *columns], _side_by_side([figures(run) for run in runs]))
+    for run in runs:
+        lacks_axis = run.columns and "tokens" not in run.columns
+        notes = [*run.notes, *(["metrics.csv has no column tokens: no curves over tokens"] if lacks_axis else [])]
+        yield from (("note", line if is_one else f"{run.name}: {line}") for line in notes)
+    if any(run.columns for run in runs):
+        yield from (("heading", "Curves"), ("charts", None))
+    if any(run.samples for run in runs):
+        yield "heading", "Samples over time"
+        yield from (("samples", _samples(run)) for run in runs)
+    if rows := [cells for run in runs for cells in _checkpoint_rows(run)]:
+        head = ["run", "checkpoint", "step", "size", "check"]
+        yield "heading", "Checkpoints"
+        yield "table", (head[is_one:], [row[is_one:] for row in rows])
+    if rows := _setting_rows(runs):
+        yield "heading", "Settings that differ from the defaults" + " or between the runs" * (not is_one)
+        yield "table", (["setting", "default", *columns], rows)
+    if commands := [run.command for run in runs if run.command]:
+        yield "heading", "Command that repeats the run" if is_one else "Commands that repeat the runs"
+        yield from (("code", command) for command in commands)
+    if rows := _side_by_side([_environment(run) for run in runs]):
+        yield "heading", "Environment of the last launch"
+        yield "table", (["", *columns], rows)
+    if any(run.warnings for run in runs):
+        yield "heading", "Warnings and notes printed by the run"
+        yield from (("note", line if is_one else f"{run.name}: {line}") for run in runs for line in run.warnings)
 
 
 def sentences(run: RunFacts) -> list[str]:
-    """Return three sentences: what was trained, how, and how well."""
-    settings, launch = run.settings, run.launches[-1] if run.launches else {}
-    model = settings.get("model_name") or run.model.get("name") or settings.get("checkpoint_dir") or "a model"
-    if settings.get("checkpoint_dir") and model != settings["checkpoint_dir"]:
-        model = f"{model} from {settings['checkpoint_dir']}"
+    """Return three sentences: what was trained, how far, and how well."""
+    settings, launch = run.settings, run.launch
+    model = settings.get("model_name") or launch.get("model") or "a model"
     count = launch.get("parameters")
     size = f" ({format_count(count)} parameters)" if isinstance(count, int | float) else ""
-    keys = ("path", "json_path", "repo_id", "train_data_path", "data_path", "sources")
-    sources = [settings.get(f"data.{key}") for key in keys]
-    source = next((f" ({show(value)})" for value in sources if value), "")
-    objective = settings.get("objective") or "NextToken"
-    verb = {"pretrain": "Pretraining", "finetune_full": "Finetuning all weights", "finetune_lora": "Training adapters"}
-    what = f"{verb.get(run.training_command, 'Training')} of {model}{size} on {settings.get('data', 'data')}{source}"
-    what += f" with objective {objective.rpartition('.')[2]}." if objective != "NextToken" else "."
-    steps, tokens, seconds = last(run, "step"), last(run, "tokens"), last(run, "seconds")
+    base = settings.get("checkpoint_dir") or settings.get("initial_checkpoint_dir")
+    source = next((f" ({_show(value)})" for key in _SOURCES if (value := settings.get(f"data.{key}"))), "")
+    what = f"{_VERBS.get(run.training_command, 'Training')} of {model}{size}{f' from {base}' if base else ''}"
+    what += f" on {settings.get('data', 'data')}{source}"
+    what += f" with the objective {settings['objective']}" if settings.get("objective") else ""
+    step, tokens, seconds = (last(run, name) for name in ("step", "tokens", "seconds"))
     how = f"{run.status[:1].upper()}{run.status[1:]} "
-    how += f"at step {steps:,.0f}" if math.isfinite(steps) else "before the first logged step"
-    how += f" after {format_count(tokens)} tokens" if math.isfinite(tokens) else ""
+    how += f"at step {step:,.0f}" if math.isfinite(step) else "before the first logged step"
+    how += f", after {format_count(tokens)} tokens" if math.isfinite(tokens) else ""
     how += f" and {format_seconds(seconds)}" if math.isfinite(seconds) else ""
     how += f", on {launch['devices']}" if launch.get("devices") else ""
-    how += f", started {started}" if (started := started_at(run)) else ""
-    return [what, f"{how}.", _how_well(run)]
+    with suppress(LookupError, TypeError, ValueError, OverflowError, OSError):
+        how += time.strftime(", started on %Y-%m-%d at %H:%M", time.localtime(run.launches[0]["time"]))
+    return [f"{what}.", f"{how}.", f"{_how_well(run)}."]
 
 
 def _how_well(run: RunFacts) -> str:
-    if not {"loss", "val_loss"} & run.columns.keys():
-        return "No loss was logged."
-    text = ""
-    if "loss" in run.columns:
-        text = f"The training loss went from {format_loss(first(run, 'loss'))} to {format_loss(last(run, 'loss'))}"
-    if "val_loss" in run.columns:
-        text += f"{'; the' if text else 'The'} validation loss is {format_loss(last(run, 'val_loss'))}"
-        if "val_bpb" in run.columns:
-            text += f" ({last(run, 'val_bpb'):.4f} bits per byte)"
-        values = run.columns["val_loss"]
-        import numpy as np
-
-        lowest = int(np.nanargmin(values))
-        if values[lowest] < last(run, "val_loss"):
-            step = run.columns["step"][lowest]
-            text += f", the lowest was {format_loss(float(values[lowest]))} at step {step:,.0f}"
-    return f"{text}."
+    losses, val_losses = finite(run, "loss"), finite(run, "val_loss")
+    text = f"The training loss went from {format_loss(losses[0])} to {format_loss(losses[-1])}" if len(losses) else ""
+    if not len(val_losses):
+        return text or "No loss was logged"
+    text += f"{'; the' if text else 'The'} validation loss is {format_loss(val_losses[-1])}"
+    if len(bits := finite(run, "val_bpb")):
+        text += f" ({bits[-1]:.4f} bits per byte)"
+    lowest = val_losses.argmin()
+    if lowest < len(val_losses) - 1:
+        step = run.columns["step"][run.columns["val_loss"] == val_losses[lowest]][0]
+        text += f", and was lowest at step {step:,.0f}: {format_loss(val_losses[lowest])}"
+    return text
 
 
 def finite(run: RunFacts, column: str) -> Any:
@@ -66,25 +99,20 @@ def finite(run: RunFacts, column: str) -> Any:
     return values[np.isfinite(values)]
 
 
-def first(run: RunFacts, column: str) -> float:
-    values = finite(run, column)
-    return float(values[0]) if len(values) else math.nan
-
-
 def last(run: RunFacts, column: str) -> float:
     values = finite(run, column)
     return float(values[-1]) if len(values) else math.nan
 
 
-def figures(run: RunFacts) -> dict[str, str]:
-    """Return the key figures of a run by label; without those that were not logged."""
+def median(run: RunFacts, column: str) -> float:
     import numpy as np
 
-    def median(column: str) -> float:
-        values = finite(run, column)
-        return float(np.median(values)) if len(values) else math.nan
+    values = finite(run, column)
+    return float(np.median(values)) if len(values) else math.nan
 
-    wait, step = median("data_wait_s"), median("step_s")
+
+def figures(run: RunFacts) -> dict[str, str]:
+    """Return the key figures of a run by label, without those that were not logged."""
     values = {
         "steps": (last(run, "step"), lambda v: f"{v:,.0f}"),
         "tokens": (last(run, "tokens"), format_count),
@@ -93,52 +121,51 @@ def figures(run: RunFacts) -> dict[str, str]:
         "validation loss": (last(run, "val_loss"), format_loss),
         "perplexity": (last(run, "val_ppl"), format_perplexity),
         "bits per byte": (last(run, "val_bpb"), lambda v: f"{v:.4f}"),
-        "tokens/s (median)": (median("tokens_per_sec"), format_count),
-        "MFU (median)": (median("mfu"), lambda v: f"{v:.1%}"),
+        "tokens/s (median)": (median(run, "tokens_per_sec"), format_count),
+        "MFU (median)": (median(run, "mfu"), lambda v: f"{v:.1%}"),
         "peak memory": (last(run, "peak_memory_gb"), lambda v: f"{v:.3g} GB"),
-        "waiting for data": (wait / step if step else math.nan, lambda v: f"{v:.1%} of a step"),
+        "waiting for data": (median(run, "data_wait_s") / (median(run, "step_s") or math.nan), lambda v: f"{v:.1%}"),
     }
     return {label: write(value) for label, (value, write) in values.items() if math.isfinite(value)}
 
 
-def setting_rows(runs: Sequence[RunFacts]) -> list[Row]:
-    """Return rows of name, default, and each run's value, of settings that differ from defaults or between runs."""
-    names = list(dict.fromkeys(name for run in runs for name in run.changed))
-    names += [n for n in dict.fromkeys(n for run in runs for n in run.settings) if n not in names and _differs(runs, n)]
-    rows: list[Row] = []
-    for name in names:
-        default = next((run.changed[name][1] for run in runs if name in run.changed), None)
-        rows.append([name, show(default), *(show(run.settings[name]) if name in run.settings else "" for run in runs)])
-    return rows
+def _side_by_side(columns: Sequence[Mapping[str, str]]) -> Rows:
+    """Return rows of a label and each run's value."""
+    labels = dict.fromkeys(label for values in columns for label in values)
+    return [[label, *(values.get(label, "") for values in columns)] for label in labels]
 
 
-def _differs(runs: Sequence[RunFacts], name: str) -> bool:
-    return len({show(run.settings.get(name)) for run in runs}) > 1
+def _setting_rows(runs: Sequence[RunFacts]) -> Rows:
+    """Return rows of name, default and each run's value, of settings that differ from the default or between runs."""
+    defaults = {name: _show(default) for run in runs for name, (_, default) in run.changed.items()}
+    values = [{name: _show(value) for name, value in run.settings.items()} for run in runs]
+    shared = [name for name in values[0] if all(name in run for run in values)]
+    names = dict.fromkeys([*defaults, *(name for name in shared if len({run[name] for run in values}) > 1)])
+    return [[name, defaults.get(name, ""), *(run.get(name, "") for run in values)] for name in names]
 
 
-def environment_rows(runs: Sequence[RunFacts]) -> list[Row]:
-    """Return rows of name and each run's value, of its last launch."""
-    launches = [run.launches[-1] if run.launches else {} for run in runs]
-    facts = [
-        {"devices": launch.get("devices"), "precision": launch.get("precision"), "strategy": launch.get("strategy")}
-        | (launch["environment"] if isinstance(launch.get("environment"), dict) else {})
-        for launch in launches
-    ]
-    names = dict.fromkeys(name for values in facts for name in values)
-    rows = [[str(name), *(show(values.get(name, "")) for values in facts)] for name in names]
-    return [row for row in rows if any(cell not in ("", "null") for cell in row[1:])]
+def _environment(run: RunFacts) -> dict[str, str]:
+    values = {name: run.launch.get(name) for name in ("devices", "batch", "precision", "strategy")}
+    packages = run.launch.get("environment")
+    values |= packages if isinstance(packages, dict) else {}
+    return {str(name): _show(value) for name, value in values.items() if value is not None}
 
 
-def checkpoint_rows(runs: Sequence[RunFacts]) -> list[Row]:
-    """Return rows of run, checkpoint, step, size and check."""
+def _checkpoint_rows(run: RunFacts) -> Rows:
     return [
-        [run.name, c.name, f"{c.step:,}" if c.step >= 0 else "", "" if c.size is None else f"{c.size / 1e6:,.1f} MB",
-         c.check]
-        for run in runs for c in run.checkpoints
-    ]  # fmt: skip
+        [run.name, c.name, f"{c.step:,}" if c.step >= 0 else "", f"{c.size / 1e6:,.1f} MB" if c.size else "", c.check]
+        for c in run.checkpoints
+    ]
 
 
-def show(value: Any) -> str:
-    """Return a setting as on the command line."""
+def _samples(run: RunFacts) -> list[tuple[str, str, str]]:
+    return [
+        (f"{run.name}, after step {sample.get('step')}", str(sample.get("prompt")), str(sample.get("text")))
+        for sample in reversed(run.samples)
+    ]
+
+
+def _show(value: Any) -> str:
+    """Return a setting as on the command line, shortened."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 300 else f"{text[:300]}..."

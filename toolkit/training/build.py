@@ -41,7 +41,6 @@ from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.gpus import peak_flops
-from toolkit.reporting.events import EVENTS, EventLog
 from toolkit.training import adapters
 from toolkit.training.callbacks import (
     Callback,
@@ -330,10 +329,11 @@ def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callbac
     expected = state.progress.logged_rows if state.resume_from and state.resume_from.parent == out_dir else 0
     if csv.n_resumed < expected:
         run.display.message(
-            f"{csv.path}: {expected - csv.n_resumed} of the {expected} rows to step {resume_step} are lost or damaged"
+            f"warning: {csv.path}: {expected - csv.n_resumed} of the {expected} rows to step {resume_step} are lost or "
+            "damaged"
         )
     loggers = make_loggers(args.logger_name, out_dir, args.log, run.config.hyperparameters(), resume_step)
-    return [MetricsFile(csv, EventLog(out_dir / EVENTS)), ExternalLoggers(loggers)]
+    return [MetricsFile(csv), ExternalLoggers(loggers)]
 
 
 def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack) -> Upload:

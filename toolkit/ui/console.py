@@ -61,10 +61,10 @@ class PlainProgress(ProgressDisplay):
         self._pace.phase(text)
         # after the first step, phases only alternate, and validation and saving print lines
         if not self._has_steps and text not in self._announced:
-            self.message(capitalized(text))
+            self._print(capitalized(text))
         self._announced.add(text)
 
-    def message(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._file.write(f"{text}\n")
         self._file.flush()
 
@@ -96,4 +96,4 @@ class PlainProgress(ProgressDisplay):
 
     def _line(self, step: int, *parts: str) -> None:
         total = f"/{self.total_steps}" if self.total_steps else ""
-        self.message(" | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts]))
+        self._print(" | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts]))

@@ -66,7 +66,7 @@ class LiveProgress(ProgressDisplay):
         self._pace.phase(text)
         self._phase, self._phase_since = capitalized(text), self._pace.elapsed()
 
-    def message(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(Text(text))
 
     def step(self, step: int, metrics: Metrics) -> None:

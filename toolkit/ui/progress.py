@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os import PathLike
 from typing import IO, Any
 
+from toolkit.config.checks import take_notes
+from toolkit.errors import one_line
 from toolkit.ui.formats import (
     format_count,
     format_learning_rate,
@@ -43,12 +46,20 @@ class ProgressDisplay:
 
     def __init__(self, total_steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
+        self.remarks = take_notes()
+        """Notes and warnings that were printed, for the report."""
         self._pace = Pace(clock)
 
     def phase(self, text: str) -> None:
         """Set the current phase, for example "preparing data" or "training"."""
 
     def message(self, text: str) -> None:
+        """Print a permanent line. ``remarks`` keeps notes and warnings."""
+        if text.startswith(("note: ", "warning: ")):
+            self.remarks.append(text)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
         """Print a permanent line."""
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -64,10 +75,16 @@ class ProgressDisplay:
         """Show the final state and release the terminal. May be called twice."""
 
     def __enter__(self) -> ProgressDisplay:
+        self._show_warning, warnings.showwarning = warnings.showwarning, self._record_warning
         return self
 
     def __exit__(self, *error: object) -> None:
+        warnings.showwarning = self._show_warning
         self.close()
+
+    def _record_warning(self, message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        self.remarks.append(f"{category.__name__}: {one_line(message)}")
+        self._show_warning(message, category, *where, **options)
 
 
 def capitalized(text: str) -> str:

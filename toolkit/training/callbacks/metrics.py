@@ -9,7 +9,8 @@ import torch
 
 from toolkit.distributed import ranks
 from toolkit.errors import one_line
-from toolkit.reporting.events import EventLog, environment
+from toolkit.planning.run_args import hyperparameters
+from toolkit.reporting.events import environment, write_event
 from toolkit.reporting.page import REPORT, write_report
 from toolkit.training.callbacks.base import Callback
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
@@ -40,41 +41,49 @@ class ThroughputMonitor(Callback):
 class MetricsFile(Callback):
     """Writes metrics.csv and events.jsonl, and loss.png and report.html at the end, on rank 0."""
 
-    def __init__(self, csv: MetricsCSV, events: EventLog) -> None:
-        self.csv, self.events = csv, events
+    def __init__(self, csv: MetricsCSV) -> None:
+        self.csv = csv
 
     def on_train_start(self, trainer: Trainer) -> None:
-        config, args, model = trainer.config, trainer.args, trainer.run.state.model.meta_model
+        config, args, model = trainer.config, trainer.args, trainer.run.state.model
         device = trainer.fabric.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        self.events.write(
+        write_event(
+            trainer.out_dir,
             "launch",
-            environment=environment(),
-            devices=f"{ranks.world_size()} x {name}",
+            model=model.config and model.config.name,
+            parameters=model.meta_model and sum(p.numel() for p in model.meta_model.parameters()),
+            devices=f"{ranks.world_size()} x {torch.cuda.get_device_name(device) if device.type == 'cuda' else device}",
+            batch=str(config.batch),
             precision=config.precision,
-            strategy=config.strategy.kind,
-            parameters=None if model is None else sum(p.numel() for p in model.parameters()),
+            strategy=str(config.strategy),
+            environment=environment(),
             is_repeatable=args.is_repeatable,
-            settings=config.hyperparameters() if args.is_repeatable else None,
+            settings=hyperparameters(args.requested or args),
         )
+        self._record_remarks(trainer)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self.csv.write(metrics)
+        self._record_remarks(trainer)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        reason = one_line(error) or type(error).__name__
-        self.events.write("end", error=reason)
-        self._close(trainer, f"stopped: {reason}")
+        self._finish(trainer, one_line(error) or type(error).__name__)
 
     def on_train_end(self, trainer: Trainer) -> None:
-        self.events.write("end")
-        self._close(trainer, "finished")
+        self._finish(trainer)
 
-    def _close(self, trainer: Trainer, status: str) -> None:
+    def _finish(self, trainer: Trainer, error: str = "") -> None:
         self.csv.close()
+        self._record_remarks(trainer)
+        write_event(trainer.out_dir, "end", error=error)
         plot_run(trainer.out_dir)
-        if (problem := write_report(trainer.out_dir, status)) is not None:
+        if (problem := write_report(trainer.out_dir, f"stopped: {error}" if error else "finished")) is not None:
             trainer.display.message(f"note: {REPORT} was not written: {problem}")
+
+    def _record_remarks(self, trainer: Trainer) -> None:
+        remarks = trainer.display.remarks
+        while remarks:
+            write_event(trainer.out_dir, "warning", step=trainer.progress.step, text=remarks.pop(0))
 
 
 def is_plot_current(out_dir: Path) -> bool:

@@ -18,7 +18,7 @@ from toolkit.inference.generate import generate
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.reporting.events import EVENTS, EventLog
+from toolkit.reporting.events import write_event
 from toolkit.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class Sampler(Callback):
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         prompt, answer = self.show(trainer.model, trainer.progress.step, trainer.display)
         if ranks.global_rank() == 0:
-            EventLog(trainer.out_dir / EVENTS).write("sample", step=trainer.progress.step, prompt=prompt, text=answer)
+            write_event(trainer.out_dir, "sample", step=trainer.progress.step, prompt=prompt, text=answer)
 
     def show(self, model: nn.Module, step: int, display: Any) -> tuple[str, str]:
-        """Print a greedy sample. Collective (S6). Draws no random numbers and does not change training.
+        """Print a greedy sample, and return its prompt and its text. Collective (S6).
 
-        Returns its prompt and its text.
+        Draws no random numbers and does not change training.
 
         Args:
             model: The model as Fabric wraps it.
