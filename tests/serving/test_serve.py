@@ -267,6 +267,7 @@ def test_wrong_bodies_are_errors_that_name_the_field(client):
         (ask | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         (ask | {"stop": [1]}, "stop.0", "string"),
         (ask | {"stop": ""}, "stop", "at least 1"),
+        (ask | {"stop": ["a"] * 17}, "stop", "at most 16"),
         (ask | {"top_logprobs": 2}, "top_logprobs", "logprobs"),
         (ask | {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         (ask | {"messages": []}, "messages", "at least 1"),
@@ -292,14 +293,16 @@ def test_wrong_bodies_are_errors_that_name_the_field(client):
     for body in (b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"):
         status, answer = post(client, "/v1/completions", body)
         assert status == 400 and "nests too deeply or has a number that is too long" in answer["error"]["message"]
-    for body in (b"", b"{", b"\xff\xfe", b"NaN", b'{"model": "x", "prompt": NaN}'):
+    assert "the body is empty" in post(client, "/v1/completions", b"")[1]["error"]["message"]
+    for body in (b"{", b"\xff\xfe", b"NaN", b'{"model": "x", "prompt": NaN}'):
         status, answer = post(client, "/v1/completions", body)
         assert status == 400 and answer["error"]["message"], body
     for kind in ("text/plain", "", "application/jsonx"):
         status, answer = post(client, "/v1/completions", json.dumps(text).encode(), {"Content-Type": kind})
         assert status == 415 and "Content-Type must be application/json" in answer["error"]["message"]
     assert post(client, "/v1/completions", b" " * (5 * 2**20))[0] == 413
-    assert post(client, "/v1/embeddings", b"{}")[0] == 404
+    status, answer = post(client, "/v1/embeddings", b"{}")
+    assert status == 404 and "there are /v1/chat/completions" in answer["error"]["message"]
     harmless = {"n": 1, "tools": [], "user": "me", "presence_penalty": 0, "response_format": {"type": "text"}}
     messages = [{"role": "user", "content": "1", "name": "me"}]
     assert chat(client, messages, extra_body=harmless).choices[0].message.content == "eins"

@@ -195,11 +195,16 @@ def _to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        first = max(error.errors(), key=lambda found: len(found["loc"]))  # in the union member that fits best
+        # in the union member that fits best: where a part of the value is wrong, or its size, but not its type
+        first = max(error.errors(), key=lambda found: (len(found["loc"]), not found["type"].endswith("_type")))
         if first["type"] == "json_invalid":
             return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}")
+        if first["type"] == "missing" and first["loc"] == ("body",):
+            return ApiError(400, "the body is empty, but must be a JSON object")
         param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in FIELDS) or None
         return ApiError(400, one_line(f"{param or 'the body'}: {first['msg']}"), param)
+    if isinstance(error, AnyHTTPException) and error.status_code == 404:
+        return ApiError(404, "no such path; there are /v1/chat/completions, /v1/completions, /v1/models and /health")
     if isinstance(error, AnyHTTPException):
         is_body = isinstance(error.__cause__, RecursionError | ValueError)  # FastAPI's message has no reason
         reason = "the body nests too deeply or has a number that is too long"

@@ -245,6 +245,8 @@ def test_command(tmp_path, tiny_models, capsys, monkeypatch):
     before = (tmp_path / "out" / "a.gguf").read_bytes()
     assert main(command) == 2
     assert "already exists; give a new file" in capsys.readouterr().err
+    assert main([*command[:2], str(tmp_path / "out")]) == 2
+    assert "must be a file that ends in .gguf" in capsys.readouterr().err
     assert main([*command[:2], str(tmp_path / "out" / "b.gguf"), "--dtype", "Q8_0"]) == 0
     assert "Modelfile already exists and is kept; wrote " in capsys.readouterr().err
     assert "FROM ./b.gguf\n" in (tmp_path / "out" / "b.Modelfile").read_text()

@@ -46,6 +46,7 @@ def export_gguf(
     merged_dtype = torch.float32 if has_adapters_only(checkpoint_dir) else None  # rounded once
     config, weights = read_model(checkpoint_dir, merge, base, merged_dtype)
     architecture.require_supported(config, checkpoint_dir)
+    _require_new_file(out_path)
     maps, tokenizer = complete_weight_map(config, weights), Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
     writer = gguf.GGUFWriter(None, architecture.ARCHITECTURES[config.family])
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "F32" else f"MOSTLY_{dtype}"])
@@ -54,7 +55,6 @@ def export_gguf(
     warnings, nonfinite = add_vocabulary(writer, tokenizer, config), list[str]()
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     shapes, tensors = (_to_gguf_names(config, maps, source) for source in (meta, weights))
-    _require_new_file(out_path)
     write_file(out_path, lambda tmp: nonfinite.extend(_write(writer, tmp, shapes, tensors, dtype)), flag="out_path")
     warnings += [nonfinite_warning(nonfinite, out_path)] if nonfinite else []
     if (context := architecture.context_length(config)) < config.block_size:
@@ -72,6 +72,8 @@ def export_gguf(
 
 
 def _require_new_file(path: Path) -> None:
+    if path.suffix != ".gguf":
+        raise UserError(f"out_path {path}: must be a file that ends in .gguf, such as {path}/model.gguf")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
