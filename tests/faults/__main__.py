@@ -1,0 +1,77 @@
+"""Try to break toolkit: ``python -m tests.faults [--quick] [-j N] [--only WAY[:SUBJECT[:SEED]] ...]``.
+
+What was tried is kept in build/faults/trials.jsonl, so that a second start continues. At the end faults.json and
+tutorials/reliability.md have the counts.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import zip_longest
+from multiprocessing import get_context
+
+from tests.faults import core
+from tests.faults.page import write_page
+from tests.faults.ways import WAYS, make
+
+
+def planned(only: list[str], quick: bool, limit: int | None) -> Iterator[core.Trial]:
+    """Yield the trials, in turns between ways and subjects, so that an interrupted start has tried all of them."""
+    series = []
+    wanted = [name.split(":") for name in only]
+    for way in WAYS.values():
+        for subject in way.subjects():
+            matches = [w for w in wanted if way.name == w[0] and subject in (w[1:2] or [subject])]
+            if only and not matches:
+                continue
+            seeds = [int(w[2]) for w in matches if len(w) > 2] or way.seeds(subject, quick)
+            series.append([core.Trial(way.name, subject, seed) for seed in list(seeds)[:limit]])
+    for turn in zip_longest(*series):
+        yield from filter(None, turn)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the form of 15 minutes")
+    parser.add_argument("-j", type=int, default=max(1, len(os.sched_getaffinity(0))), help="trials at a time")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WAY[:SUBJECT[:SEED]]")
+    parser.add_argument("--limit", type=int, help="trials of each subject")
+    parser.add_argument("--minutes", type=float, help="start no trial later than this")
+    options = parser.parse_args()
+    commit, machine, started_at = core.commit(), core.machine(), time.monotonic()
+    core.TRIALS.parent.mkdir(parents=True, exist_ok=True)
+    done = {(t["way"], t["subject"], t["seed"]) for t in core.read_trials() if t["commit"] == commit}
+    trials = [t for t in planned(options.only, options.quick, options.limit) if tuple(t) not in done]
+    print(f"{len(trials)} trials to make, {len(done)} made at {commit}")
+    broken = 0
+    with core.TRIALS.open("a") as ledger, ProcessPoolExecutor(options.j, get_context("spawn")) as pool:
+        waiting, pending = iter(trials), set()
+        while True:
+            is_late = options.minutes is not None and time.monotonic() - started_at > 60 * options.minutes
+            while not is_late and len(pending) < options.j and (trial := next(waiting, None)) is not None:
+                pending.add(pool.submit(make, trial))
+            if not pending:
+                break
+            future = next(as_completed(pending))
+            pending.remove(future)
+            line = future.result() | {"commit": commit, "machine": machine, "date": f"{datetime.date.today()}"}
+            ledger.write(json.dumps(line) + "\n")
+            ledger.flush()
+            if line["failure"]:
+                broken += 1
+                print(f"BROKEN {line['way']}:{line['subject']}:{line['seed']}: {line['failure']}", flush=True)
+    rows = json.loads(core.SUMMARY.read_text()) if core.SUMMARY.exists() else []
+    rows = core.summarize([t for t in core.read_trials() if not t["commit"].endswith("-dirty")], rows)
+    core.SUMMARY.write_text(json.dumps(rows, indent=1) + "\n")
+    write_page(rows)
+    print(f"{time.monotonic() - started_at:.0f} s, {broken} failures; tutorials/reliability.md has the counts")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""SIGKILL at each file-system call that a run makes in its folder: the run resumes to the same result."""
+
+import signal
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from tests.faults.core import Way
+from tests.faults.shim import Counter
+from tests.faults.states import KINDS, require_intact, require_same_result, run, shared
+
+QUICK = 5
+
+
+@cache
+def count_calls(kind: str) -> int:
+    """Return the number of file-system calls of an undisturbed run; threads may add or save a few."""
+    path = shared()["folder"] / f"calls-{kind.replace(' ', '-')}"
+    if not path.exists():
+        folder = path.with_suffix(".run")
+        folder.mkdir(exist_ok=True)
+        counter = Counter(folder)
+        result = run(kind, folder / "out", **counter.environ)
+        assert result.code == 0, result.err
+        path.write_text(str(counter.calls))
+    return int(path.read_text())
+
+
+def seeds(kind: str, quick: bool) -> Iterable[int]:
+    n_calls = count_calls(kind)
+    return range(n_calls // QUICK // 2, n_calls, max(1, n_calls // QUICK)) if quick else range(n_calls)
+
+
+def trial(kind: str, call: int, folder: Path) -> None:
+    counter, out = Counter(folder), folder / "out"
+    killed = run(kind, out, **counter.at(call, "kill"))
+    assert killed.code in (-signal.SIGKILL, 0), killed.err
+    require_intact(out)
+    resumed = run(kind, out)
+    assert resumed.code == 0, f"the resume failed: {resumed.err}"
+    require_same_result(kind, out)
+
+
+WAY = Way(
+    "kill-calls",
+    "a run killed at any file-system call resumes to bit-equal weights, moments and losses",
+    "S1, S2",
+    lambda: KINDS,
+    seeds,
+    trial,
+)

@@ -1,0 +1,57 @@
+"""tutorials/reliability.md: promises, how often they were tried, and what broke."""
+
+from typing import Any
+
+from tests.faults.core import ROOT
+from tests.faults.ways import WAYS
+
+PAGE = ROOT / "tutorials" / "reliability.md"
+HEAD = """# Reliability: what was tried, and what held
+
+`make test-faults` tries to break the promises below; `FAULTS=quick make test-faults` is a short form of 15 minutes.
+It continues where it was stopped, and writes this page. A failure has a seed, which repeats it:
+`python -m tests.faults --only WAY:SUBJECT:SEED`.
+
+"""
+
+
+def write_page(rows: list[dict[str, Any]]) -> None:
+    PAGE.write_text(page(rows))
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """Return the page for the rows of faults.json."""
+    commits = list(dict.fromkeys(row["commit"] for row in rows))
+    newest = commits[-1] if commits else ""
+    recent = [row for row in rows if row["commit"] == newest]
+    text = (
+        HEAD + f"Total: {_counts(rows)}, over {len(commits)} commits. Newest commit, `{newest}`: {_counts(recent)}.\n"
+    )
+    text += (
+        "\n| way | promise | tried on | total | failed | newest commit | failed |\n|---|---|---|---:|---:|---:|---:|\n"
+    )
+    for way in WAYS.values():
+        mine, new = ([row for row in group if row["way"] == way.name] for group in (rows, recent))
+        subjects = ", ".join(dict.fromkeys(row["subject"] for row in sorted(mine, key=lambda r: r["subject"])))
+        cells = [f"{_total(mine):,}", _failed(mine), f"{_total(new):,}", _failed(new)]
+        text += f"| {way.name} | {way.promise} ({way.invariants}) | {subjects} | {' | '.join(map(str, cells))} |\n"
+    failures = [(row, failure) for row in rows for failure in row["failures"]]
+    if failures:
+        text += "\n## What failed\n\nFailures of older commits are fixed where the newest commit has none.\n\n"
+        for row, failure in failures:
+            message = failure["message"].replace("`", "'")
+            text += f"- `{row['way']}:{row['subject']}:{failure['seed']}` at `{row['commit']}`: `{message}`\n"
+    machines = sorted({row["machine"] for row in rows})
+    return text + "\n## Machines\n\n" + "".join(f"- {machine}\n" for machine in machines)
+
+
+def _total(rows: list[dict[str, Any]]) -> int:
+    return sum(row["count"] for row in rows)
+
+
+def _failed(rows: list[dict[str, Any]]) -> int:
+    return sum(len(row["failures"]) for row in rows)
+
+
+def _counts(rows: list[dict[str, Any]]) -> str:
+    return f"{_total(rows):,} tries, {_failed(rows)} failures"

@@ -1,0 +1,156 @@
+"""Kinds of runs, all small: each is one command, and two of its results are compared bit for bit."""
+
+import json
+import os
+import random
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from helpers.corpus import WORDS
+from helpers.groups import losses
+from helpers.processes import Forked, finish
+from helpers.small_runs import text_data, write_base, write_rows
+
+from tests.faults.core import ROOT, commit
+from tests.training.test_async_save import state_of
+from toolkit.checkpoints.store import complete_checkpoints
+
+SHARED = ROOT / "build" / "faults"
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Kind(NamedTuple):
+    """A kind of run.
+
+    Args:
+        words: Of the command, before data and lengths.
+        data: Name of its data: text, rows or pairs.
+        n_ranks: Number of processes.
+        options: Further options.
+    """
+
+    words: tuple[str, ...] = ("pretrain", "pico-llama")
+    data: str = "text"
+    n_ranks: int = 1
+    options: tuple[str, ...] = ()
+
+
+TWO = ("--devices", "2")
+FSDP = (*TWO, "--strategy", "fsdp")
+LORA = ("finetune_lora", "{base}", "--lora.r", "2")
+KINDS = {
+    "ordinary": Kind(),
+    "async": Kind(options=("--train.async_save", "true")),
+    "adapters": Kind(LORA, "rows"),
+    "full finetuning": Kind(("finetune_full", "{base}"), "rows"),
+    "dpo": Kind((*LORA, "--objective", "DPO"), "pairs"),
+    "muon": Kind(options=("--optimizer.name", "Muon")),
+    "fsdp": Kind(n_ranks=2, options=FSDP),
+    "sharded": Kind(n_ranks=2, options=(*FSDP, "--fsdp.state_dict_type", "sharded")),
+    "tensor parallel": Kind(n_ranks=2, options=(*TWO, "--tensor_parallel_size", "2")),
+    "pipeline": Kind(n_ranks=2, options=(*TWO, "--pipeline_parallel_size", "2", "--train.micro_batch_size", "2")),
+}
+
+
+@cache
+def shared() -> dict[str, Path]:
+    """Return the inputs of all runs of this commit, which the first process writes."""
+    folder = SHARED / commit()
+    if not folder.exists():
+        new = folder.with_name(f"{folder.name}.{os.getpid()}")
+        (new / "text").mkdir(parents=True)
+        words = random.Random(0)
+        for i in range(4):
+            text = " ".join(words.choice(WORDS) for _ in range(4000))
+            (new / "text" / f"{i}.txt").write_text(text)
+        (new / "base").mkdir()
+        write_base(new / "base", new / "text")
+        write_rows(new)
+        pairs = [{"prompt": f"token {i}", "chosen": "the next " * (1 + i % 3), "rejected": "a line"} for i in range(30)]
+        (new / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        try:
+            new.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(new)
+    return {name: folder / name for name in ("text", "base", "rows.jsonl", "pairs.jsonl")} | {"folder": folder}
+
+
+def command(kind: str, out: Path, *more: str) -> list[str]:
+    """Return the words of a run of 6 steps with 2 checkpoints and a validation; it resumes by itself."""
+    spec, files = KINDS[kind], shared()
+    words = [word.format(base=files["base"]) for word in spec.words]
+    data = {
+        "text": text_data(files["text"]),
+        "rows": ["--data", "JSON", "--data.json_path", str(files["rows.jsonl"])],
+        "pairs": ["--data", "Preference", "--data.json_path", str(files["pairs.jsonl"])],
+    }[spec.data]
+    lengths = {"global_batch_size": 4, "micro_batch_size": 1, "max_seq_length": 32, "max_steps": 6, "save_interval": 2}
+    flags = [part for name, value in lengths.items() for part in (f"--train.{name}", str(value))]
+    flags += [
+        "--data.cache_dir",
+        str(files["folder"] / "cache"),
+        "--accelerator",
+        "cpu",
+        "--train.keep_last",
+        "2",
+        "--train.log_interval",
+        "1",
+        "--eval.interval",
+        "3",
+    ]
+    return [*words, *data, *flags, *spec.options, "--out_dir", str(out), "--resume", "auto", *more]
+
+
+def run(kind: str, out: Path, *more: str, **environ: str) -> Result:
+    """Run to its end, whatever it is."""
+    process = Forked(command(kind, out, *more), **environ)
+    texts = finish(process)
+    return Result(process.returncode, *texts)
+
+
+@cache
+def undisturbed(kind: str) -> Path:
+    """Return the out_dir of an undisturbed run, which the first process of this commit makes."""
+    folder = shared()["folder"] / "runs" / kind.replace(" ", "-")
+    if not folder.exists():
+        new = folder.with_name(f"{folder.name}.{os.getpid()}")
+        result = run(kind, new / "out")
+        assert result.code == 0, result.err
+        try:
+            new.rename(folder)
+        except OSError:
+            shutil.rmtree(new)
+    return folder / "out"
+
+
+def require_same_result(kind: str, out: Path) -> None:
+    """Compare a finished run with the undisturbed one: weights, moments, losses, and that all checkpoints are there."""
+    expected = undisturbed(kind)
+    assert losses(out) == losses(expected), "the losses differ"
+    first, second = state_of(out / "final"), state_of(expected / "final")
+    assert first.keys() == second.keys(), "the final checkpoints have other tensors"
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, f"{len(different)} tensors differ, such as {different[0]}"
+    names = [{name for name, _ in complete_checkpoints(folder)} for folder in (out, expected)]
+    assert names[0] == names[1], f"checkpoints {names[0]} instead of {names[1]}"
+    left = [path.name for path in out.iterdir() if path.name.startswith(".tmp")]
+    assert not left, f"temporary files are left: {left}"
+
+
+def require_intact(out: Path) -> None:
+    """Check that every complete checkpoint loads."""
+    for _, folder in complete_checkpoints(out):
+        state_of(folder)
+
+
+def require_one_line(result: Result) -> None:
+    lines = result.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("toolkit "), f"stderr is not one line: {result.err[-500:]}"
