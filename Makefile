@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 # --compile-bytecode: where Python may not write it at run time, every start of a process would compile torch anew.
 UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt --override overrides.txt
 
-.PHONY: pretrain test test-all lint format docs clean train-free-fsdp train-baseline-fsdp compare
+.PHONY: pretrain test test-all test-faults lint format docs clean train-free-fsdp train-baseline-fsdp compare
 
 pretrain: $(VENV)/.core
 	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto
@@ -20,6 +20,10 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(PYTEST) -m "slow or not slow"
+
+# Hours; FAULTS=quick: 15 minutes. A second start continues. Writes tests/faults/faults.json and tutorials/reliability.md.
+test-faults: $(VENV)/.test
+	$(BIN)/python -m tests.faults $(if $(filter quick,$(FAULTS)),--quick)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,0 +1,45 @@
+"""The ledger of trials: failures are kept with their seed, counts accumulate, and the page is current."""
+
+import json
+
+from tests.faults import core, page
+from tests.faults.ways import WAYS
+
+
+def trial(seed, failure=None, commit="a", count=1):
+    line = {"way": "kill-calls", "subject": "ordinary", "seed": seed, "count": count, "failure": failure}
+    return line | {"commit": commit, "machine": "m", "date": "2026-01-01"}
+
+
+def test_a_broken_promise_and_a_broken_trial_are_failures(tmp_path):
+    def run(subject, seed, folder):
+        assert seed != 1, "the losses differ"
+        return 7 // (2 - seed)
+
+    way = core.Way("way", "holds", "S1", lambda: ["s"], lambda subject, quick: range(3), run)
+    lines = [core.attempt(way, "s", seed, tmp_path) for seed in range(3)]
+    assert [line["count"] for line in lines] == [3, 1, 1]
+    failures = [line["failure"] for line in lines]
+    assert failures[0] is None and failures[1].startswith("the losses differ")
+    assert failures[2].startswith("the trial failed: ZeroDivisionError")
+
+
+def test_counts_accumulate_over_commits_and_a_second_start_replaces_its_own(tmp_path):
+    ledger = tmp_path / "trials.jsonl"
+    ledger.write_text("".join(json.dumps(t) + "\n" for t in (trial(0), trial(1, "broke"))) + '{"way": "kil')
+    rows = core.summarize(core.read_trials(ledger), [])
+    rows = core.summarize([trial(0), trial(1, "broke"), trial(2), trial(2)], rows)
+    assert [(row["commit"], row["count"], row["failures"]) for row in rows] == [
+        ("a", 3, [{"seed": 1, "message": "broke"}])
+    ]
+    rows = core.summarize([trial(0, commit="b", count=5)], rows)
+    assert [(row["commit"], row["count"]) for row in rows] == [("a", 3), ("b", 5)]
+    text = page.page(rows)
+    assert "Total: 8 tries, 1 failures, over 2 commits. Newest commit, `b`: 5 tries, 0 failures." in text
+    assert "- `kill-calls:ordinary:1` at `a`: `broke`" in text
+
+
+def test_the_page_is_current():
+    assert page.PAGE.read_text() == page.page(json.loads(core.SUMMARY.read_text()))
+    names = [way.name for way in WAYS.values()]
+    assert len(names) == len(set(names)) and all(way.promise and way.invariants for way in WAYS.values())
