@@ -119,6 +119,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
         "doctor",
         "verify_parallel",
         "schema",
+        "completion",
     }
     for name, *options in lines:
         module, positionals, _ = COMMANDS[name]

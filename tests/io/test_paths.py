@@ -24,8 +24,8 @@ NO_PATHS = {
     "command",
     "base_model", "callbacks", "checkpoint_dirs", "columns", "compiler", "family", "family_options", "group", "host",
     "latent_attention", "logger_name", "model_name", "name", "options", "part", "project", "prompt", "prompt_style",
-    "push_to_hub", "repo_id", "revision", "rope_adjustments", "run", "run_dirs", "sources", "split", "split_names",
-    "strategy", "subset", "system", "tasks", "text_column", "val_split", "wrap_classes",
+    "push_to_hub", "repo_id", "revision", "rope_adjustments", "run", "run_dirs", "shell", "sources", "split",
+    "split_names", "strategy", "subset", "system", "tasks", "text_column", "val_split", "wrap_classes",
 }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "verify": ("toolkit.commands.verify", ("checkpoint_dir",), "verify the checksums of a checkpoint"),
     "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "merge the shards of a checkpoint"),
     "schema": ("toolkit.commands.schema", ("command",), "print the JSON Schema of a command's YAML files"),
+    "completion": ("toolkit.commands.completion", ("shell",), "print a completion script for bash, zsh or fish"),
     "average": ("toolkit.commands.average", ("out_dir",), "average the weights of checkpoints"),
 }
 
