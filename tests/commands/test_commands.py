@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from helpers.small_runs import text_data
 
 from toolkit.cli import main
 from toolkit.commands import COMMANDS
+from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +71,30 @@ def test_hyperparameters_repeat_the_run(trained, tmp_path):
     logs = [(out / "logs/metrics.csv").read_text().splitlines() for out in (trained, again)]
     columns = [[line.split(",")[2:5] for line in lines] for lines in logs]
     assert columns[0] == columns[1]
+
+
+def test_json_lines_of_a_run_in_a_pipe(corpus, tmp_path, monkeypatch, capsys):
+    """Standard output has only JSON, also if a callback prints; and the last line says how the run ended."""
+    (tmp_path / "talking.py").write_text(
+        "from toolkit import Callback\n\n\nclass Talking(Callback):\n    def on_step_end(self, trainer, metrics):\n"
+        "        print('step', trainer.progress.step)\n        1 / (4 - trainer.progress.step)\n"
+    )
+    options = [*text_data(corpus), *run(tmp_path / "out"), "--log.format", "json", "--callbacks", "talking.Talking"]
+    options += ["--train.save_interval", "2", "--eval.interval", "2", "--resume", "auto"]
+    words = ["pretrain", "pico-llama", *options, "--train.max_steps"]
+    done = subprocess.run([sys.executable, "-m", "toolkit", *words, "3"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "step 3\n" in done.stderr, done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([*words, "6"]) == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["event"] == "end" and last["status"] == "failed" and "ZeroDivisionError" in last["error"]
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    kinds = [event["event"] for event in events if event["event"] not in ("note", "phase")]
+    assert kinds == ["start", "step", "step", "validation", "checkpoint", "step", "validation", "checkpoint", "end"]
+    rows = [event for event in events if event["event"] == "step"]
+    metrics = read_metrics(tmp_path / "out" / "logs" / "metrics.csv")
+    assert [(row["step"], row["loss"]) for row in rows] == [(row["step"], row["loss"]) for row in metrics[:3]]
+    assert events[-1]["status"] == "finished" and events[-1]["model"] == str(tmp_path / "out" / "final")
 
 
 def test_prepared_data_is_found_by_the_run(corpus, tmp_path, capsys):

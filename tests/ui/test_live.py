@@ -68,6 +68,15 @@ def test_display_shows_all_numbers_in_fixed_columns(make):
     assert hardware == " MFU          41.2%  memory     12.3 GB"
 
 
+def test_the_bottleneck_has_a_row(make):
+    progress = make(1000)
+    progress.step(1, METRICS)
+    time.sleep(0.01)
+    progress.step(2, METRICS | {"data_wait_s": 0.005})
+    assert re.fullmatch(r" waiting for data: \d+ % of the time", shown(progress)[-1])
+    progress.step(2000, METRICS | {"data_wait_s": 0.0})
+
+
 @pytest.mark.parametrize("width", [10, 20, 40, 60, 79, 200])
 def test_lines_are_complete_at_every_width(make, width):
     progress = make(1000, width)

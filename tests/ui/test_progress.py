@@ -1,10 +1,12 @@
 import io
+import json
 import math
 import os
 import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +115,44 @@ def test_everything_except_steps_is_printed_immediately(clock):
         f"{STAMP}step 3/10 | saved out/step-00000002",
         "a message [/with] brackets",
     ]
+
+
+def bottlenecks(clock, data_wait_s: float, pause: float) -> str:
+    """Return the last line of 100 steps of a second, with a pause for a save after step 50."""
+    out = io.StringIO()
+    with PlainProgress(100, out, clock) as progress:
+        progress.phase("training")
+        for step in range(1, 101):
+            clock.now += 1
+            progress.step(step, METRICS | {"data_wait_s": data_wait_s})
+            if step == 50:
+                progress.phase("saving")
+                clock.now += pause
+                progress.phase("training")
+    return out.getvalue().splitlines()[-1]
+
+
+def test_the_largest_part_besides_computation_is_named(clock):
+    assert bottlenecks(clock, 0.12, 0).endswith("| waiting for data: 12 % of the time")
+    assert bottlenecks(clock, 0.12, 99).endswith("| saving: 50 % of the time")  # 99 s of 99 steps and a save
+    assert bottlenecks(clock, 0.12, 4).endswith("| waiting for data: 12 % of the time")
+    assert bottlenecks(clock, 0.04, 5).endswith("| elapsed 1m 45s")  # all below 5 %
+
+
+def test_json_lines():
+    out = io.StringIO()
+    with make_progress(total_steps=2, enabled=True, file=out) as progress:
+        progress.phase("training")
+        progress.event("start", out_dir=Path("out"))
+        progress.step(1, METRICS | {"tokens_per_sec": math.nan})
+        progress.message('a "message"\nof two lines')
+        progress.phase("training")
+    events = [json.loads(line, parse_constant=pytest.fail) for line in out.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["phase", "start", "step", "note"]
+    assert events[1]["out_dir"] == "out" and events[3]["text"] == 'a "message"\nof two lines'
+    assert events[2] == METRICS | {
+        "event": "step", "time": events[2]["time"], "step": 1, "total_steps": 2, "tokens_per_sec": None
+    }  # fmt: skip
 
 
 def test_validation_without_a_loss_is_an_assertion_error(clock):

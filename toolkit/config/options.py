@@ -174,17 +174,20 @@ class EvalArgs:
 
 @dataclass(frozen=True)
 class LogArgs:
-    """Names for external loggers.
+    """Output format, and names for external loggers.
 
     Args:
         project: Project (W&B, trackio) or experiment (MLflow).
         run: Name of this run.
         group: Group of this run (W&B, trackio).
+        format: Standard output. text: a panel on a terminal, lines elsewhere; json: one JSON object per line, and
+            everything else on standard error.
     """
 
     project: str = "toolkit"
     run: str | None = None
     group: str | None = None
+    format: Literal["text", "json"] = "text"
 
 
 @dataclass(frozen=True)
@@ -348,7 +351,7 @@ class RunOptions:
     """Options that pretrain, finetune_full and finetune_lora share.
 
     Args:
-        log: Names for loggers: project, run, group.
+        log: Output format, and names for loggers: project, run, group.
         resume: Resume from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if any), or a path
             or URL.
         staging_dir: Local folder of a run whose out_dir is on remote storage. Default: in ~/.cache/toolkit/runs.

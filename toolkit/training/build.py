@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,9 @@ def launch_run(
 ) -> Launch:
     """Launch the processes, prepare the data, and agree on the checkpoint to resume from."""
     args, out_dir = config.args, config.args.run_dir
+    json_file = sys.stdout if args.log.format == "json" else None
+    if json_file is not None:
+        stack.enter_context(redirect_stdout(sys.stderr))  # of everything that is not JSON
     remote = RemoteRun(args.out_dir, out_dir) if is_url(args.out_dir) else None
     # A single launcher searches before it starts processes, so that no other process has to wait for it.
     is_single_launcher = world.world_size == 1 or (world.starts_processes and world.num_nodes == 1)
@@ -106,7 +110,7 @@ def launch_run(
     group.shutdown.resume_hint = partial(resume_hint, out_dir)
     stack.enter_context(deterministic_algorithms(args.deterministic))
     stack.enter_context(fp32_reductions())
-    display: Any = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))
+    display: Any = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0, file=json_file))
     if world.global_rank == 0 and not is_single_launcher:
         resume_from = _find_resume(args, remote, display.message)
     display.phase("preparing data")

@@ -3,6 +3,7 @@
 No call synchronizes with a device. On a terminal, a thread draws the latest numbers four times a second.
 """
 
+import json
 import math
 import os
 import sys
@@ -23,16 +24,19 @@ from toolkit.ui.progress import (
 )
 
 
-def make_progress(*, total_steps: int | None, enabled: bool) -> ProgressDisplay:
+def make_progress(*, total_steps: int | None, enabled: bool, file: IO[str] | None = None) -> ProgressDisplay:
     """Create the progress display for standard output.
 
     Args:
         total_steps: Optimizer steps of the run, including earlier launches. ``None`` if another limit ends the run. The
             attribute of the same name may be set later.
         enabled: True on rank 0; other ranks print nothing.
+        file: Write JSON lines here instead.
     """
     if not enabled:
         return ProgressDisplay(total_steps)
+    if file is not None:
+        return JSONProgress(total_steps, file)
     if sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
         from toolkit.ui.live import LiveProgress
 
@@ -70,7 +74,7 @@ class PlainProgress(ProgressDisplay):
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._has_steps, self._unprinted = True, (step, metrics)
-        self._pace.step(step)
+        self._pace.step(step, metrics)
         elapsed = self._pace.elapsed()
         if elapsed - self._printed_at >= (1 if elapsed < 60 else 10) or step == self.total_steps:
             self._print_step()
@@ -91,9 +95,43 @@ class PlainProgress(ProgressDisplay):
         elapsed, seconds_left = self._pace.elapsed(), self._pace.seconds_left(step, self.total_steps)
         labels = [f"{label} {value}" for label, value in label_values(metrics, STEP_METRICS)]
         remaining = [f"{format_seconds(seconds_left)} left"] if seconds_left else []
-        self._line(step, *labels, f"elapsed {format_seconds(elapsed)}", *remaining)
+        bottleneck = [text] if (text := self._pace.bottleneck()) else []
+        self._line(step, *labels, f"elapsed {format_seconds(elapsed)}", *remaining, *bottleneck)
         self._printed_at, self._unprinted = elapsed, None
 
     def _line(self, step: int, *parts: str) -> None:
         total = f"/{self.total_steps}" if self.total_steps else ""
         self._print(" | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts]))
+
+
+class JSONProgress(ProgressDisplay):
+    """One JSON object per line for programs: the kind of event, Unix time in seconds, and the event's values."""
+
+    def __init__(self, total_steps: int | None, file: IO[str]) -> None:
+        super().__init__(total_steps)
+        self._file = SafeOutput(file)
+        self._phase = ""
+
+    def event(self, kind: str, **values: object) -> None:
+        values = {"event": kind, "time": round(time.time(), 3), **values}
+        # JSON has no NaN
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps(finite, default=str) + "\n")
+        self._file.flush()
+
+    def phase(self, text: str) -> None:
+        if text != self._phase:
+            self.event("phase", phase=text)
+        self._phase = text
+
+    def _print(self, text: str) -> None:
+        self.event("note", text=text)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self.event("step", **{**metrics, "step": step, "total_steps": self.total_steps})
+
+    def validation(self, step: int, metrics: Metrics) -> None:
+        self.event("validation", step=step, **metrics)
+
+    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
+        self.event("checkpoint", step=step, path=os.fspath(path))

@@ -70,7 +70,7 @@ class LiveProgress(ProgressDisplay):
         self.console.print(Text(text))
 
     def step(self, step: int, metrics: Metrics) -> None:
-        self._pace.step(step)
+        self._pace.step(step, metrics)
         self._step, self._metrics = step, metrics
 
     def validation(self, step: int, metrics: Metrics) -> None:
@@ -86,6 +86,8 @@ class LiveProgress(ProgressDisplay):
 
     def __rich__(self) -> Constrain:
         rows = [Padding(Columns(map(_draw_cell, row), padding=(0, 2)), (0, 0, 0, 1)) for row in self._rows() if row]
+        if bottleneck := self._pace.bottleneck():
+            rows.append(Padding(Text(bottleneck, style="yellow"), (0, 0, 0, 1)))
         # empty line between messages and display
         return Constrain(Group("", self._headline(), *rows), MAX_WIDTH)
 

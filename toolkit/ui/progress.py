@@ -34,6 +34,8 @@ STEP_METRICS: Labels = {
     "peak_memory_gb": ("memory", lambda gigabytes: f"{gigabytes:.3g} GB"),
 }
 """Label and format of each metric."""
+MIN_SHARE = 0.05
+"""Share of the time from which on a part of the run is named, see :meth:`Pace.bottleneck`."""
 VALIDATION_METRICS: Labels = {
     "val_loss": ("loss", format_loss),
     "val_ppl": ("perplexity", format_perplexity),
@@ -70,6 +72,9 @@ class ProgressDisplay:
 
     def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
         """Show that a checkpoint is complete on disk."""
+
+    def event(self, kind: str, **values: object) -> None:
+        """Report a change of the run to programs, for example ``event("start", out_dir="out")``."""
 
     def close(self) -> None:
         """Show the final state and release the terminal. May be called twice."""
@@ -121,6 +126,8 @@ class Pace:
         self._step_end: float | None = None  # end of the last step, plus pauses since then
         self._recent_seconds = self._recent_steps = 0.0  # of steps, exponentially decayed
         self._active = self._paused = 0.0  # seconds since the first step
+        self._recent_wait = 0.0  # for data, decayed like the seconds of steps
+        self._pauses: dict[str, float] = {}  # seconds since the first step, by phase
 
     def elapsed(self) -> float:
         """Return the seconds since the start of the run."""
@@ -130,12 +137,17 @@ class Pace:
         """Set the current phase. Every phase except the one in which steps are reported is a pause."""
         now = self._clock()
         if self._step_end is not None and self._phase != self._phase_of_steps:
-            self._paused += now - self._phase_since
-            self._step_end += now - self._phase_since
+            seconds = now - self._phase_since
+            self._paused += seconds
+            self._pauses[self._phase] = self._pauses.get(self._phase, 0.0) + seconds
+            self._step_end += seconds
         self._phase, self._phase_since = name, now
 
-    def step(self, step: int) -> None:
-        """Record that the steps up to ``step`` are done. Time before the first step (compilation) does not count."""
+    def step(self, step: int, metrics: Metrics | None = None) -> None:
+        """Record that the steps up to ``step`` are done. Time before the first step (compilation) does not count.
+
+        ``metrics`` may have data_wait_s: the mean seconds per step that the slowest rank waited for data.
+        """
         now = self._clock()
         self._phase_of_steps = self._phase
         if self._step_end is not None and step > self._step:
@@ -143,6 +155,8 @@ class Pace:
             decay = math.exp(-seconds / self.SMOOTHED_OVER_SECONDS)
             self._recent_seconds = self._recent_seconds * decay + seconds
             self._recent_steps = self._recent_steps * decay + step - self._step
+            wait = ((metrics or {}).get("data_wait_s") or 0.0) * (step - self._step)
+            self._recent_wait = self._recent_wait * decay + wait
             self._active += seconds
         self._step_end, self._step = now, step
 
@@ -152,6 +166,20 @@ class Pace:
             return None
         pauses = self._paused / self._active if self._active > 0 else 0.0
         return max(total_steps - step, 0) * self._recent_seconds / self._recent_steps * (1 + pauses)
+
+    def bottleneck(self) -> str:
+        """Describe the part besides computation that takes most time, if it is over 5 %; otherwise return "".
+
+        Waiting for data is measured over about the last half minute, pauses since the first step. Communication is not
+        measured: it overlaps with computation.
+        """
+        total = self._active + self._paused
+        if not self._recent_seconds or total <= 0:
+            return ""
+        shares = {phase: seconds / total for phase, seconds in dict(self._pauses).items()}  # the display has a thread
+        shares["waiting for data"] = self._recent_wait / self._recent_seconds * self._active / total
+        part = max(shares, key=shares.__getitem__)
+        return f"{part}: {100 * shares[part]:.0f} % of the time" if shares[part] > MIN_SHARE else ""
 
 
 class SafeOutput:

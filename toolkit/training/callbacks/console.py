@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from toolkit.checkpoints.store import FINAL
 from toolkit.data.chat.sources import tokenizer_template
 from toolkit.data.sft.instruct import InstructionData
+from toolkit.errors import one_line
 from toolkit.models.families import export_error
 from toolkit.reporting.page import REPORT
 from toolkit.training.callbacks.base import Callback
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 
 class Console(Callback):
     """Reports to the trainer's display, see :mod:`toolkit.ui.progress`."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        where = {"step": trainer.progress.step, "total_steps": trainer.display.total_steps, "out_dir": trainer.out_dir}
+        trainer.display.event("start", command=trainer.args.command, **where)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        message = one_line(error) or type(error).__name__
+        trainer.display.event("end", status="failed", step=trainer.progress.step, error=message)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         step = trainer.progress.step
@@ -43,6 +52,8 @@ class Console(Callback):
             display.message(f"report: {place}/{REPORT}")
         for command in next_commands(trainer):
             display.message(f"  {command}")
+        counts = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
+        display.event("end", status="finished", **counts, model=final_model(trainer))
 
 
 def final_model(trainer: Trainer) -> Path | str:
