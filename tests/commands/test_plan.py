@@ -47,6 +47,18 @@ def test_batch_arithmetic_and_parameters(capsys):
     assert planned["fits"] is None and planned["advice"] == []
 
 
+def test_learning_rates(capsys):
+    options = ["pretrain", "pythia-160m", "--train.lr_warmup_steps", "50", "--train.max_steps"]
+    rates = plan(capsys, *options, "1000")["learning_rate"]
+    assert rates["by_step"] == {"1": pytest.approx(8e-6), "50": pytest.approx(4e-4), "1000": pytest.approx(4e-5)}
+    assert len(rates["curve"]) == 20 and rates["curve"][-1] == pytest.approx(4e-5)
+    assert main(["plan", *options, "1000"]) == 0
+    line = "LR         cosine, 8.0e-06 at step 1, 4.0e-04 at step 50, 4.0e-05 at step 1,000  ▁█"
+    assert f"\n{line}" in capsys.readouterr().out
+    # rows may be shorter than assumed: the run may have more steps than the plan knows
+    assert plan(capsys, *options[:-1], "--train.max_tokens", "1e6")["learning_rate"] is None
+
+
 def test_70b_model_takes_140_gb_in_16_bits(capsys):
     planned = plan(capsys, "finetune_lora", "meta-llama/Llama-2-70b-hf", "--train.max_seq_length", "512")
     assert planned["memory_gb"]["weights"] == pytest.approx(138, abs=2)

@@ -1,7 +1,7 @@
 """Plan a run before it starts, with the functions that the run uses: settings, parameters and memory."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
 from toolkit.models.gpt import GPT, Block
-from toolkit.optim.schedule import build_schedule, describe_scaling
+from toolkit.optim.schedule import Schedule, build_schedule, describe_scaling
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.memory_inputs import with_known_vocabulary
@@ -64,6 +64,13 @@ class RunPlan:
         if train.lr_scaling == "none":
             return None
         return describe_scaling(train, build_schedule(train, self.steps, defaults), defaults)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The LR schedule; None if the length of the run is unknown, or estimated to be less than the warm-up."""
+        with suppress(UserError):
+            return build_schedule(self.args.train, self.steps, self.args.defaults)
+        return None
 
     @property
     def precision_hint(self) -> str | None:

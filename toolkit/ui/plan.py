@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from toolkit.ui.formats import format_learning_rate
+
 _GB = 1e9
 _DESCRIPTIONS = {
     "weights": "",
@@ -55,6 +57,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
         "precision": config.precision,
         "precision_hint": plan.precision_hint,
         "lr_scaling": plan.lr_scaling,
+        "learning_rate": None if plan.schedule is None else _learning_rates(plan.schedule),
         "optimizer": config.optimizer["name"],
         "global_batch_size": config.batch.global_batch_size,
         "micro_batch_size": config.batch.micro_batch_size,
@@ -76,6 +79,21 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
         "fits": None if device_memory_gb is None else fits,
         "advice": [{name: round(v, 3) if type(v) is float else v for name, v in vars(a).items()} for a in advice],
     }
+
+
+def _learning_rates(schedule: Any) -> dict[str, Any]:
+    """Return the learning rate at the first step, after the warm-up and at the last step, and at 20 even steps."""
+    last = schedule.total_steps or max(1, schedule.warmup_steps)
+    points = {step: schedule.learning_rate(step - 1) for step in (1, max(1, schedule.warmup_steps), last)}
+    curve = [schedule.learning_rate(round(i * (last - 1) / 19)) for i in range(20)]
+    return {"schedule": schedule.shape, "by_step": points, "curve": curve}
+
+
+def _format_learning_rates(rates: dict[str, Any]) -> str:
+    """Return ``cosine, 8.0e-06 at step 1, 4.0e-04 at step 50, 4.0e-05 at step 1,000  ▁▄██▇▆...``."""
+    points = [f"{format_learning_rate(rate)} at step {step:,}" for step, rate in rates["by_step"].items()]
+    bars = "".join("▁▂▃▄▅▆▇█"[round(7 * rate / max(rates["curve"]))] for rate in rates["curve"])
+    return f"{', '.join([rates['schedule'], *points])}  {bars}"
 
 
 def speed_summary(
@@ -129,6 +147,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"{readers} device{'s' if readers > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated{sharded}",
         *([f"           micro batch {reason}"] if (reason := summary["reasons"].get("train.micro_batch_size")) else []),
         *([f"           {scaled}"] if (scaled := summary["lr_scaling"]) else []),
+        *([f"LR         {_format_learning_rates(rates)}"] if (rates := summary["learning_rate"]) else []),
         f"Compiler   {summary['compiler']}{f' ({why})' if (why := summary['reasons'].get('compiler')) else ''}",
         f"Recompute  {_RECOMPUTED[summary['activation_checkpointing']]}",
         f"Tokens     {summary['tokens_per_step']:,} per step, sequences of {summary['max_seq_length']:,}",
