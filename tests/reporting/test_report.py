@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from helpers.browser import find_browser, open_browser
 from helpers.processes import common_flags, finish, pretrain
 from helpers.small_runs import text_data
 
@@ -96,6 +97,32 @@ def test_page_is_self_contained_and_escapes_what_the_run_wrote(evil, capsys):
     assert main(["report", str(evil), "--format", "md"]) == 0
     markdown = re.sub("```.*?```", "", capsys.readouterr().out, flags=re.DOTALL)
     assert "<script>" not in markdown and "&lt;script&gt;" in markdown
+
+
+def test_browser_draws_zooms_and_runs_no_text_of_the_run(finished, evil, tmp_path):
+    if (browser := find_browser()) is None:
+        pytest.skip("no Chromium: set CHROMIUM to its path")
+    path = tmp_path / "page.html"
+    path.write_text(render_page(read_runs([str(finished[0]), str(evil)])))
+    with open_browser(browser, tmp_path / "profile") as page:
+        page.open(path, "document.querySelectorAll('.u-over').length >= 6")
+        assert page.evaluate("document.title").startswith("Report: finished")
+        where = "(r => [r.x, r.y, r.width, r.height])(document.querySelector('.u-over').getBoundingClientRect())"
+        x, y, width, height = page.evaluate(where)
+
+        def steps_at(share: float) -> int:
+            page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + share * width, y=y + height / 2)
+            return int(page.evaluate("document.querySelector('.u-legend .u-value').innerText"))
+
+        assert (steps_at(0.01), steps_at(0.99)) == (1, 12)
+        page.drag(*((x + share * width, y + height / 2) for share in (0.4, 0.5, 0.7)))
+        assert steps_at(0.01) > 4 and steps_at(0.99) < 11
+        page.evaluate("axis.value = 1; axis.dispatchEvent(new Event('change'))")
+        assert page.evaluate("document.querySelector('.u-legend .u-label').innerText") == "tokens"
+        page.call("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
+        time.sleep(0.5)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        assert page.evaluate("document.title").startswith("Report: finished")
 
 
 def test_several_runs_as_words_or_with_commas(tmp_path, monkeypatch, capsys):

@@ -288,9 +288,10 @@ def test_run_that_was_killed_after_its_last_step_leaves_what_an_uninterrupted_on
     plot = tmp_path / "loss.png"
     for killed_before_it_was_drawn in (plot.unlink, lambda: os.utime(plot, (1, 1))):  # the last one: of a shorter run
         leftover.touch()
+        (tmp_path / "report.html").unlink()
         killed_before_it_was_drawn()
         run_training(arguments(corpus, tmp_path, train={"max_steps": 6, "save_interval": 6}, resume="auto"))
-        assert plot.stat().st_mtime > 1 and not leftover.exists()
+        assert plot.stat().st_mtime > 1 and (tmp_path / "report.html").exists() and not leftover.exists()
 
 
 def test_resume_of_a_finished_run_and_of_an_extended_run(corpus, tmp_path, capsys):

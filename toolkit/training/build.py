@@ -42,6 +42,7 @@ from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.gpus import peak_flops
+from toolkit.reporting.page import write_report
 from toolkit.training import adapters
 from toolkit.training.callbacks import (
     Callback,
@@ -132,7 +133,7 @@ def _find_resume(args: RunArgs, remote: RemoteRun | None, report: Callable[[str]
 
 
 def finish_run(launch: Launch, stack: ExitStack) -> None:
-    """Complete the cleanup, plot and uploads of a finished run, if an earlier launch could not."""
+    """Complete the cleanup, plot, report and uploads of a finished run, if an earlier launch could not."""
     display, state, remote = launch.display, launch.state, launch.remote
     display.message(f"{state.resume_from} has reached step {state.progress.step}: the run is finished, nothing to do")
     if launch.args.dry_run:
@@ -141,6 +142,7 @@ def finish_run(launch: Launch, stack: ExitStack) -> None:
         sweep(launch.out_dir)
         if not is_plot_current(launch.out_dir):
             plot_run(launch.out_dir)
+            write_report(launch.out_dir, "finished")
     if remote is not None:
         ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))
         start_uploads(remote, launch, stack).finish()
