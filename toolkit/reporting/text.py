@@ -35,7 +35,7 @@ def parts(runs: Sequence[RunFacts]) -> Iterator[tuple[str, Any]]:
         yield from (("heading", "Curves"), ("charts", None))
     if any(run.samples for run in runs):
         yield "heading", "Samples over time"
-        yield from (("samples", _samples(run)) for run in runs)
+        yield from (("samples", _samples(run, "" if is_one else f"{run.name}, ")) for run in runs)
     if rows := [cells for run in runs for cells in _checkpoint_rows(run)]:
         head = ["run", "checkpoint", "step", "size", "check"]
         yield "heading", "Checkpoints"
@@ -158,9 +158,9 @@ def _checkpoint_rows(run: RunFacts) -> Rows:
     ]
 
 
-def _samples(run: RunFacts) -> list[tuple[str, str, str]]:
+def _samples(run: RunFacts, prefix: str) -> list[tuple[str, str, str]]:
     return [
-        (f"{run.name}, after step {sample.get('step')}", str(sample.get("prompt")), str(sample.get("text")))
+        (f"{prefix}after step {sample.get('step')}", str(sample.get("prompt")), str(sample.get("text")))
         for sample in reversed(run.samples)
     ]
 

@@ -42,7 +42,7 @@ from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.gpus import peak_flops
-from toolkit.reporting.page import write_report
+from toolkit.reporting.page import REPORT, write_report
 from toolkit.training import adapters
 from toolkit.training.callbacks import (
     Callback,
@@ -59,7 +59,7 @@ from toolkit.training.callbacks import (
     notify,
     overrides,
 )
-from toolkit.training.callbacks.metrics import is_plot_current, plot_run
+from toolkit.training.callbacks.metrics import is_current, plot_run
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.checkpointer import Checkpointer, seed_generators
@@ -140,8 +140,9 @@ def finish_run(launch: Launch, stack: ExitStack) -> None:
         return
     if launch.world.global_rank == 0:
         sweep(launch.out_dir)
-        if not is_plot_current(launch.out_dir):
+        if not is_current(launch.out_dir, "loss.png"):
             plot_run(launch.out_dir)
+        if not is_current(launch.out_dir, REPORT):
             write_report(launch.out_dir, "finished")
     if remote is not None:
         ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))

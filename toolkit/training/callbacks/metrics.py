@@ -86,10 +86,10 @@ class MetricsFile(Callback):
             write_event(trainer.out_dir, "warning", step=trainer.progress.step, text=remarks.pop(0))
 
 
-def is_plot_current(out_dir: Path) -> bool:
-    """Whether ``loss.png`` exists and is not older than the metrics. A run may be killed before it draws the plot."""
-    csv, plot = out_dir / "logs" / "metrics.csv", out_dir / "loss.png"
-    return plot.exists() and not (csv.exists() and plot.stat().st_mtime_ns < csv.stat().st_mtime_ns)
+def is_current(out_dir: Path, name: str) -> bool:
+    """Whether a file about the metrics exists and is not older. A run may be killed before it writes it."""
+    csv, file = out_dir / "logs" / "metrics.csv", out_dir / name
+    return file.exists() and not (csv.exists() and file.stat().st_mtime_ns < csv.stat().st_mtime_ns)
 
 
 def plot_run(out_dir: Path) -> None:

@@ -78,10 +78,11 @@ class Sampler(Callback):
         prompt = " | ".join(" ".join(line.split()) for line in self._text(self.prompt).splitlines() if line.strip())
         if len(prompt) > _MAX_CHARS:
             prompt = f"... {prompt[-_MAX_CHARS:].partition(' ')[2]}"  # do not cut words
-        answer = self._text(tokens).strip() or "(no tokens before EOS)"
+        text = self._text(tokens)
+        answer = text.strip() or "(no tokens before EOS)"
         display.phase("training")
         display.message(f'sample after step {step}, to "{prompt}":\n{textwrap.indent(answer, "    ")}')
-        return self._text(self.prompt), answer
+        return self._text(self.prompt), text if text.strip() else answer
 
     def _text(self, ids: list[int]) -> str:
         if self.tokenizer is None:
