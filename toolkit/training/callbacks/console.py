@@ -44,12 +44,12 @@ class Console(Callback):
         progress, display = trainer.progress, trainer.display
         if trainer.run.skipped_steps:
             display.message(f"GradScaler skipped {trainer.run.skipped_steps} steps")
-        if (trainer.out_dir / REPORT).exists():
-            place = trainer.out_dir if trainer.run.remote is None else trainer.run.remote.url
-            display.message(f"report: {place}/{REPORT}")
         display.message(
             f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {final_model(trainer)}"
         )
+        if (trainer.out_dir / REPORT).exists():
+            place = trainer.out_dir if trainer.run.remote is None else trainer.run.remote.url
+            display.message(f"report: {place}/{REPORT}")
         for command in next_commands(trainer):
             display.message(f"  {command}")
         counts = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
