@@ -168,17 +168,17 @@ def test_version(capsys):
 # ---- several processes
 
 
-def reference_script() -> str:
-    page = (ROOT / "tutorials" / "reference.md").read_text()
-    (script,) = re.findall(r"## From Python\n\n```python\n(.*?)```", page, re.DOTALL)
+def page_script() -> str:
+    page = (ROOT / "tutorials" / "python.md").read_text()
+    (script,) = re.findall(r"`train_module.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
     return script
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
-def test_reference_script_on_two_devices_matches_one_device(tmp_path, monkeypatch, how):
+def test_script_of_the_page_on_two_devices_matches_one_device(tmp_path, monkeypatch, how):
     script = tmp_path / "file.py"
-    script.write_text(reference_script())
+    script.write_text(page_script())
     monkeypatch.chdir(tmp_path)
     process = Forked([], script=script, n_ranks=2) if how == "forked" else start(script.name)
     stdout, stderr = finish(process)

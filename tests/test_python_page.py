@@ -1,4 +1,4 @@
-"""The scripts of tutorials/python.md: run under torchrun with two processes, on local data and a small GPT-2."""
+"""The scripts of python.md, and those of torchrun_scripts.md under torchrun, on local data and a small GPT-2."""
 
 import json
 import os
@@ -15,8 +15,15 @@ from toolkit.api import TrainResult
 from toolkit.data import HuggingFaceText
 from toolkit.data.tokenizer import train_bpe
 
-PAGE = (Path(__file__).parents[1] / "tutorials" / "python.md").read_text()
-SCRIPTS = dict(re.findall(r"`(train_\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+ROOT = Path(__file__).parents[1]
+
+
+def scripts_of(page: str) -> dict[str, str]:
+    text = (ROOT / "tutorials" / f"{page}.md").read_text()
+    return dict(re.findall(r"`(train_\w+\.py)`:\n\n```python\n(.*?)```", text, re.DOTALL))
+
+
+SCRIPTS = scripts_of("torchrun_scripts")
 SMALL = 'model_config={"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 64}, devices="auto", accelerator="cpu",'
 LOCAL = {
     'repo_id="HuggingFaceFW/fineweb-edu", subset="sample-10BT"': 'path="texts/*.jsonl", cache_dir="cache"',
@@ -47,6 +54,17 @@ def workplace(tmp_path_factory, corpus) -> Path:
         (folder / "texts" / f"part-{number}.jsonl").write_text("\n".join(lines))
     train_bpe(texts, 300).save(folder / "checkpoints" / "gpt2")
     return folder
+
+
+def test_page_begins_with_a_run_of_train(workplace, monkeypatch, capsys):
+    """The first script as it stands, in 4 steps; test_api.py runs the second one."""
+    monkeypatch.chdir(workplace)
+    (workplace / "my_texts").symlink_to("texts")
+    scripts = scripts_of("python")
+    assert list(scripts) == ["train_text.py", "train_module.py"]
+    exec(re.sub(r'"max_steps": \d+', '"max_steps": 4', scripts["train_text.py"]), {})
+    printed = capsys.readouterr().out
+    assert re.search(r"^loss \d+\.\d{3} after 8,192 tokens: out/text/final\n.", printed, re.M)
 
 
 def test_arguments_of_the_scripts_are_known(monkeypatch, tmp_path, capsys):

@@ -1,0 +1,63 @@
+"""The pages: links and anchors exist, the site lists every page, and a page answers its question in 1,200 words."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "tutorials").glob("*.md"))
+TABLES = {"models.md", "reference.md"}  # long tables: generated, or compared with the code by tests
+TO_SPLIT = {
+    "convert.md",
+    "extend.md",
+    "finetune.md",
+    "parallelism.md",
+    "performance.md",
+    "preferences.md",
+    "pretrain.md",
+}
+TO_SPLIT |= {"troubleshooting.md"}
+
+
+def text_of(path: Path) -> str:
+    """Return the page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+
+
+def anchors_of(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", text_of(path), re.M)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).replace("`", "") for title in titles]
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in plain}
+
+
+def test_every_link_and_anchor_exists():
+    broken = []
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "AGENTS.md"]:
+        for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)]*))?\)", text_of(page)):
+            path = page.parent / target if target else page
+            if not path.exists() or (anchor and anchor not in anchors_of(path)):
+                broken.append((page.name, target, anchor))
+    assert not broken
+
+
+def test_names_of_pages_in_code_and_files_exist():
+    files = [
+        path for folder in ("toolkit", "scripts", "config_hub", "extensions") for path in (ROOT / folder).rglob("*")
+    ]
+    named = {
+        (path.name, name)
+        for path in files
+        if path.suffix in (".py", ".yaml", ".md", ".sh")
+        for name in re.findall(r"tutorials/(\w+\.md)", path.read_text())
+    }
+    assert len(named) > 10 and not [(file, name) for file, name in named if ROOT / "tutorials" / name not in PAGES]
+
+
+def test_the_site_lists_every_page():
+    nav = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert not [page.name for page in PAGES if f"'{page.name}'" not in nav]
+
+
+def test_a_page_has_less_than_1200_words():
+    assert {page.name: n for page in PAGES if (n := len(page.read_text().split())) >= 1200}.keys() <= TABLES | TO_SPLIT
