@@ -46,11 +46,11 @@ Every file of [config_hub](../config_hub) with its command. Only the last column
   as `--train.max_seq_length`.
 
 To add a measurement, run the command, then `python scripts/write_recipes.py --add OUT_DIR FILE --hardware "one RTX
-4090"`, and open a pull request with the new file of [config_hub/measured](../config_hub/measured) and this page.
+4090"`, and open a pull request with the new file of `config_hub/measured` and this page.
 """
 COLUMNS = "| command | hardware | planned memory | predicted time | measured |\n|---|---|---|---|---|\n"
 END = """
-The logs of the measurements are in [config_hub/measured](../config_hub/measured): figures, commit, versions, and the
+The logs of the measurements are in `config_hub/measured`: figures, commit, versions, and the
 rows of `metrics.csv` with a validation. `python scripts/write_recipes.py` writes this page; a test compares it.
 """
 
