@@ -7,7 +7,7 @@ Every figure comes from a process of the real product: `toolkit pretrain`, `litg
 the same random tokens, with the same number of threads, optimizer, and glibc settings (keep freed memory). Runs are
 interleaved (A B C A B C ...), so that machine slowdowns affect all products; ratios are computed within each round.
 `--matrix` runs all benchmarks of this folder, see benchmark_matrix.py.
-benchmark_products.py runs the products; tutorials/performance.md describes how to create the peer environments.
+benchmark_products.py runs the products; tutorials/benchmarking.md describes how to create the peer environments.
 """
 
 import argparse
@@ -64,10 +64,10 @@ NOTES_ON_SETTINGS = [
 ]
 LITGPT_ENVIRONMENT = (
     "create an environment with litgpt, requests, boto3, obstore, tifffile and `pip install --no-deps litdata`, "
-    "see tutorials/performance.md, and specify its Python: --litgpt_python PATH"
+    "see tutorials/benchmarking.md, and specify its Python: --litgpt_python PATH"
 )
 TRANSFORMERS_ENVIRONMENT = (
-    "create an environment with torch, transformers and accelerate, see tutorials/performance.md, and specify its "
+    "create an environment with torch, transformers and accelerate, see tutorials/benchmarking.md, and specify its "
     "Python: --transformers_python PATH"
 )
 

@@ -26,7 +26,7 @@ Models that toolkit imports from and exports to Hugging Face. The architecture i
 of the folder does not matter. The names at the end of this page are for training from scratch (`toolkit pretrain NAME`)
 and planning (`toolkit plan NAME`). For the multimodal Gemma 3 (`model_type` gemma3), Mistral Small 3.1 and Ministral 3
 (mistral3), the text model is imported. Not supported: Qwen3-Next (linear attention); for unsupported variants of the
-types below, see [convert.md](convert.md#from-a-folder). To add a family, see [extend.md](extend.md).
+types below, see [convert.md](convert.md#from-a-folder). To add a family, see [extend_family.md](extend_family.md).
 
 Every model type below is tested on random weights in both directions: logits equal to transformers' in fp32 and bf16,
 also with a KV cache and with packed documents, a bit-exact round trip of the weights, and one step of full finetuning

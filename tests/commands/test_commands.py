@@ -134,8 +134,11 @@ def test_every_config_starts_with_its_command_and_parses(path, capsys, monkeypat
             assert shown[group] == (shown[group] | values if isinstance(values, dict) else values)
 
 
+PAGES = {"pretrain": 3, "streaming": 3, "mixture": 1, "remote_storage": 3, "reference": 0}
+
+
 @pytest.mark.parametrize(
-    ("page", "count"), [("README.md", 4), ("tutorials/pretrain.md", 3), ("tutorials/reference.md", 0)]
+    ("page", "count"), [("README.md", 4), *((f"tutorials/{name}.md", n) for name, n in PAGES.items())]
 )
 def test_page_names_only_existing_options(page, count, capsys, monkeypatch):
     """Every `toolkit ...` line of the page parses, with its options, and every file that it links is there."""

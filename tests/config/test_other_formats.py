@@ -315,7 +315,9 @@ def test_run_of_mingpt(tmp_path, monkeypatch, corpus, web):
     monkeypatch.chdir(tmp_path)
     Path("gpt2_train_cfg.yaml").write_text(re.sub("https://.*", f"{web}/input.txt", MINGPT).replace("0.05", "1.0"))
     Path("input.txt").write_text("".join(file.read_text() for file in sorted(corpus.iterdir())))
-    command = re.search(r"^toolkit (pretrain .*gpt2_train_cfg.*)$", (TUTORIALS / "pretrain.md").read_text(), re.M)[1]
+    command = re.search(r"^toolkit (pretrain .*gpt2_train_cfg.*)$", (TUTORIALS / "from_nanogpt.md").read_text(), re.M)[
+        1
+    ]
     model = "--model_config.n_layer 1 --model_config.n_head 2 --model_config.n_embd 16 --data.num_workers 0"
     assert main([*command.split(), *model.split(), *SMALL.split()]) == 0
     config = yaml.safe_load(Path("out/final/model_config.yaml").read_text())

@@ -24,7 +24,7 @@ from toolkit.planning.compatibility import ROWS, find_conflicts, require_compati
 from toolkit.planning.facts import Facts
 from toolkit.planning.run_args import RunArgs
 
-PAGE = Path(__file__).parents[2] / "tutorials" / "reference.md"
+PAGE = Path(__file__).parents[2] / "tutorials" / "compatibility.md"
 ARGS = RunArgs(
     command="pretrain",
     data=SyntheticTokens(),

@@ -21,7 +21,7 @@ INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, S
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``toolkit ARGV`` and return its exit code (see tutorials/reference.md)."""
+    """Run ``toolkit ARGV`` and return its exit code (see tutorials/run_files.md)."""
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):  # not called by another program
         sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: unencodable text must not end a command
     try:

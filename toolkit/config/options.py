@@ -381,7 +381,7 @@ class RunOptions:
         profile: Record a trace of a few steps on every rank in out_dir/profile, and print a time breakdown.
         profiler: Profiler options.
         callbacks: Class paths of callbacks, separated by commas, such as my_module.MyCallback; in YAML also a list of
-            class_path and init_args. See tutorials/extend.md.
+            class_path and init_args. See tutorials/extend_callback.md.
         timeout: Minutes before an unresponsive process aborts the run. auto: 30 until the first step, then 5.
         seed: Random seed of initial weights or adapters, and of the data order.
         dry_run: Do everything up to the first step, print sample rows, the plan and the files that the run would write,
