@@ -44,6 +44,15 @@ def test_names_of_pages_in_code_and_files_exist():
     assert len(named) > 10 and not [(file, name) for file, name in named if ROOT / "tutorials" / name not in PAGES]
 
 
+def test_sections_that_messages_name_exist():
+    """A message ends with ``(see PAGE: SECTION)``, in lower case or as the heading has it."""
+    sources = [path.read_text() for path in (ROOT / "toolkit").rglob("*.py")]
+    named = {pair for source in sources for pair in re.findall(r"\(see (\w+): ([\w -]+)\)", source)}
+    assert {section.lower() for _, section in named} >= {"out of memory", "diverging", "hanging", "nccl"}
+    for page, section in named:
+        assert section.lower().replace(" ", "-") in anchors_of(ROOT / "tutorials" / f"{page}.md"), (page, section)
+
+
 def test_the_site_lists_every_page():
     nav = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert not [page.name for page in PAGES if f"'{page.name}'" not in nav]

@@ -149,7 +149,7 @@ def test_commands_for_users_of_other_tools_run(page, tmp_path):
     blocks = [block for block in commands_of(page) if re.search("SmolLM2|pico-llama|CharText", block)]
     assert blocks
     for block in blocks:
-        block = re.sub(r"^toolkit download .*\n", "", block.replace("2000", "20"), flags=re.M)
+        block = re.sub(r"^toolkit download .*\n", "", block.replace("2000", "200"), flags=re.M)
         run(block, tmp_path, CUDA_VISIBLE_DEVICES="")
         for out_dir in re.findall(r"--out_dir (\S+)", block):
             assert (tmp_path / out_dir / "final" / "COMPLETE").exists()

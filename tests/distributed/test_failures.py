@@ -36,7 +36,7 @@ from toolkit.distributed.shutdown import ShutdownCoordinator
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import PeerLostError
 
-ABORTING = "; aborting. --resume auto continues from"
+ABORTING = "; aborting (see troubleshooting: hanging). --resume auto continues from"
 
 
 def slow(*values):

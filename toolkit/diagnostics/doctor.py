@@ -50,7 +50,7 @@ from toolkit.training.short_run import ShortRunTrainer, short_run_args
 _MAX_SKEW = 1.0  # seconds
 _MAX_LISTED_RANKS = 64
 _MODEL = "pico-llama"
-_NCCL_HINT = "NCCL_DEBUG=INFO shows what NCCL does, NCCL_SOCKET_IFNAME selects its network"
+_NCCL_HINT = "NCCL_DEBUG=INFO shows what NCCL does, NCCL_SOCKET_IFNAME selects its network (see troubleshooting: NCCL)"
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def run_single_process(
         process.join()
         number = -(process.exitcode or 0)
         how = f"was killed by {signal.Signals(number).name}" if number > 0 else f"exited with code {-number}"
-        hint = "; possibly out of memory" if number == signal.SIGKILL else ""
+        hint = "; possibly out of memory (see troubleshooting: out of memory)" if number == signal.SIGKILL else ""
         raise CommandError(f"one process: {how}{hint}") from None
     process.join()
     if records is not None:

@@ -83,7 +83,9 @@ class RunGroup:
             f"MASTER_ADDR {host}, MASTER_PORT {port}",
             f"within {self.timeouts.first / 60:g} minutes",
         )
-        hint = "start all processes, let every node reach this address, or raise --timeout"
+        hint = (
+            "start all processes, let every node reach this address, or raise --timeout (see troubleshooting: hanging)"
+        )
         try:
             store = open_store(host, port, self.timeouts.first, is_host=rank == 0)
         except TimeoutError as error:
@@ -142,7 +144,8 @@ class RunGroup:
             self._wait_for_ranks("ready", "for all ranks to have the data")
         except TimeoutError as error:
             waited = f"for {self.timeouts.first / 60:g} minutes"
-            raise PeerLostError(f"no answer from {error} {waited}; raise --timeout if it needs longer") from None
+            hint = "raise --timeout if it needs longer (see troubleshooting: hanging)"
+            raise PeerLostError(f"no answer from {error} {waited}; {hint}") from None
         lifeline.is_watching = False
         rank, size = self.world.global_rank, self.world.world_size
         if not ranks.is_distributed():

@@ -25,7 +25,7 @@ from toolkit.io.threads import call_with_timeout
 PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
 EXIT_TIMEOUT_S = 5.0  # for the processes of a failed run to exit
 KILL_AFTER_S = 30.0  # then a hanging process of a failed run is killed
-_ABORTING = "; aborting"
+_ABORTING = "; aborting (see troubleshooting: hanging)"
 
 children: list[subprocess.Popen] = []
 """Processes of local ranks 1, 2, ..., in the process that launched them."""

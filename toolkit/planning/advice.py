@@ -248,6 +248,9 @@ _STEPS: list[Step] = [
 ]  # fmt: skip
 
 
+_PAGE = " (see troubleshooting: out of memory)"
+
+
 def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> UserError:
     """Return an out-of-memory error with a memory breakdown and suggested changes.
 
@@ -262,7 +265,7 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> Use
         hint = "a smaller one" if size != 1 else "shorter sequences or more devices"
         if args.block_classes and args.train.activation_checkpointing != "full":
             hint = f"--train.activation_checkpointing full, or {hint}"
-        return UserError(f"{start}; use {hint}")
+        return UserError(f"{start}; use {hint}{_PAGE}")
     plan = plan_run(args, spec)
     # the run did not fit even if the estimate says so: other processes may use device memory
     limit = min(device_memory(spec.device), 0.9 * plan.memory.total) / 1e9
@@ -271,7 +274,7 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> Use
     if is_auto and changes and MICRO_BATCH_SIZE not in changes:
         changes += f", with --{MICRO_BATCH_SIZE} {size}"
     hint = f"use {changes}" if changes else "use a smaller model"
-    return UserError(f"{start}: this run needs about {format_memory(plan.memory)}; {hint}")
+    return UserError(f"{start}: this run needs about {format_memory(plan.memory)}; {hint}{_PAGE}")
 
 
 @contextmanager

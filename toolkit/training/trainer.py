@@ -185,7 +185,8 @@ class Trainer:
             if skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
                 raise GuardError(
                     f"step {progress.step + 1}: no fp16 loss scale gave a finite gradient in {skipped_in_a_row} steps; "
-                    "lower --train.learning_rate, or use --precision bf16-mixed or 32-true"
+                    "lower --train.learning_rate, or use --precision bf16-mixed or 32-true "
+                    "(see troubleshooting: diverging)"
                 )
             run.advance(totals["n_inputs"])
             run.ready_at = time.perf_counter()
@@ -272,7 +273,7 @@ class Trainer:
             run.saver.finish_after(error, is_on_all_ranks=True)
             raise GuardError(
                 f"step {self.progress.step + 1} is not finite: {error}. No checkpoint includes this step; "
-                "lower --train.learning_rate or inspect these samples"
+                "lower --train.learning_rate or inspect these samples (see troubleshooting: diverging)"
             ) from None
         run.skipped_steps += result.skipped
         return result

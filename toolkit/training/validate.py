@@ -76,7 +76,8 @@ def validate_run(run: Run) -> dict[str, float]:
     if not math.isfinite(metrics.get("val_loss", 0.0)):
         raise GuardError(
             f"the validation loss after step {run.state.progress.step} is {metrics['val_loss']}: weights contain "
-            "NaN or Inf; no checkpoint was saved; lower --train.learning_rate and resume with --resume auto"
+            "NaN or Inf; no checkpoint was saved; lower --train.learning_rate and resume with --resume auto "
+            "(see troubleshooting: diverging)"
         )
     return metrics
 
