@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import time
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from toolkit.commands.pretrain import setup
 from toolkit.planning.run_args import hyperparameters
 from toolkit.planning.training_options import pretrain as pretrain_options
 from toolkit.reporting.events import parse_events, write_event
-from toolkit.reporting.page import render_page
+from toolkit.reporting.page import render_page, write_report
 from toolkit.reporting.run import read_run, read_runs
 from toolkit.reporting.series import parse_metrics, reduce_lines
+from toolkit.ui.console import make_progress
 from toolkit.ui.plots import smooth
 
 EVIL = "</script><script>document.title='evil'</script><img src=x onerror=\"document.title='evil'\">"
@@ -181,6 +183,8 @@ def test_status_of_running_killed_failed_and_resumed_runs(tmp_path):
     run = write_run(tmp_path / "run")
     with exclusive_lock(run):
         assert read_run(run).status == "running"
+        assert write_report(run, "stopped: SIGTERM") is None
+    assert "Stopped: SIGTERM at step 2, after 20 tokens" in (run / "report.html").read_text()
     assert read_run(run).status == "stopped"
     write_event(run, "end", error="disk full")
     assert read_run(run).status == "stopped: disk full"
@@ -214,6 +218,41 @@ def test_command_repeats_the_run(tmp_path):
     assert shlex.split(run.command)[:3] == ["toolkit", "pretrain", "pico-llama"]
     assert resolved(shlex.split(run.command)[2:]) == resolved(words)
     assert set(run.changed) == {"model_name", *(word[2:] for word in words if word.startswith("--"))}
+
+
+def test_run_of_an_older_version_or_from_python(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "logs" / "events.jsonl").unlink()
+    write_checkpoint(
+        run / "final", lambda tmp: (tmp / "hyperparameters.yaml").write_text("{seed: 7, checkpoint_dir: a}")
+    )
+    facts = read_run(run)
+    assert (facts.changed["seed"], facts.command) == ((7, 42), "toolkit finetune_full a --seed 7")
+    write_event(run, "launch", settings={"seed": 8}, is_repeatable=False)
+    assert (read_run(run).settings, read_run(run).command) == ({"seed": 8}, "")
+
+
+def test_comparison_names_runs_and_settings(tmp_path, capsys):
+    a = write_run(tmp_path / "a" / "run", "2,20,1\n1,10,4\n3,30,2\n", "step,tokens,val_loss", seed=42)
+    b = write_run(tmp_path / "b" / "run", seed=42, checkpoint_dir="x", train={"global_batch_size": 16}, objective="DPO")
+    write_event(a, "launch", settings={"train": {"global_batch_size": 64}, "model_name": "x" * 400})
+    assert main(["report", str(a), str(b), "--format", "md"]) == 0
+    text = capsys.readouterr().out
+    assert "**a/run**" in text and "| train.global\\_batch\\_size |  | 64 | 16 |" in text
+    assert f"| model\\_name | null | {'x' * 300}... | pico-llama |" in text
+    assert "the validation loss is 2.0000, and was lowest at step 2: 1.0000" in text.lower()
+    assert "nats per token" in render_page(read_runs([str(a)]))
+    assert "nats per token" not in render_page(read_runs([str(b)]))
+
+
+def test_display_keeps_notes_and_warnings(capsys, recwarn):
+    show = warnings.showwarning
+    with make_progress(total_steps=None, enabled=True) as display:
+        warnings.warn("odd", RuntimeWarning, stacklevel=1)
+        for line in ("note: a", "warning: b", "saved c"):
+            display.message(line)
+        assert display.remarks[-3:] == ["RuntimeWarning: odd", "note: a", "warning: b"]
+    assert warnings.showwarning is show and len(recwarn) == 1 and "saved c" in capsys.readouterr().out
 
 
 def test_checkpoints_and_their_checks(tmp_path):
@@ -258,9 +297,12 @@ def test_run_on_s3(tmp_path, monkeypatch, capsys):
         for path in run.rglob("*"):
             if path.is_file():
                 server.client.upload_file(str(path), BUCKET, f"some/{path.relative_to(tmp_path).as_posix()}")
-        (facts,) = read_runs([f"s3://{BUCKET}/some/run"])
+        (facts,) = read_runs([f"s3://{BUCKET}/some/run/"])
         assert main(["report", f"s3://{BUCKET}/some/run"]) == 0 and Path("report.html").exists()
         assert main(["report", f"s3://{BUCKET}/some/none"]) == 2
+        server.client.delete_object(Bucket=BUCKET, Key="some/run/final/COMPLETE")
+        server.client.put_object(Bucket=BUCKET, Key="some/run/.lease.json", Body=b"{}")
+        assert read_run(f"s3://{BUCKET}/some/run").status == "running, or killed"
     assert facts.columns["loss"].tolist() == [4.0, 3.0] and facts.settings["model_name"] == "pico-llama"
     assert (facts.name, facts.status, facts.checkpoints[0].check) == ("run", "finished", "complete")
     assert "is no run" in capsys.readouterr().err

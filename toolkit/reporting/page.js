@@ -16,6 +16,8 @@
     return size > 0 && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : trim(value);
   }
 
+  const sizeOf = (u, labels) => 16 + 7 * Math.max(6, ...(labels ?? []).map(label => label.length));
+
   // The lines of a chart: their points over the selected axis, and how each is drawn.
   function linesOf([title, unit, columns]) {
     const many = data.runs.length > 1, lines = [];
@@ -71,7 +73,7 @@
       scales: {x: {time: false}, y: {distr: log.checked ? 3 : 1, range: rangeOf}},
       axes: [
         {...side, label: x, size: 34, values: (u, values) => values.map(v => short(v))},
-        {...side, label: chart[1] || undefined, size: 58, values: (u, values) => values.map(v => v == null ? "" : short(v))},
+        {...side, label: chart[1] || undefined, size: sizeOf, values: (u, values) => values.map(v => v == null ? "" : short(v))},
       ],
       series: [{label: x, value: (u, v) => v == null ? "–" : Math.round(v).toLocaleString("en-US")}, ...lines.map(line => ({
         ...line, spanGaps: true, points: {show: !!line.dots, size: 6, fill: line.stroke}, value: (u, v) => short(v),

@@ -61,9 +61,10 @@ def sentences(run: RunFacts) -> list[str]:
     count = launch.get("parameters")
     size = f" ({format_count(count)} parameters)" if isinstance(count, int | float) else ""
     base = settings.get("checkpoint_dir") or settings.get("initial_checkpoint_dir")
-    source = next((f" ({_show(value)})" for key in _SOURCES if (value := settings.get(f"data.{key}"))), "")
+    source: Any = next((value for key in _SOURCES if (value := settings.get(f"data.{key}"))), None)
+    source = ", ".join(map(str, source)) if isinstance(source, dict | list) else source
     what = f"{_VERBS.get(run.training_command, 'Training')} of {model}{size}{f' from {base}' if base else ''}"
-    what += f" on {settings.get('data', 'data')}{source}"
+    what += f" on {settings.get('data', 'data')}{f' ({source})' if source else ''}"
     what += f" with the objective {settings['objective']}" if settings.get("objective") else ""
     step, tokens, seconds = (last(run, name) for name in ("step", "tokens", "seconds"))
     how = f"{run.status[:1].upper()}{run.status[1:]} "
