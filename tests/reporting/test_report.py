@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import time
 import warnings
 from html.parser import HTMLParser
@@ -14,6 +15,7 @@ from helpers.processes import common_flags, finish, pretrain
 from helpers.small_runs import text_data
 
 from toolkit.checkpoints.lock import exclusive_lock
+from toolkit.checkpoints.manifest import parse_manifest
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.cli import main
 from toolkit.cli.parser import parse
@@ -264,6 +266,19 @@ def test_checkpoints_and_their_checks(tmp_path):
     (run / "step-00000001" / "COMPLETE").write_text("{")
     checks = {c.name: c.check for c in read_run(run).checkpoints}
     assert checks["final"] == "damaged: lit_model.pth" and "not a manifest" in checks["step-00000001"]
+
+
+def test_checkpoint_that_is_deleted_meanwhile_is_left_out(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    for name in ("step-00000001", "step-00000002"):
+        write_checkpoint(run / name, lambda tmp: (tmp / "lit_model.pth").touch())
+
+    def parse_and_delete(*args):
+        shutil.rmtree(run / "step-00000001", ignore_errors=True)
+        return parse_manifest(*args)
+
+    monkeypatch.setattr("toolkit.reporting.run.parse_manifest", parse_and_delete)
+    assert [c.name for c in read_run(run).checkpoints] == ["step-00000002"]
 
 
 def test_long_runs_keep_their_spikes_and_stay_small():

@@ -23,7 +23,7 @@
     const many = data.runs.length > 1, lines = [];
     columns.forEach((column, c) => data.lines.forEach((run, r) => {
       if (!run[column]) return;
-      const isVal = column.startsWith("val_"), ofPair = columns.length === 2;
+      const isVal = column.startsWith("val_"), ofPair = columns[1] === "val_" + columns[0];
       const stroke = color("--c" + (many ? (ofPair ? r : r + c * data.runs.length) : c) % 8);
       const label = [many && data.runs[r], (!many || columns.length > 1) && column.replaceAll("_", " ")].filter(Boolean).join(" ");
       const points = kind => {

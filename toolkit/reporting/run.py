@@ -1,6 +1,7 @@
 """Read what a run has written, wherever it is and however far it got."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,14 +125,19 @@ def _open_local(place: str) -> tuple[RunFacts, _Read]:
             run.notes.append(f"{name} cannot be read: {error.strerror}")
             return None
 
-    for name, path in sorted(complete_checkpoints(folder), key=lambda pair: (step_of(pair[1]), pair[0])):
-        sizes = {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
-        run.checkpoints.append(_checkpoint(name, step_of(path), read(f"{path.name}/{COMPLETE}"), sizes))
     try:
+        found = sorted(complete_checkpoints(folder), key=lambda pair: (step_of(pair[1]), pair[0]))
         if (folder / LOCK).exists():
             require_unlocked(folder)
     except UserError:
         run.status = "running"
+    except OSError as error:
+        raise UserError(f"run_dirs {place}: cannot be read: {error.strerror}") from error
+    for name, path in found:
+        with suppress(FileNotFoundError):  # a run in progress deletes old checkpoints
+            sizes = {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
+            checkpoint = _checkpoint(name, step_of(path), read(f"{path.name}/{COMPLETE}"), sizes)
+            run.checkpoints += [checkpoint] if path.exists() else []
     return run, read
 
 
