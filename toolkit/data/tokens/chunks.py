@@ -166,6 +166,7 @@ class ChunkedArray:
     def _error(self, chunk: int, problem: str) -> DataError:
         prepared = self._checksums is not None
         fix = f"delete {self.folder.parent} and prepare the data again" if prepared else "restore this file"
+        fix += " (see streaming: prepared tokens)"
         return DataError(f"{self.folder / self._files[chunk]}: {problem}; {fix}")
 
     def _check_files(self) -> None:

@@ -140,7 +140,7 @@ class IterableRows:
             raise DataError(
                 f"dataset: item {position:,} changed between reads; {type(self._source).__name__} must yield the same "
                 "rows on every rank (toolkit splits them) and in every iteration; seed the shuffle, use "
-                "set_epoch(epoch)"
+                "set_epoch(epoch) (see python: data on several ranks)"
             )
         if is_due and epoch == self._epoch:  # otherwise the state belongs to the previous epoch
             point = {"epoch": epoch, "epoch_start": self._epoch_start, "place": position, "hash": digest}
@@ -166,7 +166,8 @@ class IterableRows:
             if epoch:
                 raise DataError(
                     f"dataset: has ended after {self._next:,} rows, and {type(self._source).__name__} cannot "
-                    "restart; train for fewer steps, or pass an object whose __iter__ starts from the beginning"
+                    "restart; train for fewer steps, or pass an object whose __iter__ starts from the beginning "
+                    "(see python: data on several ranks)"
                 )
             return self._one_shot
         _set_epoch(epoch, self._source)
