@@ -125,7 +125,8 @@ def describe(measured: dict[str, Any], recipe: Recipe) -> str:
     parts = [duration(figures["seconds"]), f"{figures['tokens_per_sec']:,.0f} tokens/s"]
     parts += [f"{figures['peak_memory_gb']:.2f} GB"] if "peak_memory_gb" in figures else []
     parts += [f"{figures[key]:.3f} {text}" for key, text in QUALITIES.items() if key in figures][:1]
-    other = "" if measured["command"] == recipe.command else f"; with `{measured['command']}`"
+    added = measured["command"].removeprefix(recipe.command).strip()
+    other = f"; with `{added}`" if added else ""
     return f"{', '.join(parts)}: {measured['hardware']}, [{measured['commit']}](../{measured['path']}){other}"
 
 
@@ -152,7 +153,9 @@ def add(run_dir: Path, file: str, hardware: str, command: str | None, note: str)
     import torch
 
     with open(run_dir / "logs" / "metrics.csv", newline="") as stream:
-        rows = [{name: float(row[name]) for name in LOGGED if row.get(name)} for row in csv.DictReader(stream)]
+        rows = [
+            {name: round(float(row[name]), 4) for name in LOGGED if row.get(name)} for row in csv.DictReader(stream)
+        ]
     first, last = rows[0], rows[-1]
     figures = {
         "seconds": round(last["seconds"], 1),

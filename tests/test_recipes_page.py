@@ -1,13 +1,18 @@
 """tutorials/recipes.md has every file of config_hub, with its command, planned memory and measurements."""
 
+import importlib
 import importlib.util
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from test_config_hub import FILES, PRESETS
+
+from toolkit.cli.parser import parse
+from toolkit.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| \[`(toolkit .*?)`\]\(\.\./(.*?)\) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", re.M)
@@ -34,13 +39,17 @@ def test_every_file_has_a_row_with_its_command_and_planned_memory():
             assert f"# Planned memory: {memory} per device" in text
 
 
-def test_measured_column_is_that_of_the_measurements(script):
+def test_measured_column_is_that_of_the_measurements(script, monkeypatch):
     cells = {file: last for _, file, *_, last in ROW.findall(PAGE.read_text())}
     measured = script.measurements()
     for recipe in script.recipes():
         found = [script.describe(entry, recipe) for entry in measured if entry["file"] == recipe.file]
         assert cells[recipe.file] == ("<br>".join(found) or "prediction"), "run: python scripts/write_recipes.py"
+    monkeypatch.chdir(ROOT)
     for entry in measured:
+        _, name, *options = shlex.split(entry["command"])
+        module, positionals, _ = COMMANDS[name]
+        assert parse(name, importlib.import_module(module).setup, positionals, options) is not None
         assert entry["file"] in cells and entry["hardware"] and entry["commit"]
         assert entry["log"][-1]["tokens"] == entry["figures"]["tokens"]
 
