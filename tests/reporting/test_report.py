@@ -81,6 +81,7 @@ def test_run_records_what_its_report_needs(finished):
     assert "precision" not in run.changed and "train.micro_batch_size" not in run.changed
     page = (out_dir / "report.html").read_text()
     assert "Finished at step 12, after" in page and run.samples[-1]["text"].split()[0] in page
+    assert page.index("after step 8<") < page.index("after step 4<")
 
 
 def test_failed_report_is_a_note_and_not_the_end_of_the_run(corpus, tmp_path):
@@ -156,6 +157,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     [
         ("step,tokens,loss", "1,10,4\nfoo,bar,baz\n2,20,nan\n3,30,\n4,40,2\n5,50", [4, 2], "2 rows of"),
         ("step,tokens,loss", "1,10,4x\n2,20,inf\n3,30,3\n,40,1\n-1,50,1\n", [3], "3 rows of"),
+        ("step,tokens,loss", "1,10\n99,3,30,3\n2,20,5\n", [5], "2 rows of"),
         ("step,tokens,loss", "", [], "no rows with a column step"),
         ("epoch,loss", "1,4\n", [], "no rows with a column step"),
         ("loss,new,step", "4,,2\n5,,1\n", [5, 4], "no column tokens"),

@@ -51,10 +51,9 @@ def repeat_command(command: str, changed: Mapping[str, tuple[Any, Any]]) -> str:
     words, positional = ["toolkit", command], "model_name" if command == "pretrain" else "checkpoint_dir"
     if positional in changed:
         words.append(shlex.quote(str(changed[positional][0])))
-    for name in sorted(
-        changed.keys() - {positional}, key=lambda name: (name not in _CLASSES, list(changed).index(name))
-    ):
-        value = changed[name][0]
+    for name, (value, _) in changed.items():
+        if name == positional:
+            continue
         if name == "extensions":
             value = ",".join(map(str, value))
         words.append(f"--{name} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}")
