@@ -179,6 +179,7 @@ def test_damaged_events_are_skipped(tmp_path):
     write_event(run, "sample", step=1, prompt="a", text="b")
     assert [event["kind"] for event in parse_events((run / "logs/events.jsonl").read_bytes())] == ["launch", "sample"]
     assert read_run(run).samples[0]["text"] == "b"
+    write_event(run / "logs" / "metrics.csv", "end")  # no folder: training goes on
     write_event(run, "launch", settings="none", environment=3, time="never", parameters="many")
     assert "not recorded" in read_run(run).notes[0] and render_page(read_runs([str(run)]))
 
