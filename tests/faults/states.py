@@ -15,6 +15,7 @@ from helpers.processes import Forked, finish
 from helpers.small_runs import text_data, write_base, write_rows
 
 from tests.faults.core import ROOT, commit
+from tests.faults.shim import load
 from tests.training.test_async_save import state_of
 from toolkit.checkpoints.store import complete_checkpoints
 
@@ -45,7 +46,7 @@ class Kind(NamedTuple):
 
 TWO = ("--devices", "2")
 FSDP = (*TWO, "--strategy", "fsdp")
-LORA = ("finetune_lora", "{base}", "--lora.r", "2")
+LORA = ("finetune_lora", "{base}", "--lora_r", "2")
 KINDS = {
     "ordinary": Kind(),
     "async": Kind(options=("--train.async_save", "true")),
@@ -87,10 +88,11 @@ def command(kind: str, out: Path, *more: str) -> list[str]:
     """Return the words of a run of 6 steps with 2 checkpoints and a validation; it resumes by itself."""
     spec, files = KINDS[kind], shared()
     words = [word.format(base=files["base"]) for word in spec.words]
+    style = ["--data.prompt_style", "plain"]
     data = {
         "text": text_data(files["text"]),
-        "rows": ["--data", "JSON", "--data.json_path", str(files["rows.jsonl"])],
-        "pairs": ["--data", "Preference", "--data.json_path", str(files["pairs.jsonl"])],
+        "rows": ["--data", "JSON", "--data.json_path", str(files["rows.jsonl"]), *style],
+        "pairs": ["--data", "Preference", "--data.json_path", str(files["pairs.jsonl"]), *style],
     }[spec.data]
     lengths = {"global_batch_size": 4, "micro_batch_size": 1, "max_seq_length": 32, "max_steps": 6, "save_interval": 2}
     flags = [part for name, value in lengths.items() for part in (f"--train.{name}", str(value))]
@@ -111,6 +113,7 @@ def command(kind: str, out: Path, *more: str) -> list[str]:
 
 def run(kind: str, out: Path, *more: str, **environ: str) -> Result:
     """Run to its end, whatever it is."""
+    load()
     process = Forked(command(kind, out, *more), **environ)
     texts = finish(process)
     return Result(process.returncode, *texts)
