@@ -13,7 +13,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number
 from toolkit.cli import parser as cli_parser
 from toolkit.commands import pretrain
 from toolkit.config import EvalArgs, TrainArgs
-from toolkit.config.command import class_path, classes_of, parameters_of
+from toolkit.config.classes import class_path, classes_of, parameters_of
 from toolkit.config.types import union_members
 from toolkit.data import DataModule, LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import UserError

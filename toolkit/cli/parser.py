@@ -12,7 +12,8 @@ from typing import Any
 from toolkit.commands import COMMANDS, LISTS, TRAINING, WRAPPING
 from toolkit.config import AUTO
 from toolkit.config.checks import note
-from toolkit.config.command import COMMON_OPTIONS, CommandOptions, OptionValue, class_path
+from toolkit.config.classes import class_path
+from toolkit.config.command import COMMON_OPTIONS, CommandOptions, OptionValue
 from toolkit.config.other_formats import split, translate
 from toolkit.config.other_formats.rules import ForeignConfig
 from toolkit.distributed import rendezvous

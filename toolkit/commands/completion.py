@@ -4,7 +4,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from toolkit.config.command import COMMON_OPTIONS, CommandOptions, parameters_of
+from toolkit.config.classes import parameters_of
+from toolkit.config.command import COMMON_OPTIONS, CommandOptions
 from toolkit.config.types import union_members
 from toolkit.io.paths import is_path_option
 

@@ -4,21 +4,19 @@ jsonargparse resolves the signature and converts the values. The rest is done he
 order of files, classes and flags, it keeps the options of a replaced class, and its errors take many lines.
 """
 
-import importlib
 import inspect
 import json
 import os
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import is_dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
+from toolkit.config.classes import classes_of, kind_of, parameters_of
 from toolkit.config.entries import with_entry
 from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
 from toolkit.config.types import describe, expand_integer, is_restricted, limits, union_members
@@ -75,58 +73,6 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     command.selected = {}
     command.update(command.flatten({n: v for n, v in values.items() if n not in objects}, None))
     return command.arguments(command.resolve()) | objects
-
-
-def classes_of(base: type) -> dict[str, type]:
-    """Return {short name: class} for the subclasses of ``base`` that its package and extensions export."""
-    package = importlib.import_module(base.__module__.rpartition(".")[0])
-    exported = {name: getattr(package, name) for name in package.__all__}
-    derived = {name: c for name, c in exported.items() if inspect.isclass(c) and issubclass(c, base)}
-    classes = {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
-    for name in registered(kind := _kind_of(base), list(classes)):
-        with suppress(UserError):  # report an import error only if the class is chosen
-            classes[name] = load_registered(kind, name)
-    return classes
-
-
-def _kind_of(base: type) -> str:
-    """Return the kind of extension of a base class: "data" for toolkit.data.base.DataModule."""
-    return base.__module__.split(".")[-2]
-
-
-def class_path(cls: type, base: type) -> str:
-    """Return a class's name in options: the short name if there is one, otherwise the import path."""
-    return cls.__name__ if cls in classes_of(base).values() else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parameters of a function or class by name, including those forwarded through ``**kwargs``.
-
-    Uses a private function of jsonargparse (tested with 4.53). The public API offers this only for parsers.
-    """
-    parameters = {p.name: p for p in get_signature_parameters(function, logger=False)}
-    for parameter in parameters.values():
-        if isinstance(parameter.annotation, str):
-            parameter.annotation = _resolve_annotation(function, parameter)
-    for name in parameters.keys() & (declared := inspect.signature(function).parameters).keys():
-        # keep the data module, which jsonargparse converts to a dictionary
-        parameters[name].default = declared[name].default
-    return parameters
-
-
-def _resolve_annotation(function: Callable[..., Any], parameter: Any) -> Any:
-    """Return the type of a parameter, and set it in the signature, where the parser looks for it.
-
-    jsonargparse leaves a postponed annotation as text in classes derived from a dataclass, and then checks no value.
-    """
-    holder = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-    for owner in inspect.getmro(function) if inspect.isclass(function) else (function,):
-        with suppress(NameError, AttributeError, TypeError, SyntaxError):
-            kind = get_type_hints(holder, vars(importlib.import_module(owner.__module__)))[parameter.name]
-            parameter.component.__annotations__[parameter.name] = kind
-            return kind
-    name, kind = f"{function.__module__}.{function.__qualname__}", parameter.annotation
-    raise UserError(f"{name}: type {kind} of {parameter.name} has no value; import it outside `if TYPE_CHECKING`")
 
 
 class CommandOptions:
@@ -252,7 +198,7 @@ class CommandOptions:
             cls = import_object(value.text) if module else choices.get(name)
         except (ImportError, AttributeError, ValueError):
             cls = None
-        if cls is None and name in registered(kind := _kind_of(self.class_options[key])):
+        if cls is None and name in registered(kind := kind_of(self.class_options[key])):
             cls = load_registered(kind, name)  # says why it does not import
         if cls is not None and not (inspect.isclass(cls) and issubclass(cls, self.class_options[key])):
             raise UserError(f"{value.display(key)}: must be a class derived from {self.class_options[key].__name__}")

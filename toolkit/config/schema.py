@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from operator import ge, gt, le, lt
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from toolkit.config.command import CommandOptions, Option, parameters_of
+from toolkit.config.classes import parameters_of
+from toolkit.config.command import CommandOptions, Option
 from toolkit.config.types import is_restricted, union_members
 
 Schema = dict[str, Any]

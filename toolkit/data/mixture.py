@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.command import CommandOptions, OptionValue, class_path
+from toolkit.config.classes import class_path
+from toolkit.config.command import CommandOptions, OptionValue
 from toolkit.data.base import DataModule, PreparedData, Report, is_ragged, mean_length, require, row_count, row_lengths
 from toolkit.errors import UserError, did_you_mean
 

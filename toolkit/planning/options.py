@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config import AUTO
-from toolkit.config.command import classes_of
+from toolkit.config.classes import classes_of
 from toolkit.data import DataModule, HuggingFaceText
 from toolkit.data.chat.sources import require_style
 from toolkit.data.sft.instruct import InstructionData

@@ -25,7 +25,7 @@ from toolkit.config import (
     TrainingCommand,
 )
 from toolkit.config.checks import note
-from toolkit.config.command import class_path
+from toolkit.config.classes import class_path
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
 from toolkit.data.tokens.rows import PythonData

@@ -13,7 +13,8 @@ from lightning.fabric import Fabric
 
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, load_model
 from toolkit.config import Accelerator, Auto, Precision, none_if_auto
-from toolkit.config.command import as_mapping, classes_of, parse_object
+from toolkit.config.classes import classes_of
+from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import DataModule, Mixture, Preference, PythonStdlib
 from toolkit.data.base import choose_seq_length, is_ragged, row_count
 from toolkit.data.batch import Batch, choose_padding

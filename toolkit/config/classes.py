@@ -1,0 +1,65 @@
+"""Classes that options may name, and the parameters of a class or function as jsonargparse resolves them."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
+
+from toolkit.errors import UserError
+from toolkit.extension import load_registered, registered
+
+
+def classes_of(base: type) -> dict[str, type]:
+    """Return {short name: class} for the subclasses of ``base`` that its package and extensions export."""
+    package = importlib.import_module(base.__module__.rpartition(".")[0])
+    exported = {name: getattr(package, name) for name in package.__all__}
+    derived = {name: c for name, c in exported.items() if inspect.isclass(c) and issubclass(c, base)}
+    classes = {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
+    for name in registered(kind := kind_of(base), list(classes)):
+        with suppress(UserError):  # report an import error only if the class is chosen
+            classes[name] = load_registered(kind, name)
+    return classes
+
+
+def kind_of(base: type) -> str:
+    """Return the kind of extension of a base class: "data" for toolkit.data.base.DataModule."""
+    return base.__module__.split(".")[-2]
+
+
+def class_path(cls: type, base: type) -> str:
+    """Return a class's name in options: the short name if there is one, otherwise the import path."""
+    return cls.__name__ if cls in classes_of(base).values() else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parameters of a function or class by name, including those forwarded through ``**kwargs``.
+
+    Uses a private function of jsonargparse (tested with 4.53). The public API offers this only for parsers.
+    """
+    parameters = {p.name: p for p in get_signature_parameters(function, logger=False)}
+    for parameter in parameters.values():
+        if isinstance(parameter.annotation, str):
+            parameter.annotation = _resolve_annotation(function, parameter)
+    for name in parameters.keys() & (declared := inspect.signature(function).parameters).keys():
+        # keep the data module, which jsonargparse converts to a dictionary
+        parameters[name].default = declared[name].default
+    return parameters
+
+
+def _resolve_annotation(function: Callable[..., Any], parameter: Any) -> Any:
+    """Return the type of a parameter, and set it in the signature, where the parser looks for it.
+
+    jsonargparse leaves a postponed annotation as text in classes derived from a dataclass, and then checks no value.
+    """
+    holder = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+    for owner in inspect.getmro(function) if inspect.isclass(function) else (function,):
+        with suppress(NameError, AttributeError, TypeError, SyntaxError):
+            kind = get_type_hints(holder, vars(importlib.import_module(owner.__module__)))[parameter.name]
+            parameter.component.__annotations__[parameter.name] = kind
+            return kind
+    name, kind = f"{function.__module__}.{function.__qualname__}", parameter.annotation
+    raise UserError(f"{name}: type {kind} of {parameter.name} has no value; import it outside `if TYPE_CHECKING`")
