@@ -1,22 +1,16 @@
 """Option groups that validate themselves. Imports no torch."""
 
 from toolkit.config.options import (
-    AUTO,
     COMPILERS,
     FINETUNE,
     PRETRAIN,
     STRATEGIES,
     Accelerator,
     ActivationCheckpointing,
-    Auto,
     CommandDefaults,
-    DDPArgs,
-    Dtype,
     EvalArgs,
-    FSDPArgs,
     LogArgs,
     OptimizerArgs,
-    PipelineArgs,
     Precision,
     ProfilerArgs,
     RunOptions,
@@ -25,6 +19,7 @@ from toolkit.config.options import (
     TrainingCommand,
     none_if_auto,
 )
+from toolkit.config.strategy_options import AUTO, Auto, DDPArgs, Dtype, FSDPArgs, PipelineArgs
 
 __all__ = [
     "AUTO", "COMPILERS", "FINETUNE", "PRETRAIN", "STRATEGIES", "Accelerator", "ActivationCheckpointing", "Auto",
