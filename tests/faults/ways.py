@@ -5,10 +5,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.faults import kill_calls, ranks
+from tests.faults import fuzz, kill_calls, ranks
 from tests.faults.core import Trial, Way, attempt
 
-WAYS: dict[str, Way] = {way.name: way for way in (kill_calls.WAY, ranks.WAY)}
+WAYS: dict[str, Way] = {way.name: way for way in (kill_calls.WAY, ranks.WAY, fuzz.WAY)}
 
 
 def make(trial: Trial) -> dict[str, Any]:

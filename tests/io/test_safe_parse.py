@@ -26,6 +26,9 @@ def test_excessive_content_is_a_value_error():
         parse_yaml("&a [*a]")
     with pytest.raises(ValueError, match="could not determine a constructor"):
         parse_yaml("!!python/object/apply:os.getcwd []")
+    for text in ("!!int _", "!!float ._", "!!timestamp 99999-99-99", "!!binary a", "2020-02-31", "!!bool maybe"):
+        with pytest.raises(ValueError):
+            parse_yaml(text)
 
 
 def test_usual_content_is_read():

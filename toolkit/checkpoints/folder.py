@@ -57,7 +57,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             raise ValueError("vocab_size is missing")
         return config
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {one_line(error)}") from error
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; give a model folder") from error
     except (OSError, ValueError, TypeError) as error:

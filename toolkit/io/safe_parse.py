@@ -99,7 +99,7 @@ def parse_yaml(content: bytes | str) -> Any:
         mark, texts = error.problem_mark or error.context_mark, (error.context, error.problem)
         place = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(place + ", ".join(text for text in texts if text)) from error
-    except (yaml.YAMLError, TypeError, KeyError, OverflowError) as error:  # the last three: invalid values
+    except (yaml.YAMLError, TypeError, LookupError, OverflowError, AttributeError) as error:  # or an invalid value
         raise ValueError(one_line(error)) from error
 
 

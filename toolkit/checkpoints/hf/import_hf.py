@@ -22,7 +22,7 @@ from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_f
 from toolkit.checkpoints.weights import require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import malloc_trim
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
@@ -128,7 +128,7 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
     try:
         config = config_from_hf(values)
     except UserError as error:
-        raise UserError(f"hf_dir {hf_dir}: {error}") from error
+        raise UserError(f"hf_dir {hf_dir}: {one_line(error)}") from error
     return dataclasses.replace(config, name=config.name or name)
 
 
