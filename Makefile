@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 # --compile-bytecode: where Python may not write it at run time, every start of a process would compile torch anew.
 UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt --override overrides.txt
 
-.PHONY: pretrain test test-all test-faults lint format docs clean train-free-fsdp train-baseline-fsdp compare
+.PHONY: pretrain test test-all test-faults test-gpu lint format docs clean train-free-fsdp train-baseline-fsdp compare
 
 pretrain: $(VENV)/.core
 	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto
@@ -24,6 +24,11 @@ test-all: $(VENV)/.test
 # Hours; FAULTS=quick: 15 minutes. A second start continues. Writes tests/faults/faults.json and tutorials/reliability.md.
 test-faults: $(VENV)/.test
 	$(BIN)/python -m tests.faults $(if $(filter quick,$(FAULTS)),--quick)
+
+# On a machine with CUDA, about 10 minutes; without it, says that nothing was run.
+test-gpu: $(VENV)/.test
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/toolkit doctor --prove
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -3,12 +3,15 @@
 from jsonargparse.typing import PositiveFloat
 
 from toolkit.config import AUTO, Accelerator, Auto, Strategy
+from toolkit.errors import require_option
 
 
 def setup(
     comm: bool = False,
     check_grads: bool = False,
     topology: bool = False,
+    prove: bool = False,
+    json: str | None = None,
     devices: int | Auto = AUTO,
     num_nodes: int | Auto = AUTO,
     accelerator: Accelerator = "auto",
@@ -20,14 +23,19 @@ def setup(
 
     Launch it like a run: directly with --devices and --num_nodes, with torchrun, or with SLURM.
 
-    The exit code is 0 if all checks pass, 1 if a process does not answer (its rank, host and pid are named), and 3 if a
-    collective or a gradient is wrong. Warnings do not change it. Tokens and keys are never printed.
+    The exit code is 0 if all checks pass, 1 if a process does not answer (its rank, host and pid are named) or a row of
+    --prove fails, and 3 if a collective or a gradient is wrong. Warnings do not change it. Tokens and keys are never
+    printed.
 
     Args:
         comm: Check the values and measure the bandwidth of all-reduce, all-gather, reduce-scatter and point-to-point
             transfers between all processes.
         check_grads: Train one step of a small model on all processes and on one, and compare every gradient.
         topology: Show how the GPUs of this node are connected (nvidia-smi topo -m), and warn of slow pairs.
+        prove: Instead, compare every path that exists only for CUDA with its reference: kernels, precisions, compiled
+            runs, sharding, checkpoints, memory and speed. Takes up to ten minutes, uses all GPUs of this machine, and
+            names the option that avoids what fails. Without a GPU no comparison is run.
+        json: File for the results of --prove.
         devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
         accelerator: Device type.
@@ -35,6 +43,12 @@ def setup(
         timeout: Minutes to wait for a process that does not start or answer. auto: 5.
         out_dir: Folder of your runs, to show its free disk space.
     """
+    require_option(json is None or prove, "json", json, "has no effect without --prove")
+    if prove:
+        from toolkit.diagnostics.prove import prove as run_rows
+
+        run_rows(json)
+        return
     try:
         from toolkit.diagnostics.doctor import DoctorOptions, examine
     except Exception:  # torch or Lightning does not import

@@ -52,10 +52,15 @@ def run_single_process(
     raise error
 
 
+def is_launcher_variable(name: str) -> bool:
+    """Whether a launcher such as torchrun or SLURM sets this environment variable for its processes."""
+    return name.startswith(_LAUNCHERS) or name in _RANKS
+
+
 def _run(sender: Connection, args: RunArgs, steps: int, device: str, micro_batch_size: int | None, quiet: bool) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
     for name in list(os.environ):
-        if name.startswith(_LAUNCHERS) or name in _RANKS:
+        if is_launcher_variable(name):
             del os.environ[name]
     try:
         with redirect_stdout(io.StringIO()) if quiet else nullcontext():

@@ -119,15 +119,15 @@ def check_kernel(case: KernelCase) -> str | None:
     """Compare a kernel with masked fp32 attention on small random inputs; return an error message or None."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            error = _largest_error(case)
+            error = largest_error(case)
     except Exception as raised:  # the kernel or torch.compile may raise anything
         lines = str(raised).strip().splitlines()
         return f"{type(raised).__name__}: {lines[0] if lines else ''}"
     return None if error <= TOLERANCE else f"a relative error of {error:.3g} in the self-check"
 
 
-def _largest_error(case: KernelCase) -> float:
-    """Return the largest relative error of output and gradients; inf if a value is not finite."""
+def largest_error(case: KernelCase) -> float:
+    """Return the largest relative error of output and gradients, see :func:`check_kernel`; inf if one is not finite."""
     T, (n_head, n_groups, width) = 320, case.heads
     n_head, n_groups = 2 * n_head // n_groups, 2
     generator = torch.Generator().manual_seed(0)  # a separate generator keeps the run's RNG state

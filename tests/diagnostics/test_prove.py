@@ -1,0 +1,115 @@
+"""`toolkit doctor --prove`: its rows on a CPU, and what it says of failures and of machines without CUDA."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from toolkit import cli
+from toolkit.diagnostics import prove_kernels, prove_runs
+from toolkit.diagnostics.prove import ROWS, prove
+from toolkit.diagnostics.prove_kernels import KERNELS
+from toolkit.diagnostics.prove_row import NotRunError, Outcome, Row
+from toolkit.diagnostics.prove_runs import RUNS
+from toolkit.errors import CommandError
+
+NEEDS_CUDA = {row.name for row in KERNELS if row.name.startswith(("flash", "flex"))} | {"loss, compiled", "CUDA graph"}
+
+
+def results_of(path):
+    return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def raises(error):
+    def run(machine):
+        raise error
+
+    return run
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_cuda_nothing_is_run(capsys, tmp_path):
+    assert cli.main(["doctor", "--prove", "--json", str(tmp_path / "rows.json")]) == 0
+    out, results = capsys.readouterr().out, results_of(tmp_path / "rows.json")
+    assert out.splitlines()[0].startswith("Proof on no CUDA device, torch ")
+    assert out.splitlines()[-1] == f"0 held, 0 failed, {len(ROWS)} not run" and "\x1b" not in out
+    assert len(results) == len(ROWS), "names are not unique"
+    assert {(row["result"], row["reason"]) for row in results.values()} == {("not run", "no CUDA device")}
+
+
+def test_what_fails_is_named_with_the_option_that_avoids_it(capsys, tmp_path):
+    path = tmp_path / "rows.json"
+    rows = [
+        Row("good", "a and b", "--a", lambda machine: Outcome(0.5, 0.5)),
+        Row("far", "a and b", "--b 1", lambda machine: Outcome(0.6, 0.5)),
+        Row("nan", "a and b", "--c", lambda machine: Outcome(math.nan, 0.5)),
+        Row("raises", "a and b", "--d", raises(RuntimeError("no kernel\nmore"))),
+        Row("exits", "a and b", "--e", lambda machine: machine.command("plan pretrain no-such-model")),
+        Row("missing", "a and b", "--f", raises(NotRunError("one GPU"))),
+    ]
+    with pytest.raises(CommandError, match="4 of 6 rows failed: far; nan; raises; exits$") as caught:
+        prove(str(path), rows, "cpu")
+    assert caught.value.exit_code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "1 held, 4 failed, 1 not run" and len(lines) == 9
+    for text in ("held [a and b]", "FAILED: avoid with --b 1 [", "FAILED: avoid with --c: the difference is not finite",
+                 "--d: RuntimeError: no kernel more [", "not run: one GPU ["):  # fmt: skip
+        assert sum(text in line for line in lines) == 1, text
+    assert "no-such-model" in results_of(path)["exits"]["reason"]
+
+
+def test_no_row_starts_after_the_end_of_the_time(capsys):
+    prove(None, KERNELS[:2], "cpu", seconds=0)
+    assert capsys.readouterr().out.count("not run: no time left") == 2
+
+
+def test_kernels_on_a_cpu(tmp_path):
+    prove(str(tmp_path / "rows.json"), KERNELS, "cpu")
+    results = results_of(tmp_path / "rows.json")
+    assert {name for name, row in results.items() if row["reason"] == "needs CUDA"} == NEEDS_CUDA
+    assert all(row["result"] == "held" for name, row in results.items() if name not in NEEDS_CUDA)
+
+
+@pytest.mark.parametrize("name", ["fused_attention", "head_loss", "grouped_product", "mm_out_fp32"])
+def test_wrong_kernels_fail(name, monkeypatch):
+    right = getattr(prove_kernels, name)
+
+    def wrong(*args, **kwargs):
+        if name == "mm_out_fp32":
+            right(*args)
+            args[0].mul_(1.001)
+            return None
+        return 1.001 * right(*args, **kwargs)
+
+    monkeypatch.setattr(prove_kernels, name, wrong)
+    rows = [row for row in KERNELS if row.name in ("attention, grouped", "loss", "experts", "fp32 products")]
+    with pytest.raises(CommandError, match="^1 of 4 rows failed"):
+        prove(None, rows, "cpu")
+
+
+@pytest.mark.slow
+def test_runs_on_a_cpu(tmp_path):
+    prove(str(tmp_path / "rows.json"), RUNS, "cpu")
+    reasons = {row["name"]: row["reason"] for row in results_of(tmp_path / "rows.json").values() if row["reason"]}
+    assert reasons == {
+        "fp16 scaler": "needs CUDA",
+        "FSDP": "one GPU",
+        "collectives": "one GPU",
+        "planned memory": "needs CUDA",
+        "predicted speed": "needs CUDA",
+    }
+
+
+def test_a_wrong_curve_and_a_wrong_resume_fail(monkeypatch, tmp_path):
+    """With metrics and weights in place of runs."""
+    losses = {"a": [6.0, 5.0], "b": [6.0, 5.1]}
+    monkeypatch.setattr(prove_runs, "metrics_of", lambda out, name: losses[out.name])
+    monkeypatch.setattr(prove_runs, "load_weights", lambda folder: {"w": torch.ones(2) * (folder.parent.name == "a")})
+
+    class Machine:
+        def train(self, options, device=""):
+            return tmp_path / ("b" if options in ("--precision 32-true", "--deterministic true") else "a")
+
+    assert prove_runs._curve("--precision bf16-true", 0.01, Machine()).figure == pytest.approx(0.1 / 5.1)
+    assert prove_runs._weights("--deterministic true --train.async_save true", "final", Machine()) == (1, 0)
