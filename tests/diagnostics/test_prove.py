@@ -30,7 +30,7 @@ def raises(error):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_cuda_nothing_is_run(capsys, tmp_path):
-    assert cli.main(["doctor", "--prove", "--json", str(tmp_path / "rows.json")]) == 0
+    assert cli.main(["doctor", "--prove", "--json_path", str(tmp_path / "rows.json")]) == 0
     out, results = capsys.readouterr().out, results_of(tmp_path / "rows.json")
     assert out.splitlines()[0].startswith("Proof on no CUDA device, torch ")
     assert out.splitlines()[-1] == f"0 held, 0 failed, {len(ROWS)} not run" and "\x1b" not in out

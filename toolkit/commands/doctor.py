@@ -11,7 +11,7 @@ def setup(
     check_grads: bool = False,
     topology: bool = False,
     prove: bool = False,
-    json: str | None = None,
+    json_path: str | None = None,
     devices: int | Auto = AUTO,
     num_nodes: int | Auto = AUTO,
     accelerator: Accelerator = "auto",
@@ -35,7 +35,7 @@ def setup(
         prove: Instead, compare every path that exists only for CUDA with its reference: kernels, precisions, compiled
             runs, sharding, checkpoints, memory and speed. Takes up to ten minutes, uses all GPUs of this machine, and
             names the option that avoids what fails. Without a GPU no comparison is run.
-        json: File for the results of --prove.
+        json_path: File for the results of --prove.
         devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
         accelerator: Device type.
@@ -43,11 +43,11 @@ def setup(
         timeout: Minutes to wait for a process that does not start or answer. auto: 5.
         out_dir: Folder of your runs, to show its free disk space.
     """
-    require_option(json is None or prove, "json", json, "has no effect without --prove")
+    require_option(json_path is None or prove, "json_path", json_path, "has no effect without --prove")
     if prove:
         from toolkit.diagnostics.prove import prove as run_rows
 
-        run_rows(json)
+        run_rows(json_path)
         return
     try:
         from toolkit.diagnostics.doctor import DoctorOptions, examine
