@@ -158,7 +158,8 @@ def train(
 
     Raises:
         UserError: invalid arguments; nothing has been written.
-        GuardError, StoppedBySignalError, PeerLostError: as on the command line, see :mod:`toolkit.errors`.
+        GuardError, StoppedBySignalError, StoppedByFileError, PeerLostError: as on the command line, see
+            :mod:`toolkit.errors`.
         SystemExit: on the other ranks, if rank 0 raises one of these.
     """
     args = read_run_args(

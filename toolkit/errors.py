@@ -48,6 +48,12 @@ class StoppedBySignalError(CommandError, RuntimeError):
         self.exit_code = 128 + signal_number
 
 
+class StoppedByFileError(CommandError, RuntimeError):
+    """A file STOP stopped the run after its state was saved."""
+
+    exit_code = 0
+
+
 class TerminatedError(KeyboardInterrupt):
     """SIGTERM before a run handles signals. Like Ctrl-C, ``except Exception`` does not catch it."""
 

@@ -82,6 +82,7 @@ class TrainArgs:
         lr_base_batch: Global batch size for which learning_rate and warm-up were tuned. auto: the default batch size.
         min_lr: Learning rate at the end of the schedule. auto: a tenth of the peak.
         max_norm: Gradient clipping norm; 0 disables clipping.
+        max_skipped: Stop with an error after more than this many steps in a row without an update.
         activation_checkpointing: Recompute activations in the backward pass to save memory. selective: save the outputs
             of attention and every second matrix product; full: save only the inputs of the blocks.
         save_interval: Optimizer steps between checkpoints. auto: a fifth of the run, at least 5 steps. 0 saves at the
@@ -111,6 +112,7 @@ class TrainArgs:
     lr_base_batch: int | Auto = AUTO
     min_lr: float | Auto = AUTO
     max_norm: float = 1.0
+    max_skipped: int = 50
     activation_checkpointing: ActivationCheckpointing = "none"
     save_interval: int | Auto = AUTO
     save_every_minutes: float | Auto | None = AUTO
@@ -132,7 +134,9 @@ class TrainArgs:
             "train", self, "global_batch_size", "micro_batch_size", "max_steps", "max_tokens", "epochs", "max_time",
             "max_seq_length", "learning_rate", "lr_base_batch", "save_every_minutes", "log_interval", "patience",
         )  # fmt: skip
-        require_not_negative("train", self, "lr_warmup_steps", "min_lr", "max_norm", "save_interval", "keep_last")
+        require_not_negative(
+            "train", self, "lr_warmup_steps", "min_lr", "max_norm", "max_skipped", "save_interval", "keep_last"
+        )
         name, fraction = "train.lr_warmup_fraction", self.lr_warmup_fraction
         both = fraction is not None and self.lr_warmup_steps != AUTO
         require_option(fraction is None or 0 <= fraction < 1, name, fraction, "must be at least 0 and less than 1")

@@ -1,5 +1,6 @@
 """Define the state of a run, and resolve its configuration and devices."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from toolkit.distributed.device import count_devices, pick_accelerator
 from toolkit.distributed.launch import Timeouts
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.distributed.world import WorldInfo, detect_world
-from toolkit.errors import UserError
+from toolkit.errors import GuardError, UserError
 from toolkit.objectives.base import Objective
 from toolkit.optim.update import Update
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
@@ -24,10 +25,12 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback, Sampler, overrides
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.checkpointer import Checkpointer
+from toolkit.training.control_files import ControlFiles
 from toolkit.training.data_reader import DataReader
 from toolkit.training.garbage import GarbageCollection
 from toolkit.training.saving import Saver
 from toolkit.training.start_state import StartState
+from toolkit.training.step import StepResult
 from toolkit.training.throughput import StepTimes
 
 
@@ -77,7 +80,7 @@ class Run(Launch):
         optimizer: The optimizer as Fabric wraps it.
         seconds_before: Total seconds of earlier launches.
         ready_at: Time when this rank last left a collective. Its work until the next collective delays all ranks.
-        skipped_steps: Steps that the fp16 GradScaler skipped in this launch.
+        skipped_steps: Steps in this launch without an update, because of the fp16 GradScaler or a spike.
     """
 
     padding: Padding
@@ -93,9 +96,13 @@ class Run(Launch):
     saved_at: float = 0.0
     validated_at: float = 0.0
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     stop_reason: str | None = None
     step_times: StepTimes = field(default_factory=StepTimes)
     garbage: GarbageCollection = field(default_factory=GarbageCollection)
+
+    def __post_init__(self) -> None:
+        self.control_files = ControlFiles(self.out_dir)
 
     @property
     def objective(self) -> Objective:
@@ -109,6 +116,23 @@ class Run(Launch):
         progress.samples += self.config.batch.global_batch_size
         if total is not None:
             progress.samples = min(progress.samples, total)  # the last batch of an epoch may be short
+
+    def count_skipped(self, result: StepResult) -> None:
+        """Count skipped steps. Raises GuardError after more than ``--train.max_skipped`` in a row."""
+        self.skipped_steps += result.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        if self.skipped_in_a_row <= self.args.train.max_skipped:
+            return
+        step, times = f"step {self.state.progress.step + 1}", f"in {self.skipped_in_a_row} steps"
+        if math.isfinite(result.grad_norm):
+            raise GuardError(
+                f"{step}: skipped as a spike of the loss or the gradient norm, as all {times} (--train.max_skipped); "
+                "lower --train.learning_rate, or raise --train.skip_spikes (see troubleshooting: diverging)"
+            )
+        raise GuardError(
+            f"{step}: no fp16 loss scale gave a finite gradient {times}; lower --train.learning_rate, or use "
+            "--precision bf16-mixed or 32-true (see troubleshooting: diverging)"
+        )
 
     def overlap(self) -> None:
         """Do host work while the device computes a step."""

@@ -16,9 +16,6 @@ from toolkit.objectives.inputs import original_module
 from toolkit.optim.update import Update
 from toolkit.training.trace import BACKWARD, FORWARD
 
-MAX_SKIPPED_IN_A_ROW = 50
-"""Fail after more skipped steps in a row, because the fp16 GradScaler will not find a finite scale."""
-
 
 class StepResult(NamedTuple):
     loss: float

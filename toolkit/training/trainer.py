@@ -18,7 +18,7 @@ from toolkit.distributed.memory import disable_malloc_trim
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import GuardError, StoppedBySignalError, UserError
+from toolkit.errors import GuardError, StoppedByFileError, StoppedBySignalError, UserError
 from toolkit.objectives.base import total_counts
 from toolkit.optim.update import set_learning_rate
 from toolkit.planning.limits import Intervals, Progress, build_intervals, is_due
@@ -28,13 +28,14 @@ from toolkit.training.build import build_callbacks, build_run, build_update, fin
 from toolkit.training.callbacks import Callback, notify, notify_exception
 from toolkit.training.callbacks.base import callback_states, load_callback_states
 from toolkit.training.callbacks.upload import finish_uploads
+from toolkit.training.control_files import SAVE_NOW, STOP
 from toolkit.training.dry_run import report_dry_run
 from toolkit.training.pipeline_step import pipeline_step
 from toolkit.training.python_args import TrainResult, names_arguments, read_run_args, run_from_python
 from toolkit.training.rank_consistency import require_shared_disk
 from toolkit.training.run import Run, resolve_run
 from toolkit.training.saving import Saver
-from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
+from toolkit.training.step import StepResult, train_step
 from toolkit.training.trace import DATA_WAIT
 from toolkit.training.trainer_names import PYTHON_OBJECTS, extract_dataset, translate
 from toolkit.training.validate import validate_run
@@ -115,7 +116,7 @@ class Trainer:
 
         Raises:
             GuardError: the loss, the gradient or the weights are not finite, or replicas differ.
-            StoppedBySignalError: a signal was received; the state has been saved.
+            StoppedBySignalError, StoppedByFileError: a signal or a file STOP stopped the run; the state has been saved.
             PeerLostError, PeerShutdownError: see :func:`toolkit.distributed.launch.launch_processes`.
             DataError: data could not be read during the run; the state has been saved.
             CallbackError: a callback failed.
@@ -164,7 +165,7 @@ class Trainer:
             return
         intervals = build_intervals(self.args.train, self.args.eval, limits)
         run.ready_at = run.saved_at = run.validated_at = time.perf_counter()
-        step_seconds, skipped_in_a_row, first_step = 0.0, 0, progress.step + 1
+        step_seconds, first_step = 0.0, progress.step + 1
         self.model.train()
         self.display.phase("training")
         while True:
@@ -181,13 +182,7 @@ class Trainer:
             learning_rate = run.state.schedule.learning_rate(progress.step)
             counts = {name: totals[f"normalizer {name}"] for name in run.objective.normalizers}
             result = self._step(micro_batches, counts, learning_rate)
-            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-            if skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
-                raise GuardError(
-                    f"step {progress.step + 1}: no fp16 loss scale gave a finite gradient in {skipped_in_a_row} steps; "
-                    "lower --train.learning_rate, or use --precision bf16-mixed or 32-true "
-                    "(see troubleshooting: diverging)"
-                )
+            run.count_skipped(result)
             run.advance(totals["n_inputs"])
             run.ready_at = time.perf_counter()
             step_seconds = run.ready_at - started_at
@@ -231,14 +226,17 @@ class Trainer:
             time_is_up=int(seconds_left <= step_seconds),
             eval_is_due=int(started_at - run.validated_at >= (intervals.eval_seconds or math.inf)),
             save_is_due=int(started_at - run.saved_at >= (intervals.save_seconds or math.inf)),
+            **run.control_files.look(),
         )
 
     def _stops_before_step(self, totals: dict[str, int], signals: SignalWatch, is_first: bool) -> bool:
-        """Whether a callback requested a stop. Raises after a signal or a read error."""
+        """Whether a callback requested a stop. Raises after a signal, a read error or a file STOP."""
         if totals["signalled"]:
             self._stop_for_signal(signals)
         if totals["cannot_read"]:
             self._stop_for_data(is_first)
+        if totals[STOP]:
+            self._stop_for_file()
         if totals["should_stop"]:
             reason = self.run.stop_reason or "requested by another rank"
             self.display.message(f"stopping after step {self.progress.step}: {reason}")
@@ -258,10 +256,12 @@ class Trainer:
             notify(self.callbacks, "on_validation_end", self, validation)
             self.run.garbage.collect()
             self.run.ready_at = self.run.validated_at = time.perf_counter()
-        if not is_last and (is_due(intervals.save_steps, step) or totals["save_is_due"]):
+        if not is_last and (is_due(intervals.save_steps, step) or totals["save_is_due"] or totals[SAVE_NOW]):
             self.run.saver.start(f"step-{step:08d}")
             self.run.garbage.collect()
             self.run.ready_at = self.run.saved_at = time.perf_counter()
+        if totals[SAVE_NOW]:
+            self.run.control_files.remove(SAVE_NOW)
 
     def _step(self, micro_batches: list[Batch], counts: dict[str, int], learning_rate: float) -> StepResult:
         run = self.run
@@ -275,7 +275,6 @@ class Trainer:
                 f"step {self.progress.step + 1} is not finite: {error}. No checkpoint includes this step; "
                 "lower --train.learning_rate or inspect these samples (see troubleshooting: diverging)"
             ) from None
-        run.skipped_steps += result.skipped
         return result
 
     # ---- interface for callbacks
@@ -377,19 +376,23 @@ class Trainer:
 
     def _stop_for_signal(self, signals: SignalWatch) -> None:
         signal_number = max(ranks.all_gather_object(signals.received))
-        folder = self.save(f"step-{self.progress.step:08d}")
+        message = self._save_early()
         finish_uploads(self.callbacks)  # a second Ctrl-C interrupts this wait
         signals.ignore()
-        raise StoppedBySignalError(
-            signal_number, f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
-        )
+        raise StoppedBySignalError(signal_number, message)
+
+    def _stop_for_file(self) -> None:
+        message = self._save_early()
+        finish_uploads(self.callbacks)
+        self.run.control_files.remove(STOP)
+        raise StoppedByFileError(message)
 
     def _stop_for_data(self, is_first: bool) -> None:
-        saved = None
-        if not is_first:
-            folder = self.save(f"step-{self.progress.step:08d}")
-            saved = f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
-        self.run.reader.raise_error(saved)
+        self.run.reader.raise_error(None if is_first else self._save_early())
+
+    def _save_early(self) -> str:
+        folder = self.save(f"step-{self.progress.step:08d}")
+        return f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
 
 
 def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:

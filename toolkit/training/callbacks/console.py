@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from toolkit.checkpoints.store import FINAL
 from toolkit.data.chat.sources import tokenizer_template
 from toolkit.data.sft.instruct import InstructionData
-from toolkit.errors import one_line
+from toolkit.errors import StoppedByFileError, one_line
 from toolkit.models.families import export_error
 from toolkit.reporting.page import REPORT
 from toolkit.training.callbacks.base import Callback
@@ -28,7 +28,8 @@ class Console(Callback):
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         message = one_line(error) or type(error).__name__
-        trainer.display.event("end", status="failed", step=trainer.progress.step, error=message)
+        status = "stopped" if isinstance(error, StoppedByFileError) else "failed"
+        trainer.display.event("end", status=status, step=trainer.progress.step, error=message)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         step = trainer.progress.step
