@@ -1,5 +1,6 @@
 """Untrusted model folders and unwritable paths: one-line errors, bounded time and memory."""
 
+import errno
 import io
 import os
 import resource
@@ -295,3 +296,13 @@ def test_conversion_on_a_full_disk_is_a_one_line_error(tmp_path, capsys):
             assert shown.startswith(f"toolkit {command}: out_dir {tmp_path / 'disk/out'}: ") and shown.count("\n") == 1
             assert "No space left on device" in shown or "File too large" in shown
             assert not list((tmp_path / "disk").iterdir())
+
+
+def test_a_disk_that_is_full_at_the_lock_is_one_line(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(UserError, match=r"--out_dir .*: cannot write .lock: No space left on device"):
+        with exclusive_lock(tmp_path / "run"):
+            pass

@@ -30,9 +30,11 @@ def exclusive_lock(out_dir: Path) -> Iterator[None]:
         _locks.add(file)
         try:
             if _lock(file, out_dir):
-                file.truncate(0)
-                file.write(f"{os.getpid()}\n")
-                file.flush()
+                try:
+                    os.ftruncate(file.fileno(), 0)
+                    os.write(file.fileno(), f"{os.getpid()}\n".encode())  # closing would write a full buffer again
+                except OSError as error:  # a full disk
+                    raise UserError(f"--out_dir {out_dir}: cannot write {LOCK}: {error.strerror or error}") from error
             yield
         finally:
             _locks.discard(file)
