@@ -140,6 +140,19 @@ def test_s1_failed_replacement_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     assert (tmp_path / "final" / "lit_model.pth").read_text() == "old"
 
 
+def test_s1_failing_disk_is_one_line_and_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    make(tmp_path / "final", content="old")
+
+    def failing(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(UserError, match="--out_dir .*: Input/output error while writing final; check the disk"):
+        make(tmp_path / "final", content="new")
+    assert names(tmp_path) == ["final"]
+    assert (tmp_path / "final" / "lit_model.pth").read_text() == "old"
+
+
 def test_s1_manifest_is_synced_last(tmp_path, monkeypatch):
     synced, order = store.sync, []
 

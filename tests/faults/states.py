@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import time
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -127,6 +128,9 @@ def undisturbed(kind: str) -> Path:
         new = folder.with_name(f"{folder.name}.{os.getpid()}")
         result = run(kind, new / "out")
         assert result.code == 0, result.err
+        begin = time.monotonic()
+        assert run(kind, new / "again").code == 0  # the first one has prepared the data and started a server
+        (new / "seconds").write_text(str(time.monotonic() - begin))
         try:
             new.rename(folder)
         except OSError:
@@ -134,16 +138,25 @@ def undisturbed(kind: str) -> Path:
     return folder / "out"
 
 
-def require_same_result(kind: str, out: Path) -> None:
-    """Compare a finished run with the undisturbed one: weights, moments, losses, and that all checkpoints are there."""
+def seconds(kind: str) -> float:
+    """Return the duration of an undisturbed run."""
+    return float((undisturbed(kind).parent / "seconds").read_text())
+
+
+def require_same_result(kind: str, out: Path, saves_more: bool = False, has_log: bool = True) -> None:
+    """Compare a finished run with the undisturbed one: weights, moments, losses, and that all checkpoints are there.
+
+    ``saves_more``: a signal has saved one, or one was damaged, so that others may be kept. ``has_log``: metrics.csv was
+    not damaged.
+    """
     expected = undisturbed(kind)
-    assert losses(out) == losses(expected), "the losses differ"
+    assert not has_log or losses(out) == losses(expected), "the losses differ"
     first, second = state_of(out / "final"), state_of(expected / "final")
     assert first.keys() == second.keys(), "the final checkpoints have other tensors"
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert not different, f"{len(different)} tensors differ, such as {different[0]}"
     names = [{name for name, _ in complete_checkpoints(folder)} for folder in (out, expected)]
-    assert names[0] == names[1], f"checkpoints {names[0]} instead of {names[1]}"
+    assert saves_more or names[0] == names[1], f"checkpoints {names[0]} instead of {names[1]}"
     left = [path.name for path in out.iterdir() if path.name.startswith(".tmp")]
     assert not left, f"temporary files are left: {left}"
 
@@ -157,3 +170,10 @@ def require_intact(out: Path) -> None:
 def require_one_line(result: Result) -> None:
     lines = result.err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("toolkit "), f"stderr is not one line: {result.err[-500:]}"
+
+
+def require_named_line(result: Result, *texts: str) -> None:
+    """Require one line that ends the command, with these texts."""
+    assert result.code in (1, 2, 3), f"exit code {result.code}: {result.err[-500:]}"
+    require_one_line(result)
+    assert all(text in result.err for text in texts), f"{result.err.strip()} has not all of {texts}"

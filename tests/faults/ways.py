@@ -5,10 +5,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.faults import fuzz, kill_calls, ranks
+from tests.faults import corruption, disks, fuzz, kill_calls, kill_random, ranks, signals
 from tests.faults.core import Trial, Way, attempt
 
-WAYS: dict[str, Way] = {way.name: way for way in (kill_calls.WAY, ranks.WAY, fuzz.WAY)}
+_MODULES = (kill_calls, kill_random, signals, disks, corruption, ranks, fuzz)
+WAYS: dict[str, Way] = {module.WAY.name: module.WAY for module in _MODULES}
 
 
 def make(trial: Trial) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _OLD = ".old-"
 _STEP = re.compile(r"step-(\d+)")
 # Only the process that holds the lock of a run's folder writes such names, so existing ones are stale.
 _UNFINISHED = re.compile(rf"{re.escape(TMP)}(.+-)?({re.escape(_OLD)})?(step-\d+|{FINAL}|{BEST})(-\d+)?")
+_BROKEN = (errno.EIO, errno.EROFS)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
@@ -303,6 +304,12 @@ def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str 
         )
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # from save_sharded
         return f"{error}; choose a folder that all ranks can write to"
+    if (
+        isinstance(error, OSError)
+        and error.errno in _BROKEN
+        and folder.parent in Path(str(error.filename or tmp)).parents  # fsync and write name no file
+    ):
+        return f"{error.strerror} while writing {folder.name}; check the disk, or choose another folder"
     if isinstance(error, OSError) and not os.path.exists(tmp):
         # creating tmp or one of its parents may fail with any errno (/proc reports ENOENT)
         is_creation_error = error.filename is not None and Path(str(error.filename)) in (tmp, *tmp.parents)
@@ -312,14 +319,14 @@ def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str 
 
 
 def disk_full_reason(error: BaseException | None) -> str | None:
-    """Return the reason if a full disk, a quota or a file size limit caused the error, else None."""
+    """Return the reason if a full or failing disk, a quota or a file size limit caused the error, else None."""
     while error is not None and not isinstance(error, UserError):
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return error.strerror
         # torch's zip writer, given a path, loses the errno and reports a short write like this.
         if isinstance(error, RuntimeError) and re.search(r"unexpected pos|PytorchStreamWriter", str(error)):
             reason = disk_full_reason(error.__cause__ or error.__context__)
-            return reason or os.strerror(errno.ENOSPC)
+            return reason or f"{os.strerror(errno.ENOSPC)}, or the disk failed"
         error = error.__cause__ or error.__context__
     return None
 

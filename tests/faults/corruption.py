@@ -1,0 +1,104 @@
+"""A flipped bit in each file of a finished run, or a lost end: it is named, refused, repaired or harmless."""
+
+import random
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from helpers.processes import Forked, finish
+
+from tests.faults.core import Way
+from tests.faults.shim import load
+from tests.faults.states import KINDS, Result, require_one_line, require_same_result, run, shared, undisturbed
+
+ROUNDS = 5
+"""Each file is damaged so often in both ways."""
+
+
+def files_of(kind: str) -> list[str]:
+    """Return the paths of a finished run's files and of its data cache, relative to the folder of both."""
+    out, cache = undisturbed(kind), shared()["folder"] / "cache"
+    names = [f"out/{path.relative_to(out)}" for path in out.rglob("*") if has_content(path)]
+    names += [f"cache/{path.relative_to(cache)}" for path in cache.rglob("*") if has_content(path)]
+    return sorted(names)
+
+
+def has_content(path: Path) -> bool:
+    return path.is_file() and path.name != ".lock" and path.stat().st_size > 0
+
+
+def seeds(kind: str, quick: bool) -> Iterable[int]:
+    n = 2 * len(files_of(kind))
+    return range(0, n, 9) if quick else range(ROUNDS * n)
+
+
+def damage(path: Path, chance: random.Random, is_cut: bool) -> None:
+    content = bytearray(path.read_bytes())
+    at = chance.randrange(len(content))
+    if is_cut:
+        content = content[:at]
+    else:
+        content[at] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def trial(kind: str, seed: int, folder: Path) -> None:
+    names, chance = files_of(kind), random.Random(f"{kind}:{seed}")
+    name, out, cache = names[seed // 2 % len(names)], folder / "out", folder / "cache"
+    shutil.copytree(undisturbed(kind), out)
+    shutil.copytree(shared()["folder"] / "cache", cache)
+    damage(folder / name, chance, bool(seed % 2))
+    if name.startswith("cache/"):
+        shutil.rmtree(out)
+        return check_run(kind, out, folder / name, "--data.cache_dir", str(cache))
+    checkpoint = out / name.split("/")[1]
+    if (undisturbed(kind) / checkpoint.name / "COMPLETE").exists():
+        check_readers(checkpoint, undisturbed(kind) / checkpoint.name, folder / name)
+    if checkpoint.name != "final":
+        shutil.rmtree(out / "final")
+    check_run(kind, out, folder / name)
+
+
+def check_readers(checkpoint: Path, intact: Path, damaged: Path) -> None:
+    """Verify names the file; what reads weights refuses it in one line or does what it did before."""
+    verified = toolkit("verify", str(checkpoint))
+    assert verified.code == 2, f"verify finds {damaged.name} intact: {verified.out}"
+    named = verified.out + verified.err
+    assert damaged.name in named or "COMPLETE" in named, f"verify does not name {damaged.name}: {named}"
+    words = ("--prompt", "token", "--max_new_tokens", "8", "--temperature", "0", "--accelerator", "cpu")
+    generated = toolkit("generate", str(checkpoint), *words)
+    if generated.code:
+        assert generated.code == 2, f"generate ended with code {generated.code}: {generated.err[-600:]}"
+        require_one_line(generated)
+        assert checkpoint.name in generated.err, f"generate does not name the checkpoint: {generated.err}"
+    else:
+        expected = toolkit("generate", str(intact), *words)
+        assert generated.out == expected.out, "generate has used damaged files"
+
+
+def check_run(kind: str, out: Path, damaged: Path, *more: str) -> None:
+    """The run resumes from what is intact, or refuses in one line that names the file."""
+    result = run(kind, out, *more)
+    if result.code:
+        assert result.code in (2, 3), f"exit code {result.code}: {result.err[-600:]}"
+        assert damaged.name in result.err, f"the line does not name {damaged.name}: {result.err[-600:]}"
+        return require_one_line(result)
+    require_same_result(kind, out, saves_more=True, has_log=damaged.name != "metrics.csv")
+
+
+def toolkit(*words: str) -> Result:
+    load()
+    process = Forked(list(words))
+    out, err = finish(process)
+    return Result(process.returncode, out, err)
+
+
+WAY = Way(
+    "corruption",
+    "a flipped bit or a lost end of any file of a run or of its data is named or does no harm: nothing reads other "
+    "weights in silence",
+    "S1, S4",
+    lambda: KINDS,
+    seeds,
+    trial,
+)

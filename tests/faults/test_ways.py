@@ -1,0 +1,20 @@
+"""One trial of each way of killing and of failing disks; ``make test-faults`` makes many."""
+
+import pytest
+
+from tests.faults.core import Trial
+from tests.faults.ways import make
+
+TRIALS = [
+    Trial("kill-calls", "ordinary", 300),
+    Trial("kill-random", "ordinary", 0),
+    Trial("signals", "ordinary", 0),
+    Trial("disks", "ordinary", 1182),  # EIO of an fsync
+    Trial("corruption", "ordinary", 74),  # lit_model.pth of the second checkpoint
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", TRIALS, ids=str)
+def test_the_promise_holds(trial):
+    assert make(trial)["failure"] is None
