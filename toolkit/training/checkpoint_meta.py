@@ -14,6 +14,7 @@ from toolkit.checkpoints.weights import load_state
 from toolkit.config import OptimizerArgs
 from toolkit.errors import UserError, one_line
 from toolkit.io.safe_parse import read_json
+from toolkit.models.config import ModelConfig
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.limits import Progress
 
@@ -46,9 +47,16 @@ class RunFingerprint:
             raise UserError(
                 f"--resume {folder}: was written by {command}; resume it with that command, or give another --out_dir"
             )
+        saved = saved | {"model_config": _with_new_fields(saved.get("model_config", {}))}
         old, new = values_by_flag(saved), values_by_flag(now)
         for flag in new | old:
             _require_equal(flag, old.get(flag), new.get(flag), folder)
+
+
+def _with_new_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the fields of ModelConfig that an older version did not have; it computed what their defaults do."""
+    defaults = {item.name: item.default for item in fields(ModelConfig) if item.default is not MISSING}
+    return defaults | config if "family" in config else config  # a user-provided module has other fields
 
 
 def values_by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""Checkpoints of older commits (tests/fixtures/checkpoints/write.py) are verified, resumed and generate text."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from helpers.processes import clean
+
+from toolkit import cli
+from toolkit.errors import UserError
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"
+spec = importlib.util.spec_from_file_location("write_checkpoints", FOLDER / "write.py")
+write = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(write)
+ARCHIVES = sorted(FOLDER.glob("*/*.tar.xz"))
+
+
+def unpack(folder: Path, commit: str, *kinds: str) -> None:
+    """Write the inputs and these kinds' checkpoints as the older commit left them."""
+    write.write_inputs(folder)
+    for kind in kinds:
+        with tarfile.open(FOLDER / commit / f"{kind}.tar.xz") as archive:
+            archive.extractall(folder, filter="data")
+
+
+def test_there_are_checkpoints_of_each_kind():
+    assert {path.name.removesuffix(".tar.xz") for path in ARCHIVES} == write.RUNS.keys()
+    assert sum(path.stat().st_size for path in ARCHIVES) < 300_000
+
+
+CASES = [pytest.param(path, marks=[] if path.name == "full.tar.xz" else pytest.mark.slow) for path in ARCHIVES]
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: f"{path.parent.name}-{path.name.removesuffix('.tar.xz')}")
+def test_an_old_checkpoint_is_resumed_as_the_old_code_went_on(path, tmp_path, monkeypatch, capsys):
+    """Losses of the next two steps are those that the older code computed after the checkpoint."""
+    kind = path.name.removesuffix(".tar.xz")
+    unpack(tmp_path, path.parent.name, *dict.fromkeys(["full", kind]))
+    monkeypatch.chdir(tmp_path)
+    step = f"{kind}/{write.STEP}"
+    assert cli.main(["verify", step]) == 0
+    command = [sys.executable, "-m", "toolkit", *write.RUNS[kind], "--resume", step, "--out_dir", "resumed"]
+    done = subprocess.run(command, env=clean({}), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = json.loads((tmp_path / kind / "losses.json").read_text())[2:]
+    assert write.losses(tmp_path / "resumed") == pytest.approx(
+        expected, rel=1e-6
+    )  # the order of sums has changed since
+    capsys.readouterr()
+    assert cli.main(["generate", step, "--prompt", "the page", "--max_new_tokens", "4", "--accelerator", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("the page")
+
+
+@pytest.mark.parametrize("file", ["COMPLETE", "trainer/meta.json"])
+def test_a_newer_format_is_refused_in_one_line(file, tmp_path, monkeypatch, capsys):
+    unpack(tmp_path, "978715c", "full")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "full" / write.STEP
+    changed = re.sub(r'("format_version": *)1', r"\g<1>2", (folder / file).read_text())
+    (folder / file).write_text(changed)
+    options = ["--verify_checkpoint", "false"] if file != "COMPLETE" else []
+    words = [*write.RUNS["full"], "--resume", str(folder), "--out_dir", "resumed", *options]
+    assert cli.main(words) == UserError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{file}: format version 2, this version of toolkit reads 1; upgrade toolkit" in line
