@@ -34,7 +34,7 @@ from toolkit.distributed import launch, private_lightning, shutdown
 from toolkit.distributed.launch import RunGroup, Timeouts
 from toolkit.distributed.shutdown import ShutdownCoordinator
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import PeerLostError
+from toolkit.errors import CallbackError, PeerLostError
 
 ABORTING = "; aborting (see troubleshooting: hanging). --resume auto continues from"
 
@@ -320,6 +320,14 @@ def test_unresponsive_store_does_not_block_the_watchdog(monkeypatch):
     coordinator._started.set()
     assert left.wait(5)
     coordinator.done()
+
+
+def test_lost_rank_in_a_callbacks_collective_is_a_lost_rank():
+    lost, own = RuntimeError("[/gloo/pair.cc:553] Connection closed by peer"), RuntimeError("broken")
+    for cause in (lost, own):
+        error = CallbackError("callback ReplicaCheck failed")
+        error.__cause__ = cause
+        assert shutdown._is_peer_loss(error) == (cause is lost)
 
 
 def test_roll_call_names_missing_ranks():

@@ -5,7 +5,7 @@ import pytest
 from tests.faults.core import Trial
 from tests.faults.ways import make
 
-TRIALS = [("ranks", "fsdp", 5)]
+TRIALS = [("ranks", "pipeline", 4), ("two-runs", "ordinary", 1), ("s3", "ordinary", 3), ("clock", "ordinary", 1)]
 
 
 @pytest.mark.slow

@@ -5,10 +5,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.faults import corruption, disks, fuzz, kill_calls, kill_random, ranks, signals
+from tests.faults import (
+    clock,
+    corruption,
+    disks,
+    fuzz,
+    kill_calls,
+    kill_random,
+    network,
+    ranks,
+    s3,
+    signals,
+    two_runs,
+)
 from tests.faults.core import Trial, Way, attempt
 
-_MODULES = (kill_calls, kill_random, signals, disks, corruption, ranks, fuzz)
+_MODULES = (kill_calls, kill_random, signals, disks, corruption, ranks, network, s3, two_runs, clock, fuzz)
 WAYS: dict[str, Way] = {module.WAY.name: module.WAY for module in _MODULES}
 
 

@@ -19,7 +19,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import FAILED
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import CommandError, PeerLostError, PeerShutdownError, mark_reported
+from toolkit.errors import CallbackError, CommandError, PeerLostError, PeerShutdownError, mark_reported
 from toolkit.io.threads import call_with_timeout
 
 PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
@@ -243,6 +243,8 @@ def _kill_children() -> None:
 
 def _is_peer_loss(error: BaseException) -> bool:
     """Whether torch reports that another process exited or does not respond."""
+    if isinstance(error, CallbackError) and error.__cause__ is not None:  # in a callback's collective
+        error = error.__cause__
     if isinstance(error, PeerLostError | dist.DistError):
         return True
     return type(error) is RuntimeError and "/gloo/" in str(error)  # gloo's errors only name a source path

@@ -1,0 +1,99 @@
+"""Faults of an S3 server under a run's uploads: it ends well or in one line, and resumes on a clean machine."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from helpers.groups import read_until
+from helpers.processes import Forked, finish
+from helpers.s3 import BUCKET, Faults, Server, serve
+
+from tests.faults.core import Way
+from tests.faults.states import Result, command, require_intact, require_one_line, require_same_result, undisturbed
+
+KINDS = ("ordinary", "async", "sharded")
+FAULTS = ("errors", "cuts", "slow", "away", "run killed", "refused")
+RATES = {"error_500": 0.08, "slow_down_503": 0.04, "cut_request": 0.04, "cut_response": 0.04}
+OF_FAULT = {
+    "errors": {"error_500": 0.12, "slow_down_503": 0.06},
+    "cuts": {"cut_request": 0.08, "cut_response": 0.08},
+    "slow": {"bytes_per_second": 5e5},
+}
+
+
+def seeds(kind: str, quick: bool) -> Iterable[int]:
+    return range(4 if quick else 60)
+
+
+def trial(kind: str, seed: int, folder: Path) -> None:
+    chance, fault = random.Random(f"{kind}:{seed}"), FAULTS[seed % len(FAULTS)]
+    undisturbed(kind)
+    with serve() as server:
+        server.faults = Faults(**OF_FAULT.get(fault, RATES if fault == "run killed" else {}), seed=seed)
+        process = launch(kind, server, folder / "machine")
+        disturb(fault, process, server, chance)
+        result = end(process)
+        if result.code == -signal.SIGKILL:
+            assert fault == "run killed"
+        elif result.code == 0:
+            assert not result.err, result.err
+        else:
+            assert result.code in (2, 3), result
+            require_one_line(result)
+        server.faults = Faults()
+        require_intact(download(server, folder / "before"))
+        resumed = end(launch(kind, server, folder / "clean machine"))
+        assert resumed.code == 0, f"the resume failed: {resumed.err}"
+        require_same_result(kind, download(server, folder / "after"))
+
+
+def launch(kind: str, server: Server, staging: Path) -> Forked:
+    words = command(kind, Path("OUT"), "--staging_dir", str(staging))
+    words[words.index("OUT")] = f"s3://{BUCKET}/run"
+    return Forked(words, **server.environ)
+
+
+def disturb(fault: str, process: Forked, server: Server, chance: random.Random) -> None:
+    if fault == "run killed":
+        read_until(process, chance.choice(("Training", "step 2/6", "step 4/6")))
+        time.sleep(chance.uniform(0, 1))
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    elif fault in ("away", "refused"):  # from a random request on; of about 100
+        at = chance.randrange(2, 60)
+        while sum(server.faults.requests.values()) < at and process.poll() is None:
+            time.sleep(0.01)
+        server.faults = Faults(is_refused=True) if fault == "refused" else Faults(cut_request=1.0)
+        if fault == "away":
+            time.sleep(chance.uniform(0.5, 6))
+            server.faults = Faults()
+
+
+def end(process: Forked) -> Result:
+    texts = finish(process)
+    return Result(process.returncode, *texts)
+
+
+def download(server: Server, folder: Path) -> Path:
+    """Copy what the server has to an empty folder, past the faults."""
+    folder.mkdir()
+    for name in server.objects("run/"):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(server.read(f"run/{name}"))
+    return folder
+
+
+WAY = Way(
+    "s3",
+    "a run whose S3 server fails, resets, slows or disappears uploads whole checkpoints or ends in one line; a clean "
+    "machine resumes it bit-equal",
+    "S1, S2",
+    lambda: KINDS,
+    seeds,
+    trial,
+)
