@@ -261,6 +261,8 @@ def import_object(path: str) -> Any:
 
 
 def _import(module: str) -> Any:
+    if module.startswith("."):  # relative imports are a TypeError
+        raise ModuleNotFoundError(f"there is no module {module}", name=module)
     try:
         return importlib.import_module(module)
     except SystemExit as error:

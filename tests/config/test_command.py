@@ -262,6 +262,11 @@ def test_print_config_round_trip(argv, tmp_path, capsys):
         ("train: {max_step: 3}", "FILE: train.max_step: 3: no such option; did you mean train.max_steps?"),
         ("max_steps: 3", "FILE: max_steps: 3: no such option; did you mean train.max_steps?"),
         ("data: {class_path: TextFile}", "FILE: data: TextFile: no such class; did you mean 'TextFiles'?"),
+        ("data: {class_path: ..TextFile}", "FILE: data: ..TextFile: no such class; did you mean 'TextFiles'?"),
+        (
+            "data: {class_path: CSV, init_args: 5}",
+            "FILE: data.init_args int: must be a group of options, as a dictionary such as {'name': value}",
+        ),
         ("data: {vocabsize: 3}", "FILE: data.vocabsize: 3: no such option; did you mean data.vocab_size?"),
         ("train: {max_steps: x}", "FILE: train.max_steps: x: must be an integer"),
         ("seed: [1]", "FILE: seed: [1]: must be an integer"),

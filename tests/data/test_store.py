@@ -256,6 +256,16 @@ def test_truncated_chunk_is_named_before_a_run(written):
         TokenStore(folder)
 
 
+def test_damaged_checksums_are_a_value_error(written):
+    """numpy reads the header as Python, and raises tokenize's errors."""
+    path = written[1] / "tokens" / "crc32.npy"
+    content = path.read_bytes()
+    for damaged in (content.replace(b", }", b", "), content.replace(b"(", b"\xff"), content[:20], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="crc32.npy is damaged: "):
+            TokenStore(written[1])
+
+
 @pytest.fixture
 def unverified(written):
     """Return the tokens and the chunks, without checksums, as LitData writes them."""

@@ -29,13 +29,13 @@ MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
 
 
 def changed(folder: Path, valid: dict[str, bytes]) -> list[str]:
-    """Return the names of the files that are not as they were, or of all if all are."""
-    return [name for name in valid if (folder / name).read_bytes() != valid[name]] or list(valid)
+    """Return the names of the files that are not as they were."""
+    return [name for name in valid if (folder / name).read_bytes() != valid[name]]
 
 
 @cache
 def hf_configs() -> dict[str, dict[str, Any]]:
-    configs = (get_config(names[0]) for names in list_names_by_family().values())
+    configs = (get_config(names[0]).with_vocab_size(1000) for names in list_names_by_family().values())
     return {config.family: family_of(config).to_hf_config(config) for config in configs}
 
 
@@ -93,7 +93,7 @@ def read_peft(folder: Path) -> None:
 
 
 def read_run_files(folder: Path) -> None:
-    for read in (read_meta, read_callback_states, read_adapter_info, lambda f: data_of_run(f, trust=False)):
+    for read in (read_meta, read_callback_states, read_adapter_info, lambda f: data_of_run(f, trust=True)):
         try:
             read(folder)
         except UserError:
@@ -140,11 +140,14 @@ def make_sentencepiece(folder: Path) -> list[str]:
 
     text = folder / "text"
     text.write_text("".join(f"the model reads line {i} of words é\n" for i in range(300)))
-    options = {"vocab_size": 300, "hard_vocab_limit": False, "minloglevel": 2, "byte_fallback": True}
+    options = {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False}
+    options |= {"unk_id": 0, "bos_id": 1, "eos_id": 2, "normalization_rule_name": "identity", "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(input=str(text), model_prefix=str(folder / "tokenizer"), **options)
     (folder / "tokenizer.vocab").unlink()
     text.unlink()
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}'
+    )
     return ["tokenizer.model", "tokenizer.model", "tokenizer_config.json"]
 
 

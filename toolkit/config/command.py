@@ -147,7 +147,8 @@ class CommandOptions:
                 value = dict(value)
                 if "class_path" in value:
                     yield key, OptionValue(source, value.pop("class_path"))
-                value = {**(value.pop("init_args", None) or {}), **value}
+                prefix = f"{source}: " if source else ""
+                value = {**as_mapping(f"{prefix}{key}.init_args", value.pop("init_args", None) or {}), **value}
             elif key in self.groups and source is None:
                 value = as_mapping(key, value)
             is_group = key in self.groups or key in self.class_options

@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from toolkit.data.cache import CRC_FILE
-from toolkit.errors import DataError
+from toolkit.errors import DataError, one_line
 from toolkit.io.safe_parse import read_json
 
 INDEX = "index.json"
@@ -184,7 +184,10 @@ class ChunkedArray:
     def _read_checksums(self) -> np.ndarray | None:
         if not (self.folder / CRC_FILE).is_file():
             return None
-        checksums = np.load(self.folder / CRC_FILE, mmap_mode="r")
+        try:
+            checksums = np.load(self.folder / CRC_FILE, mmap_mode="r")
+        except Exception as error:  # numpy parses the header as Python code, and can raise tokenize's errors
+            raise ValueError(f"{self.folder / CRC_FILE} is damaged: {one_line(error)}") from error
         if checksums.dtype != np.uint32 or checksums.shape != (self._pieces[-1],):
             raise ValueError(f"{self.folder / CRC_FILE} does not belong to these chunks")
         return checksums
