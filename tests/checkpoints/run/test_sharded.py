@@ -423,6 +423,15 @@ def test_s4_bad_shard_folders_are_one_line_errors_and_run_no_code(tmp_path, recw
     assert len(recwarn) == made and capfd.readouterr() == ("", ""), "nothing but the one line"
 
 
+def test_a_large_memo_index_takes_no_memory(tmp_path):
+    """pickle's unpickler in C allocates 16 bytes for each index up to the largest."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04]r" + (2**27).to_bytes(4, "little") + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="damaged or truncated"):
+        shard_metadata.read_metadata(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
 HOSTILE = [code_in_the_metadata, code_instead_of_the_metadata, code_below_an_allowed_module, code_in_bytes]
 
 

@@ -52,8 +52,11 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler restricted to numbers, strings, containers, dtypes and records."""
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
+    """Unpickler restricted to numbers, strings, containers, dtypes and records.
+
+    In Python, because the one in C allocates up to 64 GiB for a large memo index in a file of a few bytes.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
