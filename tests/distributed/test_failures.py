@@ -201,7 +201,8 @@ def two_devices(corpus, tmp_path_factory, request) -> list[float]:
     out, err = finish(process)
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()
-    assert len(lines) == len(set(lines)) and [line[:8] for line in lines[-4:]] == ["finished", *["  toolki"] * 3]
+    ends = [line[:8] for line in lines[-5:]]
+    assert len(lines) == len(set(lines)) and ends == ["finished", "report: ", *["  toolki"] * 3]
     return losses(folder)
 
 
