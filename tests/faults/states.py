@@ -109,7 +109,12 @@ def command(kind: str, out: Path, *more: str) -> list[str]:
         "--eval.interval",
         "3",
     ]
-    return [*words, *data, *flags, *spec.options, "--out_dir", str(out), "--resume", "auto", *more]
+    line = [*words, *data, *flags, *spec.options, "--out_dir", str(out), "--resume", "auto"]
+    for flag in set(more) & set(line):  # given twice, it would be reported
+        if flag.startswith("--"):
+            at = line.index(flag)
+            del line[at : at + 2]
+    return [*line, *more]
 
 
 def run(kind: str, out: Path, *more: str, **environ: str) -> Result:
