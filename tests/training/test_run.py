@@ -383,7 +383,7 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
     monkeypatch.setattr(build_module, "build_fabric", build)
     train = {"max_steps": 45, "save_interval": 35, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train))
-    assert "GradScaler skipped" in capsys.readouterr().out
+    assert "steps (GradScaler)" in capsys.readouterr().out
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.5
     uninterrupted = load_weights(tmp_path / "run" / "final")
     shutil.rmtree(tmp_path / "run" / "final")

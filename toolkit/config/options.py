@@ -82,6 +82,8 @@ class TrainArgs:
         lr_base_batch: Global batch size for which learning_rate and warm-up were tuned. auto: the default batch size.
         min_lr: Learning rate at the end of the schedule. auto: a tenth of the peak.
         max_norm: Gradient clipping norm; 0 disables clipping.
+        skip_spikes: Skip the update if the loss or the gradient norm is more than this many standard deviations over
+            the mean of the last 128 steps, once there are 64; null disables.
         max_skipped: Stop with an error after more than this many steps in a row without an update.
         activation_checkpointing: Recompute activations in the backward pass to save memory. selective: save the outputs
             of attention and every second matrix product; full: save only the inputs of the blocks.
@@ -112,6 +114,7 @@ class TrainArgs:
     lr_base_batch: int | Auto = AUTO
     min_lr: float | Auto = AUTO
     max_norm: float = 1.0
+    skip_spikes: float | None = None
     max_skipped: int = 50
     activation_checkpointing: ActivationCheckpointing = "none"
     save_interval: int | Auto = AUTO
@@ -133,6 +136,7 @@ class TrainArgs:
         require_positive(
             "train", self, "global_batch_size", "micro_batch_size", "max_steps", "max_tokens", "epochs", "max_time",
             "max_seq_length", "learning_rate", "lr_base_batch", "save_every_minutes", "log_interval", "patience",
+            "skip_spikes",
         )  # fmt: skip
         require_not_negative(
             "train", self, "lr_warmup_steps", "min_lr", "max_norm", "max_skipped", "save_interval", "keep_last"

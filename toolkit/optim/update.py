@@ -29,7 +29,11 @@ class Update:
         model, optimizer: The objects that Fabric returned.
         max_norm: Clip the norm of the gradient to this; None or 0 does not clip.
         before_update: Called when the gradient is complete, checked and clipped.
+        is_spike: Decides from loss and gradient norm whether the update is skipped.
     """
+
+    skipped = False
+    """Whether the last update was skipped as a spike."""
 
     def __init__(
         self,
@@ -38,9 +42,10 @@ class Update:
         optimizer: Any,
         max_norm: float | None,
         before_update: Callable[[], None] | None = None,
+        is_spike: Callable[[float, float], bool] | None = None,
     ) -> None:
         self.fabric, self.model, self.optimizer = fabric, model, optimizer
-        self.max_norm, self.before_update = max_norm or math.inf, before_update
+        self.max_norm, self.before_update, self.is_spike = max_norm or math.inf, before_update, is_spike
         self.scaler = getattr(fabric.strategy.precision, "scaler", None)
 
     def norm(self) -> Tensor:
@@ -60,12 +65,15 @@ class Update:
             clip_gradients(self.optimizer, norm, self.max_norm)
         return norm
 
-    def apply(self, totals: Tensor, n_checked: int, overlap: Callable[[], None]) -> list[float]:
+    def apply(
+        self, totals: Tensor, n_checked: int, overlap: Callable[[], None], mean_loss: Callable[[list[float]], float]
+    ) -> list[float]:
         """Update the weights if the first ``n_checked`` totals are finite (N7), and free the gradients.
 
         Args:
             totals: The norm, then sums of losses; fp32, the same on every rank.
             overlap: Host work to do before the host waits for the device.
+            mean_loss: Returns the loss for the totals.
 
         Returns:
             The totals as floats. Reading them is the step's only host synchronization.
@@ -73,9 +81,16 @@ class Update:
         overlap()
         values = totals.tolist()
         if self.accepts(values[:n_checked]):
-            if self.before_update is not None:
-                self.before_update()
-            self.optimizer.step()  # a scaler skips the update if the gradient is not finite
+            is_checked = self.is_spike is not None and math.isfinite(values[0])
+            self.skipped = is_checked and self.is_spike(mean_loss(values), values[0])  # type: ignore[misc]
+            if not self.skipped:
+                if self.before_update is not None:
+                    self.before_update()
+                self.optimizer.step()  # a scaler skips the update if the gradient is not finite
+            else:
+                self.model.zero_grad(set_to_none=True)  # with FSDP the optimizer's step would free these gradients
+                if self.scaler is not None:
+                    self.scaler.update()  # otherwise it refuses to unscale the next gradient
             self.optimizer.zero_grad(set_to_none=True)
         return values
 
@@ -100,7 +115,9 @@ class FusedUpdate(Update):
     def norm(self) -> Tensor:
         return gradient_norm(self.fabric, self.model, self.optimizer)
 
-    def apply(self, totals: Tensor, n_checked: int, overlap: Callable[[], None]) -> list[float]:
+    def apply(
+        self, totals: Tensor, n_checked: int, overlap: Callable[[], None], mean_loss: Callable[[list[float]], float]
+    ) -> list[float]:
         inner = self.optimizer.optimizer
         inner.found_inf = 1.0 - totals[:n_checked].isfinite().all().float()
         inner.grad_scale = _divisor(totals[0], self.max_norm) if math.isfinite(self.max_norm) else None
@@ -151,7 +168,9 @@ class BackwardUpdate(Update):
         self._norms = {}
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
-    def apply(self, totals: Tensor, n_checked: int, overlap: Callable[[], None]) -> list[float]:
+    def apply(
+        self, totals: Tensor, n_checked: int, overlap: Callable[[], None], mean_loss: Callable[[list[float]], float]
+    ) -> list[float]:
         overlap()
         return totals.tolist()
 
@@ -163,14 +182,15 @@ def choose_update(
     max_norm: float | None,
     *,
     before_update: Callable[[], None] | None = None,
+    is_spike: Callable[[float, float], bool] | None = None,
     in_backward: bool = False,
 ) -> Update:
     """Return the fastest update that the optimizer and the strategy support; see :class:`Update` for the arguments."""
     if in_backward:
         return BackwardUpdate(fabric, model, optimizer, max_norm)
-    if before_update is None and FusedUpdate.supports(fabric, optimizer):
+    if before_update is None and is_spike is None and FusedUpdate.supports(fabric, optimizer):
         return FusedUpdate(fabric, model, optimizer, max_norm)
-    return Update(fabric, model, optimizer, max_norm, before_update)
+    return Update(fabric, model, optimizer, max_norm, before_update, is_spike)
 
 
 def norm_before_clip(fabric: Fabric) -> bool:

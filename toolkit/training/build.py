@@ -54,6 +54,7 @@ from toolkit.training.callbacks import (
     MixtureShares,
     Profile,
     ReplicaCheck,
+    SkipSpikes,
     ThroughputMonitor,
     Upload,
     notify,
@@ -275,6 +276,7 @@ def build_update(trainer: Trainer) -> Update:
     If any rank has a gradient callback, all ranks take the unfused path; otherwise replicas would round differently
     (N4).
     """
+    spikes = next((callback for callback in trainer.callbacks if isinstance(callback, SkipSpikes)), None)
     has_gradient_callbacks = any(overrides(callback, "on_before_optimizer_step") for callback in trainer.callbacks)
     return choose_update(
         trainer.fabric,
@@ -286,6 +288,7 @@ def build_update(trainer: Trainer) -> Update:
             if any(ranks.all_gather_object(has_gradient_callbacks))
             else None
         ),
+        is_spike=None if spikes is None else spikes.is_spike,
         in_backward=trainer.args.optimizer.in_backward,
     )
 
@@ -301,6 +304,8 @@ def build_callbacks(run: Run, user_callbacks: Sequence[Callback], stack: ExitSta
     callbacks: list[Callback] = [ReplicaCheck(state.model), ThroughputMonitor(throughput)]
     if run.args.profile:
         callbacks.append(Profile(run.args.profiler))
+    if train.skip_spikes is not None:
+        callbacks.append(SkipSpikes(train.skip_spikes))
     if isinstance(run.reader.order, MixtureOrder):
         callbacks.append(MixtureShares(run.reader.order))
     callbacks += user_callbacks

@@ -23,7 +23,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     """Global gradient norm before clipping, the same on all ranks."""
     skipped: bool
-    """Whether the fp16 GradScaler skipped the update and lowered its scale."""
+    """Whether there was no update: the fp16 GradScaler lowered its scale, or the step was a spike."""
     parts: Mapping[str, float]
     """Means of the objective's other parts."""
 
@@ -89,12 +89,18 @@ def apply_step(
     if not ranks.is_first("tensor"):
         local = torch.zeros_like(local)  # ranks of a tensor group compute the same loss
     summed = ranks.sum_over_ranks(local.clone())
-    grad_norm, *values = update.apply(torch.cat([norm.float().view(1), summed.float()]), 1 + len(scale), overlap)
+
+    def describe(values: list[float]) -> tuple[float, dict[str, float]]:
+        return means(parts, dict(zip(totals, values[1:], strict=True)), counts)
+
+    checked = torch.cat([norm.float().view(1), summed.float()])
+    read = update.apply(checked, 1 + len(scale), overlap, lambda values: describe(values)[0])
+    grad_norm, *values = read
     losses = values[: len(scale)]
     if not update.accepts([grad_norm, *losses]):
         raise GuardError(describe_nonfinite(float(local[: len(scale)].sum()), grad_norm, micro_batches))
-    loss_mean, part_means = means(parts, dict(zip(totals, values, strict=True)), counts)
-    return StepResult(loss_mean, grad_norm, not math.isfinite(grad_norm), part_means)
+    loss_mean, part_means = describe(read)
+    return StepResult(loss_mean, grad_norm, update.skipped or not math.isfinite(grad_norm), part_means)
 
 
 def describe_nonfinite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:

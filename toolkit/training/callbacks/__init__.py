@@ -8,10 +8,11 @@ from toolkit.training.callbacks.mixture import MixtureShares
 from toolkit.training.callbacks.profile import Profile
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.callbacks.samples import Sampler
+from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.upload import Upload
 
 __all__ = [
     "Callback", "Console", "EarlyStopping", "ExternalLoggers", "KeepBest", "MetricsFile", "MixtureShares", "Profile",
-    "ReplicaCheck", "Sampler", "ThroughputMonitor", "Upload", "notify", "notify_exception",
+    "ReplicaCheck", "Sampler", "SkipSpikes", "ThroughputMonitor", "Upload", "notify", "notify_exception",
     "overrides",
 ]  # fmt: skip

@@ -44,7 +44,9 @@ class Console(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         progress, display = trainer.progress, trainer.display
         if trainer.run.skipped_steps:
-            display.message(f"GradScaler skipped {trainer.run.skipped_steps} steps")
+            display.message(
+                f"skipped {trainer.run.skipped_steps} steps{' (GradScaler)' * (trainer.args.train.skip_spikes is None)}"
+            )
         display.message(
             f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {final_model(trainer)}"
         )
