@@ -144,9 +144,10 @@ def check_base(folder: str | Path, base: Path) -> str | None:
     if not isinstance(named, str) or not named:
         return f"--from_peft {folder}: {SETTINGS} names no base model; could not verify that it is {base}"
     try:
-        same, named = _is_same_model(named, base), one_line(named)
-    except UserError:
+        same = _is_same_model(named, base)
+    except (UserError, OSError, RuntimeError):  # the last two: too long a path, or ~ and no such user
         same = None
+    named = one_line(named)
     if same is False:
         raise UserError(
             f"--from_peft {folder}: was trained on {named}, not on {base}; set checkpoint_dir to {named}, or correct "
@@ -231,8 +232,8 @@ def _lora_config(folder: Path, settings: dict[str, Any], selected: set[str]) -> 
     if not selected:
         raise UserError(f"--from_peft {folder}: adapts none of this model's layers; give adapters of this architecture")
     try:
-        if type(settings.get("r", 8)) is not int:
-            raise TypeError(f"r {settings['r']!r:.100}: must be an integer")
+        if type(settings.get("r", 8)) is not int or settings.get("r", 8) >= 2**31:
+            raise TypeError(f"r {settings['r']!r:.100}: must be an integer below 2**31")
         return LoRAConfig(
             r=settings.get("r", 8),
             alpha=settings.get("lora_alpha", 8),
