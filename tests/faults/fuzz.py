@@ -32,7 +32,7 @@ class _TooSlow(BaseException):
 
 
 def seeds(subject: str, quick: bool) -> Iterable[int]:
-    return range(1 if quick else 25)
+    return range(1 if quick else 30)
 
 
 def trial(subject: str, seed: int, folder: Path) -> int:

@@ -7,7 +7,7 @@ from tests.faults.ways import make
 
 TRIALS = [
     Trial("kill-calls", "ordinary", 300),
-    Trial("kill-random", "ordinary", 0),
+    Trial("kill-random", "ordinary", 3),
     Trial("signals", "ordinary", 0),
     Trial("disks", "ordinary", 1182),  # EIO of an fsync
     Trial("corruption", "ordinary", 74),  # lit_model.pth of the second checkpoint
