@@ -225,6 +225,9 @@ CASES = [
     (IN_BACKWARD | {"train.max_norm": 1.0}, {},
      "--optimizer.in_backward true is not supported with --train.max_norm 1.0: clipping needs the norm of all "
      "gradients first; use --train.max_norm 0"),
+    (IN_BACKWARD | {"train.skip_spikes": 6.0}, {},
+     "--optimizer.in_backward true is not supported with --train.skip_spikes 6.0: the weights are updated before the "
+     "loss and the norm are known; remove one of them"),
     (IN_BACKWARD, CUDA | MIXED, "--optimizer.in_backward true is not supported with --precision 16-mixed"),
     (IN_BACKWARD | SGD, {}, "--optimizer.in_backward true is not supported with a user-provided"),
     (IN_BACKWARD | {"fsdp.cpu_offload": True}, CUDA,
