@@ -32,9 +32,11 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
 def trial(kind: str, seed: int, folder: Path) -> None:
     chance, fault = random.Random(f"{kind}:{seed}"), FAULTS[seed % len(FAULTS)]
     undisturbed(kind)
+    name = folder.name  # the servers of a process share what they hold
     with serve() as server:
+        assert not server.objects(f"{name}/"), "the run's folder is not empty"
         server.faults = Faults(**OF_FAULT.get(fault, RATES if fault == "run killed" else {}), seed=seed)
-        process = launch(kind, server, folder / "machine")
+        process = launch(kind, server, name, folder / "machine")
         disturb(fault, process, server, chance)
         result = end(process)
         if result.code == -signal.SIGKILL:
@@ -45,15 +47,15 @@ def trial(kind: str, seed: int, folder: Path) -> None:
             assert result.code in (2, 3), result
             require_one_line(result)
         server.faults = Faults()
-        require_intact(download(server, folder / "before"))
-        resumed = end(launch(kind, server, folder / "clean machine"))
+        require_intact(download(server, name, folder / "before"))
+        resumed = end(launch(kind, server, name, folder / "clean machine"))
         assert resumed.code == 0, f"the resume failed: {resumed.err}"
-        require_same_result(kind, download(server, folder / "after"))
+        require_same_result(kind, download(server, name, folder / "after"))
 
 
-def launch(kind: str, server: Server, staging: Path) -> Forked:
+def launch(kind: str, server: Server, name: str, staging: Path) -> Forked:
     words = command(kind, Path("OUT"), "--staging_dir", str(staging))
-    words[words.index("OUT")] = f"s3://{BUCKET}/run"
+    words[words.index("OUT")] = f"s3://{BUCKET}/{name}"
     return Forked(words, **server.environ)
 
 
@@ -78,13 +80,13 @@ def end(process: Forked) -> Result:
     return Result(process.returncode, *texts)
 
 
-def download(server: Server, folder: Path) -> Path:
+def download(server: Server, run: str, folder: Path) -> Path:
     """Copy what the server has to an empty folder, past the faults."""
     folder.mkdir()
-    for name in server.objects("run/"):
+    for name in server.objects(f"{run}/"):
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(server.read(f"run/{name}"))
+        file.write_bytes(server.read(f"{run}/{name}"))
     return folder
 
 
