@@ -23,7 +23,7 @@ test-all: $(VENV)/.test
 
 # Hours; FAULTS=quick: 15 minutes. A second start continues. Writes tests/faults/faults.json and tutorials/reliability.md.
 test-faults: $(VENV)/.test
-	$(BIN)/python -m tests.faults $(if $(filter quick,$(FAULTS)),--quick)
+	$(BIN)/python -m tests.faults $(if $(filter quick,$(FAULTS)),--quick --minutes 14)
 
 # On a machine with CUDA, about 10 minutes; without it, says that nothing was run.
 test-gpu: $(VENV)/.test

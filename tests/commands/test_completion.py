@@ -91,6 +91,9 @@ def test_script_has_every_command_and_no_quotes_that_end_it(capsys):
     table = capsys.readouterr().out.split("'")[1]
     assert {line.split()[0] for line in table.splitlines()} == {"toolkit", *COMMANDS}
     assert "pretrain --train.max_steps" in table and "plan --config <path>" in table
+    assert "pretrain --strategy auto single ddp fsdp" in table
+    (commands,) = (line for line in table.splitlines() if line.startswith("schema --command "))
+    assert "pretrain" in commands and "verify_parallel" not in commands
 
 
 def test_unknown_shell(capsys):

@@ -59,7 +59,8 @@ def main() -> int:
                 break
             future = next(as_completed(pending))
             pending.remove(future)
-            line = future.result() | {"commit": commit, "machine": machine, "date": f"{datetime.date.today()}"}
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            line = future.result() | {"commit": commit, "machine": machine, "date": now}
             ledger.write(json.dumps(line) + "\n")
             ledger.flush()
             if line["failure"]:

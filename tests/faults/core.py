@@ -67,10 +67,16 @@ def attempt(way: Way, subject: str, seed: int, folder: Path) -> dict[str, Any]:
         line["count"] = way.run(subject, seed, folder) or 1
     except AssertionError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        line["failure"] = " ".join(str(error).split())[:400] or f"{frames[-1].name}: {frames[-1].line}"
+        line["failure"] = shorten(str(error), folder) or f"{frames[-1].name}: {frames[-1].line}"
     except Exception as error:  # the trial itself failed: it counts as a failure, never as a success
-        line["failure"] = f"the trial failed: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        line["failure"] = f"the trial failed: {type(error).__name__}: {shorten(str(error), folder)}"
     return line
+
+
+def shorten(text: str, folder: Path) -> str:
+    """Return the begin and the end of a message in one line, without the paths of this machine."""
+    text = " ".join(text.replace(str(folder), "FOLDER").replace(f"{ROOT}/", "").split())
+    return text if len(text) <= 400 else f"{text[:150]} ... {text[-245:]}"
 
 
 def read_trials(path: Path = TRIALS) -> list[dict[str, Any]]:

@@ -3,13 +3,13 @@
 import errno
 import os
 from collections.abc import Iterable
-from functools import cache
 from itertools import product
 from pathlib import Path
 
 from tests.faults.core import Way
+from tests.faults.kill_calls import count_calls
 from tests.faults.shim import Counter
-from tests.faults.states import KINDS, require_intact, require_named_line, require_same_result, run, shared
+from tests.faults.states import KINDS, require_intact, require_named_line, require_same_result, run
 
 FOREVER = 10**9
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
@@ -18,23 +18,9 @@ FAULTS = (*product(ERRORS, (False, True)), (None, False), (None, True))
 QUICK = 5
 
 
-@cache
-def count_writes(kind: str) -> int:
-    """Return the number of calls of an undisturbed run that need space."""
-    path = shared()["folder"] / f"writes-{kind.replace(' ', '-')}"
-    if not path.exists():
-        folder = path.with_suffix(f".run{os.getpid()}")
-        folder.mkdir()
-        counter = Counter(folder)
-        result = run(kind, folder / "out", FAULT_WRITES="1", **counter.environ)
-        assert result.code == 0, result.err
-        path.write_text(str(counter.calls))
-    return int(path.read_text())
-
-
 def seeds(kind: str, quick: bool) -> Iterable[int]:
     """Number the pairs of a call and a fault; the short form has each fault once, over the length of the run."""
-    n = count_writes(kind) * len(FAULTS)
+    n = count_calls(kind, FAULT_WRITES="1") * len(FAULTS)
     return range(n // QUICK // 2, n, n // QUICK) if quick else range(n)
 
 

@@ -1,5 +1,6 @@
 """SIGKILL at each file-system call that a run makes in its folder: the run resumes to the same result."""
 
+import os
 import signal
 from collections.abc import Iterable
 from functools import cache
@@ -13,14 +14,17 @@ QUICK = 5
 
 
 @cache
-def count_calls(kind: str) -> int:
-    """Return the number of file-system calls of an undisturbed run; threads may add or save a few."""
-    path = shared()["folder"] / f"calls-{kind.replace(' ', '-')}"
+def count_calls(kind: str, **options: str) -> int:
+    """Return the number of file-system calls of an undisturbed run; threads may add or save a few.
+
+    ``options`` select calls, see shim.c.
+    """
+    path = shared()["folder"] / f"calls-{'-'.join([kind.replace(' ', '-'), *options])}"
     if not path.exists():
-        folder = path.with_suffix(".run")
-        folder.mkdir(exist_ok=True)
+        folder = path.with_suffix(f".run{os.getpid()}")
+        folder.mkdir()
         counter = Counter(folder)
-        result = run(kind, folder / "out", **counter.environ)
+        result = run(kind, folder / "out", **options, **counter.environ)
         assert result.code == 0, result.err
         path.write_text(str(counter.calls))
     return int(path.read_text())

@@ -97,23 +97,12 @@ def command(kind: str, out: Path, *more: str) -> list[str]:
     }[spec.data]
     lengths = {"global_batch_size": 4, "micro_batch_size": 1, "max_seq_length": 32, "max_steps": 6, "save_interval": 2}
     flags = [part for name, value in lengths.items() for part in (f"--train.{name}", str(value))]
-    flags += [
-        "--data.cache_dir",
-        str(files["folder"] / "cache"),
-        "--accelerator",
-        "cpu",
-        "--train.keep_last",
-        "2",
-        "--train.log_interval",
-        "1",
-        "--eval.interval",
-        "3",
-    ]
-    line = [*words, *data, *flags, *spec.options, "--out_dir", str(out), "--resume", "auto"]
-    for flag in set(more) & set(line):  # given twice, it would be reported
-        if flag.startswith("--"):
-            at = line.index(flag)
-            del line[at : at + 2]
+    flags += ["--data.cache_dir", str(files["folder"] / "cache"), "--accelerator", "cpu"]
+    flags += ["--train.keep_last", "2", "--train.log_interval", "1", "--eval.interval", "3"]
+    line, more = [*words, *data, *flags, "--out_dir", str(out), "--resume", "auto"], (*spec.options, *more)
+    for flag in (word for word in more if word.startswith("--") and word in line):  # given twice, it would be reported
+        at = line.index(flag)
+        del line[at : at + 2]
     return [*line, *more]
 
 

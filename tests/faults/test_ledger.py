@@ -24,6 +24,15 @@ def test_a_broken_promise_and_a_broken_trial_are_failures(tmp_path):
     assert failures[2].startswith("the trial failed: ZeroDivisionError")
 
 
+def test_messages_have_no_paths_of_this_machine(tmp_path):
+    message = f"two\nlines of {tmp_path}/out and {core.ROOT}/toolkit/errors.py, and more " + "x" * 500 + " the end"
+    short = core.shorten(message, tmp_path)
+    assert short.startswith("two lines of FOLDER/out and toolkit/errors.py") and short.endswith("the end")
+    assert len(short) == 400
+    for row in json.loads(core.SUMMARY.read_text()):
+        assert not any("/tmp/" in failure["message"] for failure in row["failures"])
+
+
 def test_counts_accumulate_over_commits_and_a_second_start_replaces_its_own(tmp_path):
     ledger = tmp_path / "trials.jsonl"
     ledger.write_text("".join(json.dumps(t) + "\n" for t in (trial(0), trial(1, "broke"))) + '{"way": "kil')

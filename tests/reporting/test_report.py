@@ -221,7 +221,8 @@ def test_command_repeats_the_run(tmp_path):
 
     run = read_run(write_run(tmp_path / "run", **resolved(words)))
     assert shlex.split(run.command)[:3] == ["toolkit", "pretrain", "pico-llama"]
-    assert resolved(shlex.split(run.command)[2:]) == resolved(words)
+    expected = resolved(words)
+    assert resolved(shlex.split(run.command)[2:]) == expected | {"out_dir": "a b-repeated"}  # a used one is refused
     assert set(run.changed) == {"model_name", *(word[2:] for word in words if word.startswith("--"))}
 
 

@@ -4,9 +4,11 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+from toolkit.config import STRATEGIES
 from toolkit.config.classes import parameters_of
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions
 from toolkit.config.types import union_members
+from toolkit.extension import registered
 from toolkit.io.paths import is_path_option
 
 PATH = "<path>"
@@ -68,7 +70,7 @@ def setup(shell: Literal["bash", "zsh", "fish"]) -> None:
 
 def _rows() -> Iterator[_Row]:
     """Yield all flags of all commands."""
-    from toolkit.commands import COMMANDS
+    from toolkit.commands import COMMANDS, WRAPPING
 
     yield from (_Row("toolkit", flag, "") for flag in ("--help", "--version"))
     yield _Row("toolkit", "-", " ".join(COMMANDS))
@@ -81,7 +83,11 @@ def _rows() -> Iterator[_Row]:
                 f"{base}.{key}": _values(p.annotation) for c in classes.values() for key, p in parameters_of(c).items()
             }
             values[base] = " ".join(classes)
-        values |= dict.fromkeys(COMMON_OPTIONS, "") | ({"command": " ".join(COMMANDS)} if name == "schema" else {})
+        values |= dict.fromkeys(COMMON_OPTIONS, "")
+        if "strategy" in values:
+            values["strategy"] = " ".join([*STRATEGIES, *registered("strategies", STRATEGIES)])
+        if name == "schema":
+            values["command"] = " ".join(command for command in COMMANDS if command not in WRAPPING)
         values |= {key: PATH for key in values if is_path_option(key)} | {"config": PATH}
         yield from (_Row(name, f"--{key}", text) for key, text in values.items())
         yield from (_Row(name, "-", values[key]) for key in positionals[:1] if values[key])

@@ -98,8 +98,9 @@ def read_run(place: str | Path, status: str | None = None) -> RunFacts:
     events = list(parse_events(read(EVENTS) or b""))
     metrics = read(METRICS)
     if metrics is None and not events and not run.checkpoints:
-        hint = "; it is a checkpoint: give the run's folder, one above" if read(CONFIG) else ""
-        raise UserError(f"run_dirs {run.place}: is no run: it has no {METRICS} and no complete checkpoint{hint}")
+        if read(CONFIG):
+            raise UserError(f"run_dirs {run.place}: is a checkpoint; give the run's folder, one above")
+        raise UserError(f"run_dirs {run.place}: is no run: it has no {METRICS} and no complete checkpoint")
     _add_metrics(run, metrics)
     _add_events(run, events)
     _add_settings(run, read)
@@ -223,4 +224,7 @@ def _add_settings(run: RunFacts, read: _Read) -> None:
         run.notes.append(f"the settings cannot be compared with the defaults: {one_line(error)}")
         run.changed = {name: (value, None) for name, value in run.settings.items()}
     if run.launch.get("is_repeatable", True):
-        run.command = repeat_command(run.training_command, run.changed)
+        changed = dict(run.changed)
+        if out_dir := run.settings.get("out_dir"):  # the command would refuse a used folder
+            changed["out_dir"] = (f"{out_dir}-repeated", None)
+        run.command = repeat_command(run.training_command, changed)

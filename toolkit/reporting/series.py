@@ -41,16 +41,16 @@ def _parse(lines: list[str], n_columns: int) -> Any:
     """Return an array (rows, columns) of the lines that have ``n_columns`` numbers or empty cells."""
     import numpy as np
 
-    whole = [line for line in lines if line.count(",") == n_columns - 1]
-    text = ",".join(whole).replace(",,", ",nan,").replace(",,", ",nan,")
+    complete = [line for line in lines if line.count(",") == n_columns - 1]
+    text = ",".join(complete).replace(",,", ",nan,").replace(",,", ",nan,")
     text = ("nan" if text.startswith(",") else "") + text + ("nan" if text.endswith(",") else "")
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)  # of a cell that is not a number
         try:
-            return np.fromstring(text, dtype=np.float64, sep=",").reshape(len(whole), n_columns)
+            return np.fromstring(text, dtype=np.float64, sep=",").reshape(len(complete), n_columns)
         except (DeprecationWarning, ValueError):
             empty = np.empty((0, n_columns))
-            return empty if len(whole) <= 1 else np.concatenate([_parse([line], n_columns) for line in whole])
+            return empty if len(complete) <= 1 else np.concatenate([_parse([line], n_columns) for line in complete])
 
 
 def reduce_lines(columns: Columns, max_points: int) -> dict[str, dict[str, Points]]:
@@ -68,14 +68,14 @@ def _reduce(columns: Columns, name: str, max_points: int) -> dict[str, Points]:
     rows = np.flatnonzero(np.isfinite(columns[name]))
     missing = np.full(len(columns[name]), math.nan)
     lines = [columns.get(axis, missing)[rows] for axis in (*_AXES, name)]
-    kept, means, values = np.arange(len(rows)), lines, lines[2]
+    selected, means, values = np.arange(len(rows)), lines, lines[2]
     if len(rows) > max_points:
         starts = np.linspace(0, len(rows), max_points // 2, endpoint=False).astype(int)
         ends = np.append(starts[1:], len(rows))
         extremes = [(s + values[s:e].argmin(), s + values[s:e].argmax()) for s, e in zip(starts, ends, strict=True)]
-        kept = np.unique([0, *np.ravel(extremes), len(rows) - 1])
+        selected = np.unique([0, *np.ravel(extremes), len(rows) - 1])
         means = [np.add.reduceat(line, starts) / (ends - starts) for line in lines]
-    reduced = {"raw": _points([line[kept] for line in lines])}
+    reduced = {"raw": _points([line[selected] for line in lines])}
     if len(means[2]) >= 8 and not name.startswith(_NOT_SMOOTHED):
         reduced["smooth"] = _points([*means[:2], np.array(smooth(means[2].tolist()))])
     return reduced

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.profiler import record_function
 
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.distributed import ranks
+from toolkit.errors import one_line
 from toolkit.training.callbacks import notify
 from toolkit.training.callbacks.base import callback_states
 from toolkit.training.callbacks.upload import submit_upload
@@ -96,7 +96,7 @@ class Saver:
                     self._trainer.display.message(f"saved {folder}")
                     submit_upload(self._trainer.callbacks, folder)
         except Exception as second:  # report the first error, which ended the run
-            warnings.warn(f"after {type(error).__name__}: {second}", stacklevel=2)
+            self._trainer.display.message(f"note: the save in progress failed as well: {one_line(second)}")
         finally:
             self._pending = None
 

@@ -5,6 +5,7 @@ each file: SHA-256 for large files, git's SHA-1 for others.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ def write_sums(folder: Path) -> None:
 def find_changed(folder: Path) -> list[str]:
     """Return the names of files that differ from their checksums; empty if the folder has no checksums."""
     expected = _hub_sums(folder) | _read_sums(folder)
-    actual = _hash(folder, [name for name in expected if (folder / name).is_file()], expected)
+    actual = _hash(folder, [name for name in expected if os.path.isfile(folder / name)], expected)
     return [name for name, value in expected.items() if name in actual and actual[name] != value]
 
 

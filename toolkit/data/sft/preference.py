@@ -37,7 +37,7 @@ class Preference(InstructionData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hint = "is not supported with --data.repo_id; remove one of them"
+        hint = "is not supported with --data.repo_id; remove one of them (--data.repo_id '' overrides a file)"
         require(not (self.json_path and self.repo_id), "json_path", self.json_path, hint)
 
     @property
