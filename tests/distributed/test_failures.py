@@ -329,6 +329,7 @@ def test_lost_rank_in_a_callbacks_collective_is_a_lost_rank():
         error = CallbackError("callback ReplicaCheck failed")
         error.__cause__ = cause
         assert shutdown._is_peer_loss(error) == (cause is lost)
+    assert shutdown._is_peer_loss(RuntimeError("Application timeout caused pair closure"))  # after a cut connection
 
 
 def test_roll_call_names_missing_ranks():

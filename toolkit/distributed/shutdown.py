@@ -27,6 +27,9 @@ EXIT_TIMEOUT_S = 5.0  # for the processes of a failed run to exit
 KILL_AFTER_S = 30.0  # then a hanging process of a failed run is killed
 _ABORTING = "; aborting (see troubleshooting: hanging)"
 
+_GLOO = ("/gloo/", "Application timeout caused pair closure")
+"""gloo's errors name a source path; after its timeout, those of later operations do not."""
+
 children: list[subprocess.Popen] = []
 """Processes of local ranks 1, 2, ..., in the process that launched them."""
 
@@ -247,7 +250,7 @@ def _is_peer_loss(error: BaseException) -> bool:
         error = error.__cause__
     if isinstance(error, PeerLostError | dist.DistError):
         return True
-    return type(error) is RuntimeError and "/gloo/" in str(error)  # gloo's errors only name a source path
+    return type(error) is RuntimeError and any(text in str(error) for text in _GLOO)
 
 
 def _text(error: BaseException) -> str:
