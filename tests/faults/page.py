@@ -9,7 +9,7 @@ PAGE = ROOT / "tutorials" / "reliability.md"
 HEAD = """# Reliability: what was tried, and what held
 
 `make test-faults` tries to break the promises below; `FAULTS=quick make test-faults` is a short form of 15 minutes.
-It continues where it was stopped, and writes this page. A failure has a seed, which repeats it:
+It continues where it was stopped, and writes this page. A failure has a seed, which repeats it (instants of time vary):
 `python -m tests.faults --only WAY:SUBJECT:SEED`.
 
 """
@@ -37,7 +37,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         text += f"| {way.name} | {way.promise} ({way.invariants}) | {subjects} | {' | '.join(map(str, cells))} |\n"
     failures = [(row, failure) for row in rows for failure in row["failures"]]
     if failures:
-        text += "\n## What failed\n\nFailures of older commits are fixed where the newest commit has none.\n\n"
+        text += "\n## What failed\n\nSome are of the harness. A failure of an older commit is open until a newer one has tried the same and held.\n\n"
         for row, failure in failures:
             message = failure["message"].replace("`", "'")
             text += f"- `{row['way']}:{row['subject']}:{failure['seed']}` at `{row['commit']}`: `{message}`\n"
