@@ -37,7 +37,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         text += f"| {way.name} | {way.promise} ({way.invariants}) | {subjects} | {' | '.join(map(str, cells))} |\n"
     failures = [(row, failure) for row in rows for failure in row["failures"]]
     if failures:
-        text += "\n## What failed\n\nSome are of the harness. A failure of an older commit is open until a newer one has tried the same and held.\n\n"
+        text += "\n## What failed\n\nSome are of the harness. A failure of an older commit is open until a newer one "
+        text += "has tried the same and held.\n\n"
         for row, failure in failures:
             message = failure["message"].replace("`", "'")
             text += f"- `{row['way']}:{row['subject']}:{failure['seed']}` at `{row['commit']}`: `{message}`\n"
