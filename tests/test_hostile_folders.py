@@ -225,6 +225,7 @@ def test_data_named_by_a_checkpoint_needs_the_trust_flag(tmp_path, corpus, capsy
         ("TextFiles", {"train_data_path": "/etc/passwd"}, "data.train_data_path /etc/passwd"),
         ("PythonStdlib", {"cache_dir": str(cache)}, f"data.cache_dir {cache}"),
         ("HuggingFace", {"repo_id": "/etc"}, "data.repo_id /etc"),
+        ("Preference", {"json_path": "", "repo_id": "/etc"}, "data.repo_id /etc"),  # "": unset in earlier versions
         ("LitData", {"data_path": "/etc"}, "data.data_path /etc"),
     ):
         name_data(cls, **options)

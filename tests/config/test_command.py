@@ -15,7 +15,7 @@ from toolkit.commands import pretrain
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.config.classes import class_path, classes_of, parameters_of
 from toolkit.config.types import union_members
-from toolkit.data import DataModule, LitData, PythonStdlib, SyntheticTokens, TextFiles
+from toolkit.data import DataModule, LitData, Preference, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import UserError
 from toolkit.objectives import Objective
 
@@ -68,6 +68,7 @@ FAST = (
     '--train {"max_steps":3,"learning_rate":2e-3}', "--log.run 5", "--model_config.bias true",
     "--optimizer.betas [0.8,0.9]", "--optimizer.options.momentum 0.9", "--resume auto", "--out_dir=",
     "--data.train_data_path x --data TextFiles", '--data {"class_path":"LitData","init_args":{"data_path":"x"}}',
+    "--data Preference --data.json_path x --data.repo_id null",
 )  # fmt: skip
 
 
@@ -121,6 +122,7 @@ def one_of_each_kind_is_fast(cases: list[tuple]) -> list:
             ("--data toolkit.data.TextFiles --data.train_data_path x", "data", TextFiles(train_data_path="x")),
             ("--data SyntheticTokens --data.num_rows 1e3", "data", SyntheticTokens(num_rows=1000)),
             ('--data {"class_path":"LitData","init_args":{"data_path":"x"}}', "data", LitData(data_path="x")),
+            ("--data Preference --data.json_path x --data.repo_id null", "data", Preference(json_path="x")),
         ]
     ),
 )

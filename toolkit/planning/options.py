@@ -128,7 +128,7 @@ def check_files(data: DataModule) -> None:
     if getattr(data, "prompt_style", None):
         require_style(data.prompt_style)  # type: ignore[attr-defined]
     for name, value in vars(data).items():
-        if name == "json_path" and not value and not getattr(data, "repo_id", ""):
+        if name == "json_path" and not value and not getattr(data, "repo_id", None):
             raise UserError("--data.json_path: must be set to a JSON or JSONL file")  # finetuning has this default
         if not name.endswith("_path") or not value or name in getattr(data, "takes_urls", ()):
             continue  # URLs are checked when they are listed

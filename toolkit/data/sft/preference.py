@@ -29,15 +29,15 @@ class Preference(InstructionData):
         val_split: Validation split; by default, a fraction of training rows is held out.
     """
 
-    json_path: str = ""
-    repo_id: str = ""
+    json_path: str | None = None
+    repo_id: str | None = None
     subset: str | None = None
     split: str = "train"
     val_split: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hint = "is not supported with --data.repo_id; remove one of them (--data.repo_id '' overrides a file)"
+        hint = "is not supported with --data.repo_id; remove one of them (--data.repo_id null overrides a file)"
         require(not (self.json_path and self.repo_id), "json_path", self.json_path, hint)
 
     @property

@@ -108,7 +108,7 @@ class RowFile:
 # ---- finding
 
 
-def find_splits(value: str, name: str, kinds: dict[str, str]) -> Splits:
+def find_splits(value: str | None, name: str, kinds: dict[str, str]) -> Splits:
     """Resolve ``--data.<name> <value>``: a file, or a folder with train and val files.
 
     Args:
