@@ -1,6 +1,7 @@
-"""SIGKILL at each file-system call that a run makes in its folder: the run resumes to the same result."""
+"""SIGKILL at each file-system call that a run makes in its folder, and again in the resume: the result is the same."""
 
 import os
+import random
 import signal
 from collections.abc import Iterable
 from functools import cache
@@ -35,19 +36,24 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
     return range(n_calls // QUICK // 2, n_calls, max(1, n_calls // QUICK)) if quick else range(n_calls)
 
 
-def trial(kind: str, call: int, folder: Path) -> None:
-    counter, out = Counter(folder), folder / "out"
-    killed = run(kind, out, **counter.at(call, "kill"))
-    assert killed.code in (-signal.SIGKILL, 0), killed.err
-    require_intact(out)
+def trial(kind: str, call: int, folder: Path) -> int:
+    """Return the number of kills."""
+    out, n_calls, n_kills = folder / "out", count_calls(kind), 0
+    again = random.Random(f"{kind}:{call}").randrange(max(n_calls - call, n_calls // 4))  # a resume has fewer calls
+    for at in (call, again):
+        killed = run(kind, out, **Counter(folder).at(at, "kill"))
+        assert killed.code in (-signal.SIGKILL, 0), killed.err
+        require_intact(out)
+        n_kills += killed.code != 0
     resumed = run(kind, out)
     assert resumed.code == 0, f"the resume failed: {resumed.err}"
     require_same_result(kind, out)
+    return n_kills
 
 
 WAY = Way(
     "kill-calls",
-    "a run killed at any file-system call resumes to bit-equal weights, moments and losses",
+    "a run killed at any file-system call, and again in its resume, ends with bit-equal weights, moments and losses",
     "S1, S2",
     lambda: KINDS,
     seeds,
