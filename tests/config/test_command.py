@@ -17,6 +17,7 @@ from toolkit.config.classes import class_path, classes_of, parameters_of
 from toolkit.config.types import union_members
 from toolkit.data import DataModule, LitData, Preference, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import UserError
+from toolkit.models.lora_config import LoRAOptions
 from toolkit.objectives import Objective
 
 
@@ -281,6 +282,14 @@ def test_errors_in_a_yaml_file(text, message, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert error_of("--config", str(file)) == message.replace("FILE", str(file))
+
+
+def test_options_of_adapters_name_the_command_that_has_them(tmp_path):
+    file, names = tmp_path / "lora.yaml", [*parameters_of(LoRAOptions)]
+    file.write_text("".join(f"{name}: 1\n" for name in names))
+    hint = "use `toolkit finetune_lora`, or lora=True in Python"
+    assert error_of("--config", str(file)) == f"{file}: {', '.join(names)}: no such options; {hint}"
+    assert error_of("--lora_r", "8") == f"--lora_r 8: no such option; {hint}"
 
 
 def test_files_of_other_tools_are_answered_whole(tmp_path):

@@ -215,10 +215,8 @@ class CommandOptions:
         """Return the checked and converted values of all options; ``usage`` is for messages."""
         options = self.options()
         self._merge_into_mappings(options)
-        unknown = {key: problem for key in self.values if (problem := self._describe_unknown(key, options))}
-        if unknown or self.problems:  # report all problems of another tool's file at once
-            not_in_files = [problem for key, problem in unknown.items() if not self.values[key].source]
-            raise UserError(not_in_files[0] if not_in_files else " | ".join([*self.problems, *unknown.values()]))
+        if problems := self.problems + self._describe_unknown(options):
+            raise UserError(" | ".join(problems))
         for key in list(self.values):
             self._check(key, options)
         for key, option in options.items():
@@ -302,12 +300,23 @@ class CommandOptions:
                 check = require_folder if may_be_remote else require_local
                 check(f"{prefix}{key}", value.value)  # user-provided classes may accept URLs
 
-    def _describe_unknown(self, key: str, options: dict[str, Option]) -> str | None:
-        inside, value = key.rpartition(".")[0], self.values[key]
-        if key in options or (inside in options and get_origin(union_members(options[inside].kind)[0]) is dict):
-            return None
-        name = key if value.source is None else value.display(key)
-        return f"{name}: no such option{self._suggest(key, value.source, options)}"
+    def _describe_unknown(self, options: dict[str, Option]) -> list[str]:
+        """Describe the unknown options of YAML files, which may be another tool's. Raise UserError for others."""
+        unknown: dict[tuple[str, str], list[str]] = {}
+        for key, value in self.values.items():
+            inside = key.rpartition(".")[0]
+            if key in options or (inside in options and get_origin(union_members(options[inside].kind)[0]) is dict):
+                continue
+            hint = self._suggest(key, value.source, options)
+            if not value.source:
+                raise UserError(f"{key if value.source is None else value.display(key)}: no such option{hint}")
+            unknown.setdefault((value.source, hint), []).append(key)
+        return [
+            f"{source}: {', '.join(keys)}: no such options{hint}"
+            if len(keys) > 1
+            else f"{self.values[keys[0]].display(keys[0])}: no such option{hint}"
+            for (source, hint), keys in unknown.items()
+        ]
 
     def _suggest(self, key: str, source: str | None, options: dict[str, Option]) -> str:
         """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""

@@ -20,6 +20,8 @@ lora_rank = lora_r
 use_rslora = lora_rslora true
 use_dora peft_use_dora = lora_dora true
 lora_plus loraplus use_loraplus = loraplus_lr_ratio
+lora_r lora_alpha lora_dropout lora_query lora_key lora_value lora_projection lora_mlp lora_head lora_rslora lora_dora \
+loraplus_lr_ratio from_peft quantize = -; use `toolkit finetune_lora`, or lora=True in Python
 load_in_4bit quantization_bit qlora = quantize bnb.nf4
 load_in_4bit quantization_bit qlora load_in_8bit = -; 4-bit weights require adapters: toolkit finetune_lora \
 --quantize bnb.nf4
