@@ -232,7 +232,7 @@ class CommandOptions:
                 texts = {key: expand_integer(value.text, kinds[key]) for key, value in self.values.items()}
                 return self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
         except ArgumentError as error:
-            raise UserError(self._explain(error, options)) from error
+            raise UserError(self._explain(error, options, usage)) from error
 
     def arguments(self, config: Namespace) -> dict[str, Any]:
         """Return the arguments for the functions, with groups and choices as objects."""
@@ -337,7 +337,7 @@ class CommandOptions:
         compared = str if group else lambda option: option.rpartition(".")[2]
         return did_you_mean(key, names, cutoff=0.75, margin=0.05, normalize=compared, display=show) or "; see --help"
 
-    def _explain(self, error: ArgumentError, options: dict[str, Option]) -> str:
+    def _explain(self, error: ArgumentError, options: dict[str, Option], usage: str) -> str:
         """Convert jsonargparse's error to one line with option, value and valid values."""
         message = one_line(error)
         named = re.search(r'[Kk]ey "([^"]+)"', message)
@@ -353,8 +353,9 @@ class CommandOptions:
             must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
             return f"{value._replace(value=number).display(key)}: must {must}"
         names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-        hint = VALUE_HINTS.get((key, value.text.lower())) or did_you_mean(value.text, names)
-        return f"{value.display(key)}: must be {describe(options[key].kind)}{hint}"
+        hint = VALUE_HINTS.get((key, value.text.lower())) or did_you_mean(value.text, names, cutoff=0.6)
+        shown = value.display(key).removeprefix("--" if key.upper() in usage.split() else "")
+        return f"{shown}: must be {describe(options[key].kind)}{hint}"
 
 
 def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
