@@ -17,6 +17,7 @@ from toolkit import cli
 from toolkit.cli import parser
 from toolkit.commands import COMMANDS, pretrain
 from toolkit.config.command import CommandOptions
+from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.extension import registered
 
@@ -298,8 +299,19 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
 def test_text_that_the_encoding_of_stdout_lacks_is_escaped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
     monkeypatch.setattr("toolkit.cli.dispatch.dispatch", lambda argv: print("é🎉") or 0)
-    assert cli.main() == 0
+    with restore_handlers_on_exit():
+        assert cli.main() == 0
     assert written.getvalue() == b"\\xe9\\U0001f389\n"
+
+
+def test_s3_signals_do_not_change_the_exit_code_of_a_command_that_is_done():
+    code = (
+        "import atexit, os, sys; from toolkit.cli import main; from toolkit.distributed.signals import SIGNALS\n"
+        "atexit.register(lambda: [os.kill(os.getpid(), number) for number in SIGNALS])\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 OUTPUT = [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]]

@@ -8,7 +8,7 @@ import torch
 
 from toolkit.distributed import ranks, signals
 from toolkit.distributed.device import pick_accelerator, pick_precision
-from toolkit.distributed.signals import SignalWatch
+from toolkit.distributed.signals import SignalWatch, restore_handlers_on_exit
 from toolkit.errors import UserError
 
 
@@ -20,7 +20,19 @@ def test_s3_first_signal_is_recorded_and_handlers_are_restored(number):
         for sent in (number, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):  # schedulers repeat signals
             os.kill(os.getpid(), sent)
             assert watch.received == number
-    assert signal.getsignal(number) == before
+    if before != signal.SIG_DFL or number == signal.SIGTERM:
+        assert signal.getsignal(number) == before
+
+
+def test_s3_after_training_signals_that_ask_for_a_checkpoint_have_no_effect():
+    with restore_handlers_on_exit():
+        for number in (signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        with SignalWatch():
+            pass
+        for number in (signal.SIGUSR1, signal.SIGHUP):
+            assert signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN)  # processes would inherit SIG_IGN
+            os.kill(os.getpid(), number)
 
 
 def test_s3_second_ctrl_c_interrupts_after_the_debounce_time(monkeypatch):

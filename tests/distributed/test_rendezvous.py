@@ -69,7 +69,7 @@ def test_sigterm_before_the_rendezvous_ends_the_other_nodes(corpus, tmp_path, mo
     read_until(other, "importing")
     other.send_signal(signal.SIGTERM)
     for node in (other, first):
-        ended(node, 143, "toolkit pretrain: node 1: stopped by SIGTERM before the run began", within=120)
+        ended(node, 143, "toolkit pretrain: node 1: stopped by SIGTERM before training began", within=120)
 
 
 @pytest.mark.slow

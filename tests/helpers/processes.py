@@ -19,6 +19,7 @@ from helpers.groups import SERVER, start_server
 from helpers.small_runs import text_data
 from toolkit import cli
 from toolkit.diagnostics import single_process
+from toolkit.distributed.signals import ignore_until_exit
 
 PRETRAIN = ["-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu"]
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": 32, "max_steps": 100_000}
@@ -182,6 +183,7 @@ def run_command(task: Task, environ: dict[str, str], out: Connection, err: Conne
     # it would start a process that imports torch
     single_process.multiprocessing = SimpleNamespace(get_context=lambda _: SERVER)
     code = run_script(task.script) if task.script else cli.main(task.arguments)
+    ignore_until_exit()  # as main() does where no program calls it
     atexit._run_exitfuncs()
     sys.exit(code)
 

@@ -15,6 +15,7 @@ from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
 from toolkit.config import other_tools
 from toolkit.config.checks import print_once
 from toolkit.distributed.rendezvous import report_failure
+from toolkit.distributed.signals import ignore_until_exit
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
 
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM
@@ -27,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
+        if argv is None:
+            ignore_until_exit()
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python reports an error when it flushes stdout at exit
@@ -67,7 +70,7 @@ def run(name: str, argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except TerminatedError:
-        return _end(program, "stopped by SIGTERM before the run began", TERMINATED)
+        return _end(program, "stopped by SIGTERM before training began or after it ended", TERMINATED)
     except KeyboardInterrupt:
         return _end(program, "interrupted", INTERRUPTED)
     except CommandError as error:

@@ -20,6 +20,8 @@ class SignalWatch:
     Launchers and schedulers may send several signals in a row; later ones are ignored. Only a second Ctrl-C, more than
     ``DEBOUNCE_SECONDS`` after the first, has its default effect. Python allows handlers in the main thread only; in
     another thread, such as a notebook's worker, no signal is handled.
+
+    After the block, SIGUSR1 and SIGHUP have no effect where their default is to kill: everything is saved.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,16 @@ class SignalWatch:
             signal.signal(self._previous.popitem()[0], signal.SIG_IGN)
 
     def __exit__(self, *exc: object) -> None:
+        for number, previous in self._previous.items():
+            if number not in (signal.SIGINT, signal.SIGTERM) and previous == signal.SIG_DFL:
+                self._previous[number] = _do_nothing  # unlike SIG_IGN, not inherited by new processes
         _restore(self._previous)
+
+
+def ignore_until_exit() -> None:
+    """Ignore all signals, for a process that only has to exit with its code."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # Python removes its own handlers before the process exits
 
 
 @contextmanager
@@ -62,6 +73,10 @@ def restore_handlers_on_exit() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             _restore(before)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def _restore(handlers: dict[int, Any]) -> None:
