@@ -16,11 +16,12 @@ from tests.faults import (
     ranks,
     s3,
     signals,
+    soak,
     two_runs,
 )
 from tests.faults.core import Trial, Way, attempt
 
-_MODULES = (kill_calls, kill_random, signals, disks, corruption, ranks, network, s3, two_runs, clock, fuzz)
+_MODULES = (kill_calls, kill_random, signals, disks, corruption, ranks, network, s3, two_runs, clock, soak, fuzz)
 WAYS: dict[str, Way] = {module.WAY.name: module.WAY for module in _MODULES}
 
 

@@ -3,6 +3,8 @@
 import os
 import signal
 
+import torch
+
 from helpers.slow_writes import slow_fsync
 from toolkit import Callback
 from toolkit.distributed import ranks
@@ -43,6 +45,16 @@ class SlowDisk(Callback):
     def on_train_start(self, trainer) -> None:
         if ranks.global_rank() == 0:
             os.fsync = slow_fsync(float(os.environ["SLOW_DISK"]))
+
+
+class Leak(Callback):
+    """Keeps a tensor of 256 KiB of each step."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def on_step_end(self, trainer, metrics) -> None:
+        self.tensors.append(torch.ones(1 << 16))
 
 
 class KillAlone(Callback):

@@ -8,4 +8,4 @@ from toolkit.data.streamed import segments
 segments.SEGMENT_BYTES = 4000
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
