@@ -248,9 +248,18 @@ def _connect(url: str, flag: str) -> Any:
         set_custom_error_handler(lambda error: _response_code(error)[1] >= 500 and _response_code(error)[1] != 507)
         options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
     try:
-        return cls(**options)
+        fs = cls(**options)
     except Exception as error:  # gcsfs connects here
         raise UserError(f"{flag} {url}: {describe(error, url)[0]}") from error
+    if (loop := getattr(fs, "loop", None)) is not None:
+        loop.set_exception_handler(_report_unhandled)
+    return fs
+
+
+def _report_unhandled(loop: Any, context: dict[str, Any]) -> None:
+    """Report an error that nothing awaits, except of a lost connection: aiohttp drops the task that writes the body."""
+    if not isinstance(context.get("exception"), ConnectionError):  # the request fails too, and is repeated
+        loop.default_exception_handler(context)
 
 
 def describe(error: BaseException, url: str) -> tuple[str, bool]:
