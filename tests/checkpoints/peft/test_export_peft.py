@@ -304,6 +304,7 @@ def exported(tmp_path):
         ({"r": 9}, "lora_A is (8, 32), not (9, 32)"),
         ({"r": "many"}, "adapter_config.json: r 'many': must be an integer"),
         ({"r": 8.0}, "r 8.0: must be an integer"),
+        ({"r": 2**40}, "must be an integer below 2**31"),
         ({"lora_dropout": 1.5}, "--lora_dropout 1.5"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",

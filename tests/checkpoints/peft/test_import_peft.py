@@ -108,6 +108,8 @@ def test_another_architecture_is_rejected_without_reading_weights(trained, tmp_p
         ("empty", "was trained on empty; could not verify that"),
         ("", "adapter_config.json names no base model"),
         (None, "adapter_config.json names no base model"),
+        ("too-long-" * 1000, "was trained on too-long-"),
+        ("~no-such-user/base", "was trained on ~no-such-user/base; could not verify that"),
     ],
 )
 def test_missing_base_is_named(trained, tmp_path, monkeypatch, name, message):
