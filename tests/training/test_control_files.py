@@ -1,10 +1,12 @@
 """STOP and SAVE_NOW in a run's folder, and --train.max_skipped."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 from helpers.processes import finish, flags_for, pretrain
+from helpers.s3 import BUCKET, serve
 
 from tests.training.test_run import assert_same_weights
 from toolkit.config import TrainArgs
@@ -24,10 +26,10 @@ def undisturbed(corpus, tmp_path_factory):
     return out
 
 
-def run(corpus, out, name=None, *more, n_ranks=1):
+def run(corpus, out, name=None, *more, n_ranks=1, **environ):
     callback = [{"class_path": "helpers.faulty_callbacks.Touch", "init_args": {"name": name, "step": 3}}]
     flags = ["--callbacks", json.dumps(callback)] if name else []
-    process = pretrain(*flags_for(corpus, out, **TRAIN), "--devices", str(n_ranks), *flags, *more)
+    process = pretrain(*flags_for(corpus, out, **TRAIN), "--devices", str(n_ranks), *flags, *more, **environ)
     texts = finish(process)
     return process.returncode, *texts
 
@@ -45,6 +47,26 @@ def test_stop_saves_exits_with_0_and_the_resume_is_bit_equal(corpus, tmp_path, u
     assert run(corpus, tmp_path / "run", n_ranks=n_ranks)[0] == 0
     if n_ranks == 1:
         assert_same_weights(tmp_path / "run" / "final", undisturbed / "final")
+
+
+@pytest.mark.slow
+def test_stop_in_the_staging_folder_of_a_remote_run_is_deleted_and_the_checkpoint_uploaded(
+    corpus, tmp_path, undisturbed
+):
+    staging = tmp_path / "staging"
+    with serve() as server:
+        url = f"s3://{BUCKET}/stopped"
+
+        def launch(name=None):
+            return run(corpus, url, name, "--staging_dir", str(staging), **server.environ)
+
+        code, _, err = launch(STOP)
+        assert code == 0 and "stopped after step 3" in err and len(err.splitlines()) == 1, err
+        assert server.checkpoints("stopped") == {"step-00000003"}
+        assert not (staging / STOP).exists() and STOP not in server.objects("stopped/")
+        shutil.rmtree(staging)  # a clean machine
+        assert launch()[0] == 0
+        assert_same_weights(staging / "final", undisturbed / "final")
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--train.async_save", "true"), marks=pytest.mark.slow)])

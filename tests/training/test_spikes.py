@@ -75,6 +75,7 @@ def test_s2_resume_is_bit_equal_and_two_ranks_skip_the_same_steps(corpus, tmp_pa
     assert run(corpus, tmp_path / "parts") == skipped
     assert_same_weights(tmp_path / "one" / "final", tmp_path / "parts" / "final")
     assert losses(tmp_path / "one") == losses(tmp_path / "parts")
-    for name in ("fsdp", "ddp"):
-        assert run(corpus, tmp_path / name, "--devices", "2", "--strategy", name) == skipped
-        shutil.rmtree(tmp_path / name)
+    for layout in ("--strategy fsdp", "--strategy ddp", "--pipeline_parallel_size 2"):
+        assert run(corpus, tmp_path / "two", "--devices", "2", *layout.split()) == skipped
+        assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)  # no rank trained alone
+        shutil.rmtree(tmp_path / "two")
