@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError
 from toolkit.inference.batcher import Batcher, Request, Sampling
 from toolkit.inference.text import encode_prompt, require_embedded, stop_tokens
 from toolkit.serving.answer import ChatFormat, CompletionFormat, Piece, read_pieces
@@ -167,7 +167,7 @@ class Gatekeeper:
             return ApiError(415, "the header Content-Type must be application/json")
         if self._expected is None:
             host = re.sub(r":\d+$", "", headers.get(b"host", b"").decode("latin-1"))
-            return None if host in self._hosts else ApiError(403, one_line(f"host {host}: is not served here"))
+            return None if host in self._hosts else ApiError(403, f"host {host}: is not served here")
         if scope["path"] == "/health" or hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             return None
         return ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
@@ -202,13 +202,13 @@ def _to_api_error(error: Exception) -> ApiError:
         if first["type"] == "missing" and first["loc"] == ("body",):
             return ApiError(400, "the body is empty, but must be a JSON object")
         param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in FIELDS) or None
-        return ApiError(400, one_line(f"{param or 'the body'}: {first['msg']}"), param)
+        return ApiError(400, f"{param or 'the body'}: {first['msg']}", param)
     if isinstance(error, AnyHTTPException) and error.status_code == 404:
         return ApiError(404, "no such path; there are /v1/chat/completions, /v1/completions, /v1/models and /health")
     if isinstance(error, AnyHTTPException):
         is_body = isinstance(error.__cause__, RecursionError | ValueError)  # FastAPI's message has no reason
         reason = "the body nests too deeply or has a number that is too long"
-        return ApiError(error.status_code, reason if is_body else one_line(error.detail))
+        return ApiError(error.status_code, reason if is_body else str(error.detail))
     if isinstance(error, UserError):
-        return ApiError(400, one_line(error))
+        return ApiError(400, str(error))
     return ApiError(500, "internal error; see the server's messages")

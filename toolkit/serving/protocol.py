@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from toolkit.errors import did_you_mean
+from toolkit.errors import did_you_mean, one_line
 
 # Values of unsupported fields that ask for nothing; null is always accepted.
 _NEUTRAL: dict[str, list[Any]] = {
@@ -30,7 +30,7 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status code.
-        message: One line for the user.
+        message: Shown to the user as one line.
         param: The field of the body with the error.
         code: OpenAI's error code.
     """
@@ -39,7 +39,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         default = "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {"message": message, "type": _TYPES.get(status, default), "param": param, "code": code}
+        self.body = {"message": one_line(message), "type": _TYPES.get(status, default), "param": param, "code": code}
 
 
 class _Fields(BaseModel):

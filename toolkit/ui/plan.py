@@ -155,7 +155,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         "Memory per device, GB",
     ]
     parts = {name: size for name, size in memory.items() if name != "total" and size > 0}
-    lines += [f"  {name:15}{size:10.2f}  {_DESCRIPTIONS[name]}".rstrip() for name, size in parts.items()]
+    lines += [f"  {name:16}{size:9.2f}  {_DESCRIPTIONS[name]}".rstrip() for name, size in parts.items()]
     reason = ""
     if sum(parts.values()) > memory["total"] + 0.005 * len(parts):
         reason = "  not all at the same time" if memory["recomputed_block"] else "  gradients replace activations"
