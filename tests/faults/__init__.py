@@ -4,5 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+_ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT), str(_ROOT / "scripts")]
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

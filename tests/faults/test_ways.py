@@ -1,4 +1,4 @@
-"""One trial of each way of killing and of failing disks; ``make test-faults`` makes many."""
+"""One trial of each way of killing, of failing disks and of resuming; ``make test-faults`` makes many."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from tests.faults.ways import make
 TRIALS = [
     Trial("kill-calls", "ordinary", 300),
     Trial("kill-random", "ordinary", 3),
+    Trial("resume", "LoRA", 0),
     Trial("signals", "ordinary", 0),
     Trial("disks", "ordinary", 1182),  # EIO of an fsync
     Trial("corruption", "ordinary", 74),  # lit_model.pth of the second checkpoint

@@ -14,6 +14,7 @@ from tests.faults import (
     kill_random,
     network,
     ranks,
+    resume,
     s3,
     signals,
     soak,
@@ -21,7 +22,21 @@ from tests.faults import (
 )
 from tests.faults.core import Trial, Way, attempt
 
-_MODULES = (kill_calls, kill_random, signals, disks, corruption, ranks, network, s3, two_runs, clock, soak, fuzz)
+_MODULES = (
+    kill_calls,
+    kill_random,
+    resume,
+    signals,
+    disks,
+    corruption,
+    ranks,
+    network,
+    s3,
+    two_runs,
+    clock,
+    soak,
+    fuzz,
+)
 WAYS: dict[str, Way] = {module.WAY.name: module.WAY for module in _MODULES}
 
 
