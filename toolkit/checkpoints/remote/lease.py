@@ -113,7 +113,7 @@ class Lease:
     def _in_use(self, content: bytes) -> UserError:
         return self.storage.error(
             f"another run is alive there ({_describe(content)}); wait for it, or give another folder "
-            "(see remote_storage: remote storage)"
+            "(see remote_storage: two runs)"
         )
 
 

@@ -59,7 +59,7 @@ class Upload(Callback):
                 raise GuardError(
                     f"--out_dir {self.args.out_dir}: {name} could not be uploaded: {self.uploader.failed[name]}; "
                     f"it is complete in {self.args.run_dir / name}, and the same command with --resume auto uploads it "
-                    "(see remote_storage: remote storage)"
+                    "(see remote_storage: failed uploads)"
                 )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
