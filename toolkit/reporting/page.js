@@ -27,11 +27,11 @@
       const stroke = color("--c" + (many ? (ofPair ? r : r + c * data.runs.length) : c) % 8);
       const label = [many && data.runs[r], (!many || columns.length > 1) && column.replaceAll("_", " ")].filter(Boolean).join(" ");
       const points = kind => {
-        const xs = run[column][kind][axis.value], ys = run[column][kind][2], kept = [[], []];
+        const xs = run[column][kind][axis.value], ys = run[column][kind][2], finite = [[], []];
         xs.forEach((x, i) => {
-          if (x != null && ys[i] != null) { kept[0].push(x); kept[1].push(unit === "%" ? ys[i] * 100 : ys[i]); }
+          if (x != null && ys[i] != null) { finite[0].push(x); finite[1].push(unit === "%" ? ys[i] * 100 : ys[i]); }
         });
-        return kept;
+        return finite;
       };
       const raw = points("raw"), n = raw[0].length;
       if (run[column].smooth) {

@@ -127,14 +127,14 @@ def _open_local(place: str) -> tuple[RunFacts, _Read]:
             return None
 
     try:
-        found = sorted(complete_checkpoints(folder), key=lambda pair: (step_of(pair[1]), pair[0]))
+        checkpoints = sorted(complete_checkpoints(folder), key=lambda pair: (step_of(pair[1]), pair[0]))
         if (folder / LOCK).exists():
             require_unlocked(folder)
     except UserError:
         run.status = "running"
     except OSError as error:
         raise UserError(f"run_dirs {place}: cannot be read: {error.strerror}") from error
-    for name, path in found:
+    for name, path in checkpoints:
         with suppress(FileNotFoundError):  # a run in progress deletes old checkpoints
             sizes = {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
             checkpoint = _checkpoint(name, step_of(path), read(f"{path.name}/{COMPLETE}"), sizes)
@@ -159,10 +159,10 @@ def _open_remote(place: str) -> tuple[RunFacts, _Read]:
             raise storage.error(error) from error
 
     try:
-        found = sorted(newest_first(storage))
+        checkpoints = sorted(newest_first(storage))
     except StorageError as error:
         raise storage.error(error) from error
-    run.checkpoints = [_checkpoint(c.name, c.step, read(f"{c.folder}/{COMPLETE}"), None) for c in found]
+    run.checkpoints = [_checkpoint(c.name, c.step, read(f"{c.folder}/{COMPLETE}"), None) for c in checkpoints]
     if read(LEASE) is not None:
         run.status = "running, or killed"
     return run, read
