@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from toolkit.config import STRATEGIES
@@ -14,34 +15,37 @@ from toolkit.io.paths import is_path_option
 PATH = "<path>"
 _FIND = """\
 _toolkit_table='{table}'
-_toolkit_find() {{  # command, the word after it, previous word, current word: sets found
+_toolkit_choices() {{  # command, the word after it, previous word, current word: sets choices
     local command flag values flags= words=
     while read -r command flag values; do
         if [[ $command != "$1" && $command != "$2" ]]; then continue; fi
-        if [[ $flag == "$3" ]]; then found=$values; return; fi
+        if [[ $flag == "$3" ]]; then choices=$values; return; fi
         if [[ $flag == - ]]; then words="$words $values"; else flags="$flags $flag"; fi
     done <<< "$_toolkit_table"
-    if [[ $4 == -* || -z $words ]]; then found=$flags; else found=$words; fi
+    if [[ $4 == -* || -z $words ]]; then choices=$flags; else choices=$words; fi
 }}
 """
 _BASH = """\
 _toolkit() {{
-    local found= word=${{COMP_WORDS[COMP_CWORD]}}
-    if (( COMP_CWORD == 1 )); then _toolkit_find toolkit "" "" "$word"
-    else _toolkit_find "${{COMP_WORDS[1]}}" "${{COMP_WORDS[2]}}" "${{COMP_WORDS[COMP_CWORD-1]}}" "$word"
+    local choices= i=$COMP_CWORD word=${{COMP_WORDS[COMP_CWORD]}}
+    # --flag=value is three words
+    if [[ $word == = ]]; then word=; elif [[ ${{COMP_WORDS[i-1]}} == = ]]; then ((i--)); fi
+    if (( COMP_CWORD == 1 )); then _toolkit_choices toolkit "" "" "$word"
+    else _toolkit_choices "${{COMP_WORDS[1]}}" "${{COMP_WORDS[2]}}" "${{COMP_WORDS[i-1]}}" "$word"
     fi
     COMPREPLY=()
-    if [[ $found == *"<path>"* ]]; then compopt -o default; else COMPREPLY=($(compgen -W "$found" -- "$word")); fi
+    if [[ $choices == *"<path>"* ]]; then compopt -o default; else COMPREPLY=($(compgen -W "$choices" -- "$word")); fi
 }}
 complete -F _toolkit toolkit
 """
 _ZSH = """\
 _toolkit() {{
-    local found= word=$words[CURRENT]
-    if (( CURRENT == 2 )); then _toolkit_find toolkit "" "" "$word"
-    else _toolkit_find "$words[2]" "$words[3]" "$words[CURRENT-1]" "$word"
+    local choices= word=$words[CURRENT] previous=$words[CURRENT-1]
+    if [[ $word == --*=* ]]; then previous=${{word%%=*}} word=${{word#*=}}; compset -P '*='; fi
+    if (( CURRENT == 2 )); then _toolkit_choices toolkit "" "" "$word"
+    else _toolkit_choices "$words[2]" "$words[3]" "$previous" "$word"
     fi
-    if [[ $found == *"<path>"* ]]; then _files; else compadd -- ${{=found}}; fi
+    if [[ $choices == *"<path>"* ]]; then _files; else compadd -- ${{=choices}}; fi
 }}
 if [[ $funcstack[1] == _toolkit ]]; then _toolkit "$@"; else compdef _toolkit toolkit; fi
 """
@@ -71,6 +75,7 @@ def setup(shell: Literal["bash", "zsh", "fish"]) -> None:
 def _rows() -> Iterator[_Row]:
     """Yield all flags of all commands."""
     from toolkit.commands import COMMANDS, WRAPPING
+    from toolkit.models.families import list_names_by_family
 
     yield from (_Row("toolkit", flag, "") for flag in ("--help", "--version"))
     yield _Row("toolkit", "-", " ".join(COMMANDS))
@@ -88,6 +93,8 @@ def _rows() -> Iterator[_Row]:
             values["strategy"] = " ".join([*STRATEGIES, *registered("strategies", STRATEGIES)])
         if name == "schema":
             values["command"] = " ".join(command for command in COMMANDS if command not in WRAPPING)
+        if "model_name" in values:
+            values["model_name"] = " ".join(chain(*list_names_by_family().values()))
         values |= {key: PATH for key in values if is_path_option(key)} | {"config": PATH}
         yield from (_Row(name, f"--{key}", text) for key, text in values.items())
         yield from (_Row(name, "-", values[key]) for key in positionals[:1] if values[key])
