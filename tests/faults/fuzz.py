@@ -19,10 +19,12 @@ from tests.faults.core import Way
 from tests.faults.hostile import WITNESS
 from tests.faults.mutate import mutate
 from tests.faults.parsers import PARSERS, Parser
+from toolkit.cli import dispatch
 from toolkit.errors import CommandError
 
 BATCH = 200
 MAX_SECONDS, MAX_MEMORY = 5, 1 << 30  # of an input, and of a batch
+MAX_LINE = 1000 + len("toolkit verify: ")  # characters
 MAX_ADDRESSES = 16 << 30  # bytes; so that an input cannot take the machine's memory
 _RUNS_CODE = ("os.system", "os.exec", "os.posix_spawn", "pty.spawn", "ctypes.dlopen")
 
@@ -111,10 +113,7 @@ def _try(parser: Parser, folder: Path) -> str | None:
             parser.read(folder / "files")
         return None
     except (CommandError, *parser.refusals) as error:
-        message = str(error)
-        if isinstance(error, CommandError) and "\n" in message:  # the command line shortens long ones
-            return f"a message of {message.count(chr(10)) + 1} lines: {message[:100]!r}"
-        return None
+        return _printed(error) if isinstance(error, CommandError) else None
     except _TooSlow:
         return f"takes more than {time.monotonic() - started_at:.0f} s"
     except BaseException as error:
@@ -124,6 +123,18 @@ def _try(parser: Parser, folder: Path) -> str | None:
         return f"{type(error).__name__} in {where}: {' '.join(str(error).split())[:150]}"
     finally:
         _set_timers(stop, 0)
+
+
+def _printed(error: CommandError) -> str | None:
+    """Return what is wrong with what the command line prints of an error."""
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        dispatch._end("toolkit verify", error, error.exit_code)
+    lines, message = err.getvalue().split("\n"), str(error)
+    if "\n" in message:  # the command line joins them
+        return f"a message of {message.count(chr(10)) + 1} lines: {message[:100]!r}"
+    if len(lines) != 2 or not lines[0].isprintable() or len(lines[0]) > MAX_LINE:
+        return f"prints {len(lines) - 1} lines, {len(lines[0])} characters: {lines[0][:100]!r}"
+    return None
 
 
 def _set_timers(stop: Any, seconds: float) -> None:

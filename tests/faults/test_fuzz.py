@@ -21,9 +21,14 @@ def two_lines(content):
     raise UserError("two\nlines")
 
 
+def long_line(content):
+    raise UserError("x" * 60)
+
+
 FAULTS = {
     "crash": (crash, "IndexError in .*a reader's own mistake"),
     "lines": (two_lines, "a message of 2 lines"),
+    "length": (long_line, "prints 1 lines, 76 characters: 'toolkit verify: xxx"),
     "code": (lambda content: open(WITNESS, "w").close(), "code of the file ran"),
     "program": (lambda content: os.system("true"), "code of the file ran: .*os.system"),
     "time": (lambda content: sum(1 for _ in range(10**10)), "takes more than [1-9] s"),
@@ -45,6 +50,7 @@ def test_a_faulty_reader_is_reported(fault, tmp_path, monkeypatch):
 
     monkeypatch.setitem(PARSERS, "faulty", Parser(make, read, max_seconds=1, prepare=lambda: None))
     monkeypatch.setattr(fuzz, "BATCH", 1)
+    monkeypatch.setattr(fuzz, "MAX_LINE", 70)
     monkeypatch.setattr(fuzz, "MAX_MEMORY", 100 << 20)
     with pytest.raises(AssertionError, match=FAULTS[fault][1]):
         fuzz.trial("faulty", 0, tmp_path)
