@@ -2,17 +2,21 @@
 
 import json
 import math
+import shutil
+import time
 
 import pytest
 import torch
 
-from toolkit import cli
+from toolkit import cli, load
+from toolkit.checkpoints.weights import load_weights, save_weights
 from toolkit.diagnostics import prove_kernels, prove_runs
 from toolkit.diagnostics.prove import ROWS, prove
 from toolkit.diagnostics.prove_kernels import KERNELS
-from toolkit.diagnostics.prove_row import NotRunError, Outcome, Row
+from toolkit.diagnostics.prove_row import Machine, NotRunError, Outcome, Row, metrics_of
 from toolkit.diagnostics.prove_runs import RUNS
 from toolkit.errors import CommandError
+from toolkit.models.quantize import quantize_linears
 
 NEEDS_CUDA = {row.name for row in KERNELS if row.name.startswith(("flash", "flex"))} | {"loss, compiled", "CUDA graph"}
 
@@ -99,6 +103,31 @@ def test_runs_on_a_cpu(tmp_path):
         "planned memory": "needs CUDA",
         "predicted speed": "needs CUDA",
     }
+
+
+@pytest.mark.slow
+def test_the_reference_of_qlora_is_lora_on_the_dequantized_weights(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    machine = Machine(torch.device("cpu"), 1, tmp_path, time.monotonic() + 600)
+    assert prove_runs._qlora(machine).figure == 0
+    ((command, out),) = machine.runs.items()  # on a CPU, the run is its reference
+    plain, restored = tmp_path / "base", tmp_path / "restored"
+    state, model = dict(load_weights(plain)), load(plain)
+    quantize_linears(model, "bnb.nf4")
+    layers = {name: part for name, part in model.named_modules() if hasattr(part, "base_weight")}
+    state |= {f"{name}.weight": layer.base_weight() for name, layer in layers.items()}
+    shutil.copytree(plain, restored)
+    save_weights(state, restored / "lit_model.pth")
+
+    def curve(base):
+        words = command.replace(" --quantize bnb.nf4", "").replace(str(plain), str(base))
+        folder = out if base is None else machine.train("", command=words)
+        return [metrics_of(folder, name) for name in ("loss", "grad_norm")]
+
+    quantized = curve(None)
+    assert quantized == curve(restored)
+    norms = zip(quantized[1], curve(plain)[1], strict=True)
+    assert max(abs(a / b - 1) for a, b in norms) > 1e-3  # the row's tolerance tells 4 bits from 32
 
 
 def test_a_wrong_curve_and_a_wrong_resume_fail(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,9 +22,11 @@ _FP32 = "--precision 32-true"
 _EXACT = "--deterministic true"
 
 
-def _curve(options: str, tolerance: float, machine: Machine, reference: str = _FP32, device: str = "cpu") -> Outcome:
-    """Compare losses and gradient norms with those of a reference run."""
-    a, b = machine.train(options), machine.train(reference, device)
+def _curve(
+    options: str, tolerance: float, machine: Machine, reference: str = _FP32, device: str = "cpu", **command: str
+) -> Outcome:
+    """Compare losses and gradient norms with those of a reference run. ``command`` may replace pretrain."""
+    a, b = machine.train(options, **command), machine.train(reference, device, **command)
     pairs = [
         pair for name in ("loss", "grad_norm") for pair in zip(metrics_of(a, name), metrics_of(b, name), strict=True)
     ]
@@ -53,16 +56,15 @@ def _collectives(machine: Machine) -> Outcome:
 
 def _qlora(machine: Machine) -> Outcome:
     require_bitsandbytes("--quantize")
-    base, config = machine.folder / "base", get_config("pico-llama").with_vocab_size(512)
+    base = machine.folder / "base"
+    config = replace(get_config("pico-llama"), intermediate_size=192).with_vocab_size(512)  # a multiple of 64
     torch.manual_seed(0)
     base.mkdir()
     write_model_files(
         base, state_dict=GPT(config).state_dict(), config=config, hyperparameters=None,
         tokenizer=train_bpe(["a tokenizer of one text"], 300),
     )  # fmt: skip
-    command = f"finetune_lora {base} --quantize bnb.nf4 {STEPS}"
-    losses = [metrics_of(machine.train(_FP32, device, command), "loss") for device in ("", "cpu")]
-    return Outcome(max(abs(x - y) / y for x, y in zip(*losses, strict=True)), 1e-3)
+    return _curve(_FP32, 1e-3, machine, command=f"finetune_lora {base} --quantize bnb.nf4 {STEPS}")
 
 
 def _weights(options: str, folder: str, machine: Machine) -> Outcome:
@@ -110,7 +112,7 @@ RUNS = [
         partial(_weights, f"{_EXACT} --resume {{run}}/{_STEP}", "final")),
     Row("async save", "bits of the saved weights", "--train.async_save false", partial(_weights, _ASYNC, _STEP)),
     Row("CPU offload", _CPU, "--fsdp.cpu_offload false", partial(_curve, _OFFLOAD, 1e-3)),
-    Row("QLoRA", "losses against the CPU", "finetune_lora without --quantize", _qlora),
+    Row("QLoRA", "losses and gradient norms against the CPU", "finetune_lora without --quantize", _qlora),
     Row("AdamW8bit", _CPU, "--optimizer.name AdamW",
         partial(_curve, f"{_FP32} --optimizer.name AdamW8bit", 0.02)),
     Row("profile", _CPU, "--profile false", partial(_curve, f"{_FP32} --profile true", 1e-3)),
