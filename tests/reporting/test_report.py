@@ -112,6 +112,8 @@ def test_browser_draws_zooms_and_runs_no_text_of_the_run(finished, evil, tmp_pat
     with open_browser(browser, tmp_path / "profile") as page:
         page.open(path, "document.querySelectorAll('.u-over').length >= 6")
         assert page.evaluate("document.title").startswith("Report: finished")
+        markers = "[...document.querySelector('.u-legend').querySelectorAll('.u-marker')].map(m => m.style.borderStyle)"
+        assert page.evaluate(markers) == ["", "solid", "solid", "dashed"]  # steps, raw and smooth loss, validation loss
         where = "(r => [r.x, r.y, r.width, r.height])(document.querySelector('.u-over').getBoundingClientRect())"
         x, y, width, height = page.evaluate(where)
 

@@ -70,6 +70,7 @@
     return new uPlot({
       width: widthOf(place), height,
       cursor: {sync: {key: "report", scales: ["x", null]}, drag: {x: true, y: false}, points: {size: 6}},
+      legend: {markers: {dash: (u, i) => u.series[i].dash ? "dashed" : "solid"}},
       scales: {x: {time: false}, y: {distr: log.checked ? 3 : 1, range: rangeOf}},
       axes: [
         {...side, label: x, size: 34, values: (u, values) => values.map(v => short(v))},
