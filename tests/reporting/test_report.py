@@ -139,7 +139,11 @@ def test_several_runs_as_words_or_with_commas(tmp_path, monkeypatch, capsys):
         assert main(["report", *words, "--format", "md"]) == 0
         assert "| seed | 42 | 1 | 2 |" in capsys.readouterr().out, words
     assert main(["report", comma]) == 0 and "1 run," in capsys.readouterr().out
-    assert main(["report", a, b, "--out_path", "both.html"]) == 0 and Path("both.html").exists()
+    for words in (["--out_path", "both.html"], ["--out_path", "both.md", "--format", "md"]):
+        assert [main(["report", a, b, *words]) for _ in range(2)] == [0, 0] and Path(words[1]).exists()
+    Path("report.html").write_text("mine")
+    assert main(["report", a, b]) == 2 and Path("report.html").read_text() == "mine"
+    assert "report: --out_path report.html: is a file, and not a report; remove it or" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):

@@ -11,8 +11,8 @@ def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str |
     Args:
         run_dirs: The out_dir of one or several runs, as words or separated by commas; also on remote storage.
         format: html writes a file; md prints Markdown unless out_path is set.
-        out_path: File to write. Default: report.html in the run's folder, or in the current folder for several runs and
-            remote ones.
+        out_path: File to write; an existing one must be a report. Default: report.html in the run's folder, or in the
+            current folder for several runs and remote ones.
     """
     from pathlib import Path
 
@@ -34,6 +34,10 @@ def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str |
     folder = Path() if len(runs) > 1 or is_url(places[0]) else Path(places[0]).expanduser()
     path = folder / REPORT if out_path is None else Path(out_path).expanduser()
     try:
+        if path.is_file():
+            with path.open("rb") as file:
+                is_report = b"Report: " in file.read(200)
+            require_option(is_report, "out_path", path, "is a file, and not a report; remove it or give another path")
         write_atomic(path, content.encode())
     except OSError as error:
         raise file_error(path, error) from error
