@@ -86,7 +86,8 @@ def _element(kind: str, content: Any, runs: Sequence[RunFacts]) -> str:
         return _CURVES
     if kind == "lead":
         number = [run.name for run in runs].index(content[0])
-        mark = f'<i class="dot c{number % 8}"></i><b>{escape(content[0])}</b> ' if len(runs) > 1 else ""
+        dot = f'<i class="dot" style="background:var(--c{number % 8})"></i>'
+        mark = f"{dot}<b>{escape(content[0])}</b> " if len(runs) > 1 else ""
         return f'<p class="lead">{mark}{escape(content[1])}</p>'
     if kind == "figures" and len(runs) == 1:
         tiles = (f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in content[1])
