@@ -1,8 +1,10 @@
 """A run under load: memory, threads and open files stay flat after the warm-up."""
 
 import os
+import subprocess
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,12 +33,15 @@ class Sample(NamedTuple):
 def trial(subject: str, seed: int, folder: Path, *more: str) -> int:
     """Make the run. Return its number of steps."""
     process = Forked(command(folder, MINUTES[seed], *more), script=Path(small_segments.__file__))
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=0)  # begins to read its output, which fills the pipe
     samples, started_at = [], time.monotonic()
     while process.poll() is None:
         samples.append(sample(process, started_at))
         time.sleep(MINUTES[seed] / 10)
     _, err = finish(process)
     assert (process.returncode, err) == (0, ""), f"code {process.returncode}: {err[-500:]}"
+    assert samples[-1].minutes < MINUTES[seed] + 5, f"ended after {samples[-1].minutes:.0f} minutes"
     require_flat([s for s in samples if s.minutes < samples[-1].minutes - END_S / 60], MAX_SLOPE[seed])
     rows = (folder / "out" / "logs" / "metrics.csv").read_text().splitlines()
     return int(rows[-1].partition(",")[0])
