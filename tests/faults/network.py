@@ -13,12 +13,12 @@ from pathlib import Path
 from helpers.groups import read_until
 from helpers.processes import clean, finish
 
+from tests.faults import lossy_link
 from tests.faults.core import Way
 from tests.faults.states import Result, command, require_intact, require_same_result, shared
 
 KINDS = ("fsdp", "sharded")
 FAULTS = ("cut", "cut for a moment", "loses packets")
-LOSS = "tc qdisc add dev cable root netem loss 5% delay 2ms"
 PHASES = ("start", "Preparing data", "Building the model", "Training", "step 2/6", "step 4/6")
 
 
@@ -34,10 +34,9 @@ def is_permitted() -> bool:
 
 @cache
 def loses_packets() -> bool:
-    """Whether the kernel has netem, which loses packets."""
+    """Whether this machine lets us make TUN devices."""
     try:
-        with hosts("probe") as names:
-            ip(names[0], LOSS)
+        with hosts("probe", is_lossy=True):
             return True
     except (OSError, subprocess.CalledProcessError):
         return False
@@ -55,8 +54,7 @@ def trial(kind: str, seed: int, folder: Path) -> None:
     chance, out, fault = random.Random(f"{kind}:{seed}"), folder / "out", FAULTS[seed % len(FAULTS)]
     with hosts(str(os.getpid())) as names:
         reference = undisturbed_on(kind, names)
-        if fault == "loses packets":
-            ip(names[0], LOSS)
+    with hosts(str(os.getpid()), is_lossy=fault == "loses packets") as names:
         nodes = start(kind, out, names, "--timeout", "0.1")
         if fault != "loses packets":
             phase = chance.choice(PHASES)
@@ -76,8 +74,6 @@ def trial(kind: str, seed: int, folder: Path) -> None:
             assert bool(lines) == bool(result.code), f"code {result.code}: {result.err}"
         require_intact(out)
         ip(names[0], "ip link set cable up")
-        if fault == "loses packets":
-            ip(names[0], "tc qdisc del dev cable root")
         for result in end(start(kind, out, names)):
             assert (result.code, result.err) == (0, ""), f"the resume failed: {result.err}"
     require_same_result(reference, out)
@@ -97,22 +93,27 @@ def undisturbed_on(kind: str, names: tuple[str, str]) -> str:
 
 
 @contextmanager
-def hosts(name: str) -> Iterator[tuple[str, str]]:
-    """Make two network namespaces with 10.99.0.1 and 10.99.0.2; their names."""
-    names = (f"tk{name}a", f"tk{name}b")
+def hosts(name: str, is_lossy: bool = False) -> Iterator[tuple[str, str]]:
+    """Make two network namespaces with 10.99.0.1 and 10.99.0.2, joined by a device "cable"; their names."""
+    names, link = (f"tk{name}a", f"tk{name}b"), None
     try:
         for host in names:
             subprocess.run(["ip", "netns", "add", host], check=True, capture_output=True)
-        subprocess.run(
-            f"ip link add cable netns {names[0]} type veth peer name cable netns {names[1]}".split(),
-            check=True,
-            capture_output=True,
-        )
+        if is_lossy:
+            words = [sys.executable, lossy_link.__file__, *names]
+            link = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            if not link.stdout.readline():
+                raise OSError("no TUN device")
+        else:
+            words = f"ip link add cable netns {names[0]} type veth peer name cable netns {names[1]}".split()
+            subprocess.run(words, check=True, capture_output=True)
         for i, host in enumerate(names, 1):
             for words in (f"ip addr add 10.99.0.{i}/24 dev cable", "ip link set cable up", "ip link set lo up"):
                 ip(host, words)
         yield names
     finally:
+        if link is not None:
+            link.communicate()
         for host in names:
             subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
 
