@@ -8,8 +8,17 @@ from pathlib import Path
 from helpers.processes import Forked, finish
 
 from tests.faults.core import Way
+from tests.faults.inputs import cache_flags
 from tests.faults.shim import load
-from tests.faults.states import KINDS, Result, require_one_line, require_same_result, run, shared, undisturbed
+from tests.faults.states import (
+    KINDS,
+    Result,
+    cache_of,
+    require_one_line,
+    require_same_result,
+    run,
+    undisturbed,
+)
 
 ROUNDS = 5
 """Each file is damaged so often in both ways."""
@@ -17,7 +26,7 @@ ROUNDS = 5
 
 def files_of(kind: str) -> list[str]:
     """Return the paths of a finished run's files and of its data cache, relative to the folder of both."""
-    out, cache = undisturbed(kind), shared()["folder"] / "cache"
+    out, cache = undisturbed(kind), cache_of(kind, undisturbed(kind))
     names = [f"out/{path.relative_to(out)}" for path in out.rglob("*") if has_content(path)]
     names += [f"cache/{path.relative_to(cache)}" for path in cache.rglob("*") if has_content(path)]
     return sorted(names)
@@ -46,11 +55,11 @@ def trial(kind: str, seed: int, folder: Path) -> None:
     names, chance = files_of(kind), random.Random(f"{kind}:{seed}")
     name, out, cache = names[seed // 2 % len(names)], folder / "out", folder / "cache"
     shutil.copytree(undisturbed(kind), out)
-    shutil.copytree(shared()["folder"] / "cache", cache)
+    shutil.copytree(cache_of(kind, undisturbed(kind)), cache)
     damage(folder / name, chance, bool(seed % 2))
     if name.startswith("cache/"):
         shutil.rmtree(out)
-        return check_run(kind, out, folder / name, "--data.cache_dir", str(cache))
+        return check_run(kind, out, folder / name, *cache_flags(KINDS[kind].data, cache))
     checkpoint = out / name.split("/")[1]
     if (undisturbed(kind) / checkpoint.name / "COMPLETE").exists():
         check_readers(checkpoint, undisturbed(kind) / checkpoint.name, folder / name)

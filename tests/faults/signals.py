@@ -37,7 +37,7 @@ def trial(kind: str, seed: int, folder: Path) -> None:
     load()
     process = Forked(command(kind, out))
     deadline = time.monotonic() + 60
-    while process.poll() is None and not (out / ".lock").exists() and time.monotonic() < deadline:
+    while process.poll() is None and not any(folder.glob("out*/.lock")) and time.monotonic() < deadline:
         time.sleep(0.01)  # before, the interpreter itself may be interrupted
     time.sleep(chance.uniform(0.5, 1) * whole * chance.random())
     with suppress(ProcessLookupError):

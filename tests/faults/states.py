@@ -1,8 +1,6 @@
 """Kinds of runs, all small: each is one command, and two of its results are compared bit for bit."""
 
-import json
 import os
-import random
 import shutil
 import time
 from functools import cache
@@ -10,17 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from helpers.corpus import WORDS
 from helpers.groups import losses
 from helpers.processes import Forked, finish
-from helpers.small_runs import text_data, write_base, write_rows
 
-from tests.faults.core import ROOT, commit
+from tests.faults.inputs import cache_flags, data_flags, shared
 from tests.faults.shim import load
 from tests.training.test_async_save import state_of
 from toolkit.checkpoints.store import complete_checkpoints
-
-SHARED = ROOT / "build" / "faults"
 
 
 class Result(NamedTuple):
@@ -34,19 +28,22 @@ class Kind(NamedTuple):
 
     Args:
         words: Of the command, before data and lengths.
-        data: Name of its data: text, rows or pairs.
+        data: Name of its data: text, rows, pairs, streamed or mixture.
         n_ranks: Number of processes.
         options: Further options.
+        is_remote: Whether out_dir is a URL.
     """
 
     words: tuple[str, ...] = ("pretrain", "pico-llama")
     data: str = "text"
     n_ranks: int = 1
     options: tuple[str, ...] = ()
+    is_remote: bool = False
 
 
 TWO = ("--devices", "2")
 FSDP = (*TWO, "--strategy", "fsdp")
+SHARDED = (*FSDP, "--fsdp.state_dict_type", "sharded")
 LORA = ("finetune_lora", "{base}", "--lora_r", "2")
 KINDS = {
     "ordinary": Kind(),
@@ -55,51 +52,38 @@ KINDS = {
     "full finetuning": Kind(("finetune_full", "{base}"), "rows"),
     "dpo": Kind((*LORA, "--objective", "DPO"), "pairs"),
     "muon": Kind(options=("--optimizer.name", "Muon")),
+    "bf16 moments": Kind(options=("--optimizer.state_dtype", "bf16")),
+    "streamed": Kind(data="streamed"),
+    "streamed workers": Kind(data="streamed", options=("--data.num_workers", "2")),
+    "mixture": Kind(data="mixture"),
+    "remote": Kind(is_remote=True),
     "fsdp": Kind(n_ranks=2, options=FSDP),
-    "sharded": Kind(n_ranks=2, options=(*FSDP, "--fsdp.state_dict_type", "sharded")),
+    "sharded": Kind(n_ranks=2, options=SHARDED),
+    "async sharded": Kind(n_ranks=2, options=(*SHARDED, "--train.async_save", "true")),
     "tensor parallel": Kind(n_ranks=2, options=(*TWO, "--tensor_parallel_size", "2")),
     "pipeline": Kind(n_ranks=2, options=(*TWO, "--pipeline_parallel_size", "2", "--train.micro_batch_size", "2")),
 }
 
 
-@cache
-def shared() -> dict[str, Path]:
-    """Return the inputs of all runs of this commit, which the first process writes."""
-    folder = SHARED / commit()
-    if not folder.exists():
-        new = folder.with_name(f"{folder.name}.{os.getpid()}")
-        (new / "text").mkdir(parents=True)
-        words = random.Random(0)
-        for i in range(4):
-            text = " ".join(words.choice(WORDS) for _ in range(4000))
-            (new / "text" / f"{i}.txt").write_text(text)
-        (new / "base").mkdir()
-        write_base(new / "base", new / "text")
-        write_rows(new)
-        pairs = [{"prompt": f"token {i}", "chosen": "the next " * (1 + i % 3), "rejected": "a line"} for i in range(30)]
-        (new / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-        try:
-            new.rename(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(new)
-    return {name: folder / name for name in ("text", "base", "rows.jsonl", "pairs.jsonl")} | {"folder": folder}
+def cache_of(kind: str, out: Path) -> Path:
+    """Return the data cache of a run, whose name begins with out's if the run writes there while it trains."""
+    is_own = KINDS[kind].data in ("streamed", "mixture")
+    return out.with_name(f"{out.name}.cache") if is_own else shared()["folder"] / "cache"
 
 
 def command(kind: str, out: Path, *more: str) -> list[str]:
     """Return the words of a run of 6 steps with 2 checkpoints and a validation; it resumes by itself."""
     spec, files = KINDS[kind], shared()
     words = [word.format(base=files["base"]) for word in spec.words]
-    style = ["--data.prompt_style", "plain"]
-    data = {
-        "text": text_data(files["text"]),
-        "rows": ["--data", "JSON", "--data.json_path", str(files["rows.jsonl"]), *style],
-        "pairs": ["--data", "Preference", "--data.json_path", str(files["pairs.jsonl"]), *style],
-    }[spec.data]
+    data = [*data_flags(spec.data), *cache_flags(spec.data, cache_of(kind, out))]
     lengths = {"global_batch_size": 4, "micro_batch_size": 1, "max_seq_length": 32, "max_steps": 6, "save_interval": 2}
     flags = [part for name, value in lengths.items() for part in (f"--train.{name}", str(value))]
-    flags += ["--data.cache_dir", str(files["folder"] / "cache"), "--accelerator", "cpu"]
     flags += ["--train.keep_last", "2", "--train.log_interval", "1", "--eval.interval", "3"]
-    line, more = [*words, *data, *flags, "--out_dir", str(out), "--resume", "auto"], (*spec.options, *more)
+    flags += ["--accelerator", "cpu", "--resume", "auto"]
+    folders = ["--out_dir", str(out)]
+    if spec.is_remote:
+        folders = ["--out_dir", f"file://{out}", "--staging_dir", f"{out}.staging"]
+    line, more = [*words, *data, *flags, *folders], (*spec.options, *more)
     for flag in (word for word in more if word.startswith("--") and word in line):  # given twice, it would be reported
         at = line.index(flag)
         del line[at : at + 2]
