@@ -1,6 +1,7 @@
 """Runs with --out_dir on remote storage: resumed on a clean machine, errors in one line, local disk."""
 
 import csv
+import errno
 import io
 import os
 import shutil
@@ -20,6 +21,7 @@ from tests.training.test_run import arguments, assert_same_weights, rows_of
 from toolkit import Callback
 from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.remote import lease
+from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import newest, write_model_folder
 from toolkit.checkpoints.weights import load_state
@@ -135,6 +137,13 @@ def fail_with(error):
         raise error
 
     return fail
+
+
+def test_full_disk_of_the_staging_folder_is_one_line(corpus, monkeypatch):
+    args = arguments(corpus, URL, train={"max_steps": 2, "save_interval": 2})
+    monkeypatch.setattr(Uploader, "submit", fail_with(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(UserError, match="No space left on device; free some space"):
+        run_training(args)
 
 
 def test_storage_that_cannot_be_used_is_refused_before_the_data_is_read(corpus, monkeypatch):

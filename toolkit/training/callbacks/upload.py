@@ -10,6 +10,7 @@ from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.store import BEST, FINAL, prune
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError
+from toolkit.io.atomic import file_error
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.base import Callback
 
@@ -35,7 +36,10 @@ class Upload(Callback):
 
     def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
         if self.uploader is not None:
-            self.uploader.submit(folder)
+            try:
+                self.uploader.submit(folder)
+            except OSError as error:
+                raise file_error(self.args.run_dir, error) from error
             prune(self.args.run_dir, keep_last=1)
         self.wait(MAX_PENDING_UPLOADS)
         taken_by = ranks.broadcast_from_rank0(None if self.uploader is None else self.uploader.lease.taken_by)
