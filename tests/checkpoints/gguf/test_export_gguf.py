@@ -243,6 +243,8 @@ def test_command(tmp_path, tiny_models, capsys, monkeypatch):
     assert shown.out == f"wrote {tmp_path / 'out' / 'a.gguf'}\n"
     assert "the context is limited to the window, 16 of 64 tokens" in shown.err
     before = (tmp_path / "out" / "a.gguf").read_bytes()
+    (tmp_path / "out" / "a.gguf").unlink()  # as if killed before the file had its name
+    assert main(command) == 0 and "is kept" not in capsys.readouterr().err
     assert main(command) == 2
     assert "already exists; give a new file" in capsys.readouterr().err
     assert main([*command[:2], str(tmp_path / "out")]) == 2

@@ -55,20 +55,32 @@ def export_gguf(
     warnings, nonfinite = add_vocabulary(writer, tokenizer, config), list[str]()
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     shapes, tensors = (_to_gguf_names(config, maps, source) for source in (meta, weights))
-    write_file(out_path, lambda tmp: nonfinite.extend(_write(writer, tmp, shapes, tensors, dtype)), flag="out_path")
+    notes: list[str] = []
+
+    def write(tmp: Path) -> None:
+        nonfinite.extend(_write(writer, tmp, shapes, tensors, dtype))
+        notes.extend(_write_modelfile(out_path, tokenizer))  # before the rename: a killed command can be repeated
+
+    write_file(out_path, write, flag="out_path")
     warnings += [nonfinite_warning(nonfinite, out_path)] if nonfinite else []
     if (context := architecture.context_length(config)) < config.block_size:
         reason = f"llama.cpp has no sliding windows for {config.family}: the context is limited to the window"
         warnings.append(f"note: {reason}, {context} of {config.block_size} tokens")
-    modelfile, kept = out_path.with_name("Modelfile"), "already exists and is kept"
-    if modelfile.exists():  # of another file
-        modelfile, first = out_path.with_suffix(".Modelfile"), modelfile
-        if modelfile.exists():
-            return [*warnings, f"note: {modelfile} {kept}"]
-        warnings.append(f"note: {first} {kept}; wrote {modelfile}")
+    return [*warnings, *notes]
+
+
+def _write_modelfile(out_path: Path, tokenizer: Tokenizer) -> list[str]:
+    """Write a Modelfile next to ``out_path``; keep those of other files. Return one-line notes."""
     stops = [f'PARAMETER stop "{text}"' for text in stop_tokens(tokenizer)]
-    write_atomic(modelfile, "\n".join([f"FROM ./{out_path.name}", *stops, ""]).encode())
-    return warnings
+    content = "\n".join([f"FROM ./{out_path.name}", *stops, ""]).encode()
+    first, second = out_path.with_name("Modelfile"), out_path.with_suffix(".Modelfile")
+    if not first.exists() or first.read_bytes() == content:
+        write_atomic(first, content)
+        return []
+    if second.exists() and second.read_bytes() != content:
+        return [f"note: {second} already exists and is kept"]
+    write_atomic(second, content)
+    return [f"note: {first} already exists and is kept; wrote {second}"]
 
 
 def _require_new_file(path: Path) -> None:
