@@ -1,10 +1,12 @@
-"""`toolkit merge_lora`: what comes along into a separate folder."""
+"""`toolkit merge_lora`: what comes along into a separate folder, and a merge that was killed."""
 
 from pathlib import Path
 
 from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import make
+from toolkit.checkpoints.manifest import read_manifest, write_manifest
+from toolkit.checkpoints.store import WEIGHTS
 from toolkit.cli import main
 
 
@@ -31,3 +33,15 @@ def test_all_tokenizer_files_are_copied(tmp_path):
     assert not (tmp_path / "merged" / "config.json").exists()  # another model's: convert_to_hf writes its own
     for name in companions:
         assert (tmp_path / "merged" / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_merge_in_place_that_was_killed_before_it_wrote_the_checksum_can_be_repeated(tmp_path, capsys):
+    _, folder, _ = make(tmp_path)
+    seal(folder)
+    assert main(["merge_lora", str(folder)]) == 0
+    files = read_manifest(folder)
+    write_manifest(folder, {name: checksum for name, checksum in files.items() if name != WEIGHTS})
+    assert main(["merge_lora", str(folder)]) == 0
+    assert read_manifest(folder) == files
+    assert main(["merge_lora", str(folder)]) == 2
+    assert "already holds merged weights" in capsys.readouterr().err

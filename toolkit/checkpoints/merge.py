@@ -12,6 +12,7 @@ from toolkit.checkpoints.adapters import AdapterInfo, is_adapter_dir, load_adapt
 from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_config
+from toolkit.checkpoints.manifest import read_manifest
 from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
 from toolkit.checkpoints.weights import save_weights
@@ -75,7 +76,9 @@ def merge_in_place(
 
     ``base_checkpoint_dir``, ``dtype``: see :class:`MergedWeights`.
     """
-    if is_adapter_dir(folder) and (folder / WEIGHTS).exists():
+    files = read_manifest(folder)
+    is_listed = files is None or WEIGHTS in files  # otherwise, an earlier merge was killed
+    if is_adapter_dir(folder) and (folder / WEIGHTS).exists() and is_listed:
         raise UserError(
             f"checkpoint_dir {folder}: already holds merged weights ({WEIGHTS}); use --out_dir for another folder"
         )
