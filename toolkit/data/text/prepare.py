@@ -32,6 +32,7 @@ from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, collect_characters
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
 from toolkit.errors import UserError
+from toolkit.io.atomic import write_atomic
 
 CODE_VERSION = 3  # increment if the same text and options produce different rows
 
@@ -144,8 +145,7 @@ def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) 
         for block in () if rows is None else store.array.blocks(rows.start, rows.start + rows.n_tokens):
             digest.update(block.data)
     with suppress(OSError):  # not writable: the cache belongs to another user
-        key_file.parent.mkdir(exist_ok=True)
-        key_file.write_text(digest.hexdigest(), encoding="utf-8")
+        write_atomic(key_file, digest.hexdigest().encode())
     return digest.hexdigest()
 
 
