@@ -1,8 +1,8 @@
 /* Preloaded into a command: counts its file-system calls below $FAULT_DIR, and does $FAULT_DO at call $FAULT_AT.
  *
  * FAULT_COUNTER  file of 8 bytes with the number of calls so far, of all processes of the command
- * FAULT_DO       "kill": the process group gets SIGKILL before the call; "short": a write writes half of its bytes;
- *                a number: the call fails with this errno
+ * FAULT_DO       "kill": the process group gets SIGKILL before the call; "kill-one": only the process does; "short": a
+ *                write writes half of its bytes; a number: the call fails with this errno
  * FAULT_LAST     the last call that fails (default: FAULT_AT); of a full disk, all that follow do
  * FAULT_WRITES   if set, only calls that need space count
  */
@@ -62,6 +62,7 @@ static int fault(int needs_space) {
     long n = __atomic_fetch_add(shared, 1, __ATOMIC_SEQ_CST);
     if (!what || !first || n < atol(first) || n > atol(last ? last : first)) return 0;
     if (!strcmp(what, "kill")) kill(0, SIGKILL), pause();
+    if (!strcmp(what, "kill-one")) kill(getpid(), SIGKILL), pause();
     if (!strcmp(what, "short")) return needs_space ? -1 : 0;
     return atoi(what);
 }

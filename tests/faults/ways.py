@@ -11,7 +11,9 @@ from tests.faults import (
     disks,
     fuzz,
     kill_calls,
+    kill_commands,
     kill_random,
+    kill_rank,
     network,
     ranks,
     resume,
@@ -25,6 +27,8 @@ from tests.faults.core import Trial, Way, attempt
 _MODULES = (
     kill_calls,
     kill_random,
+    kill_commands,
+    kill_rank,
     resume,
     signals,
     disks,
