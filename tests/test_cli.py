@@ -133,7 +133,7 @@ def end_with(monkeypatch, error: BaseException) -> None:
     [
         (UserError("--x 1:\n  no"), 2, "toolkit pretrain: --x 1: no\n"),
         (UserError("a file says \x1b[31mé\x07"), 2, "toolkit pretrain: a file says \\x1b[31mé\\x07\n"),
-        (UserError("\x1b" * 2000 + " no"), 2, "toolkit pretrain: " + 175 * "\\x1b" + " ... " + 73 * "\\x1b" + " no\n"),
+        (UserError("\x1b" * 2000 + " no"), 2, "toolkit pretrain: " + 375 * "\\x1b" + " ... " + 123 * "\\x1b" + " no\n"),
         (GuardError("the loss is nan"), 3, "toolkit pretrain: the loss is nan\n"),
         (StoppedBySignalError(15, "saved"), 143, "toolkit pretrain: saved\n"),
         (KeyboardInterrupt(), 130, "toolkit pretrain: interrupted\n"),

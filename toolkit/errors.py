@@ -96,10 +96,10 @@ def require_bitsandbytes(option: str) -> None:
 
 
 def one_line(text: object) -> str:
-    """Return a text, such as another library's error, as one printable line of at most 1,000 characters."""
+    """Return a text, such as another library's error, as one printable line of at most 2,000 characters."""
     line = " ".join(str(text).split())
-    if len(line) > 1000:
-        line = f"{line[:700]} ... {line[-295:]}"
+    if len(line) > 2000:
+        line = f"{line[:1500]} ... {line[-495:]}"
     return line if line.isprintable() else one_line("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 

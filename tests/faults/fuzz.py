@@ -24,7 +24,7 @@ from toolkit.errors import CommandError
 
 BATCH = 200
 MAX_SECONDS, MAX_MEMORY = 5, 1 << 30  # of an input, and of a batch
-MAX_LINE = 1000 + len("toolkit verify: ")  # characters
+MAX_LINE = 2000 + len("toolkit verify: ")  # characters
 MAX_ADDRESSES = 16 << 30  # bytes; so that an input cannot take the machine's memory
 _RUNS_CODE = ("os.system", "os.exec", "os.posix_spawn", "pty.spawn", "ctypes.dlopen")
 

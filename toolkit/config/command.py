@@ -302,7 +302,7 @@ class CommandOptions:
 
     def _describe_unknown(self, options: dict[str, Option]) -> list[str]:
         """Describe the unknown options of YAML files, which may be another tool's. Raise UserError for others."""
-        unknown: dict[tuple[str, str], list[str]] = {}
+        unknown: dict[str, dict[str, list[str]]] = {}
         for key, value in self.values.items():
             inside = key.rpartition(".")[0]
             if key in options or (inside in options and get_origin(union_members(options[inside].kind)[0]) is dict):
@@ -310,12 +310,16 @@ class CommandOptions:
             hint = self._suggest(key, value.source, options)
             if not value.source:
                 raise UserError(f"{key if value.source is None else value.display(key)}: no such option{hint}")
-            unknown.setdefault((value.source, hint), []).append(key)
-        return [
-            f"{source}: {', '.join(keys)}: no such options{hint}"
-            if len(keys) > 1
-            else f"{self.values[keys[0]].display(keys[0])}: no such option{hint}"
-            for (source, hint), keys in unknown.items()
+            unknown.setdefault(value.source, {}).setdefault(hint, []).append(key)
+
+        def describe(source: str, keys: list[str]) -> str:
+            if len(keys) > 1:
+                return f"{', '.join(keys)}: no such options"
+            return f"{self.values[keys[0]].display(keys[0]).removeprefix(f'{source}: ')}: no such option"
+
+        return [  # a file is named once, because the length of a line is bounded
+            f"{source}: " + " | ".join(describe(source, keys) + hint for hint, keys in keys_by_hint.items())
+            for source, keys_by_hint in unknown.items()
         ]
 
     def _suggest(self, key: str, source: str | None, options: dict[str, Option]) -> str:
@@ -354,7 +358,8 @@ class CommandOptions:
             return f"{value._replace(value=number).display(key)}: must {must}"
         names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
         hint = VALUE_HINTS.get((key, value.text.lower())) or did_you_mean(value.text, names, cutoff=0.6)
-        shown = value.display(key).removeprefix("--" if key.upper() in usage.split() else "")
+        is_positional = key.upper() in usage.split()
+        shown = value.display(key).removeprefix("--" if is_positional else "")
         return f"{shown}: must be {describe(options[key].kind)}{hint}"
 
 
