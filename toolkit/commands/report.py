@@ -36,7 +36,7 @@ def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str |
     try:
         if path.is_file():
             with path.open("rb") as file:
-                is_report = b"Report: " in file.read(200)
+                is_report = b"Report: " in file.read(200)  # the title of a page, and of Markdown
             require_option(is_report, "out_path", path, "is a file, and not a report; remove it or give another path")
         write_atomic(path, content.encode())
     except OSError as error:

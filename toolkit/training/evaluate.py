@@ -193,6 +193,7 @@ def option_to_trust(data: DataModule) -> str | None:
     for module in data_modules(data):
         default = {field.name: field.default for field in fields(module)}  # type: ignore[arg-type]  # all are dataclasses
         for option, value in vars(module).items():
+            # "" is unset in checkpoints of older versions
             if (is_path_option(option) or option == "repo_id") and value not in (None, "", default[option]):
                 return f"{option} {value}"
     return None

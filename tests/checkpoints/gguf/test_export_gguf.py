@@ -254,6 +254,9 @@ def test_command(tmp_path, tiny_models, capsys, monkeypatch):
     assert "FROM ./b.gguf\n" in (tmp_path / "out" / "b.Modelfile").read_text()
     assert "FROM ./a.gguf\n" in (tmp_path / "out" / "Modelfile").read_text()
     assert (tmp_path / "out" / "a.gguf").read_bytes() == before
+    (tmp_path / "other" / "Modelfile").mkdir(parents=True)
+    assert main([*command[:2], str(tmp_path / "other" / "a.gguf")]) == 0
+    assert "FROM ./a.gguf\n" in (tmp_path / "other" / "a.Modelfile").read_text()
     monkeypatch.setattr(export_module, "_convert", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export_gguf(tmp_path / "m", tmp_path / "out" / "c.gguf")

@@ -74,13 +74,11 @@ def _write_modelfile(out_path: Path, tokenizer: Tokenizer) -> list[str]:
     stops = [f'PARAMETER stop "{text}"' for text in stop_tokens(tokenizer)]
     content = "\n".join([f"FROM ./{out_path.name}", *stops, ""]).encode()
     first, second = out_path.with_name("Modelfile"), out_path.with_suffix(".Modelfile")
-    if not first.exists() or first.read_bytes() == content:
-        write_atomic(first, content)
-        return []
-    if second.exists() and second.read_bytes() != content:
-        return [f"note: {second} already exists and is kept"]
-    write_atomic(second, content)
-    return [f"note: {first} already exists and is kept; wrote {second}"]
+    for path in (first, second):
+        if not path.exists() or (path.is_file() and path.read_bytes() == content):
+            write_atomic(path, content)
+            return [] if path == first else [f"note: {first} already exists and is kept; wrote {second}"]
+    return [f"note: {second} already exists and is kept"]
 
 
 def _require_new_file(path: Path) -> None:
