@@ -64,7 +64,8 @@ def attempt(way: Way, subject: str, seed: int, folder: Path) -> dict[str, Any]:
     """Make one trial; return its line in the ledger."""
     line: dict[str, Any] = {"way": way.name, "subject": subject, "seed": seed, "count": 1, "failure": None}
     try:
-        line["count"] = way.run(subject, seed, folder) or 1
+        count = way.run(subject, seed, folder)
+        line["count"] = 1 if count is None else count
     except AssertionError as error:
         frames = traceback.extract_tb(error.__traceback__)
         line["failure"] = shorten(str(error), folder) or f"{frames[-1].name}: {frames[-1].line}"

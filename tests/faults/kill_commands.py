@@ -129,16 +129,16 @@ def trial(subject: str, call: int, folder: Path) -> int:
     for at in (call, again):
         result = run(subject, folder, **Counter(folder).at(at, "kill"))
         n_kills += result.code == -signal.SIGKILL
-        require_ended(subject, result, folder, expected)
+        require_ended(result, folder, expected)
         require_whole(subject, folder, expected, before)
-    require_ended(subject, run(subject, folder), folder, expected)
+    require_ended(run(subject, folder), folder, expected)
     assert files(folder / "out") == expected, f"other files: {differences(files(folder / 'out'), expected)}"
     left = [path.name for path in (folder / "out").rglob(f"{TMP}*")]
     assert not left, f"temporary files are left: {left}"
     return n_kills
 
 
-def require_ended(subject: str, result: Result, folder: Path, expected: Files) -> None:
+def require_ended(result: Result, folder: Path, expected: Files) -> None:
     """Require that a command ended well, by the kill, or because its output is complete."""
     if result.code not in (-signal.SIGKILL, 0):
         notes = [line for line in result.err.splitlines(keepends=True) if line.startswith("note: ")]

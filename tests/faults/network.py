@@ -23,31 +23,21 @@ PHASES = ("start", "Preparing data", "Building the model", "Training", "step 2/6
 
 
 @cache
-def is_permitted() -> bool:
-    """Whether this machine lets us make network namespaces."""
+def can_join(is_lossy: bool = False) -> bool:
+    """Whether this machine lets us make network namespaces and, with ``is_lossy``, TUN devices."""
     try:
-        with hosts("probe"):
-            return True
-    except (OSError, subprocess.CalledProcessError):
-        return False
-
-
-@cache
-def loses_packets() -> bool:
-    """Whether this machine lets us make TUN devices."""
-    try:
-        with hosts("probe", is_lossy=True):
+        with hosts("probe", is_lossy):
             return True
     except (OSError, subprocess.CalledProcessError):
         return False
 
 
 def subjects() -> Iterable[str]:
-    return KINDS if is_permitted() else ()
+    return KINDS if can_join() else ()
 
 
 def seeds(kind: str, quick: bool) -> Iterable[int]:
-    return [seed for seed in range(3 if quick else 36) if seed % len(FAULTS) < 2 or loses_packets()]
+    return [seed for seed in range(3 if quick else 36) if seed % len(FAULTS) < 2 or can_join(is_lossy=True)]
 
 
 def trial(kind: str, seed: int, folder: Path) -> None:

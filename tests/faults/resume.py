@@ -137,9 +137,9 @@ def require_resharded(first: Path, second: Path, checkpoint: Path) -> None:
         assert batches[0] == batches[1], f"step {step}: other batches"
         for name, value in metrics[0].items():
             assert abs(metrics[1][name] - value) <= CLOSE * abs(value), f"step {step}, {name}: {value} is {metrics[1]}"
-    before, expected, found = (load_weights(folder) for folder in (checkpoint, first / "final", second / "final"))
+    before, expected, final = (load_weights(folder) for folder in (checkpoint, first / "final", second / "final"))
     for name, weight in expected.items():
-        distance, movement = (float((other - weight).norm()) for other in (found[name], before[name]))
+        distance, movement = (float((other - weight).norm()) for other in (final[name], before[name]))
         assert distance <= MOVED * movement, f"{name} has moved by {movement}, and differs by {distance}"
 
 

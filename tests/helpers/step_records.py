@@ -87,6 +87,6 @@ def digest(value: Any) -> str:
     """Return the SHA-256 of a tensor with its shape and dtype, or of anything else as text."""
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(str(value).encode()).hexdigest()
-    found = hashlib.sha256(f"{tuple(value.shape)} {value.dtype}".encode())
-    found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
+    hashed = hashlib.sha256(f"{tuple(value.shape)} {value.dtype}".encode())
+    hashed.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return hashed.hexdigest()
