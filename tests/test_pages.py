@@ -7,7 +7,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "tutorials").glob("*.md"))
-TABLES = {"models.md", "compatibility.md"}  # generated, and compared with the code by tests
+TABLES = {"models.md", "compatibility.md", "reliability.md"}  # generated, and compared with the code by tests
 
 
 def text_of(path: Path) -> str:
