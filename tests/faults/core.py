@@ -92,7 +92,10 @@ def read_trials(path: Path = TRIALS) -> list[dict[str, Any]]:
 
 
 def summarize(trials: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with one for each way, subject, commit and machine of the trials; new counts replace old ones."""
+    """Return the rows with one for each way, subject, commit and machine of the trials; new counts replace old ones.
+
+    A failure whose trial held at a later commit gets that commit as "held".
+    """
     keys = ("way", "subject", "commit", "machine")
     found: dict[tuple, dict[str, Any]] = {}
     for trial in {tuple(t[k] for k in (*keys, "seed")): t for t in trials}.values():
@@ -102,5 +105,11 @@ def summarize(trials: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[
         row["date"] = max(row["date"], trial["date"])
         if trial["failure"]:
             row["failures"].append({"seed": trial["seed"], "message": trial["failure"]})
-    kept = [row for row in rows if tuple(row[k] for k in keys) not in found]
-    return sorted([*kept, *found.values()], key=lambda row: (row["date"], *(row[k] for k in keys)))
+    rows = [row for row in rows if tuple(row[k] for k in keys) not in found] + list(found.values())
+    held = {(t["way"], t["subject"], t["seed"]): t for t in trials if not t["failure"]}
+    for row in rows:
+        for failure in row["failures"]:
+            trial = held.get((row["way"], row["subject"], failure["seed"]))
+            if trial and trial["date"] > row["date"] and trial["commit"] != row["commit"]:
+                failure["held"] = trial["commit"]
+    return sorted(rows, key=lambda row: (row["date"], *(row[k] for k in keys)))

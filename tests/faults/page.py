@@ -37,11 +37,12 @@ def page(rows: list[dict[str, Any]]) -> str:
         text += f"| {way.name} | {way.promise} ({way.invariants}) | {subjects} | {' | '.join(map(str, cells))} |\n"
     failures = [(row, failure) for row in rows for failure in row["failures"]]
     if failures:
-        text += "\n## What failed\n\nSome are of the harness. A failure of an older commit is open until a newer one "
-        text += "has tried the same and held.\n\n"
-        for row, failure in failures:
-            message = failure["message"].replace("`", "'")
-            text += f"- `{row['way']}:{row['subject']}:{failure['seed']}` at `{row['commit']}`: `{message}`\n"
+        text += "\n## What failed\n\nSome failures are of the harness. faults.json has the messages of those that held "
+        text += "when a later commit tried them.\n\n"
+    for row, failure in sorted(failures, key=lambda pair: "held" in pair[1]):
+        text += f"- `{row['way']}:{row['subject']}:{failure['seed']}` at `{row['commit']}`"
+        message = failure["message"].replace("`", "'")
+        text += (f", held at `{failure['held']}`" if "held" in failure else f": `{message}`") + "\n"
     machines = sorted({row["machine"] for row in rows})
     return text + "\n## Machines\n\n" + "".join(f"- {machine}\n" for machine in machines)
 
@@ -55,4 +56,5 @@ def _failed(rows: list[dict[str, Any]]) -> int:
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:
-    return f"{_total(rows):,} tries, {_failed(rows)} failures"
+    n_open = sum("held" not in failure for row in rows for failure in row["failures"])
+    return f"{_total(rows):,} tries, {_failed(rows)} failures, {n_open} of them open"

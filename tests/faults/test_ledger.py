@@ -44,8 +44,13 @@ def test_counts_accumulate_over_commits_and_a_second_start_replaces_its_own(tmp_
     rows = core.summarize([trial(0, commit="b", count=5)], rows)
     assert [(row["commit"], row["count"]) for row in rows] == [("a", 3), ("b", 5)]
     text = page.page(rows)
-    assert "Total: 8 tries, 1 failures, over 2 commits. Newest commit, `b`: 5 tries, 0 failures." in text
+    assert (
+        "Total: 8 tries, 1 failures, 1 of them open, over 2 commits. Newest commit, `b`: 5 tries, 0 failures," in text
+    )
     assert "- `kill-calls:ordinary:1` at `a`: `broke`" in text
+    rows = core.summarize([trial(1, commit="c") | {"date": "2026-01-02"}], rows)
+    assert "1 failures, 0 of them open" in page.page(rows)
+    assert "- `kill-calls:ordinary:1` at `a`, held at `c`\n" in page.page(rows)
 
 
 def test_the_page_is_current():
