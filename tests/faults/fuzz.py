@@ -129,9 +129,7 @@ def _printed(error: CommandError) -> str | None:
     """Return what is wrong with what the command line prints of an error."""
     with contextlib.redirect_stderr(io.StringIO()) as err:
         dispatch._end("toolkit verify", error, error.exit_code)
-    lines, message = err.getvalue().split("\n"), str(error)
-    if "\n" in message:  # the command line joins them
-        return f"a message of {message.count(chr(10)) + 1} lines: {message[:100]!r}"
+    lines = err.getvalue().split("\n")
     if len(lines) != 2 or not lines[0].isprintable() or len(lines[0]) > MAX_LINE:
         return f"prints {len(lines) - 1} lines, {len(lines[0])} characters: {lines[0][:100]!r}"
     return None

@@ -17,17 +17,12 @@ def crash(content):
     raise IndexError("a reader's own mistake")
 
 
-def two_lines(content):
-    raise UserError("two\nlines")
-
-
 def long_line(content):
     raise UserError("x" * 60)
 
 
 FAULTS = {
     "crash": (crash, "IndexError in .*a reader's own mistake"),
-    "lines": (two_lines, "a message of 2 lines"),
     "length": (long_line, "prints 1 lines, 76 characters: 'toolkit verify: xxx"),
     "code": (lambda content: open(WITNESS, "w").close(), "code of the file ran"),
     "program": (lambda content: os.system("true"), "code of the file ran: .*os.system"),
