@@ -8,6 +8,7 @@ from tests.faults.ways import make
 TRIALS = [
     Trial("kill-calls", "ordinary", 300),
     Trial("kill-random", "ordinary", 3),
+    Trial("kill-commands", "prepare_data streamed", 15),  # a file of the cached tokenizer
     Trial("resume", "LoRA", 0),
     Trial("signals", "ordinary", 0),
     Trial("disks", "ordinary", 1182),  # EIO of an fsync

@@ -38,7 +38,7 @@ from toolkit.data.text.documents import BATCH, TextChunk, tokenize
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import DataError
-from toolkit.io.atomic import write_json
+from toolkit.io.atomic import sync_tree, write_json
 from toolkit.io.locks import file_lock
 from toolkit.io.tempfiles import sweep, temporary_path
 
@@ -107,8 +107,12 @@ class Stream:
         """Write the source and tokenizer for :meth:`load`, unless they exist."""
         with file_lock(self.folder / "locks" / "source"):
             if not (self.folder / SOURCE).exists():
-                (self.folder / "tokenizer").mkdir(exist_ok=True)
-                self.tokenizer.save(self.folder / "tokenizer")
+                tokenizer = self.folder / "tokenizer"
+                temporary = temporary_path(tokenizer)
+                self.tokenizer.save(temporary)
+                sync_tree(temporary)  # the source, which says that it is complete, must not survive without it
+                shutil.rmtree(tokenizer, ignore_errors=True)
+                temporary.rename(tokenizer)
                 values = asdict(self.source)
                 write_json(self.folder / SOURCE, values | {"unit_bytes": values.pop("segment_bytes")})
 
