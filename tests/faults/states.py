@@ -63,6 +63,8 @@ KINDS = {
     "tensor parallel": Kind(n_ranks=2, options=(*TWO, "--tensor_parallel_size", "2")),
     "pipeline": Kind(n_ranks=2, options=(*TWO, "--pipeline_parallel_size", "2", "--train.micro_batch_size", "2")),
 }
+QUICK_KINDS = {"ordinary", "adapters", "streamed", "sharded"}
+"""Of the short form, which has no time to make references of all kinds."""
 
 
 def cache_of(kind: str, out: Path) -> Path:
