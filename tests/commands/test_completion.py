@@ -101,4 +101,5 @@ def test_script_has_every_command_and_no_quotes_that_end_it(capsys):
 
 def test_unknown_shell(capsys):
     assert main(["completion", "tcsh"]) == 2
-    assert capsys.readouterr().err == "toolkit completion: shell tcsh: must be one of bash, zsh, fish\n"
+    line = "toolkit completion: shell tcsh: must be one of bash, zsh, fish; did you mean 'zsh'?\n"
+    assert capsys.readouterr().err == line

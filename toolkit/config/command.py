@@ -357,7 +357,7 @@ class CommandOptions:
             must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
             return f"{value._replace(value=number).display(key)}: must {must}"
         names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-        hint = VALUE_HINTS.get((key, value.text.lower())) or did_you_mean(value.text, names, cutoff=0.6)
+        hint = VALUE_HINTS.get((key, value.text.lower())) or did_you_mean(value.text, names, cutoff=0.55)
         is_positional = key.upper() in usage.split()
         shown = value.display(key).removeprefix("--" if is_positional else "")
         return f"{shown}: must be {describe(options[key].kind)}{hint}"
