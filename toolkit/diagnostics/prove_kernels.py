@@ -33,7 +33,7 @@ def _compare(
     *shapes: tuple[int, ...],
     dtype: torch.dtype | None = None,
 ) -> Outcome:
-    """Compare the result and all gradients of a function with those of a reference in fp64 on the CPU."""
+    """Compare the result and all gradients of a function with a reference in fp64 on the CPU."""
     dtype, generator, found = dtype or _dtype(machine), torch.Generator().manual_seed(0), []
     inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     for compute, to in ((function, machine.device), (reference, torch.float64)):

@@ -25,7 +25,7 @@ _EXACT = "--deterministic true"
 def _curve(
     options: str, tolerance: float, machine: Machine, reference: str = _FP32, device: str = "cpu", **command: str
 ) -> Outcome:
-    """Compare losses and gradient norms with those of a reference run. ``command`` may replace pretrain."""
+    """Compare losses and gradient norms with a reference run. ``command`` may replace pretrain."""
     a, b = machine.train(options, **command), machine.train(reference, device, **command)
     pairs = [
         pair for name in ("loss", "grad_norm") for pair in zip(metrics_of(a, name), metrics_of(b, name), strict=True)
@@ -68,7 +68,7 @@ def _qlora(machine: Machine) -> Outcome:
 
 
 def _weights(options: str, folder: str, machine: Machine) -> Outcome:
-    """Count the weights that differ bit by bit from those of an undisturbed run with --deterministic."""
+    """Count the weights that differ bit by bit from an undisturbed run with --deterministic."""
     expected = machine.train(_EXACT)
     a, b = (load_weights(out / folder) for out in (machine.train(options.format(run=expected)), expected))
     return Outcome(sum(not torch.equal(a[name], b[name]) for name in a.keys() | b.keys()), 0)

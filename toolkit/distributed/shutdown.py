@@ -28,7 +28,7 @@ KILL_AFTER_S = 30.0  # then a hanging process of a failed run is killed
 _ABORTING = "; aborting (see troubleshooting: hanging)"
 
 _GLOO = ("/gloo/", "Application timeout caused pair closure")
-"""gloo's errors name a source path; after its timeout, those of later operations do not."""
+"""gloo's errors name a source path; the errors of operations after its timeout do not."""
 
 children: list[subprocess.Popen] = []
 """Processes of local ranks 1, 2, ..., in the process that launched them."""

@@ -126,6 +126,6 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
     for name in unused:  # of callbacks and objectives: a metric and its validation
         if name.removeprefix("val_") not in unused or not name.startswith("val_"):
             charts.append((name.replace("_", " "), "", [n for n in unused if n in (name, f"val_{name}")]))
-    if any(run.settings.get("objective") for run in runs):  # a loss in other units than that of the next token
+    if any(run.settings.get("objective") for run in runs):  # not nats per token
         charts = [(title, unit if unit != "nats per token" else "", columns) for title, unit, columns in charts]
     return {"charts": [chart for chart in charts if chart[2]], "lines": lines}

@@ -70,7 +70,7 @@ def export_gguf(
 
 
 def _write_modelfile(out_path: Path, tokenizer: Tokenizer) -> list[str]:
-    """Write a Modelfile next to ``out_path``; keep those of other files. Return one-line notes."""
+    """Write a Modelfile next to ``out_path``; keep the Modelfile of another model. Return one-line notes."""
     stops = [f'PARAMETER stop "{text}"' for text in stop_tokens(tokenizer)]
     content = "\n".join([f"FROM ./{out_path.name}", *stops, ""]).encode()
     first, second = out_path.with_name("Modelfile"), out_path.with_suffix(".Modelfile")

@@ -56,7 +56,7 @@ def _prefetch(option: str, default: object) -> Convert:
         if reason := _without_shards(file):
             return reason
         if value != default and file.option("strategy") != "fsdp1":
-            return "no effect: fsdp prefetches by itself; only --strategy fsdp1 has this option"
+            return "no effect: fsdp always prefetches; only --strategy fsdp1 has this option"
         return {option: value}
 
     return convert

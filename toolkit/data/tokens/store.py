@@ -92,7 +92,7 @@ class TokenWriter:
 class _ArrayWriter:
     """Streams one array to chunks, and the CRC-32 of each piece to ``crc32.npy``.
 
-    The files equal those of LitData's writer. Importing that writer loads torch and cloud clients, which takes
+    LitData's writer would write the same files. Importing that writer loads torch and cloud clients, which takes
     as long as tokenizing 10 MB.
     """
 
