@@ -50,8 +50,8 @@ def main() -> int:
     core.TRIALS.parent.mkdir(parents=True, exist_ok=True)
     done = {(t["way"], t["subject"], t["seed"]) for t in core.read_trials() if t["commit"] == commit}
     trials = [t for t in planned(options.only, options.quick, options.limit) if tuple(t) not in done]
-    print(f"{len(trials)} trials to make, {len(done)} made at {commit}")
-    broken = 0
+    print(f"{len(trials)} trials to make, {len(done)} made at {commit}", flush=True)
+    broken = made = reported_at = 0
     with core.TRIALS.open("a") as ledger, ProcessPoolExecutor(options.j, get_context("spawn")) as pool:
         waiting, pending = iter(trials), set()
         while True:
@@ -66,6 +66,10 @@ def main() -> int:
             line = future.result() | {"commit": commit, "machine": machine, "date": now}
             ledger.write(json.dumps(line) + "\n")
             ledger.flush()
+            made += 1
+            if (minute := int(time.monotonic() - started_at) // 60) > reported_at:
+                reported_at = minute
+                print(f"{made} of {len(trials)} trials made, {broken} failures, {minute} min", flush=True)
             if line["failure"]:
                 broken += 1
                 print(f"BROKEN {line['way']}:{line['subject']}:{line['seed']}: {line['failure']}", flush=True)
