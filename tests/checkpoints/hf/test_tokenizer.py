@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import logging
 import runpy
 import sys
 from fnmatch import fnmatch
@@ -77,9 +78,11 @@ def test_convert_script_keeps_the_tokenizer(folder, monkeypatch, capsys):
     assert Tokenizer.load(folder).vocab_size == 300
 
 
-def test_damaged_tokenizer_warns_and_weights_are_imported(folder, tmp_path):
+def test_damaged_tokenizer_is_one_note_and_weights_are_imported(folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     (folder / "tokenizer.model").write_bytes(b"nothing of the kind")
     (note,) = import_hf(folder, tmp_path / "native")
+    assert not caplog.records
     assert "holds no tokenizer.json, and tokenizer.model was not converted: " in note and "\n" not in note
     assert note.endswith("; or copy a tokenizer.json and its companion files into that folder")
     assert (tmp_path / "native" / "lit_model.pth").exists() and not (tmp_path / "native" / "tokenizer.json").exists()

@@ -32,12 +32,12 @@ def convert_sentencepiece(model: Path) -> bytes:
         hint = "pip install transformers sentencepiece protobuf"
         raise ValueError(f"{error.name} is not installed; run: {hint}") from error
     try:
+        original = sentencepiece.SentencePieceProcessor(model_file=str(model))  # transformers would log a damaged one
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fast = AutoTokenizer.from_pretrained(model.parent, local_files_only=True, trust_remote_code=False)
             fast.save_pretrained(folder)
             content = (Path(folder) / "tokenizer.json").read_bytes()
-        original = sentencepiece.SentencePieceProcessor(model_file=str(model))
     except Exception as error:  # a damaged file can make transformers raise anything
         raise ValueError(one_line(error)[:200].rstrip(".")) from error
     for text in _PROBES:
