@@ -1,5 +1,6 @@
 """Classes that options may name, and the parameters of a class or function as jsonargparse resolves them."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def class_path(cls: type, base: type) -> str:
     return cls.__name__ if cls in classes_of(base).values() else f"{cls.__module__}.{cls.__qualname__}"
 
 
+@functools.cache
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the parameters of a function or class by name, including those forwarded through ``**kwargs``.
 

@@ -119,7 +119,7 @@ class CommandOptions:
         """Return every option by dotted name."""
         options: dict[str, Option] = {}
         for name, parameter in self.parameters.items():
-            cls = self.selected.get(name) or self.groups.get(name)
+            cls: Any = self.selected.get(name) or self.groups.get(name)
             is_default = cls is type(parameter.default)
             for key, p in ({"": parameter} if cls is None else parameters_of(cls)).items():
                 is_required = p.default is inspect.Parameter.empty and not (key and is_default)
