@@ -297,6 +297,13 @@ def test_token_beyond_the_vocabulary_is_one_line(tmp_path):
         train(config, rows, out_dir=tmp_path / "run", train={"global_batch_size": 2})
 
 
+def test_run_without_standard_streams(tmp_path, monkeypatch):
+    """As in a service, where they are None."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert train(out_dir=tmp_path / "run", train={"max_steps": 1}).step == 1
+
+
 def test_callback_class_is_named(tmp_path):
     with pytest.raises(UserError, match="^callbacks Callback: must be objects of a class of toolkit.Callback"):
         train(out_dir=tmp_path / "run", callbacks=[toolkit.Callback])

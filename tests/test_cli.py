@@ -6,11 +6,13 @@ import itertools
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from helpers.cases import slow_except
+from helpers.cases import check_each, slow_except
 
 from tests.config.test_command import error_of, parse
 from toolkit import cli
@@ -299,6 +301,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
 
 def test_text_that_the_encoding_of_stdout_lacks_is_escaped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # main() replaces it
     monkeypatch.setattr("toolkit.cli.dispatch.dispatch", lambda argv: print("é🎉") or 0)
     with restore_handlers_on_exit():
         assert cli.main() == 0
@@ -328,6 +331,43 @@ def test_broken_pipe_exits_cleanly(argv):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def run_redirected(command: str, streams: str, folder: Path, **environ: str) -> tuple[int, str]:
+    """Return the exit code and stderr of a command in a shell that redirects its standard streams."""
+    words = f"exec {shlex.quote(sys.executable)} -m toolkit {command} {streams}"
+    done = subprocess.run(["sh", "-c", words], stderr=subprocess.PIPE, text=True, cwd=folder, env=os.environ | environ)
+    return done.returncode, done.stderr
+
+
+def test_streams_that_are_closed_or_full_leave_the_exit_code(tmp_path):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "metrics.csv").write_text("step,loss\n1,2\n")
+    full = "its output cannot be written: No space left on device; free some space, or redirect it\n"
+
+    def check(command: str, streams: str, code: int, shown: str) -> None:
+        assert run_redirected(command, streams, tmp_path) == (code, shown)
+
+    cases = [
+        ("--version", ">&-", 0, ""),
+        ("--version", ">/dev/full", 2, f"toolkit: {full}"),
+        ("report run --format md", ">/dev/full", 2, f"toolkit report: {full}"),
+        ("schema pretrain", ">/dev/full", 2, f"toolkit schema: {full}"),  # longer than Python's buffer
+        ("report run", "<&- >&- 2>&-", 0, ""),
+        ("report none", "2>/dev/full", 2, ""),
+        ("trian", "<&- >&- 2>&-", 2, ""),
+    ]
+    check_each(check, cases)
+    assert b"Report: run" in (tmp_path / "run" / "report.html").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", ["<&- >&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+def test_run_without_standard_streams_trains(streams, corpus, tmp_path):
+    words = f"pretrain pico-llama --accelerator cpu --data TextFiles --data.train_data_path {corpus} --out_dir run"
+    words += " --data.vocab_size 300 --train.max_steps 2 --train.global_batch_size 2 --train.micro_batch_size 2"
+    assert run_redirected(words, streams, tmp_path) == (0, "")
+    assert (tmp_path / "run" / "final" / "COMPLETE").exists() and (tmp_path / "run" / "report.html").exists()
 
 
 def test_import_of_torch_is_said_on_a_terminal(tmp_path):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.io.streams import SafeOutput
 from toolkit.ui.console import PlainProgress, make_progress
-from toolkit.ui.progress import Pace, ProgressDisplay, SafeOutput
+from toolkit.ui.progress import Pace, ProgressDisplay
 
 METRICS = {"loss": 3.2145, "learning_rate": 3.94e-4, "grad_norm": 0.873, "tokens_per_sec": 12345.6, "tokens": 5_242_880}
 VALIDATION = {"val_loss": 3.3012, "val_ppl": 27.145, "val_bpb": 1.2134}

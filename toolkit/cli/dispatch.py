@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from importlib.abc import MetaPathFinder
-from typing import Any
+from typing import Any, TextIO, cast
 
 from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
 from toolkit.config import other_tools
@@ -17,23 +17,29 @@ from toolkit.config.checks import print_once
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.distributed.signals import ignore_until_exit
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
+from toolkit.io.atomic import NO_SPACE
+from toolkit.io.streams import SafeOutput, open_missing_streams
 
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``toolkit ARGV`` and return its exit code (see tutorials/run_files.md)."""
-    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):  # not called by another program
-        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: unencodable text must not end a command
+    open_missing_streams()
+    if argv is None:  # not called by another program
+        sys.stderr = cast("TextIO", SafeOutput(sys.stderr))  # a full disk must not change the exit code
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: unencodable text must not end a command
+    code = 0
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         if argv is None:
             ignore_until_exit()
         return code
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python reports an error when it flushes stdout at exit
-        return PIPE_CLOSED
+        return PIPE_CLOSED if isinstance(error, BrokenPipeError) else code or _end("toolkit", _no_output(error), 2)
 
 
 def dispatch(argv: list[str]) -> int:
@@ -78,6 +84,8 @@ def run(name: str, argv: list[str]) -> int:
     except MemoryError:
         return _end(program, "out of CPU memory; set TOOLKIT_TRACEBACK=1 to see where", 1)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:  # of stdout; or of a file, where no one expects it
+            return _end(program, _no_output(error), 2)
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
         return _end(program, f"{type(error).__name__}: {error}", 1, is_internal=True)
@@ -104,6 +112,10 @@ class _TorchImportNote(MetaPathFinder):
         if fullname.startswith("torch."):  # "torch" alone is also looked for without an import
             sys.meta_path.remove(self)
             print_once("loading PyTorch")
+
+
+def _no_output(error: OSError) -> str:
+    return f"its output cannot be written: {error.strerror}; free some space, or redirect it"
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -23,6 +23,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.io.paths import require_local
+from toolkit.io.streams import open_missing_streams
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
@@ -101,6 +102,7 @@ def run_from_python(
     args: RunArgs, callbacks: Iterable[Callback], run: Callable[[RunArgs, list[Callback]], None]
 ) -> TrainResult:
     """Call ``run`` to train from a Python script; return the result on all ranks."""
+    open_missing_streams()
     callbacks = list(callbacks)
     for callback in callbacks:
         if not isinstance(callback, Callback):

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from os import PathLike
 from typing import IO
 
+from toolkit.io.streams import SafeOutput
 from toolkit.ui.formats import format_seconds
 from toolkit.ui.progress import (
     STEP_METRICS,
     Metrics,
     ProgressDisplay,
-    SafeOutput,
     capitalized,
     label_values,
     validation_labels,

@@ -16,13 +16,13 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from toolkit.io.streams import SafeOutput
 from toolkit.ui.formats import format_seconds
 from toolkit.ui.progress import (
     STEP_METRICS,
     VALIDATION_METRICS,
     Metrics,
     ProgressDisplay,
-    SafeOutput,
     capitalized,
     label_values,
     validation_labels,

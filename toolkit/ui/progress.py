@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from os import PathLike
-from typing import IO, Any
+from typing import Any
 
 from toolkit.config.checks import take_notes
 from toolkit.errors import one_line
@@ -180,37 +178,3 @@ class Pace:
         shares["waiting for data"] = self._recent_wait / self._recent_seconds * self._active / total
         part = max(shares, key=shares.__getitem__)
         return f"{part}: {100 * shares[part]:.0f} % of the time" if shares[part] > MIN_SHARE else ""
-
-
-class SafeOutput:
-    """Wraps standard output. A closed pipe silences the output, but does not stop training."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-        self.encoding = getattr(file, "encoding", None) or "utf-8"  # None: io.StringIO
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> int:
-        try:
-            self._file.write(text)
-        except UnicodeEncodeError:
-            self.write(text.encode(self.encoding, "replace").decode(self.encoding))
-        except (OSError, ValueError):  # ValueError: the file is closed
-            self._silence()
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._file.flush()
-        except (OSError, ValueError):
-            self._silence()
-
-    def _silence(self) -> None:
-        # The text is still buffered, and Python would report an error when it flushes at exit: redirect the descriptor
-        # to /dev/null, as the Python documentation recommends for a broken pipe.
-        with suppress(OSError, ValueError):
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, self._file.fileno())
-            os.close(devnull)

@@ -1,0 +1,54 @@
+"""Standard streams that are missing, closed or full."""
+
+import os
+import sys
+from contextlib import suppress
+from typing import IO, Any
+
+
+def open_missing_streams() -> None:
+    """Open /dev/null for standard streams that are None or closed: services and ``>&-`` have none.
+
+    Otherwise, a closed descriptor would become that of the next file, which libraries' output would damage.
+    """
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free descriptor is this one
+        if getattr(getattr(sys, name), "closed", getattr(sys, name) is None):
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until exit)
+
+
+class SafeOutput:
+    """Wraps a standard stream. A closed pipe or a full disk silences it, but does not stop a run."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self.encoding = getattr(file, "encoding", None) or "utf-8"  # None: io.StringIO
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._file.write(text)
+        except UnicodeEncodeError:
+            self.write(text.encode(self.encoding, "replace").decode(self.encoding))
+        except (OSError, ValueError):  # ValueError: the file is closed
+            self._silence()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except (OSError, ValueError):
+            self._silence()
+
+    def _silence(self) -> None:
+        # The text is still buffered, and Python would report an error when it flushes at exit: redirect the descriptor
+        # to /dev/null, as the Python documentation recommends for a broken pipe.
+        with suppress(OSError, ValueError):
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self._file.fileno())
+            os.close(devnull)
