@@ -7,7 +7,8 @@ import pytest
 from helpers.chatml import CHATML
 
 from toolkit.data import JSON, Preference
-from toolkit.data.sft.schemas import EmptyAnswerError, EqualAnswersError, to_completions
+from toolkit.data.sft.messages import EmptyAnswerError
+from toolkit.data.sft.schemas import EqualAnswersError, to_completions
 from toolkit.errors import UserError
 
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "good"), ("assistant", "bad")))

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from toolkit.data.sft.datasets import HubRows
+from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import (
     CSV_KINDS,
     JSON_KINDS,
@@ -16,7 +17,7 @@ from toolkit.data.sft.readers import (
     describe_row,
     find_splits,
 )
-from toolkit.data.sft.schemas import EmptyAnswerError, require_columns, to_record
+from toolkit.data.sft.schemas import require_columns, to_record
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import MAX_ROW
 

@@ -20,7 +20,7 @@ from toolkit.data.chat.sources import (
     read_template,
     tokenizer_template,
 )
-from toolkit.data.sft.schemas import EmptyAnswerError, answer_weights
+from toolkit.data.sft.messages import EmptyAnswerError, answer_weights
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,11 +1,19 @@
 """Parse rows of instruction data into records (conversations or plain text). Columns determine the schema."""
 
-import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.data.sft.messages import (
+    EmptyAnswerError,
+    describe_columns,
+    describe_type,
+    parse_conversation,
+    parse_messages,
+    parse_tools,
+    require_string,
+    require_unicode,
+)
 from toolkit.errors import UserError, did_you_mean
 
 # Column names by meaning. The first schema whose columns are present is used.
@@ -20,7 +28,6 @@ PAIR = ("chosen", "rejected")
 LABEL = ("label",)
 GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, TEXT, SYSTEM, TOOLS, PAIR[:1], PAIR[1:], LABEL)
 KNOWN_COLUMNS = tuple(name for group in GROUPS for name in group)
-_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT role names
 _SCHEMAS = "messages, conversations, instruction with output, prompt with completion, or text"
 
 
@@ -57,10 +64,6 @@ class Completion:
     prompt_length: int = 0
 
 
-class EmptyAnswerError(UserError):
-    """Raised when a row has an empty answer."""
-
-
 class EqualAnswersError(EmptyAnswerError):
     """Raised when the chosen and the rejected answer are equal."""
 
@@ -85,21 +88,21 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
     messages, text = None, None
     if {*PAIR} <= row.keys() and not columns:
         raise UserError(
-            f"{where}: is a pair of answers to prefer and to avoid ({_describe_columns(row)}); use --objective DPO. "
+            f"{where}: is a pair of answers to prefer and to avoid ({describe_columns(row)}); use --objective DPO. "
             "--data.columns '{completion: chosen}' trains on the chosen answers alone, as examples"
         )
     for name in {*PAIR, *LABEL} & (columns or {}).keys():
         raise UserError(f"--data.columns.{name}: has no effect without an objective for preferences, such as DPO")
     if column := _find_column(values, CONVERSATION, where):
-        messages = _parse_conversation(values[column], f"{where}: {column}")
+        messages = parse_conversation(values[column], f"{where}: {column}")
     elif column := _find_column(values, QUESTION, where):
         messages = _build_turn(values, column, where)
     elif "text" in values and values["text"] is not None:
-        text = _require_string(values["text"], f"{where}: text")
+        text = require_string(values["text"], f"{where}: text")
         if not text.strip():
             raise EmptyAnswerError(f"{where}: text is empty; fix or remove this row")
     else:
-        raise UserError(f"{where}: has no known column; {_describe_columns(row)}; needs {_SCHEMAS}, or --data.columns")
+        raise UserError(f"{where}: has no known column; {describe_columns(row)}; needs {_SCHEMAS}, or --data.columns")
     return _make_record(messages, text, values, where)
 
 
@@ -121,7 +124,7 @@ def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: 
         return [_parse_rated(values, where)]
     for name in PAIR:
         if name not in values:
-            raise UserError(f"{where}: has no {name} answer; {_describe_columns(row)}; needs {schemas}")
+            raise UserError(f"{where}: has no {name} answer; {describe_columns(row)}; needs {schemas}")
         if not values[name] or (isinstance(values[name], str) and not values[name].strip()):
             raise EmptyAnswerError(f"{where}: has an empty answer ({name}); fix or remove this row")
     both = [[value] if isinstance(value, dict) else value for value in (values[name] for name in PAIR)]
@@ -142,10 +145,10 @@ def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: 
 
 def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: is {_describe_type(row)}, not an object; every row needs {schemas}")
+        raise UserError(f"{where}: is {describe_type(row)}, not an object; every row needs {schemas}")
     values = _map_columns(row, where, columns or {})
     for name, value in values.items():
-        _require_unicode(value, f"{where}: {name}")
+        require_unicode(value, f"{where}: {name}")
     return values
 
 
@@ -154,8 +157,8 @@ def _make_record(
 ) -> Record:
     """Return a record with the row's system message and tools."""
     if messages and values.get("system"):
-        messages = _add_system_message(messages, _require_string(values["system"], f"{where}: system"), where)
-    tools = _parse_tools(values.get("tools"), f"{where}: tools")
+        messages = _add_system_message(messages, require_string(values["system"], f"{where}: system"), where)
+    tools = parse_tools(values.get("tools"), f"{where}: tools")
     if tools and messages is None:
         raise UserError(f"{where}: tools: require a conversation, but this row is plain text; remove either")
     return Record(messages, text, where, tools)
@@ -167,10 +170,10 @@ def _parse_rated(values: dict[str, Any], where: str) -> Completion:
     if label is None:
         raise UserError(f"{where}: label {values['label']!r:.40}: must be true (a good completion) or false")
     if column := _find_column(values, CONVERSATION, where):
-        messages = _parse_conversation(values[column], f"{where}: {column}")
+        messages = parse_conversation(values[column], f"{where}: {column}")
         return _complete(messages[:-1], messages[-1:], values, where, label)
     if (question := _find_column(values, QUESTION, where)) is None:
-        raise UserError(f"{where}: has no prompt for the completion; {_describe_columns(values)}; see --data.columns")
+        raise UserError(f"{where}: has no prompt for the completion; {describe_columns(values)}; see --data.columns")
     messages = _build_turn(values, question, where)
     n_prompt = len(values[question]) if isinstance(values[question], list) else 1
     return _complete(messages[:n_prompt], messages[n_prompt:], values, where, label)
@@ -187,7 +190,7 @@ def _split_texts(texts: list[str], values: dict[str, Any], where: str) -> list[C
 
 
 def _parse_answer(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    return ({"role": "assistant", "content": value},) if isinstance(value, str) else _parse_messages(value, where)
+    return ({"role": "assistant", "content": value},) if isinstance(value, str) else parse_messages(value, where)
 
 
 def _parse_prompt(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
@@ -213,34 +216,6 @@ def _complete(prompt: Any, answer: Any, values: dict[str, Any], where: str, is_g
     return Completion(_make_record((*masked, *answer), None, values, where), is_good)
 
 
-def _parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Parse a list of tools, or a list as JSON text (in CSV files and tables with heterogeneous tools)."""
-    if value is None or value == "":
-        return None
-    if isinstance(value, str):
-        value = _parse_json_cell(value, where, "a list of tools")
-    if not isinstance(value, list):
-        raise UserError(f"{where}: is {_describe_type(value)}; it must be a list of objects")
-    for i, tool in enumerate(value, 1):
-        if not isinstance(tool, dict):
-            raise UserError(f"{where}: tool {i} is {_describe_type(tool)}; it must be an object")
-    return value
-
-
-def answer_weights(messages: Sequence[dict[str, Any]], train_on: str) -> list[int]:
-    """Return the loss weight of each answer: 0 masks the answer, 1 (the default) trains on it."""
-    for number, message in enumerate(messages, 1):
-        weight, role = message.get("weight"), message.get("role")
-        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-            raise UserError(f"message {number}: weight {weight!r:.40}: must be 0 (masked) or 1 (trained)")
-        if weight is not None and role != "assistant" and weight != (train_on == "all"):
-            trained = "every message" if train_on == "all" else "answers only"
-            hint = f"--data.train_on {train_on} trains {trained}; remove the weight"
-            raise UserError(f"message {number} ({role}): weight {weight}: {hint}")
-    weights = [message.get("weight") for message in messages if message.get("role") == "assistant"]
-    return [1 if weight is None else int(weight) for weight in weights]
-
-
 def _add_system_message(messages: tuple[dict[str, Any], ...], system: str, where: str) -> tuple[dict[str, Any], ...]:
     if messages[0]["role"] != "system":
         return ({"role": "system", "content": system}, *messages)
@@ -254,7 +229,7 @@ def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> di
     values = {name: row[name] for name in KNOWN_COLUMNS if name in row}
     for name, column in columns.items():
         if column not in row:
-            raise UserError(f"{where}: has no column {column} (--data.columns); {_describe_columns(row)}")
+            raise UserError(f"{where}: has no column {column} (--data.columns); {describe_columns(row)}")
         (synonyms,) = (group for group in GROUPS if name in group)
         values = {name: value for name, value in values.items() if name not in synonyms}
     return values | {name: row[column] for name, column in columns.items()}
@@ -277,12 +252,12 @@ def _build_turn(values: dict[str, Any], question: str, where: str) -> tuple[dict
             raise EmptyAnswerError(f"{where}: has an empty answer ({null[0]}); fix or remove this row")
         expected = "completion" if question == "prompt" else "output"
         raise UserError(
-            f"{where}: has no {expected} for the {question}; {_describe_columns(values)}; see --data.columns"
+            f"{where}: has no {expected} for the {question}; {describe_columns(values)}; see --data.columns"
         )
     completion, prompt_messages = values[answer], _parse_prompt(values, question, where)
     if isinstance(completion, list):
-        return prompt_messages + _parse_messages(completion, f"{where}: {answer}")
-    if not _require_string(completion, f"{where}: {answer}").strip():
+        return prompt_messages + parse_messages(completion, f"{where}: {answer}")
+    if not require_string(completion, f"{where}: {answer}").strip():
         raise EmptyAnswerError(f"{where}: has an empty answer ({answer}); fix or remove this row")
     return (*prompt_messages, {"role": "assistant", "content": completion})
 
@@ -291,99 +266,16 @@ def _parse_prompt_messages(values: dict[str, Any], question: str, where: str) ->
     name = _find_column(values, INPUT, where)
     if name is not None and values[name] != "":
         raise UserError(f"{where}: has both {name} and a {question} of messages; move it into a message or remove it")
-    return _parse_messages(values[question], f"{where}: {question}")
+    return parse_messages(values[question], f"{where}: {question}")
 
 
 def _build_user_message(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
     name = _find_column(values, INPUT, where)
-    instruction = _require_string(values[question], f"{where}: {question}")
-    extra = "" if name is None else _require_string(values[name], f"{where}: {name}")
+    instruction = require_string(values[question], f"{where}: {question}")
+    extra = "" if name is None else require_string(values[name], f"{where}: {name}")
     content = f"{instruction}\n\n{extra}" if extra else instruction
     if not content.strip():
         raise UserError(f"{where}: has an empty {question}; fix or remove this row")
     message = {"role": "user", "content": content}
     parts = {"instruction": instruction, "input": extra} if extra or question == "instruction" else {}
     return ({**message, **parts},)
-
-
-def _parse_conversation(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Parse a list of messages, a list of strings with alternating roles (LIMA), or either as JSON text (CSV)."""
-    if isinstance(value, str):
-        value = _parse_json_cell(value, where, "a list of messages")
-    if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
-        value = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(value)]
-    return _parse_messages(value, where)
-
-
-def _parse_messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: is {_describe_type(value)}; it must be a list of messages with role and content")
-    return tuple(_parse_message(message, f"{where}: message {i}") for i, message in enumerate(value, 1))
-
-
-def _parse_message(message: Any, where: str) -> dict[str, Any]:
-    """Parse a message with role and content. Other fields, such as tool calls, are kept for the template."""
-    if not isinstance(message, dict):
-        raise UserError(f"{where}: is {_describe_type(message)}, not an object with role and content")
-    fields = {name: value for name, value in message.items() if value is not None}
-    role = fields.pop("role", None) or fields.pop("from", None)
-    if not isinstance(role, str):
-        raise UserError(f"{where}: has no role; {_describe_columns(message)}")
-    role = _ROLES.get(role, role)
-    content = fields.pop("content") if "content" in fields else fields.pop("value", None)
-    if isinstance(content, list):
-        content = _join_parts(content, where)
-    if content is None and not fields.get("tool_calls"):
-        raise UserError(f"{where} ({role}): has no content; {_describe_columns(message)}")
-    content = _require_string(content or "", f"{where} ({role}): content")
-    if role == "assistant" and not content.strip() and not fields.get("tool_calls"):
-        raise EmptyAnswerError(f"{where}: is an empty answer; fix or remove this row")
-    return {"role": role, "content": content, **fields}
-
-
-def _parse_json_cell(text: str, where: str, what: str) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise UserError(f"{where}: is a string, not {what}") from None
-    _require_unicode(value, where)
-    return value
-
-
-def _join_parts(parts: list[Any], where: str) -> str:
-    """Join content parts in the format ``[{"type": "text", "text": ...}]``."""
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    strings = [text for text in texts if isinstance(text, str)]
-    if len(strings) < len(parts):
-        raise UserError(f"{where}: has non-text content; only text is supported")
-    return "".join(strings)
-
-
-def _require_unicode(value: Any, where: str) -> None:
-    """Raise UserError for an unpaired surrogate, which is valid in JSON (``\\ud800``) but not in UTF-8."""
-    try:
-        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
-    except UnicodeEncodeError as error:
-        surrogate = f"\\u{ord(error.object[error.start]):04x}"
-        raise UserError(f"{where}: contains an unpaired surrogate ({surrogate}); fix or remove this row") from error
-    except RecursionError as error:
-        raise UserError(f"{where}: is nested too deeply") from error
-
-
-def _require_string(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{where}: is {_describe_type(value)}; it must be a string")
-    return value
-
-
-def _describe_columns(row: dict[str, Any]) -> str:
-    return f"it has {', '.join(map(str, row)) or 'nothing'}"
-
-
-def _describe_type(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, list | dict) and not value:
-        return "an empty list" if isinstance(value, list) else "an empty object"
-    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", int: "a number"}
-    return names.get(type(value), "a number" if isinstance(value, float) else f"a {type(value).__name__}")

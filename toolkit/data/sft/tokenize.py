@@ -14,8 +14,9 @@ import numpy as np
 from toolkit.data.base import Report
 from toolkit.data.cache import HEARTBEAT
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
+from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
-from toolkit.data.sft.schemas import Completion, EmptyAnswerError, EqualAnswersError, Record, to_completions, to_record
+from toolkit.data.sft.schemas import Completion, EqualAnswersError, Record, to_completions, to_record
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,0 +1,124 @@
+"""Parse the messages and tools of a row."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit.errors import UserError
+
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT role names
+
+
+class EmptyAnswerError(UserError):
+    """Raised when a row has an empty answer."""
+
+
+def parse_conversation(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """Parse a list of messages, a list of strings with alternating roles (LIMA), or either as JSON text (CSV)."""
+    if isinstance(value, str):
+        value = _parse_json_cell(value, where, "a list of messages")
+    if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
+        value = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(value)]
+    return parse_messages(value, where)
+
+
+def parse_messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: is {describe_type(value)}; it must be a list of messages with role and content")
+    return tuple(_parse_message(message, f"{where}: message {i}") for i, message in enumerate(value, 1))
+
+
+def _parse_message(message: Any, where: str) -> dict[str, Any]:
+    """Parse a message with role and content. Other fields, such as tool calls, are kept for the template."""
+    if not isinstance(message, dict):
+        raise UserError(f"{where}: is {describe_type(message)}, not an object with role and content")
+    fields = {name: value for name, value in message.items() if value is not None}
+    role = fields.pop("role", None) or fields.pop("from", None)
+    if not isinstance(role, str):
+        raise UserError(f"{where}: has no role; {describe_columns(message)}")
+    role = _ROLES.get(role, role)
+    content = fields.pop("content") if "content" in fields else fields.pop("value", None)
+    if isinstance(content, list):
+        content = _join_parts(content, where)
+    if content is None and not fields.get("tool_calls"):
+        raise UserError(f"{where} ({role}): has no content; {describe_columns(message)}")
+    content = require_string(content or "", f"{where} ({role}): content")
+    if role == "assistant" and not content.strip() and not fields.get("tool_calls"):
+        raise EmptyAnswerError(f"{where}: is an empty answer; fix or remove this row")
+    return {"role": role, "content": content, **fields}
+
+
+def _parse_json_cell(text: str, where: str, what: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"{where}: is a string, not {what}") from None
+    require_unicode(value, where)
+    return value
+
+
+def _join_parts(parts: list[Any], where: str) -> str:
+    """Join content parts in the format ``[{"type": "text", "text": ...}]``."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(parts):
+        raise UserError(f"{where}: has non-text content; only text is supported")
+    return "".join(strings)
+
+
+def require_unicode(value: Any, where: str) -> None:
+    """Raise UserError for an unpaired surrogate, which is valid in JSON (``\\ud800``) but not in UTF-8."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError as error:
+        surrogate = f"\\u{ord(error.object[error.start]):04x}"
+        raise UserError(f"{where}: contains an unpaired surrogate ({surrogate}); fix or remove this row") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: is nested too deeply") from error
+
+
+def require_string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{where}: is {describe_type(value)}; it must be a string")
+    return value
+
+
+def describe_columns(row: dict[str, Any]) -> str:
+    return f"it has {', '.join(map(str, row)) or 'nothing'}"
+
+
+def describe_type(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, list | dict) and not value:
+        return "an empty list" if isinstance(value, list) else "an empty object"
+    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", int: "a number"}
+    return names.get(type(value), "a number" if isinstance(value, float) else f"a {type(value).__name__}")
+
+
+def parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Parse a list of tools, or a list as JSON text (in CSV files and tables with heterogeneous tools)."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        value = _parse_json_cell(value, where, "a list of tools")
+    if not isinstance(value, list):
+        raise UserError(f"{where}: is {describe_type(value)}; it must be a list of objects")
+    for i, tool in enumerate(value, 1):
+        if not isinstance(tool, dict):
+            raise UserError(f"{where}: tool {i} is {describe_type(tool)}; it must be an object")
+    return value
+
+
+def answer_weights(messages: Sequence[dict[str, Any]], train_on: str) -> list[int]:
+    """Return the loss weight of each answer: 0 masks the answer, 1 (the default) trains on it."""
+    for number, message in enumerate(messages, 1):
+        weight, role = message.get("weight"), message.get("role")
+        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+            raise UserError(f"message {number}: weight {weight!r:.40}: must be 0 (masked) or 1 (trained)")
+        if weight is not None and role != "assistant" and weight != (train_on == "all"):
+            trained = "every message" if train_on == "all" else "answers only"
+            hint = f"--data.train_on {train_on} trains {trained}; remove the weight"
+            raise UserError(f"message {number} ({role}): weight {weight}: {hint}")
+    weights = [message.get("weight") for message in messages if message.get("role") == "assistant"]
+    return [1 if weight is None else int(weight) for weight in weights]
