@@ -3,11 +3,13 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+from helpers.cases import check_each
 
-from toolkit.distributed.world import WorldInfo, cluster_environment, detect_world
+from toolkit.distributed.world import WorldInfo, _first_node, cluster_environment, detect_world
 from toolkit.errors import UserError
 
 SBATCH = Path(__file__).parents[2] / "scripts" / "slurm" / "pretrain.sbatch"
@@ -155,13 +157,22 @@ REFUSED = {
     "manual, no node": (2, 2, None, manual(**NODES), ["--num_nodes 2: NODE_RANK is not set"]),
     "manual, no address": (2, 2, None, manual(NODE_RANK=0), ["--num_nodes 2: MASTER_ADDR is not set"]),
     "RANK alone": (1, "auto", None, {"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "WORLD_SIZE=2", "LOCAL_RANK is not"]),
-    "nodes, rank": (2, 2, None, NODES, ["--num_nodes 2: NODE_RANK is not set; set NODE_RANK to 0 ... 1", "MASTER_"]),
-    "nodes, address": (2, 2, None, without(TWO, "MASTER_ADDR"), ["MASTER_ADDR is not set; set NODE_RANK"]),
-    "nodes, port": (2, 2, None, without(TWO, "MASTER_PORT"), ["MASTER_PORT is not set; set NODE_RANK"]),
+    "nodes, no launcher": (
+        8, 2, None, {},
+        ["--num_nodes 2: NODE_RANK is not set; on every node, start the same command with NODE_RANK=0 (the others: 1), "
+         f"MASTER_ADDR={socket.gethostname()} (the name of node 0) and MASTER_PORT=29500 before it"],
+    ),
+    "nodes, rank": (2, 3, None, NODES, ["--num_nodes 3: NODE_RANK is not set", "(the others: 1 to 2)"]),
+    "nodes, address": (2, 2, None, without(TWO, "MASTER_ADDR"), ["MASTER_ADDR is not set; on every node"]),
+    "nodes, port": (2, 2, None, without(TWO, "MASTER_PORT"), ["MASTER_PORT is not set; on every node"]),
     "nodes, rank too high": (2, 2, None, TWO | {"NODE_RANK": "2"}, ["NODE_RANK=2", "--num_nodes 2"]),
     "nodes, not a number": (2, 2, None, TWO | {"NODE_RANK": "gpu07"}, ["NODE_RANK=gpu07", "an integer"]),
     "nodes, bad port": (2, 2, None, TWO | {"MASTER_PORT": "70000"}, ["MASTER_PORT=70000", "less than 65536"]),
-    "a node of one": (2, "auto", None, {"NODE_RANK": "1"}, ["NODE_RANK=1", "--num_nodes 1"]),
+    "a node of one": (
+        2, "auto", None, {"NODE_RANK": "1"}, ["NODE_RANK=1", "--num_nodes 1; unset NODE_RANK, or use --num_nodes 2"],
+    ),
+    "address in brackets": (2, 2, None, TWO | {"MASTER_ADDR": "[::1]"}, ["MASTER_ADDR=[::1]: must be", "::1"]),
+    "address and port": (2, 2, None, TWO | {"MASTER_ADDR": "gpu07:29500"}, ["MASTER_ADDR=gpu07:29500: must be"]),
 }  # fmt: skip
 
 
@@ -176,6 +187,47 @@ def test_contradictions_are_one_line_errors(case):
     for word in words:
         assert word in message[position:], message
         position = message.index(word, position)
+
+
+UNREAD = {
+    "PET_NNODES": "Kubeflow", "SKYPILOT_NUM_NODES": "SkyPilot", "OMPI_COMM_WORLD_SIZE": "Open MPI", "PMI_SIZE": "MPICH",
+}  # fmt: skip
+SUBSETS = [names for n in range(1, len(UNREAD) + 1) for names in combinations(UNREAD, n)]
+
+
+def test_launchers_that_are_not_read_are_refused_where_they_started_several_processes():
+    def check(case, names, number):
+        devices, num_nodes, available, environ, expected = READ[case]
+        world, environ = WorldInfo(*expected), environ | dict.fromkeys(names, number)
+        unread = [name for name in names if not is_read(world, name, int(number))]
+        if not unread:
+            assert detect_world(devices, num_nodes, available, environ) == world
+            return
+        with pytest.raises(UserError, match=UNREAD[unread[0]]) as refusal:
+            detect_world(devices, num_nodes, available, environ)
+        assert f"unset {unread[0]}" in str(refusal.value) and "\n" not in str(refusal.value)
+
+    def is_read(world, name, number):
+        counts_ranks = name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") and not world.starts_processes
+        sizes = (1, world.num_nodes, world.world_size) if counts_ranks else (1, world.num_nodes)
+        return number in sizes or world.launcher == "torchrun"
+
+    cases = [case for case in READ if not case.startswith(("srun", "such", "batch", "loop", "shell", "a child"))]
+    check_each(check, [(case, names, number) for case in cases for names in SUBSETS for number in "123"])
+
+
+def test_processes_of_such_launchers_start_if_the_usual_variables_describe_them():
+    """One process per device with LOCAL_RANK, WORLD_SIZE; torchrun; and srun, which sets PMI variables, too."""
+    environ = {"OMPI_COMM_WORLD_SIZE": "4", "PMI_SIZE": "4"} | manual(RANK=3, WORLD_SIZE=4, **NODES)
+    assert detect_world(2, "auto", None, environ) == WorldInfo(2, 2, 1, 1, "manual", False)
+    environ = {"PET_NNODES": "1:4", "SKYPILOT_NUM_NODES": "8"} | torchrun(3)
+    assert detect_world("auto", "auto", None, environ) == WorldInfo(2, 2, 1, 1, "torchrun", False)
+    assert detect_world(1, "auto", None, {"PMI_SIZE": "4"} | slurm(0, 1, 1)) == WorldInfo(1, 1, 0, 0, "slurm", False)
+    for name in ("SKYPILOT_NUM_NODES", "OMPI_COMM_WORLD_SIZE"):  # 4 nodes, or 4 processes that start 4 each
+        with pytest.raises(UserError, match=name):
+            detect_world(4, "auto", 4, {name: "4"})
+    with pytest.raises(UserError, match="PET_NNODES=1:4"):
+        detect_world("auto", "auto", 4, {"PET_NNODES": "1:4"})
 
 
 def fabric_environment(monkeypatch, layout_of, **variables):
@@ -199,6 +251,14 @@ def test_slurm_tasks_need_no_ntasks_per_node(monkeypatch, wrong):
     assert ranks == (4, 3, 1, 1)
     assert environment.creates_processes_externally
     assert (environment.main_address, environment.main_port) == ("gpu08", 15000 + 4567)
+
+
+def test_first_name_of_a_slurm_list():
+    lists = {
+        "rack[1-2]node[3-4]": "rack1node3", "gpu[007-010,12]-ib,login": "gpu007-ib", "a,b[1-2]": "a", "a[5]": "a5",
+        "cn[08,10-11]": "cn08", "host1 host2": "host1",
+    }  # fmt: skip
+    assert {nodes: _first_node(nodes) for nodes in lists} == lists
 
 
 def test_slurm_tasks_on_one_node_use_the_loopback_address(monkeypatch):

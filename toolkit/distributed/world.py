@@ -7,6 +7,8 @@ silently train independently. So detection happens here, before Fabric is built,
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +21,21 @@ if TYPE_CHECKING:
 
 Environ = Mapping[str, str]
 
+_MPI = (
+    "start one process per node with --num_nodes, NODE_RANK, MASTER_ADDR and MASTER_PORT, or on a single node only "
+    "toolkit with --devices"
+)
+_UNREAD = {
+    "PET_NNODES": ("Kubeflow", "start torchrun -m toolkit, which reads PET_*"),
+    "SKYPILOT_NUM_NODES": (
+        "SkyPilot",
+        "use --num_nodes $SKYPILOT_NUM_NODES, NODE_RANK=$SKYPILOT_NODE_RANK, MASTER_PORT=29500 and "
+        'MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+    ),
+    "OMPI_COMM_WORLD_SIZE": ("Open MPI", _MPI),
+    "PMI_SIZE": ("MPICH or Intel MPI", _MPI),
+}
+"""The variables in which other launchers set their number of nodes or processes: launcher, and how to start there."""
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _LOCALHOST = "127.0.0.1"
 
@@ -67,6 +84,8 @@ def detect_world(
     if num_nodes != AUTO and num_nodes < 1:
         raise UserError(f"--num_nodes {num_nodes}: must be at least 1")
     _number("MASTER_PORT", environ, 1, below=65536, default=1)
+    if not re.fullmatch(r"[\w.-]*|[\da-fA-F:.]+(%[\w.-]+)?", address := environ.get("MASTER_ADDR", "")):
+        raise UserError(f"MASTER_ADDR={address}: must be a host name or an IP address alone, such as gpu07 or ::1")
     if "TORCHELASTIC_RUN_ID" in environ:
         world = _read_torchrun(devices, num_nodes, environ)
     elif _is_slurm_task(environ):
@@ -76,6 +95,7 @@ def detect_world(
     else:
         world = _read_no_launcher(devices, num_nodes, available, environ)
     _check_available(world, available, environ)
+    _check_unread(world, environ)
     return world
 
 
@@ -231,7 +251,8 @@ def _node_rank(nodes: int, environ: Environ, default: int | None = None) -> int:
         _require(["NODE_RANK"], nodes, environ)
     value = _number("NODE_RANK", environ, 0, default=default or 0)
     if value >= nodes:
-        raise UserError(f"NODE_RANK={value}: must be less than --num_nodes {nodes}; {_variables_hint(max(nodes, 2))}")
+        hint = _variables_hint(nodes) if nodes > 1 else "unset NODE_RANK, or use --num_nodes 2"
+        raise UserError(f"NODE_RANK={value}: must be less than --num_nodes {nodes}; {hint}")
     return value
 
 
@@ -243,7 +264,10 @@ def _require(variables: list[str], nodes: int, environ: Environ) -> None:
 
 
 def _variables_hint(nodes: int) -> str:
-    return f"set NODE_RANK to 0 ... {nodes - 1}, one per node, and MASTER_ADDR and MASTER_PORT of the first node on all"
+    return (
+        f"on every node, start the same command with NODE_RANK=0 (the others: 1{f' to {nodes - 1}' * (nodes > 2)}), "
+        f"MASTER_ADDR={socket.gethostname()} (the name of node 0) and MASTER_PORT=29500 before it"
+    )
 
 
 def _check_available(world: WorldInfo, available: int | None, environ: Environ) -> None:
@@ -256,6 +280,21 @@ def _check_available(world: WorldInfo, available: int | None, environ: Environ) 
         raise UserError(f"--devices {world.devices}: this task sees {count}; {hint}")
     hint = f"torchrun --nproc_per_node {available}" if world.launcher == "torchrun" else f"--devices {available}"
     raise UserError(f"--devices {world.devices}: this machine has {count}; use {hint}")
+
+
+def _check_unread(world: WorldInfo, environ: Environ) -> None:
+    """Reject a launcher that started several processes if this run does not contain them: each would train alone."""
+    for name, (launcher, hint) in _UNREAD.items():
+        number = environ.get(name, "").rpartition(":")[2]  # PET_NNODES may be 1:4
+        is_from_srun = name == "PMI_SIZE" and "SLURM_STEP_ID" in environ
+        if is_from_srun or world.launcher == "torchrun" or not number.isdecimal():
+            continue
+        counts_ranks = hint == _MPI and not world.starts_processes
+        if int(number) not in (0, 1, world.num_nodes, world.world_size if counts_ranks else 1):
+            raise UserError(
+                f"{name}={environ[name]}: {launcher} started several processes, but toolkit does not read its "
+                f"variables; {hint}. To train one model per process, unset {name}"
+            )
 
 
 def _check_rank(world: WorldInfo, environ: Environ) -> WorldInfo:
@@ -294,7 +333,7 @@ def _slurm_environment(world: WorldInfo) -> ClusterEnvironment:
     slurm = SLURMEnvironment(auto_requeue=False)
     nodes = next((os.environ[name] for name in _NODE_LISTS if os.environ.get(name)), _LOCALHOST)
     # On one node the loopback address: node names do not resolve everywhere.
-    root = _LOCALHOST if world.num_nodes == 1 else slurm.resolve_root_node_address(nodes)
+    root = _LOCALHOST if world.num_nodes == 1 else _first_node(nodes)
     os.environ.setdefault("MASTER_ADDR", root)
     if not world.starts_processes:
         return slurm
@@ -302,6 +341,12 @@ def _slurm_environment(world: WorldInfo) -> ClusterEnvironment:
         os.environ["MASTER_PORT"] = str(slurm.main_port)  # on one node any free port works
     _set_node(world)
     return LightningEnvironment()
+
+
+def _first_node(nodes: str) -> str:
+    """Return the first name of SLURM's list: ``rack1node3-ib`` for ``rack[1-2]node[3-4,7]-ib,login``."""
+    first = re.match(r"(\[[^]]*\]|[^,\s])*", nodes)
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0]) if first else nodes
 
 
 def _set_node(world: WorldInfo) -> None:
