@@ -1,9 +1,13 @@
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +16,9 @@ import torch
 from toolkit.data.batch import NO_ROUNDING, Batch, Padding, choose_padding
 from toolkit.data.loader import train_batches, val_batches
 from toolkit.data.order import ShuffledOrder, shuffled_index
+from toolkit.data.prefetch import Prefetcher
 from toolkit.data.tokens.synthetic import SyntheticRows
+from toolkit.errors import DataError
 
 T = 8
 N = 29
@@ -117,6 +123,54 @@ def test_global_random_state_is_unchanged(workers):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_batches_of_workers_need_no_shared_memory():
+    """A tensor would be sent through /dev/shm; without space there, a run hung."""
+    batch = next(batches())[0]
+    batch.values = {"weight": torch.ones(2, dtype=torch.float64)}
+    sent = bytes(ForkingPickler.dumps(batch))
+    assert batch.input_ids.numpy().tobytes() in sent and batch.labels.numpy().tobytes() in sent
+    received = pickle.loads(sent)
+    assert torch.equal(received.input_ids, batch.input_ids) and torch.equal(received.values["weight"], torch.ones(2))
+    assert received.counts == batch.counts and received.ids == batch.ids
+
+
+SMALL_MEMORY = """
+from tests.data.test_loader import batches
+assert len(next(batches(num_workers=2))) == 4
+"""
+
+
+@pytest.mark.slow
+def test_workers_with_little_shared_memory():
+    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("mounting a small /dev/shm needs the right to")
+    script = ["unshare", "-m", "sh", "-c", f'{mount}; exec "$0" -c "$1"', sys.executable, SMALL_MEMORY]
+    subprocess.run(script, check=True, timeout=120, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(("error", "what"), [(None, "unexpectedly"), (OSError(28, "No space"), "No space")])
+def test_a_worker_that_fails_is_a_data_error(monkeypatch, error, what):
+    def fail(*args, **options):
+        raise error
+
+    if error is not None:
+        monkeypatch.setattr("torch.multiprocessing.Event", fail)
+    poll = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__"
+    monkeypatch.setattr(poll, (0.1,))  # seconds; 5 s by default
+    steps = Prefetcher(batches(num_workers=1), torch.device("cpu"))
+    torch_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # set in the main thread only, not in a run
+    try:
+        with pytest.raises(DataError, match=f"--data.num_workers 1: a process failed: .*{what}.*use fewer, or 0"):
+            for step in steps:
+                assert len(step) == 4
+                for worker in multiprocessing.active_children():
+                    worker.kill()
+    finally:
+        steps.close()
+        signal.signal(signal.SIGCHLD, torch_handler)
+
+
 def test_rows_are_read_lazily():
     read = []
 
@@ -198,7 +252,9 @@ LISTENING = """
 import signal, sys
 from toolkit.data.loader import train_batches
 from toolkit.data.order import ShuffledOrder
+from toolkit.data.prefetch import Prefetcher
 from toolkit.data.tokens.synthetic import SyntheticRows
+from toolkit.errors import DataError
 
 if __name__ == "__main__":
     received = []

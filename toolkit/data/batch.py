@@ -84,6 +84,16 @@ class Batch:
     def __post_init__(self) -> None:
         self.counts = {TOKENS: self.n_tokens} | self.counts
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state with NumPy arrays: workers would send tensors through /dev/shm, which may be too small."""
+        values = {name: numbers.numpy() for name, numbers in self.values.items()}
+        return vars(self._map(Tensor.numpy)) | {"values": values}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        vars(self).update(vars(self._map(torch.from_numpy)))
+        self.values = {name: torch.from_numpy(numbers) for name, numbers in self.values.items()}
+
     def inputs(
         self, device: torch.device, with_keys: bool = False, with_bounds: bool = False
     ) -> dict[str, Tensor | DocumentBounds]:
@@ -138,7 +148,7 @@ class Batch:
         input_ids, labels = pad("input_ids", self.input_ids), pad("labels", self.labels)
         return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def _map(self, function: Callable[[Any], Any]) -> Batch:
         packed = {name: function(tensor) for name, tensor in self.packed.items()}
         bounds = self.bounds and self.bounds._replace(cu_seqlens=function(self.bounds.cu_seqlens))
         input_ids, labels = function(self.input_ids), function(self.labels)

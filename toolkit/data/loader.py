@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit.data.base import TokenDataset, row_count, row_lengths, rows_of
 from toolkit.data.batch import FILLER, NO_ROUNDING, Batch, Padding, collate
 from toolkit.data.order import SampleOrder
-from toolkit.errors import DataError
+from toolkit.errors import DataError, one_line
 
 Count = Callable[[Batch], dict[str, int]]
 
@@ -102,14 +102,20 @@ def _load(
 
 
 def _as_generator(loader: DataLoader, workers: list[BaseProcess]) -> Generator[Batch, None, None]:
-    error, iterator = None, iter(loader)
-    workers += getattr(iterator, "_workers", [])
+    error = iterator = None
     try:
+        iterator = iter(loader)
+        workers += getattr(iterator, "_workers", [])
         for batch in iterator:
             if isinstance(batch, DataError):
                 error = batch
                 break
             yield batch
+    except (OSError, RuntimeError) as reason:  # no descriptors, processes or semaphores; a worker was killed
+        if iterator is not None and "DataLoader worker (pid" not in str(reason):
+            raise
+        hint = "is there enough memory? use fewer, or 0 to read in the training process"
+        error = DataError(f"--data.num_workers {loader.num_workers}: a process failed: {one_line(reason)}; {hint}")
     finally:
         del iterator  # shuts down the workers; a traceback would keep it alive
         _kill(workers)  # workers that hang in a read; they ignore SIGTERM
