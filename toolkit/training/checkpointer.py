@@ -29,6 +29,7 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
+from toolkit.models.lora import is_adapter
 from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
@@ -100,7 +101,14 @@ class Checkpointer:
         search = pool.submit(nonfinite_state, module, optimizer)
         pool.shutdown(wait=False)
         folder = self.config.args.run_dir / name
-        return PendingSave(folder, snapshot, self._write, shards, search, self.report_wait, copies)
+        return PendingSave(folder, snapshot, self._write, shards, self._shapes(), search, self.report_wait, copies)
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes to save, by name; empty for a user-provided module."""
+        shapes = self.state.model.shapes
+        if self.state.base is not None:
+            return {name: shape for name, shape in shapes.items() if is_adapter(name)}
+        return {name: shape for name, shape in shapes.items() if not (self.sharded and name in self.state.model.tied)}
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write everything except the shards."""

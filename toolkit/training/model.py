@@ -50,6 +50,7 @@ class ModelSpec:
         config: Model configuration; None for a user-provided module.
         blocks: Block classes.
         sizes: Number of elements of each parameter, by name.
+        shapes: Shapes in the state dict of the undivided model, by name; empty for a user-provided module.
         tied, no_decay_params, block_params: Results of ``tied_names``, ``no_decay_params`` and ``block_params``.
         fingerprint: Values that must not change on resume.
         lora: Adapter configuration. With adapters, all other weights are frozen.
@@ -61,6 +62,7 @@ class ModelSpec:
     config: ModelConfig | None
     blocks: tuple[type[nn.Module], ...]
     sizes: dict[str, int]
+    shapes: dict[str, torch.Size]
     tied: dict[str, str]
     no_decay_params: frozenset[str]
     block_params: dict[str, tuple[int, ...]]
@@ -83,13 +85,16 @@ def specify_model(
         module = meta_model = adapted_on_meta(config, lora)
         blocks = (Block,)
     sizes = {name: p.numel() for name, p in module.named_parameters()}
+    saved = {name: value.shape for name, value in module.state_dict().items()} if meta_model is not None else {}
     tied, no_decay, in_blocks = tied_names(module), no_decay_params(module), block_params(module, blocks)
     if config is not None:
         fingerprint = config.to_dict()
     else:
         shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
         fingerprint = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
-    return ModelSpec(module, meta_model, config, blocks, sizes, tied, no_decay, in_blocks, fingerprint, lora, quantize)
+    return ModelSpec(
+        module, meta_model, config, blocks, sizes, saved, tied, no_decay, in_blocks, fingerprint, lora, quantize
+    )
 
 
 def build_model(

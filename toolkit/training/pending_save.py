@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.sharded import ShardedSave, check_sharded
+from toolkit.checkpoints.run.state_dicts import require_complete
 from toolkit.checkpoints.store import (
+    WEIGHTS,
     begin_checkpoint,
     commit_checkpoint,
     delete_on_error,
@@ -56,6 +59,7 @@ class PendingSave:
         snapshot: The state to save, except the shards.
         write_files: Writes everything except the shards into the temporary folder; called on rank 0.
         shards: This rank's tensors by subfolder, for sharded checkpoints.
+        shapes: Shapes that the saved weights must have, by name; empty does not check.
         search: Finds NaN and Inf in this rank's weights and optimizer state.
         report: Prints a message if a rank takes long to write.
         copies: Buffers for the state if training overlaps with the write. ``search`` then finishes before the write.
@@ -67,11 +71,13 @@ class PendingSave:
         snapshot: Snapshot,
         write_files: Callable[[Path, Snapshot], None],
         shards: Mapping[str, dict[str, Tensor]],
+        shapes: Mapping[str, torch.Size],
         search: Future[list[str]],
         report: Callable[[str], None],
         copies: HostCopies | None = None,
     ) -> None:
         self.folder, self._snapshot, self._write_files, self._copies = folder, snapshot, write_files, copies
+        self._shapes = shapes
         self._search: Future[list[str]] | None = search  # None: finished, all values are finite
         self._report = report
         self._tmp: Path | None = None
@@ -179,9 +185,13 @@ class PendingSave:
 
     def _publish(self, checksums: Mapping[str, Checksum], keep_last: int) -> None:
         assert self._tmp is not None
+        saved = {name: value.shape for name, value in self._snapshot.weights.items()}
         for save in self._shards:
             save.finish()
-            check_sharded(save.folder)  # fails if the nodes do not share the disk
+            shapes = check_sharded(save.folder)  # fails if the nodes do not share the disk
+            saved = shapes if save.folder.name == WEIGHTS else saved
+        if self._shapes:
+            require_complete(saved, self._shapes)
         commit_checkpoint(self._tmp, self.folder, checksums)
         prune(self.folder.parent, keep_last)
 

@@ -126,9 +126,9 @@ def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     _read(tensors, Path(folder), metadata)
 
 
-def check_sharded(folder: Path) -> None:
-    """Check the folder's ``.metadata`` and the sizes of its files."""
-    read_metadata(Path(folder))
+def check_sharded(folder: Path) -> dict[str, torch.Size]:
+    """Check the folder's ``.metadata`` and the sizes of its files. Return the shapes of the complete tensors."""
+    return {name: tensor.size for name, tensor in stored_tensors(read_metadata(Path(folder))).items()}
 
 
 def read_sharded(folder: Path) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ optimizer. ``module`` is always the wrapped module. All functions are collective
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import is_sharded, shard_of, sharded_values
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
+from toolkit.errors import join_first
 from toolkit.models.lora import is_adapter
 from toolkit.optim.bf16 import MASTER
 
@@ -43,8 +44,8 @@ def full_state(
     is_staged = ranks.layout().pipeline > 1  # every stage needs its tensors, to send them to rank 0
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload and _on_cuda(module) and not is_staged)
     if cuts := cuts_of(module):
-        named = [(canonical_name(name), p.detach()) for name, p in module.named_parameters()]
-        weights = {tied.get(name, name): _gather(value, options, cuts.get(name)) for name, value in named}
+        named = {canonical_name(name): value for name, value in module.state_dict().items()}
+        weights = {name: _gather(value, options, cuts.get(name)) for name, value in _untied(named, tied).items()}
     else:
         weights = _without_warnings(get_model_state_dict, module, options=options)
     state: dict[str, Any] = {}
@@ -55,6 +56,22 @@ def full_state(
         weights, state = gather_stages(_untied(weights, tied)), gather_stages(state)
     weights |= {second: weights[first] for second, first in tied.items() if first in weights}
     return weights, {"state": state, **_group_state(module, optimizer, state)}
+
+
+def require_complete(saved: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    """Check that a checkpoint has exactly the names and shapes of the undivided model's state dict.
+
+    Raises:
+        RuntimeError: names the differences. Another layout could not load the checkpoint.
+    """
+    names = saved.keys() | expected.keys()
+    if different := sorted(name for name in names if saved.get(name) != expected.get(name)):
+        what = [f"{name} {_shape(saved.get(name))} instead of {_shape(expected.get(name))}" for name in different]
+        raise RuntimeError(f"the checkpoint would not load: {join_first(what)}; this is a bug of toolkit")
+
+
+def _shape(size: torch.Size | None) -> str:
+    return "is missing" if size is None else str(tuple(size))
 
 
 def gather_stages(state: dict[str, Any]) -> dict[str, Any]:
