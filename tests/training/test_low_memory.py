@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -30,12 +31,12 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block, model_on_meta
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.optim import bf16
 from toolkit.optim.bf16 import round_stochastically
 from toolkit.optim.classes import build_optimizer, resolve_optimizer
 from toolkit.optim.groups import block_params, no_decay_params, parameter_groups
 from toolkit.optim.hybrid import Muon
 from toolkit.optim.update import clip_gradients
-from toolkit.planning import optimizer_memory
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.training.callbacks import Callback
 from toolkit.training.trainer import run_training
@@ -79,7 +80,7 @@ def test_a_master_is_the_fp32_weight_of_the_same_gradients(monkeypatch):
     """Also where a step goes through the weights one by one."""
 
     def check(name, chunk):
-        monkeypatch.setattr(optimizer_memory, "UPDATE_CHUNK", chunk)
+        monkeypatch.setattr(bf16.chunks, "__defaults__", (chunk,))
         model, optimizer = build("bf16-master", name)
         reference, plain = build("32-true", name)
         with torch.no_grad():
@@ -92,6 +93,31 @@ def test_a_master_is_the_fp32_weight_of_the_same_gradients(monkeypatch):
             assert torch.equal(ours, other.bfloat16()) and ours.dtype == torch.bfloat16
 
     check_each(check, [(name, 1 << 27) for name in NAMES] + [("AdamW", 1)])
+
+
+def test_fp32_moments_are_freed_after_each_chunk(monkeypatch):
+    monkeypatch.setattr(bf16.chunks, "__defaults__", (1,))  # a chunk per weight
+    stored: list[weakref.ref] = []
+    to_fp32 = bf16.BF16Optimizer._to_fp32
+
+    def round_(value, generator):
+        stored.append(weakref.ref(value))
+        return round_stochastically(value, generator)
+
+    def to_fp32_(optimizer, value):
+        assert not any(ref() is not None for ref in stored), "moments of the chunk before"
+        return to_fp32(optimizer, value)
+
+    monkeypatch.setattr(bf16, "round_stochastically", round_)
+    monkeypatch.setattr(bf16.BF16Optimizer, "_to_fp32", to_fp32_)
+
+    def check(name):
+        stored.clear()
+        model, optimizer = build("bf16-master", name, state_dtype="bf16")
+        train(model, optimizer, range(2))
+        assert stored and not any(ref() is not None for ref in stored), "moments after the step"
+
+    check_each(check, ["AdamW", "NAdam", "Muon"])
 
 
 def test_bf16_gradients_are_clipped_in_fp32():

@@ -75,6 +75,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         self._inner.step()
         for parameter, target in zip(parameters, targets, strict=True):
             self._store(parameter, states.get(target, {}))
+        states.clear()  # the inner optimizer refers to it: fp32 moments would live until the next chunk's exist
         if self.has_masters:
             for target in targets:
                 target.grad = None
