@@ -69,7 +69,7 @@ def same_logits(folder, reference):
 def test_several_files_with_an_index(tmp_path, family):
     reference = save(tmp_path / "hf", family, max_shard_size="100KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
-    (note,) = import_hf(tmp_path / "hf", tmp_path / "m")
+    note = import_hf(tmp_path / "hf", tmp_path / "m")[-1]
     assert note.startswith(f"warning: {tmp_path / 'hf'} holds no tokenizer.json: copy one and its companion files")
     assert same_logits(tmp_path / "m", reference)
 
@@ -214,7 +214,7 @@ def test_hub_cache_symlinks_are_followed(tmp_path):
 def test_warns_about_larger_tokenizer(tmp_path):
     save(tmp_path / "hf", "gpt2")
     train_bpe([" ".join(f"word{i}" for i in range(3000))], 400).save(tmp_path / "hf")
-    (note,) = import_hf(tmp_path / "hf", tmp_path / "m")
+    note = import_hf(tmp_path / "hf", tmp_path / "m")[-1]
     assert re.match("warning: the tokenizer has (3[0-9]{2}|400) tokens, but the model embeds only 300", note)
 
 
@@ -227,6 +227,16 @@ def test_custom_code_warns_and_is_not_run(tmp_path):
         "warning: config.json names custom code (auto_map), which is not run; using the standard architecture of llama"
     )
     assert same_logits(tmp_path / "m", reference) and not (tmp_path / "m" / "modeling_own.py").exists()
+
+
+def test_dropout_that_training_does_not_have_is_a_note(tmp_path):
+    save(tmp_path / "hf")
+    rates = {"attention_dropout": 0.0, "residual_dropout": 0.1, "attn_pdrop": 0.2, "summary_first_dropout": 0.1}
+    change_json(tmp_path / "hf" / "config.json", **rates)
+    note = import_hf(tmp_path / "hf", tmp_path / "m")[0]
+    assert note == (
+        "note: config.json has residual_dropout 0.1, attn_pdrop 0.2: training here has no dropout in these places"
+    )
 
 
 def test_the_model_is_named(tmp_path):

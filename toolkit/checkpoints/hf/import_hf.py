@@ -22,7 +22,7 @@ from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_f
 from toolkit.checkpoints.weights import require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import malloc_trim
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
@@ -50,7 +50,7 @@ def import_hf(
     """
     hf_dir, out_dir = Path(hf_dir).expanduser(), Path(out_dir)
     require_new_folder(out_dir)
-    config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), _custom_code_warning(hf_dir)
+    config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), _notes_of_config(hf_dir)
     notes += require_intact(hf_dir, f"hf_dir {hf_dir}") if verify else []
     tokenizer_json, notes_of_tokenizer = _convert_tokenizer(hf_dir, config)
     try:
@@ -132,12 +132,18 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
     return dataclasses.replace(config, name=config.name or name)
 
 
-def _custom_code_warning(hf_dir: Path) -> list[str]:
+def _notes_of_config(hf_dir: Path) -> list[str]:
+    """Return notes about keys of config.json that have no effect here."""
     values = read_json_object(hf_dir / CONFIG)
-    if not values.get("auto_map"):
-        return []
-    standard = f"using the standard architecture of {values.get('model_type')}"
-    return [f"warning: {CONFIG} names custom code (auto_map), which is not run; {standard}"]
+    notes = []
+    if values.get("auto_map"):
+        standard = f"using the standard architecture of {values.get('model_type')}"
+        notes.append(f"warning: {CONFIG} names custom code (auto_map), which is not run; {standard}")
+    # summary_first_dropout and classifier_dropout belong to heads that language models lack
+    rates = {k: v for k, v in values.items() if k.endswith(("pdrop", "dropout")) and not k.startswith(("sum", "class"))}
+    if used := [f"{key} {rate}" for key, rate in rates.items() if isinstance(rate, (int, float)) and rate > 0]:
+        notes.append(f"note: {CONFIG} has {join_first(used)}: training here has no dropout in these places")
+    return notes
 
 
 def _convert_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None, list[str]]:
