@@ -1,7 +1,9 @@
+import importlib.util
 import math
 import os
 import sys
 import types
+import uuid
 import warnings
 from pathlib import Path
 
@@ -173,12 +175,69 @@ def test_tensorboard_has_metrics_and_hyperparameters(tmp_path):
     assert b"train/learning_rate" in written
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_service_continues_its_run(tmp_path, monkeypatch, name):
+    """With the real package where it is installed. Killed after step 3, resumed from step 2: each step is one point."""
+    module = None if importlib.util.find_spec(name) is None else name
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    runs: list[tuple[str, int, float]] = []
+    if module is None:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        start = lambda folder, _, step: Service(runs, loggers._run_id(folder, name, step))  # noqa: E731
+        monkeypatch.setitem(loggers._START, name, start)
+
+    def end(logger) -> None:
+        logger.finalize("success")
+        if module == "wandb":
+            sys.modules["wandb"].finish()  # as the end of a process does
+
+    (logger,) = make_loggers(name, tmp_path, LogArgs(), {"max_steps": 3})
+    for step in (1, 2, 3):
+        log_metrics([logger], {"loss": 1 / step}, step)
+    end(logger)
+    first = (tmp_path / "logs" / f"{name}.id").read_text()
+    with pytest.warns(UserWarning, match=f"{name} keeps its points up to step 3"):
+        (logger,) = make_loggers(name, tmp_path, LogArgs(), {"max_steps": 4}, resume_step=2, logged_step=3)
+    for step in (3, 4):
+        log_metrics([logger], {"loss": 1 / step}, step)
+    end(logger)
+    assert (tmp_path / "logs" / f"{name}.id").read_text() == first
+    if module == "mlflow":
+        history = logger._logger.experiment.get_metric_history(first, "loss")
+        runs += [(first, point.step, point.value) for point in history]
+    elif module == "wandb":
+        assert {path.name.rpartition("-")[2] for path in (tmp_path / "logs" / "wandb").glob("offline-run-*")} == {first}
+    if module != "wandb":
+        assert runs == [(first, step, 1 / step) for step in (1, 2, 3, 4)]
+    end(make_loggers(name, tmp_path, LogArgs(), {})[0])
+    assert (tmp_path / "logs" / f"{name}.id").read_text() != first, "a new run has a new id"
+
+
+class Service:
+    """A logger as Lightning's of W&B and MLflow."""
+
+    experiment = None
+
+    def __init__(self, runs: list, run_id: str | None) -> None:
+        self.runs, self.version = runs, run_id or uuid.uuid4().hex
+
+    def log_hyperparams(self, values) -> None:
+        pass
+
+    def log_metrics(self, metrics, step) -> None:
+        self.runs.append((self.version, step, metrics["loss"]))
+
+    def finalize(self, status) -> None:
+        pass
+
+
 def test_several_loggers(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
     started = {"tensorboard": Recorder(), "wandb": Recorder()}
     for name, logger in started.items():
         monkeypatch.setitem(loggers._START, name, lambda *args, logger=logger: logger)
-    assert make_loggers("csv,tensorboard, wandb", tmp_path, LogArgs(group="g"), {}) == list(started.values())
+    tensorboard, wandb = make_loggers("csv,tensorboard, wandb", tmp_path, LogArgs(group="g"), {})
+    assert [tensorboard, wandb._logger] == list(started.values())
     for names, message in [("csv,tensorbord", "did you mean 'tensorboard'"), ("csv,", "no such logger; use csv, ")]:
         with pytest.raises(UserError, match=f"--logger_name {names}: .*{message}"):
             make_loggers(names, tmp_path, LogArgs(), {})
@@ -187,6 +246,8 @@ def test_several_loggers(tmp_path, monkeypatch):
 
 
 class Recorder:
+    version, experiment = "id", None
+
     def log_hyperparams(self, values) -> None:
         pass
 

@@ -344,7 +344,9 @@ def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callbac
             f"warning: {csv.path}: {expected - csv.n_resumed} of the {expected} rows to step {resume_step} are lost or "
             "damaged"
         )
-    loggers = make_loggers(args.logger_name, out_dir, args.log, run.config.hyperparameters(), resume_step)
+    loggers = make_loggers(
+        args.logger_name, out_dir, args.log, run.config.hyperparameters(), resume_step, csv.logged_step
+    )
     return [MetricsFile(csv), ExternalLoggers(loggers)]
 
 

@@ -32,6 +32,7 @@ COLUMNS = (
 )
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "trackio")
 """Logger names. All but csv are also the names of required packages."""
+_SERVICES = ("wandb", "mlflow")
 _USED_OPTIONS = {
     "wandb": {"project", "run", "group"}, "mlflow": {"project", "run"}, "trackio": {"project", "run", "group"},
 }  # fmt: skip
@@ -46,6 +47,7 @@ class MetricsCSV:
 
     Attributes:
         n_resumed: Number of rows from earlier launches.
+        logged_step: Last step of the rows from earlier launches, removed ones included; 0 without any.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None, more_columns: Iterable[str] = ()) -> None:
@@ -58,6 +60,7 @@ class MetricsCSV:
                     raise UserError(f"column {name!r}: must not contain commas, quotes or line breaks; rename it")
             resumed = [self._line(row) for row in rows if float(row["step"]) <= (resume_step or 0)]
             self.n_resumed = len(resumed)
+            self.logged_step = max((int(float(row["step"])) for row in rows), default=0)
             write_atomic(self.path, b"".join([(",".join(self.columns) + "\n").encode(), *resumed]))
             # unbuffered: a row that failed on a full disk must not be written at close
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (open for the duration of the run)
@@ -110,6 +113,7 @@ def make_loggers(
     log_args: LogArgs,
     hyperparameters: dict[str, Any],
     resume_step: int | None = None,
+    logged_step: int = 0,
 ) -> list[Any]:
     """Start the loggers other than metrics.csv. Call this on rank 0 only.
 
@@ -119,14 +123,22 @@ def make_loggers(
         log_args: Project, run and group names for W&B, MLflow and trackio.
         hyperparameters: Hyperparameters to log; must not contain secrets.
         resume_step: TensorBoard and trackio drop points after this step from interrupted launches.
+        logged_step: Last step of interrupted launches. W&B and MLflow keep their points and continue after it.
     """
-    loggers = []
+    loggers, folder = [], Path(out_dir) / "logs"
     for name in check_loggers(logger_name, log_args):
         if name == "csv":
             continue
         try:
             start = _START[name] if name in LOGGERS else load_registered("loggers", name)
-            logger = start(Path(out_dir) / "logs", log_args, resume_step)
+            logger = start(folder, log_args, resume_step)
+            if name in _SERVICES:
+                continues = _run_id(folder, name, resume_step) is not None
+                logger = _ServiceRun(logger, folder / f"{name}.id", logged_step if continues else None)
+                if continues and logged_step > (resume_step or 0):
+                    warnings.warn(
+                        f"{name} keeps its points up to step {logged_step}; metrics.csv has this launch's", stacklevel=2
+                    )
             # this connects: a wrong key or address fails here, before the first step
             logger.log_hyperparams(hyperparameters)
         except Exception as error:
@@ -136,6 +148,42 @@ def make_loggers(
             ) from error
         loggers.append(logger)
     return loggers
+
+
+class _ServiceRun:
+    """A run of a service that cannot replace points, which later launches continue under its id.
+
+    Args:
+        logger: Lightning logger of W&B or MLflow.
+        id_file: Gets the run's id.
+        logged_step: Last step of earlier launches; later steps are logged. None: the run is new.
+    """
+
+    def __init__(self, logger: Any, id_file: Path, logged_step: int | None) -> None:
+        self._logger, self._id_file, self._logged_step = logger, id_file, logged_step
+
+    def log_hyperparams(self, values: dict[str, Any]) -> None:
+        """Connect. MLflow refuses hyperparameters that differ from the first launch's, such as a later last step."""
+        if self._logged_step is None:
+            self._logger.log_hyperparams(values)
+        self._logger.experiment  # noqa: B018  # connects
+        write_atomic(self._id_file, self._logger.version.encode())
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if self._logged_step is None or step > self._logged_step:
+            self._logger.log_metrics(metrics, step)
+
+    def finalize(self, status: str) -> None:
+        self._logger.finalize(status)
+
+
+def _run_id(folder: Path, name: str, resume_step: int | None) -> str | None:
+    """Return the id of the service's run that a resumed run continues; None starts a new one."""
+    path = folder / f"{name}.id"
+    if resume_step is None or not path.exists():
+        return None
+    with open_regular(path) as file:
+        return file.read(100).decode(errors="replace").strip() or None
 
 
 def log_metrics(loggers: Iterable[Any], metrics: Mapping[str, float | None], step: int) -> None:
@@ -204,7 +252,8 @@ def _start_wandb(folder: Path, log_args: LogArgs, resume_step: int | None) -> An
     from lightning.pytorch.loggers import WandbLogger
 
     folder.mkdir(parents=True, exist_ok=True)
-    return WandbLogger(project=log_args.project, name=log_args.run, group=log_args.group, save_dir=folder)
+    run_id = _run_id(folder, "wandb", resume_step)
+    return WandbLogger(project=log_args.project, name=log_args.run, group=log_args.group, save_dir=folder, id=run_id)
 
 
 def _start_mlflow(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
@@ -213,7 +262,8 @@ def _start_mlflow(folder: Path, log_args: LogArgs, resume_step: int | None) -> A
     folder.mkdir(parents=True, exist_ok=True)
     # MLflow 3 no longer supports plain files (file:...): the local store is a database
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
-    return MLFlowLogger(experiment_name=log_args.project, run_name=log_args.run, tracking_uri=uri)
+    run_id = _run_id(folder, "mlflow", resume_step)
+    return MLFlowLogger(experiment_name=log_args.project, run_name=log_args.run, tracking_uri=uri, run_id=run_id)
 
 
 def _start_trackio(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
