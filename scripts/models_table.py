@@ -36,8 +36,8 @@ relative to the largest logit, over all tested shapes.
 
 For models with experts, the training loss includes the load-balancing loss, multiplied by
 `--model_config.router_aux_loss_coef` (0 disables it). The printed and logged training loss includes it; the validation
-loss does not. The widths of a model with experts, `n_embd` and `moe_intermediate_size` (or `intermediate_size`), must be
-multiples of 8, because the products of all experts are computed in one kernel, which needs aligned rows.
+loss does not. The widths of a model with experts, `n_embd` and `moe_intermediate_size` (or `intermediate_size`), must
+be multiples of 8, because the products of all experts are computed in one kernel, which needs aligned rows.
 
 | `model_type` | differences from Llama | tested with and without | names | shapes | error |
 |---|---|---|---:|---:|---:|
