@@ -165,7 +165,7 @@ def test_unexpected_exception_shows_its_traceback(monkeypatch, capsys):
 
 def test_user_errors_in_a_real_process():
     done = toolkit("pretrain", "--train.micro_batchsize", "4")
-    expected = "toolkit pretrain: --train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?\n"
+    expected = "toolkit pretrain: --train.micro_batchsize: no such option; did you mean --train.micro_batch_size?\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
     assert "trian: no such command; use finetune_full or finetune_lora; pretrain for" in toolkit("trian").stderr
     done = toolkit("pretrian")

@@ -260,7 +260,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions long --data Wrong": "--data Wrong: must be a class derived from DataModule",
         "--extensions long --data Long --data.length 200": "train[0]: has 200 input tokens, but sequences have at",
         "--extensions letters --letters.loud": "--letters.loud true: has no effect without --strategy replicas",
-        "--extensions letters --letters.load 1": "--letters.load 1: no such option; did you mean --letters.loud",
+        "--extensions letters --letters.load 1": "--letters.load: no such option; did you mean --letters.loud",
         "--extensions letters --compiler printng": "printing; did you mean 'printing'",
         "--compiler printing": "--compiler printing: must be one of auto, none, torch",
         "--strategy replicas": "--strategy replicas: must be one of auto, single, ddp, fsdp",

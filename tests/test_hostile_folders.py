@@ -88,18 +88,29 @@ def test_control_sequences_of_a_folder_reach_no_terminal(tmp_path, capsys):
         assert "\x1b" not in shown.out + shown.err and shown.err.count("\n") == 1 and "printable" in shown.err
 
 
-def test_messages_are_printable_bounded_and_without_secrets(capsys):
+def test_messages_are_printable_bounded_and_without_secrets(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text("hf_tokn: hunter2")
     for words, expected in (
         (["--" + "x" * 10**6, "1"], " ... "),
-        (["--hf_token", "hunter2"], "--hf_token ***: no such option"),
+        (["--hf_token", "hunter2"], "--hf_token: no such option"),
+        (["--hf_tokn", "hunter2"], "--hf_tokn: no such option"),
+        (["--hf_tokn=hunter2"], "--hf_tokn: no such option"),
+        (["-hf_tokn=hunter2"], "-hf_tokn: unexpected word"),
+        (["--config", str(config)], "hf_tokn: no such option"),
         (["--seed", "\x1b[2J"], "--seed \\x1b[2J: must be an integer"),
         (["--data", "HuggingFaceText", "--data.path", "https://host/a.jsonl#token=hunter2"], "contains credentials"),
         (["--data", "HuggingFaceText", "--data.path", "https://host/a.jsonl?pwd=hunter2"], "contains credentials"),
-        (["--HF_TOKEN", "A", "--HF_TOKEN", "hunter2"], "--HF_TOKEN ***: given 2 times"),
-        (["--seed", "1", "--seed", "\x1b[2J"], "--seed \\x1b[2J: given 2 times"),
+        *(
+            (["--data", "HuggingFaceText", "--data.path", f"https://host/a.jsonl?{name}=hunter2"], "or a query")
+            for name in ("bearer", "code", "jwt", "raw=1&x", "")
+        ),
+        (["--seed", "simplecache::https://me:hunter2@host/a"], "--seed simplecache::https://host/a: must be an"),
+        (["--HF_TOKEN", "A", "--HF_TOKEN", "hunter2"], "--HF_TOKEN: given 2 times"),
+        (["--seed", "1", "--seed", "\x1b[2J"], "--seed \\x1b[2J: must be"),
         (["--" + "x" * 10**5, "1"] * 2, " ... "),
-        (["--data.json_path", "https://h/a.json?pwd=hunter2"], "--data.json_path https://h/a.json?***: "),
-        (["--data.where", "https://h/a.json?pwd=hunter2"], "--data.where https://h/a.json?***: no such option"),
+        (["--data.json_path", "https://h/a.json?pwd=hunter2"], "--data.json_path: no such option"),
+        (["--data.where", "https://h/a.json?pwd=hunter2"], "--data.where: no such option"),
         (["--resume", "s3://b/a#token=hunter2"], "--resume s3://b/a?***: must not contain"),
     ):
         assert main(["pretrain", "pico-llama", "--train.max_steps", "1", *words]) == 2

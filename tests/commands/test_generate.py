@@ -249,7 +249,7 @@ def test_moved_base(folder, adapters, tmp_path, capsys):
         (["DIR", "--prompt", "a" * 64], "toolkit generate: --prompt: has 64 tokens, but must have fewer than 64"),
         (["DIR", "--prompt", "\udcff"], "toolkit generate: --prompt: is not valid UTF-8"),
         (["DIR", "--base_checkpoint_dir", "x"], "toolkit generate: --base_checkpoint_dir x: has no effect"),
-        (["DIR", "--topk", "3"], "toolkit generate: --topk 3: no such option; did you mean --top_k?"),
+        (["DIR", "--topk", "3"], "toolkit generate: --topk: no such option; did you mean --top_k?"),
         ([], "toolkit generate: --checkpoint_dir: must be given; usage: toolkit generate CHECKPOINT_DIR"),
     ],
 )

@@ -262,15 +262,15 @@ def test_print_config_round_trip(argv, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train: {max_step: 3}", "FILE: train.max_step: 3: no such option; did you mean train.max_steps?"),
-        ("max_steps: 3", "FILE: max_steps: 3: no such option; did you mean train.max_steps?"),
+        ("train: {max_step: 3}", "FILE: train.max_step: no such option; did you mean train.max_steps?"),
+        ("max_steps: 3", "FILE: max_steps: no such option; did you mean train.max_steps?"),
         ("data: {class_path: TextFile}", "FILE: data: TextFile: no such class; did you mean 'TextFiles'?"),
         ("data: {class_path: ..TextFile}", "FILE: data: ..TextFile: no such class; did you mean 'TextFiles'?"),
         (
             "data: {class_path: CSV, init_args: 5}",
             "FILE: data.init_args int: must be a group of options, as a dictionary such as {'name': value}",
         ),
-        ("data: {vocabsize: 3}", "FILE: data.vocabsize: 3: no such option; did you mean data.vocab_size?"),
+        ("data: {vocabsize: 3}", "FILE: data.vocabsize: no such option; did you mean data.vocab_size?"),
         ("train: {max_steps: x}", "FILE: train.max_steps: x: must be an integer"),
         ("seed: [1]", "FILE: seed: [1]: must be an integer"),
         ("train: 3", "FILE: train: 3: must be a group of `name: value` pairs"),
@@ -289,7 +289,7 @@ def test_options_of_adapters_name_the_command_that_has_them(tmp_path):
     file.write_text("".join(f"{name}: 1\n" for name in names))
     hint = "use `toolkit finetune_lora`, or lora=True in Python"
     assert error_of("--config", str(file)) == f"{file}: {', '.join(names)}: no such options; {hint}"
-    assert error_of("--lora_r", "8") == f"--lora_r 8: no such option; {hint}"
+    assert error_of("--lora_r", "8") == f"--lora_r: no such option; {hint}"
 
 
 def test_files_of_other_tools_are_answered_whole(tmp_path):
@@ -338,7 +338,7 @@ def test_repeated_keys_are_an_error_and_repeated_flags_a_line(tmp_path, capsys):
         assert error_of("--config", str(file)) == message.replace("FILE", str(file)) + "; remove one"
     capsys.readouterr()
     parse("--seed", "1", "--seed", "2")
-    assert capsys.readouterr().err == "--seed 2: given 2 times; using the last value\n"
+    assert capsys.readouterr().err == "--seed: given 2 times; using the last value\n"
 
 
 def test_unreadable_yaml_files(tmp_path):
@@ -356,23 +356,23 @@ def test_unreadable_yaml_files(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--train.micro_batchsize 4", "--train.micro_batchsize 4: no such option; did you mean --train.micro_batch"),
-        ("--micro_batch_size=4", "--micro_batch_size 4: no such option; did you mean --train.micro_batch_size?"),
-        ("--micro-batch-size 4", "--micro-batch-size 4: no such option; did you mean --train.micro_batch_size?"),
-        ("--resum true", "--resum true: no such option; did you mean --resume?"),
-        ("--training.max_steps 3", "--training.max_steps 3: no such option; did you mean --train.max_steps?"),
+        ("--train.micro_batchsize 4", "--train.micro_batchsize: no such option; did you mean --train.micro_batch"),
+        ("--micro_batch_size=4", "--micro_batch_size: no such option; did you mean --train.micro_batch_size?"),
+        ("--micro-batch-size 4", "--micro-batch-size: no such option; did you mean --train.micro_batch_size?"),
+        ("--resum true", "--resum: no such option; did you mean --resume?"),
+        ("--training.max_steps 3", "--training.max_steps: no such option; did you mean --train.max_steps?"),
         ("--print_configs", "--print_configs: no such option; did you mean --print_config?"),
-        ("--qqq 1", "--qqq 1: no such option; see --help"),
-        ("--data.vocabsize 3", "--data.vocabsize 3: no such option; did you mean --data.vocab_size?"),
+        ("--qqq 1", "--qqq: no such option; see --help"),
+        ("--data.vocabsize 3", "--data.vocabsize: no such option; did you mean --data.vocab_size?"),
         ("--data.train_data_path x",
-         "--data.train_data_path x: no such option of --data PythonStdlib; add --data TextFiles"),
-        ("--data.json_path x", "--data.json_path x: no such option of --data PythonStdlib; JSON, Preference have it"),
+         "--data.train_data_path: no such option of --data PythonStdlib; add --data TextFiles"),
+        ("--data.json_path x", "--data.json_path: no such option of --data PythonStdlib; JSON, Preference have it"),
         ("--optimizer AdamW",
          "--optimizer AdamW: optimizer is a group; set its options, did you mean --optimizer.name AdamW?"),
-        ("--lr 1e-3", "--lr 1e-3: no such option; did you mean --train.learning_rate?"),
-        ("--optimizer.lr 1e-3", "--optimizer.lr 1e-3: no such option; did you mean --train.learning_rate?"),
+        ("--lr 1e-3", "--lr: no such option; did you mean --train.learning_rate?"),
+        ("--optimizer.lr 1e-3", "--optimizer.lr: no such option; did you mean --train.learning_rate?"),
         ("--gradient_checkpointing true",
-         "--gradient_checkpointing true: no such option; did you mean --train.activation_checkpointing full?"),
+         "--gradient_checkpointing: no such option; did you mean --train.activation_checkpointing full?"),
         ("--data TextFile", "--data TextFile: no such class; did you mean 'TextFiles'?"),
         ("--data os.zzz", "--data os.zzz: no such class; known are CSV, JSON, LIMA"),
         ("--data TextFiles", "--data.train_data_path: must be given"),

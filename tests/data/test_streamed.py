@@ -293,6 +293,7 @@ def test_invalid_input_is_one_line(folder, tmp_path, monkeypatch):
         ({"path": "https://user:secret@host/x.txt"}, "--data.path https://...: contains credentials"),
         ({"path": "simplecache::https://user:secret@host/x.txt"}, "contains credentials"),
         ({"path": "https://host/x.txt?X-Amz-Signature=secret"}, "contains credentials"),
+        ({"path": "https://host/x.txt?raw=1&bearer=secret"}, "contains credentials or a query"),
         ({}, "--data.repo_id None: give either --data.repo_id or --data.path"),
         ({"path": "x", "repo_id": "y/z"}, "give either --data.repo_id or --data.path"),
         ({"path": "x", "subset": "y"}, "--data.subset y: has no effect with --data.path; remove it"),

@@ -18,7 +18,7 @@ from toolkit.cli import main
 from toolkit.distributed import rendezvous
 
 WRONG_FLAG = ["--train.micro_batchsize", "4"]
-LINE = "--train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?"
+LINE = "--train.micro_batchsize: no such option; did you mean --train.micro_batch_size?"
 
 
 def two_nodes(first: list[str], second: list[str], shared: list[str]):

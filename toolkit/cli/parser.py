@@ -43,14 +43,8 @@ def parse(
     switches = {parameter.name for parameter in parameters if parameter.annotation in (bool, "bool")}
     overrides = [word for word in argv if re.fullmatch(r"\w+_config\.[\w.]+=.*", word)]  # hydra's, of its file
     words = split_words([word for word in argv if word not in overrides], positionals, switches)
-    counts, last = Counter(key for key, _ in words if key not in COMMON_OPTIONS), dict(words)
-    note(
-        *(
-            f"{OptionValue('', last[key]).display(key)}: given {n} times; using the last value"
-            for key, n in counts.items()
-            if n > 1
-        )
-    )
+    counts = Counter(key for key, _ in words if key not in COMMON_OPTIONS)
+    note(*(f"--{key}: given {n} times; using the last value" for key, n in counts.items() if n > 1))
     files = [(file, read_config(file)) for key, file in words if key == "config"]
     if overrides and not files:
         raise UserError(f"{overrides[0]}: sets a key of a hydra file; give the file with --config")
@@ -120,7 +114,8 @@ def split_words(
         elif positionals and positionals[-1] in LISTS and not word.startswith("-"):
             words.append((positionals[-1], word))
         else:
-            raise UserError(f"{word}: unexpected word; options are given as --name value")
+            name = word.partition("=")[0] if word.startswith("-") else word
+            raise UserError(f"{name}: unexpected word; options are given as --name value")
     for name in LISTS:
         if values := [text for key, text in words if key == name and text is not None]:
             words = [*((key, text) for key, text in words if key != name), (name, ",".join(values))]

@@ -22,7 +22,7 @@ from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
 from toolkit.config.types import describe, expand_integer, is_restricted, limits, union_members
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import NO_GROUPS, add_extensions, import_object, load_registered, registered
-from toolkit.io.paths import is_url, mask_url, require_folder, require_local
+from toolkit.io.paths import mask_url, require_folder, require_local
 from toolkit.io.safe_parse import parse_yaml
 
 _URL_OPTIONS = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # may be URLs
@@ -46,7 +46,7 @@ class OptionValue(NamedTuple):
         """Return the option as shown in messages: flag, or file and key, then the value."""
         if re.search(r"(?i)(token|secret|password|passwd|api_key)$", key):
             return f"{key if self.source is None else f'--{key}'} ***"
-        text = mask_url(self.text) if is_url(self.value) else self.text
+        text = mask_url(self.text) if "://" in self.text else self.text
         if self.source is None:
             return f"{key} {(self.value if text == self.text else text)!r}"
         if self.source:
@@ -301,7 +301,10 @@ class CommandOptions:
                 check(f"{prefix}{key}", value.value)  # user-provided classes may accept URLs
 
     def _describe_unknown(self, options: dict[str, Option]) -> list[str]:
-        """Describe the unknown options of YAML files, which may be another tool's. Raise UserError for others."""
+        """Describe the unknown options of YAML files, which may be another tool's. Raise UserError for others.
+
+        Their values are not shown: a misspelled name may have a secret.
+        """
         unknown: dict[str, dict[str, list[str]]] = {}
         for key, value in self.values.items():
             inside = key.rpartition(".")[0]
@@ -309,16 +312,14 @@ class CommandOptions:
                 continue
             hint = self._suggest(key, value.source, options)
             if not value.source:
-                raise UserError(f"{key if value.source is None else value.display(key)}: no such option{hint}")
+                raise UserError(f"{'--' * (value.source == '')}{key}: no such option{hint}")
             unknown.setdefault(value.source, {}).setdefault(hint, []).append(key)
 
-        def describe(source: str, keys: list[str]) -> str:
-            if len(keys) > 1:
-                return f"{', '.join(keys)}: no such options"
-            return f"{self.values[keys[0]].display(keys[0]).removeprefix(f'{source}: ')}: no such option"
-
         return [  # a file is named once, because the length of a line is bounded
-            f"{source}: " + " | ".join(describe(source, keys) + hint for hint, keys in keys_by_hint.items())
+            f"{source}: "
+            + " | ".join(
+                f"{', '.join(keys)}: no such option{'s' * (len(keys) > 1)}{hint}" for hint, keys in keys_by_hint.items()
+            )
             for source, keys_by_hint in unknown.items()
         ]
 

@@ -22,7 +22,7 @@ SUPPORTED = ".parquet, .jsonl or .txt, the last two also with .gz or .zst"
 
 _SAMPLED_FILES, _SAMPLE = 32, 1 << 16  # local files sampled for the listing hash; bytes per sample
 _USER = re.compile(r"://[^/?#]*@")  # anywhere, as fsspec URLs may be chained: simplecache::https://...
-_SECRET_QUERY = re.compile(r"(?i)[?&#][^=&]*(signature|token|sig|key|credential|secret|passw|pwd|auth)[^=&]*=")
+_QUERY = re.compile(r"(?i)[?&#](?!(download|dl|raw|inline|ref|format|version|versionid)=)[^=&#/]*=")  # not in globs
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def is_url(value: str) -> bool:
 
 
 def require_no_secret(value: str, option: str) -> None:
-    """Raise UserError for a URL with credentials; they would be saved with the run's options."""
-    if _USER.search(value) or (is_url(value) and _SECRET_QUERY.search(value)):
+    """Raise UserError for a URL that may have credentials; they would be saved with the run's options."""
+    if _USER.search(value) or (is_url(value) and _QUERY.search(value)):
         scheme = value.partition("://")[0]
         raise UserError(
-            f"--data.{option} {scheme}://...: contains credentials, which would be saved with the run; give them in "
-            "the environment"
+            f"--data.{option} {scheme}://...: contains credentials or a query, which would be saved with the run; give "
+            "credentials in the environment, or download the file"
         )
 
 
