@@ -1,11 +1,6 @@
-"""Fixtures of all tests: one thread per process (bit-equality and two cores), a small corpus, no network."""
+"""Fixtures of all tests: surroundings that are the same on every machine (helpers/surroundings.py), a small corpus."""
 
 import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 import random
 import signal
 import subprocess
@@ -18,6 +13,9 @@ from unittest import mock
 
 import pytest
 from helpers.corpus import WORDS
+from helpers.surroundings import Folders, replace_environment, set_cpu, set_environment
+
+set_environment()  # before torch and others are imported, which read it
 
 for _number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a script and under nohup; processes
     if signal.getsignal(_number) is signal.SIG_IGN:  # that tests start would inherit it
@@ -48,10 +46,31 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    import torch
+def _one_cpu():
+    set_cpu()
 
-    torch.set_num_threads(1)
+
+@pytest.fixture(scope="session", autouse=True)
+def _folders(tmp_path_factory):
+    """The folder that the session's fixtures run in, and those of the modules and tests."""
+    os.environ["COLUMNS"] = "80"  # not before pytest has read the terminal's
+    folders = Folders(tmp_path_factory.mktemp("empty"))
+    with folders.inside(is_shared=True):
+        yield folders
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module_folder(_folders):
+    with _folders.inside(is_shared=True):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(_module_folder, _folders):
+    environment = dict(os.environ)
+    with _folders.inside():
+        yield
+    replace_environment(environment)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -68,11 +87,6 @@ def plots(monkeypatch):
     from toolkit.ui.plots import plot_loss
 
     monkeypatch.setattr(metrics, "plot_loss", plot_loss)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _private_cache(tmp_path_factory):
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

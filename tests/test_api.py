@@ -133,8 +133,7 @@ def losses(out_dir: Path, column: str = "loss") -> list[float]:
 
 def run_script(script: Path, *launcher: str, **environment: str) -> subprocess.CompletedProcess:
     """Run a script as a user does, in its folder."""
-    left_out = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
-    env = {k: v for k, v in os.environ.items() if k not in left_out} | {"OMP_NUM_THREADS": "1"} | environment
+    env = os.environ | environment
     command = [sys.executable, *launcher, script.name]
     return subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=240)
 
@@ -326,8 +325,6 @@ def test_unseeded_dataset_is_named(tmp_path):
 
 
 def test_several_devices_need_a_script(monkeypatch, tmp_path):
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     module = types.ModuleType("__main__")
     module.__file__ = "<stdin>"
     monkeypatch.setitem(sys.modules, "__main__", module)
@@ -622,8 +619,6 @@ def test_user_errors(options, message, tmp_path):
 
 def test_fsdp_requires_block_classes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="^strategy fsdp is not supported with .*block_classes"):
         train(nn.Sequential(nn.Embedding(64, 64)), devices=2, strategy="fsdp", out_dir=tmp_path / "run")
 

@@ -291,8 +291,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "    assert not {'torch', 'lightning'} & sys.modules.keys(), argv\n"
         "    print(shown.getvalue().strip())\n"
     )
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "SLURM_PROCID")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for line, (argv, message) in zip(done.stdout.splitlines(), cases.items(), strict=True):
         assert line.startswith(f"toolkit {argv.split()[0]}: ") and message in line, line
@@ -327,8 +326,7 @@ def test_broken_pipe_exits_cleanly(argv):
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "toolkit", *argv]
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=env)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 

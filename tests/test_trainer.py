@@ -20,12 +20,6 @@ ROWS = torch.arange(1000).unfold(0, 9, 9) % 64
 RUN = {"accelerator": "cpu", "devices": 1}
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_one_api_for_what_train_does(tmp_path, capsys):
     batch = {"global_batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-3}
     plain = toolkit.train(

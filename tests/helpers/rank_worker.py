@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.faulty_callbacks import skew_gradient
 from helpers.peak_memory import rise
 from helpers.slow_writes import slow_disk, writes_that_last
+from helpers.surroundings import set_cpu
 from toolkit import cli
 from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
@@ -45,6 +46,8 @@ from toolkit.training import build, checkpointer, data_reader, trainer
 from toolkit.training.callbacks import metrics
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.model import unwrapped
+
+set_cpu()
 
 # instead of a process that imports torch: the server that has forked this one forks another
 FORKED = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))

@@ -218,7 +218,6 @@ def test_configurations_name_the_family_of_their_module():
 
 
 def test_pretrain_list_prints_every_name_wrapped(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
     pretrain.setup(model_name="list")
     out = capsys.readouterr().out
     assert set(list_names()) <= set(out.split())
