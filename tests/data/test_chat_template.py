@@ -1,6 +1,7 @@
 """Tokens and loss masks of conversations, compared with transformers' apply_chat_template and marked templates."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -699,13 +700,13 @@ def test_template_suffix_depending_on_the_answer_is_an_error(make):
         template.encode([user("q"), assistant("a")], "answers")
 
 
-def test_date_is_today_in_a_chat_and_fixed_in_training(make):
-    from datetime import datetime
-
+def test_date_is_today_in_a_chat_and_fixed_in_training(make, monkeypatch):
+    today = SimpleNamespace(now=lambda: datetime(2031, 1, 31, 23, 59, 59))
+    monkeypatch.setattr("toolkit.data.chat.template.datetime", today)
     template = ChatTemplate.from_tokenizer(Tokenizer.load(make("{{ strftime_now('%Y-%m-%d') }}" + CHATML)), None)
     assert template.render(TWO).startswith("2024-07-26<|im_start|>")
     prompt = template._tokenizer.decode(template.encode_prompt(TWO[:1]))
-    assert prompt.startswith(datetime.now().strftime("%Y-%m-"))
+    assert prompt.startswith("2031-01-31")
     assert parts(template, TWO) == ["a<|im_end|>", "b<|im_end|>"] and "26 Jul 2024" in template.notes[0]
 
 

@@ -187,7 +187,7 @@ print("training finished", file=sys.stderr)
 def test_pipe_gets_no_escape_codes_even_with_forced_colors(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    done = subprocess.run([sys.executable, "-c", RUN, "3"], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", RUN, "3"], capture_output=True, text=True, check=True, timeout=300)
     assert "\x1b" not in done.stdout and done.stdout.endswith("\n")
     assert steps_in(done.stdout) == [1, 3]
 
@@ -200,7 +200,7 @@ def test_broken_pipe_stops_the_output_not_the_training(unbuffered):
     assert run.stdout.readline() == b"Training\n"
     run.stdout.close()
     assert run.stderr.read() == b"training finished\n"
-    assert run.wait(timeout=30) == 0
+    assert run.wait(timeout=300) == 0
 
 
 def test_unencodable_characters_are_replaced():
