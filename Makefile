@@ -5,12 +5,16 @@ BIN    := $(VENV)/bin
 
 # uv does not read pip's list of local wheel folders: pass it on where it is set.
 # --compile-bytecode: where Python may not write it at run time, every start of a process would compile torch anew.
-UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt --override overrides.txt
+QUIET := $$(test -t 2 || echo --quiet)  # on a terminal, show how far a download of gigabytes is
+UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install $(QUIET) --compile-bytecode --python $(BIN)/python -c constraints.txt --override overrides.txt
+
+# More flags of the run: make pretrain PRETRAIN_FLAGS="--train.max_steps 2"
+PRETRAIN_FLAGS ?=
 
 .PHONY: pretrain test test-all test-faults test-gpu lint format docs clean train-free-fsdp train-baseline-fsdp compare
 
 pretrain: $(VENV)/.core
-	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto
+	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto $(PRETRAIN_FLAGS)
 
 # A file's tests share fixtures, so that they stay in one worker; conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -64,7 +68,7 @@ docs: $(VENV)/.docs
 
 $(VENV)/bin/uv:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -m pip install $(QUIET) uv
 
 $(VENV)/.core: $(VENV)/bin/uv pyproject.toml constraints.txt overrides.txt
 	@echo "Installing toolkit into $(VENV) (once)"
