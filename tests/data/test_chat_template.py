@@ -247,6 +247,7 @@ STYLES = {
     ),
     "zephyr": "<b><|user|>\nq<e>\n<|assistant|>\na<e>\n<|user|>\nr<e>\n<|assistant|>\nb<e>\n",
 }
+STYLES["hermes"] = STYLES["chatml"]
 TWO = [user("q"), assistant("a"), user("r"), assistant("b")]
 
 
@@ -321,9 +322,10 @@ def test_style_tokens_missing_from_the_vocabulary_fall_back_to_eos_with_a_note(m
         # no end-of-turn token
         ("{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
          "{% if add_generation_prompt %}assistant:{% endif %}", ["a<|endoftext|>", "b<|endoftext|>"]),
-        # a newline and two special tokens after the answer: the first one ends it
+        # a newline and two special tokens after the answer, the second is eos: both end it
         ("{% for m in messages %}{{ '<|im_start|>' + m.content + '\n<|im_end|><|endoftext|>' }}{% endfor %}"
-         "{% if add_generation_prompt %}<|im_start|>{% endif %}", ["a\n<|im_end|>", "b\n<|im_end|>"]),
+         "{% if add_generation_prompt %}<|im_start|>{% endif %}",
+         ["a\n<|im_end|><|endoftext|>", "b\n<|im_end|><|endoftext|>"]),
         # add_generation_prompt has no effect: the header is part of the answer
         ("{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}",
          ["assistant:a<|endoftext|>", "assistant:b<|endoftext|>"]),
@@ -655,8 +657,24 @@ def test_tools_are_rendered_and_masked_as_in_transformers(templates):
             assert ("clock" in template._tokenizer.decode(encoded.ids)) == (tools is not None or messages is LONG_CALLS)
 
 
+def test_hermes_renders_tools_as_qwen3(templates, make):
+    tokenizer = Tokenizer.load(make())
+    hermes = ChatTemplate.from_tokenizer(tokenizer, "hermes")
+    assert hermes.notes == []
+    qwen3 = templates["qwen3"][0]
+    two_tools = [*CALLS[:2], *[tool("rain"), tool("sun")], *CALLS[3:]]
+    for messages in (CALLS, LONG_CALLS, [system("Be brief."), *CALLS], two_tools):
+        for tools in (TOOLS, None):
+            expected = qwen3.render(messages, tools=tools).replace("<think>\n\n</think>\n\n", "")
+            assert hermes.render(messages, tools=tools) == expected
+            assert hermes.render(messages[:-1], True, tools) == qwen3.render(messages[:-1], True, tools)
+    assert "".join(parts(hermes, LONG_CALLS)) == "".join(parts(qwen3, LONG_CALLS)).replace(
+        "<think>\n\n</think>\n\n", ""
+    )
+
+
 def test_tools_missing_from_the_template_are_an_error(templates, make):
-    with pytest.raises(UserError, match="does not render the row's tools; .* --data.chat_template"):
+    with pytest.raises(UserError, match="does not render the row's tools; .*hermes.* --data.chat_template"):
         templates["chatml"][0].encode(TWO, "answers", TOOLS)
     assert templates["chatml"][0].encode(TWO, "answers", []) == templates["chatml"][0].encode(TWO, "answers")
     named = [{"name": "tool_use", "template": CHATML}, {"name": "default", "template": "{{ tools }}" + CHATML}]

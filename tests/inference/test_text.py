@@ -62,7 +62,7 @@ def test_special_tokens_are_not_emitted(tokenizer):
 
 
 def with_settings(content, eos_id=7):
-    return SimpleNamespace(eos_id=eos_id, name="it", settings=lambda file: content)
+    return SimpleNamespace(eos_id=eos_id, name="it", settings=lambda file: content, files={})
 
 
 @pytest.mark.parametrize(

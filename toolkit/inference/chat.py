@@ -67,7 +67,7 @@ class Conversation:
         self.new_tokens = 0  # in the last answer
         self._model, self._tokenizer, self._template, self._notice = model, tokenizer, template, notice
         self._max_new_tokens, self._sampling, self._seed = max_new_tokens, sampling, seed
-        self._eos_ids = {*stop_tokens(tokenizer), tokenizer.added_tokens[template.end_of_turn]}
+        self._eos_ids = {*stop_tokens(tokenizer), *template.stop_ids}
         weight = model.get_parameter("transformer.wte.weight")
         self._cache = KVCache(model.config, 1, 0, weight.device, weight.dtype)
         self._cached_ids: list[int] = []  # the tokens in the KV cache

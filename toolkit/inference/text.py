@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from toolkit.data.chat.template import eos_tokens
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -45,9 +46,8 @@ class TextStream:
 
 
 def stop_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the stop tokens: from generation_config.json, else the tokenizer's eos."""
-    configured = tokenizer.settings("generation_config.json").get("eos_token_id")
-    eos = tokenizer.eos_id if configured is None else configured
+    """Return the stop tokens: from generation_config.json, else eos and what ends the chat template's answers."""
+    eos = eos_tokens(tokenizer)
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(i) is int and i >= 0 for i in ids):
         raise UserError(f"{tokenizer.name}: generation_config.json: eos_token_id {eos}: must be an id or a list of ids")

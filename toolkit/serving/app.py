@@ -79,7 +79,7 @@ class Service:
         messages = [message.plain() for message in body.messages]
         ids = await asyncio.to_thread(self.template.encode_prompt, messages)
         require_embedded(ids, self.batcher.model.config, self.tokenizer.name)
-        eos_ids = {*self._eos_ids, self.tokenizer.added_tokens[self.template.end_of_turn]}
+        eos_ids = {*self._eos_ids, *self.template.stop_ids}
         return await self._answer(body, http, ids, eos_ids, ChatFormat)
 
     # async, because FastAPI would call other functions in a thread

@@ -18,7 +18,7 @@ from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import MergedWeights, copy_files, random_tokens, relative_difference
 from toolkit.checkpoints.scratch import SMALL_NUMEL
 from toolkit.checkpoints.store import require_new_folder, write_folder
-from toolkit.data.chat.template import GENERATION_FILE, ChatTemplate
+from toolkit.data.chat.template import GENERATION_FILE, eos_tokens
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import GuardError, UserError, one_line
@@ -287,18 +287,6 @@ def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], 
     if generation.get("eos_token_id") is None:
         ids = {name: value for name, value in ids.items() if value is not None}
         _write_json(folder / GENERATION_FILE, generation | ids)
-
-
-def eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
-    """Return EOS ids: from generation_config.json, else EOS and the chat template's end-of-turn token."""
-    eos = tokenizer.settings(GENERATION_FILE).get("eos_token_id")
-    if eos is not None:
-        return eos
-    try:
-        ids = ChatTemplate.from_tokenizer(tokenizer, None).export_tokenizer().settings(GENERATION_FILE)["eos_token_id"]
-    except UserError:  # no template, or one without an end-of-turn token
-        return tokenizer.eos_id
-    return ids if len(ids) > 1 else ids[0]
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

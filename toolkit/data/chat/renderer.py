@@ -1,7 +1,8 @@
-"""Render conversations with a jinja chat template, in a separate process."""
+"""Render conversations with a jinja chat template, and find the tokens that end its answers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,19 @@ Tools = Sequence[dict[str, Any]] | None
 
 # Fixed date for templates in training, so that repeated and resumed runs produce the same tokens.
 TRAINING_DATE = datetime(2024, 7, 26)
+GENERATION_FILE = "generation_config.json"
+# Prefix for templates without an end-of-turn token. It appends eos to every assistant message.
+_ANSWERS_WITH_EOS = """\
+{%- set answers = namespace(messages=[]) %}
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' %}
+{%- set answers.messages = answers.messages + [dict(message, content=message['content'] + eos_token)] %}
+{%- else %}
+{%- set answers.messages = answers.messages + [message] %}
+{%- endif %}
+{%- endfor %}
+{%- set messages = answers.messages %}
+"""
 
 
 class TemplateRenderer:
@@ -25,6 +39,8 @@ class TemplateRenderer:
     Attributes:
         name: Origin of the template, for messages.
         source: The jinja source.
+        end_of_turn: Text of the end-of-turn token.
+        stop_ids: Tokens that end an answer: eos, the list in generation_config.json, and the template's.
         notes: Log lines about unexpected behavior of the template with this tokenizer.
     """
 
@@ -34,6 +50,19 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._named_tokens = tokenizer.special_tokens
         self._set_source(source)
+        self._texts = {i: text for text, i in tokenizer.added_tokens.items()}
+        listed = tokenizer.settings(GENERATION_FILE).get("eos_token_id")
+        listed = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_id]
+        self._eos_ids = [i for i in listed if type(i) is int]
+        # Ends of a last answer, of text and of tool calls, if the template emits them only between turns.
+        self._appended: list[str] = []
+        end_ids = self._find_ends()
+        self.end_of_turn: str = self._texts[end_ids[-1]]
+        self.stop_ids: list[int] = list(dict.fromkeys([*self._eos_ids, *end_ids]))
+        self._ends = {i: self._texts[i] for i in self.stop_ids if i in self._texts}
+        leading = "".join(f"(?:{re.escape(self._texts[i])})?" for i in end_ids[:-1])
+        self._stop = re.compile("|".join(map(re.escape, self._ends.values())))
+        self._end = re.compile(rf"\s*{leading}(?:{self._stop.pattern})?")
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools = None) -> str:
         """Render a conversation with the training date."""
@@ -95,15 +124,66 @@ class TemplateRenderer:
             raise self._error(f"the template renders message {i + 1} {'more than once' if found else 'not at all'}")
         return before, after
 
-    def _first_token(self, text: str) -> int | None:
-        """Return the id of the added token at the start of ``text``, ignoring whitespace; None if there is none."""
-        added = set(self._tokenizer.added_tokens.values())
-        for id_, (start, end) in zip(*self._tokenizer.encode_with_offsets(text), strict=True):
-            if id_ in added or text[start:end].strip():
-                return id_ if id_ in added else None
-        return None
-
     def _note(self, note: str) -> None:
         note = f"{self.name}: {note}"
         if note not in self.notes:
             self.notes.append(note)
+
+    def _length_of_end(self, after: str, i: int) -> int:
+        match = self._end.match(after)
+        if match and match[0].strip():
+            return match.end()
+        rest = after.lstrip()
+        if token := next(filter(rest.startswith, self._texts.values()), None):
+            self._note(f"{token} follows some answers, but does not end a chat, so it is not trained on")
+            return 0
+        raise self._error(
+            f"assistant turn (message {i + 1}) has no end-of-turn token; the model would not learn to stop; "
+            "choose a --data.prompt_style, or use conversations with one answer"
+        )
+
+    def _find_ends(self) -> list[int]:
+        """Return the tokens that end an answer, in order. If the template has none, make it append eos to answers."""
+        eos = self._tokenizer.eos_id
+        if last := self._probe():
+            return last
+        if eos is None:
+            raise self._error(
+                "the template has no end-of-turn token, and the tokenizer has no eos token; set eos_token in "
+                "tokenizer_config.json"
+            )
+        if eos not in self._texts:
+            raise self._error(
+                f"answers must end with the tokenizer's eos {self._named_tokens['eos_token']}, but it is an ordinary "
+                "vocabulary entry; make it an added (special) token in tokenizer.json"
+            )
+        if between := self._probe("user"):
+            try:
+                after_call = self._probe("tool") or between
+            except UserError:  # the template does not know the role
+                after_call = between
+            self._appended = ["".join(self._texts[i] for i in ids) for ids in (between, after_call)]
+            return between
+        self._set_source(_ANSWERS_WITH_EOS + self.source)
+        if self._probe() != [eos]:
+            raise self._error("the template has no end-of-turn token; choose a --data.prompt_style")
+        self._note(f"has no end-of-turn token; {self._named_tokens['eos_token']} is appended to every answer")
+        return [eos]
+
+    def _probe(self, next_role: str | None = None) -> list[int]:
+        """Return the tokens that end an answer, in order: the added tokens directly after it through the first eos.
+
+        Without eos, the first added token ends a last answer, and none an answer before a message of ``next_role``.
+        """
+        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        more = [{"role": next_role, "content": "question"}, turn[1]] if next_role else []
+        after = self._surrounding_text([*turn, *more], 1)[1]
+        ids: list[int] = []
+        for id_, (start, end) in zip(*self._tokenizer.encode_with_offsets(after), strict=True):
+            if id_ in self._texts:
+                ids.append(id_)
+                if id_ in self._eos_ids:
+                    return ids
+            elif ids or after[start:end].strip():
+                break
+        return [] if next_role else ids[:1]

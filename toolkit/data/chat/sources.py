@@ -20,7 +20,8 @@ _NO_BEGIN = "{%- set begin = '' %}"
 _END = re.compile(r"\{%- set end_of_turn = '(.*)' %\}")
 _END_WITH_EOS = "{%- set end_of_turn = eos_token %}"
 _OVERRIDES = ": overrides the checkpoint's own chat template, and is saved with the model"
-_MARKUP = re.compile(r"<\|?[a-z_]+\|?>")
+# Tokens of the built-in styles, not their XML tags, which are text.
+_MARKUP = re.compile(r"<(?:\|[a-z_]+\||[a-z]+_of_turn)>")
 
 
 def prompt_styles() -> list[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.chat.renderer import TRAINING_DATE, Message, TemplateRenderer, Tools
+from toolkit.data.chat.renderer import GENERATION_FILE, TRAINING_DATE, Message, TemplateRenderer, Tools
 from toolkit.data.chat.sources import (
     CONFIG_FILE,
     TEMPLATE_FILE,
@@ -27,19 +29,7 @@ if TYPE_CHECKING:
     from toolkit.data.base import TrainOn
     from toolkit.data.tokenizer import Tokenizer
 
-GENERATION_FILE = "generation_config.json"
-# Prefix for templates without an end-of-turn token. It appends eos to every assistant message.
-_ANSWERS_WITH_EOS = """\
-{%- set answers = namespace(messages=[]) %}
-{%- for message in messages %}
-{%- if message['role'] == 'assistant' %}
-{%- set answers.messages = answers.messages + [dict(message, content=message['content'] + eos_token)] %}
-{%- else %}
-{%- set answers.messages = answers.messages + [message] %}
-{%- endif %}
-{%- endfor %}
-{%- set messages = answers.messages %}
-"""
+_HINT = "--data.chat_template FILE specifies another template"
 
 
 @dataclass(frozen=True)
@@ -59,22 +49,13 @@ def encode_text(tokenizer: Tokenizer, text: str) -> Encoding:
 
 
 class ChatTemplate(TemplateRenderer):
-    """A jinja chat template and its tokenizer. Create it with :meth:`from_tokenizer`.
-
-    Attributes:
-        end_of_turn: Text of the end-of-turn token.
-    """
+    """A jinja chat template and its tokenizer. Create it with :meth:`from_tokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer, source: str, name: str, notes: Sequence[str] = ()) -> None:
         super().__init__(tokenizer, source, name, notes)
         self._has_tool_template = False  # whether tools use a separate template
-        self._appends_eos = False  # whether to add eos after the last answer: the template emits it only between turns
-        self._end_id = self._find_end()
+        self._heads: set[str] = set()  # texts between generation prompts and answers
         self._should_split_prompts = self._detect_split_prompts()
-        texts = {i: text for text, i in tokenizer.added_tokens.items()}
-        self.end_of_turn: str = texts[self._end_id]
-        ends = {i for i in (self._end_id, tokenizer.eos_id) if i is not None}
-        self._ends = {i: texts[i] for i in sorted(ends) if i in texts}
         if "strftime_now" in source:
             self.notes.append(f"{name}: renders the date: {TRAINING_DATE:%d %b %Y} in training, today in a chat")
 
@@ -121,7 +102,8 @@ class ChatTemplate(TemplateRenderer):
         ids, offsets = self._tokenize(messages, text, TRAINING_DATE, tools)
         starts = [start for start, _ in offsets]
         for number, (_, end) in enumerate(spans, 1):
-            if ids[bisect_right(starts, end - 1) - 1] not in self._ends:
+            is_ended = text.endswith(tuple(self._ends.values()), 0, end)
+            if is_ended and ids[bisect_right(starts, end - 1) - 1] not in self._ends:
                 raise self._error(f"answer {number} does not end with the end-of-turn token {self.end_of_turn}")
         answers = list(zip(spans, weights, strict=True))
         selected = answers[-1:] if train_on == "last_answer" else answers
@@ -132,7 +114,7 @@ class ChatTemplate(TemplateRenderer):
         return Encoding(ids, [(1 in marked[start:end]) == (train_on != "all") for start, end in offsets])
 
     def export_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer with this template, and with the end-of-turn token as eos in generation_config.json."""
+        """Return the tokenizer with this template, and with ``stop_ids`` as eos in generation_config.json."""
         changed = {}
         saved = tokenizer_template(self._tokenizer, strict=False)
         if saved is None or saved[1] != self.source:
@@ -141,10 +123,7 @@ class ChatTemplate(TemplateRenderer):
             if "chat_template" in config:  # older transformers versions read only this file
                 changed[CONFIG_FILE] = _to_json(config | {"chat_template": self.source})
         generation = self._tokenizer.settings(GENERATION_FILE)
-        eos = generation.get("eos_token_id")
-        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        ends = list(dict.fromkeys([*eos_ids, self._tokenizer.eos_id, self._end_id]))
-        generation["eos_token_id"] = [i for i in ends if i is not None]
+        generation["eos_token_id"] = self.stop_ids
         if self._tokenizer.bos_id is not None:
             generation.setdefault("bos_token_id", self._tokenizer.bos_id)
         changed[GENERATION_FILE] = _to_json(generation)
@@ -178,26 +157,54 @@ class ChatTemplate(TemplateRenderer):
         if tools:
             self._require_tools_rendered(text != self.render(messages))
         eos = ""
-        if self._appends_eos and answers[-1:] == [len(messages) - 1]:
-            eos = self.end_of_turn
+        if self._appended and answers[-1:] == [len(messages) - 1]:
+            eos = self._appended[bool(messages[-1].get("tool_calls"))]
             text += eos
         return text, [self._locate(messages, i, text, eos, tools) for i in answers]
 
     def _locate(self, messages: Sequence[Message], i: int, text: str, eos: str, tools: Tools) -> tuple[int, int]:
         """Return the span [start, end) of message ``i``, located by rendering a placeholder instead of the answer."""
-        before, after = self._surrounding_text(messages, i, text, tools)
-        after += eos
-        if not text.endswith(after):
-            raise self._error(f"the text after message {i + 1} depends on that message, so its end cannot be located")
-        end_of_content = len(text) - len(after)
-        start = self._start(messages[:i], text[:end_of_content], before, tools)
-        self._require_tool_calls(messages, i, text[start:end_of_content])
-        if (messages[i].get("content") or "").strip() not in text[start:end_of_content]:
-            self._note("modifies some answers (such as thinking in earlier turns); the rendered text is trained on")
-        return start, end_of_content + self._length_of_end(after, i)
+        try:
+            before, after = self._surrounding_text(messages, i, text, tools)
+            after += eos
+            if not text.endswith(after):
+                raise self._error(
+                    f"the text after message {i + 1} depends on that message, so its end cannot be located"
+                )
+            content_end = len(text) - len(after)
+            end = content_end + self._length_of_end(after, i)
+        except UserError:
+            if not messages[i].get("tool_calls"):
+                raise
+            before, content_end, end = "", len(text), 0  # such as if a tool's answer is rejected without its call
+        start = self._start(messages, i, text, content_end, before, tools)
+        if not end:  # the last end-of-turn token before the content of the next message
+            limit = self._surrounding_text(messages, i + 1, text, tools)[0] if messages[i + 1 :] else text
+            ends = self._stop.finditer(commonprefix([text, limit]), start)
+            content_end = end = max((match.end() for match in ends), default=start)
+            if end == start:
+                raise self._error(
+                    f"the tool calls of message {i + 1} end with none of {', '.join(self._ends.values())}; add the "
+                    f"token that ends them to eos_token_id in {GENERATION_FILE}"
+                )
+        self._require_tool_calls(messages, i, text[start:content_end])
+        if before and text.startswith(before):
+            self._heads.add(before[start:])
+        if len(self._heads) > 1:
+            head = max(self._heads, key=len)
+            self._note(f"writes {head!r} before some answers only, such as the last; see --data.train_on last_answer")
+        content = (messages[i].get("content") or "").strip()
+        rendered = text[max(0, start - len(content)) : end]  # the generation prompt may contain the first characters
+        if content not in rendered:
+            is_last = "assistant" not in [message.get("role") for message in messages[i + 1 :]]
+            if is_last and "".join(content.split()) not in "".join(rendered.split()):
+                self._note(f"changes the last answer too, such as dropping its reasoning; {_HINT}")
+            else:
+                self._note("modifies some answers (such as thinking in earlier turns); the rendered text is trained on")
+        return start, end
 
     def _require_tools_rendered(self, is_rendered: bool) -> None:
-        hint = "provide one that does with --data.chat_template FILE, or remove the tools"
+        hint = "choose --data.prompt_style hermes, or provide one that does with --data.chat_template FILE"
         if self._has_tool_template:
             raise self._error(f"conversations with tools need the separate tool_use template; {hint}")
         if not is_rendered:
@@ -210,64 +217,33 @@ class ChatTemplate(TemplateRenderer):
             if not isinstance(name, str) or name not in rendered:
                 raise self._error(
                     f"the template does not render all tool_calls of message {i + 1} of {len(messages)}, so they "
-                    "cannot be trained on; choose a template that does, or remove them"
+                    "cannot be trained on; choose a template that does, such as --data.prompt_style hermes"
                 )
 
-    def _start(self, earlier: Sequence[Message], text: str, before: str, tools: Tools) -> int:
+    def _start(
+        self, messages: Sequence[Message], i: int, text: str, content_end: int, before: str, tools: Tools
+    ) -> int:
         """Return the start of an answer: the end of the generation prompt, else the end of ``before``."""
-        end = self._prompt_end(earlier, text, tools)
-        if end is not None:
-            return end
+        prompt_end = self._prompt_end(messages[:i], text[:content_end], tools)
+        if prompt_end is not None:
+            return prompt_end
         # Some templates change earlier turns, such as dropping thinking or moving the system message.
-        if text.startswith(before):
-            return len(before)
-        raise self._error(
-            f"the text before message {len(earlier) + 1} depends on that message, so its start cannot be located"
-        )
-
-    def _length_of_end(self, after: str, i: int) -> int:
-        rest = after.lstrip()
-        for token in self._ends.values():
-            if rest.startswith(token):
-                return len(after) - len(rest) + len(token)
-        raise self._error(
-            f"assistant turn (message {i + 1}) has no end-of-turn token; the model would not learn to stop; "
-            "choose a --data.prompt_style, or use conversations with one answer"
-        )
-
-    def _find_end(self) -> int:
-        """Return the end-of-turn token id. If the template has none, make it append eos to answers."""
-        eos = self._tokenizer.eos_id
-        last, between = self._probe()
-        if last is not None:
-            return last
-        if eos is None:
+        earlier, prompt = 0, ""  # end of the content before this message; the generation prompt
+        with suppress(UserError):
+            rest = self._surrounding_text(messages, i - 1, text, tools)[1]
+            without, whole = (self.render(messages[:i], adds_prompt, tools) for adds_prompt in (False, True))
+            earlier, prompt = text.rfind(rest), whole[len(commonprefix([without, whole])) :]
+        if prompt and (start := text.find(prompt, earlier, content_end)) >= 0:
+            return start + len(prompt)
+        # ``before`` may contain an empty thought, which the template writes only for answers without thinking.
+        start = len(commonprefix([text[:content_end], before]))
+        if start < len(before or text) and not 0 < earlier <= start:
             raise self._error(
-                "the template has no end-of-turn token, and the tokenizer has no eos token; set eos_token in "
-                "tokenizer_config.json"
+                f"the text before message {i + 1} depends on that message, so its start cannot be located"
             )
-        if eos not in self._tokenizer.added_tokens.values():
-            raise self._error(
-                f"answers must end with the tokenizer's eos {self._named_tokens['eos_token']}, but it is an ordinary "
-                "vocabulary entry; make it an added (special) token in tokenizer.json"
-            )
-        if between == eos:
-            self._appends_eos = True
-            return eos
-        self._set_source(_ANSWERS_WITH_EOS + self.source)
-        last, _ = self._probe()
-        if last != eos:
-            raise self._error("the template has no end-of-turn token; choose a --data.prompt_style")
-        self._note(f"has no end-of-turn token; {self._named_tokens['eos_token']} is appended to every answer")
-        return eos
-
-    def _probe(self) -> tuple[int | None, int | None]:
-        """Return the added token after a last answer, and after an answer followed by a question."""
-        question = {"role": "user", "content": "question"}
-        turn = [question, {"role": "assistant", "content": "answer"}]
-        return self._first_token(self._surrounding_text(turn, 1)[1]), self._first_token(
-            self._surrounding_text([*turn, *turn], 1)[1]
-        )
+        if prompt:
+            self._note(f"chat prompts end with {prompt!r}, which does not precede every answer in training; {_HINT}")
+        return start
 
     def _detect_split_prompts(self) -> bool:
         """Whether a prompt tokenizes differently with and without its answer, and splitting between them fixes it.
@@ -294,3 +270,15 @@ class ChatTemplate(TemplateRenderer):
 
 def _to_json(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
+    """Return EOS ids: from generation_config.json, else EOS and what ends the chat template's answers."""
+    eos = tokenizer.settings(GENERATION_FILE).get("eos_token_id")
+    if eos is not None:
+        return eos
+    try:
+        ids = ChatTemplate.from_tokenizer(tokenizer, None).stop_ids
+    except UserError:  # no template, or one without an end-of-turn token
+        return tokenizer.eos_id
+    return ids if len(ids) > 1 else ids[0]

@@ -30,7 +30,7 @@ from toolkit.models.labels import IGNORE_INDEX
 if TYPE_CHECKING:
     from toolkit.data.sft.tokenize import SFTConfig
 
-CODE_VERSION = 7  # increment if the same rows and options produce different tokens or counts
+CODE_VERSION = 8  # increment if the same rows and options produce different tokens or counts
 _VAL_SEED = 0  # seed of the permutation that selects held-out samples
 _ROWS = "rows.npz"
 _CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts", "labels")
@@ -65,7 +65,7 @@ def _key_inputs(config: SFTConfig) -> dict[str, Any]:
         },
         "tokenizer": config.tokenizer.fingerprint,
         "probe": config.tokenizer.encode("a"),  # shows whether the tokenizer adds bos
-        "template": config.template and config.template.source,
+        "template": config.template and [config.template.source, *config.template.stop_ids],
         "options": config.cache_options(),
     }
 
