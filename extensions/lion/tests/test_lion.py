@@ -34,7 +34,6 @@ def test_update_is_that_of_the_paper():
         Lion([weight], betas=(0.9, 1.0))
 
 
-@pytest.mark.slow
 def test_interrupted_run_equals_an_uninterrupted_one(tmp_path):
     run = [*RUN, "--devices", "1"]
     assert main([*run, "--out_dir", str(tmp_path / "a"), "--train.save_interval", "2"]) == 0

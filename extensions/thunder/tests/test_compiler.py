@@ -24,6 +24,9 @@ SIZES = {
 }  # fmt: skip
 
 
+YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16}
+
+
 def tiny(name: str, **changes) -> GPT:
     torch.manual_seed(0)
     model = GPT(replace(get_config(name), **SIZES | changes))
@@ -62,7 +65,6 @@ def require_equal(eager: GPT, model: GPT, given: dict[str, torch.Tensor], tolera
             torch.testing.assert_close(own.grad, reference.grad, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.slow
 def test_llama_forward_and_backward_equal_eager():
     eager = tiny("Llama-3.2-1B", n_query_groups=2)
     model = compiled(eager, executors="sdpa")
@@ -79,6 +81,7 @@ def test_llama_forward_and_backward_equal_eager():
         ("Gemma-2-2b", {"sliding_window_indices": [1, 0], "sliding_window_size": 4}, False),
         ("pythia-70m", {"rotary_percentage": 0.5}, False),
         ("Llama-3.2-1B", {"norm_qk": True}, False),
+        ("Llama-3.2-1B", {"query_scaling_beta": 0.2, "rope_adjustments": YARN}, False),
     ],
 )
 def test_families_equal_eager(name, changes, packed):

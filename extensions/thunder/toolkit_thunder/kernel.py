@@ -133,18 +133,19 @@ class _Traced(nn.Module):
 class _TracedBlock(_Traced):
     """Wrapper of a toolkit block that takes tensors and numbers, see :func:`plain_arguments`."""
 
-    def forward(
-        self, x: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool, cos: Tensor | None, sin: Tensor | None
+    def forward(  # type: ignore[override]
+        self, x: Tensor, n_keys: int, mask: Tensor | None, is_causal: bool, *rope_values: Tensor | None
     ) -> Tensor:
-        rope: Any = None if cos is None else _Rope(cos, sin)
+        rope: Any = _Rope(rope_values) if rope_values else None
         return getattr(self, self.name).forward(x, AttentionMask(n_keys, mask, is_causal), rope)
 
 
 class _Rope:
-    """A RotaryEmbedding with fixed cosines and sines, without ``__slots__``, which Thunder cannot trace."""
+    """The values of a RotaryEmbedding, without its ``__slots__``, which Thunder cannot trace."""
 
-    def __init__(self, cos: Tensor, sin: Tensor | None) -> None:
-        self.cos, self.sin = cos, sin
+    def __init__(self, values: tuple[Tensor | None, ...]) -> None:
+        for name, value in zip(RotaryEmbedding.__slots__, values):  # noqa: B905  # Thunder cannot trace strict=True
+            setattr(self, name, value)
 
     def apply(self, x: Tensor) -> Tensor:
         return RotaryEmbedding.apply(self, x)  # type: ignore[arg-type]
@@ -159,7 +160,7 @@ def plain_arguments(
     """
     if any(other is not None for other in (*others, *options.values())):
         return None
-    return (x, *attn_mask[:3], *((None, None) if rope is None else (rope.cos, rope.sin)))
+    return (x, *attn_mask[:3], *(() if rope is None else (getattr(rope, name) for name in rope.__slots__)))
 
 
 def structure_of(block: nn.Module) -> Hashable:
