@@ -92,6 +92,12 @@ def test_stops_at_eos_list_of_generation_config(talker, monkeypatch):
     assert ask(begin(talker), "1") == ANSWERS["1"]
 
 
+def test_stops_at_each_token_that_ends_an_answer_in_training(talker):
+    template = find_template(talker.tokenizer, None)
+    template.stop_ids = [0, *talker.tokenizer.encode("z")]
+    assert [ask(begin(talker, template), question) for question in "12"] == [ANSWERS["1"].partition("z")[0], ""]
+
+
 def test_the_system_message_comes_first(talker, computed):
     conversation = begin(talker, system="be brief")
     ask(conversation, "1")

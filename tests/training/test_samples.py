@@ -154,7 +154,9 @@ def test_control_characters_are_escaped():
     printed = []
     display = SimpleNamespace(phase=lambda text: None, message=printed.append)
     model = GPT(get_config("pico-llama").with_vocab_size(64))
-    tokenizer = SimpleNamespace(decode=lambda ids: "a\x1b[2Jb\nc", eos_id=None, settings=lambda file: {}, name="it")
+    tokenizer = SimpleNamespace(
+        decode=lambda ids: "a\x1b[2Jb\nc", eos_id=None, settings=lambda file: {}, name="it", files={}
+    )
     Sampler([1, 2], 3, tokenizer).show(model, 7, display)
     assert printed == ['sample after step 7, to "a [2Jb | c":\n    a [2Jb\n    c']
     assert model.training
