@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,8 @@ from helpers.processes import clean
 
 from toolkit import cli
 from toolkit.errors import UserError
+from toolkit.training.data import uses_old_ends
+from toolkit.training.evaluate import data_of_run
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 spec = importlib.util.spec_from_file_location("write_checkpoints", FOLDER / "write.py")
@@ -41,7 +44,7 @@ CASES = [pytest.param(path, marks=[] if path.name == "full.tar.xz" else pytest.m
 def test_an_old_checkpoint_is_resumed_as_the_old_code_went_on(path, tmp_path, monkeypatch, capsys):
     """Losses of the next two steps are those that the older code computed after the checkpoint."""
     kind = path.name.removesuffix(".tar.xz")
-    unpack(tmp_path, path.parent.name, *dict.fromkeys(["full", kind]))
+    unpack(tmp_path, path.parent.name, *write.with_base([kind]))
     monkeypatch.chdir(tmp_path)
     step = f"{kind}/{write.STEP}"
     assert cli.main(["verify", step]) == 0
@@ -55,6 +58,28 @@ def test_an_old_checkpoint_is_resumed_as_the_old_code_went_on(path, tmp_path, mo
     capsys.readouterr()
     assert cli.main(["generate", step, "--prompt", "the page", "--max_new_tokens", "4", "--accelerator", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("the page")
+
+
+def test_s2_a_run_begun_without_bos_resumes_without_it(tmp_path, monkeypatch, capsys):
+    """Its checkpoints and its evaluation keep that rule, although its tokenizer adds bos."""
+    unpack(tmp_path, "7341057", "bos")
+    monkeypatch.chdir(tmp_path)
+    old, resumed, new = (tmp_path / name for name in (f"bos/{write.STEP}", "resumed/final", "new/final"))
+    assert cli.main([*write.RUNS["bos"], "--resume", str(old), "--out_dir", "resumed"]) == 0
+    lines = capsys.readouterr().out
+    for name in ("text", "more"):
+        assert f"Data: {name}: documents begin without bos, as in toolkit 0.1.0 (--data.add_bos null)" in lines
+    expected = json.loads((tmp_path / "bos" / "losses.json").read_text())
+    assert write.losses(tmp_path / "resumed") == pytest.approx(expected[2:], rel=1e-6)
+    assert cli.main([*write.RUNS["bos"], "--out_dir", "new"]) == 0
+    assert "Data: more: each document begins with <bos> and ends with <eos>" in capsys.readouterr().out
+    for folder, add_bos in ((old, None), (resumed, None), (new, "auto")):
+        data, _ = data_of_run(folder, trust=True)
+        assert [module.add_bos for module in data.modules.values()] == [add_bos] * 2
+        assert uses_old_ends(folder) == (add_bos is None)
+    shutil.copytree(old, resumed.parent / write.STEP)
+    (resumed / "trainer" / "meta.json").write_text("{")  # the older checkpoint says it
+    assert uses_old_ends(resumed) and not uses_old_ends(None)
 
 
 @pytest.mark.parametrize("file", ["COMPLETE", "trainer/meta.json"])

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from toolkit.config.strategy_options import Auto
 from toolkit.errors import UserError, require_option
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from toolkit.data.document_ends import AddedBos
     from toolkit.data.order import SampleOrder
     from toolkit.data.tokenizer import Tokenizer
 
@@ -23,6 +25,9 @@ Report = Callable[[str], None]
 
 # Vocabulary of the tokenizer to train: byte-level BPE size, or one token per character.
 Vocabulary = int | Literal["characters"]
+
+# Whether documents of text begin with bos; see toolkit.data.document_ends. None: the rule of toolkit 0.1.0.
+AddBos = bool | Auto | None
 
 # Options of instruction data, see toolkit.data.InstructionData.
 OnLong = Literal["truncate", "drop", "split", "error"]
@@ -119,6 +124,7 @@ class PreparedData:
         vocab_size: For pre-tokenized data, the largest token id + 1: the largest possible id (SyntheticTokens) or the
             largest id in the data (LitData; very large data is sampled). None if ``tokenizer`` produced the tokens.
         val_sources: Subsets of ``val`` by name. Each is also reported as val_loss_<name>.
+        added_bos: The bos that begins each document. Validation leaves its loss out.
     """
 
     train: TokenDataset
@@ -128,6 +134,7 @@ class PreparedData:
     summary: str
     vocab_size: int | None = None
     val_sources: dict[str, TokenDataset] = field(default_factory=dict)
+    added_bos: AddedBos | None = None
 
 
 class DataModule(ABC):

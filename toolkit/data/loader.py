@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from toolkit.data.base import TokenDataset, row_count, row_lengths, rows_of
 from toolkit.data.batch import FILLER, NO_ROUNDING, Batch, Padding, collate
+from toolkit.data.document_ends import AddedBos
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, one_line
 
@@ -30,8 +31,10 @@ Count = Callable[[Batch], dict[str, int]]
 class _MicroBatches(Dataset):
     """Maps row indices and sample keys to a Batch, so that workers return complete micro-batches."""
 
-    def __init__(self, rows: TokenDataset, padding: Padding, count: Count | None) -> None:
-        self.rows, self.padding, self.count = rows, padding, count
+    def __init__(
+        self, rows: TokenDataset, padding: Padding, count: Count | None, added_bos: AddedBos | None = None
+    ) -> None:
+        self.rows, self.padding, self.count, self.added_bos = rows, padding, count, added_bos
         self.group_size = getattr(rows, "group_size", 1)
 
     def __getitem__(self, numbers: list[list[int]] | DataError) -> Batch | DataError:
@@ -43,6 +46,8 @@ class _MicroBatches(Dataset):
             longest = len(self._read(0, 0)[0]["input_ids"]) if all(row is None for row in rows) else 0
         except DataError as error:
             return error  # an exception raised in a worker would have its traceback in the message
+        if self.added_bos is not None:
+            rows = [row and self.added_bos.without_loss(row) for row in rows]
         ids, keys = ([number for number in numbers for _ in range(self.group_size)] for numbers in (ids, keys))
         batch = collate(rows, ids, keys, longest, self.padding)
         if self.count is not None:
@@ -85,9 +90,10 @@ def _load(
     num_workers: int,
     padding: Padding,
     count: Count | None,
+    added_bos: AddedBos | None = None,
 ) -> Iterator[Batch]:
     loader = DataLoader(
-        _MicroBatches(rows, padding, count),
+        _MicroBatches(rows, padding, count, added_bos),
         sampler=micro_batches,
         batch_size=None,
         num_workers=num_workers,
@@ -239,11 +245,12 @@ def val_batches(
     max_rows: int | None,
     padding: Padding = NO_ROUNDING,
     count: Count | None = None,
+    added_bos: AddedBos | None = None,
 ) -> Iterator[Batch]:
     """Yield this rank's validation batches. Each row appears exactly once across all ranks.
 
     Rows are in order, or longest first if they differ in length. Filler rows give every rank the same number of
-    batches. ``max_rows`` limits the total over all ranks to the first rows of the dataset.
+    batches. ``max_rows`` limits the total over all ranks to the first rows of the dataset. ``added_bos`` has no loss.
     """
     n, per_round = min(len(rows), max_rows or len(rows)), world_size * micro_batch_size
     rounds = -(-n // per_round)
@@ -253,4 +260,4 @@ def val_batches(
     if (lengths := row_lengths(rows)) is not None:
         columns = columns[:, _longest_first(ids, lengths)]
     micro_batches = columns.reshape(3, rounds, world_size, micro_batch_size)[:, :, rank].swapaxes(0, 1)
-    return _load(rows, micro_batches.tolist(), 0, padding, count)
+    return _load(rows, micro_batches.tolist(), 0, padding, count, added_bos)

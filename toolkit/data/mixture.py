@@ -233,4 +233,5 @@ def _join(parts: dict[str, PreparedData], train: Any, tokenizer: Tokenizer | Non
         summary=summary,
         vocab_size=max(sizes) if sizes and (tokenizer is None or len(sizes) == len(parts)) else None,
         val_sources=val,
+        added_bos=next((part.added_bos for part in parts.values() if part.added_bos), None),
     )

@@ -163,19 +163,29 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
-        """Return the token ids of ``text``. ``bos=None`` uses the tokenizer's default."""
+        """Return the token ids of ``text`` with bos and eos, see :meth:`missing_ends`."""
         return self.encode_batch([text], bos, eos)[0]
 
     def encode_batch(self, texts: list[str], bos: bool | None = None, eos: bool = False) -> list[list[int]]:
         """Tokenize texts in parallel. See :meth:`encode`."""
-        if (bos and self.bos_id is None) or (eos and self.eos_id is None):
-            missing = "bos" if bos and self.bos_id is None else "eos"
-            raise UserError(f"{self.name}: the tokenizer has no {missing} token; set it in tokenizer_config.json")
-        before = [self.bos_id] if self.bos_id is not None and (self.adds_bos if bos is None else bos) else []
-        after = [self.eos_id] if self.eos_id is not None and eos else []
         with _translate_panic(self.name):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [before + encoding.ids + after for encoding in encodings]
+        ends = [self.missing_ends(encoding.ids, bos, eos) for encoding in encodings]
+        return [before + encoding.ids + after for encoding, (before, after) in zip(encodings, ends, strict=True)]
+
+    def missing_ends(self, ids: list[int], bos: bool | None = None, eos: bool = False) -> tuple[list[int], list[int]]:
+        """Return what to add before and after the tokens ``ids`` of a text: bos and eos, unless it has them.
+
+        ``bos=None`` uses the tokenizer's default. All text that becomes tokens begins and ends by this rule.
+        """
+        before = self._special("bos", self.bos_id) if (self.adds_bos if bos is None else bos) else []
+        after = self._special("eos", self.eos_id) if eos else []
+        return [] if ids[:1] == before else before, [] if ids[-1:] == after else after
+
+    def _special(self, name: str, id_: int | None) -> list[int]:
+        if id_ is None:
+            raise UserError(f"{self.name}: the tokenizer has no {name} token; set it in tokenizer_config.json")
+        return [id_]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         with _translate_panic(self.name):

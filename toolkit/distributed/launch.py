@@ -115,6 +115,18 @@ class RunGroup:
         except TimeoutError as error:
             raise UserError(f"{address}: {error} did not connect {limit}; {hint}") from None
 
+    def decide_on_rank0(self, decide: Callable[[], bool]) -> bool:
+        """Return rank 0's decision on every rank, before there is a process group."""
+        if (store := self._store) is None:
+            return decide()
+        if self.world.global_rank == 0:
+            decided = str(decide())
+            self._query_store(lambda: store.set("decided", decided))
+        else:
+            self._wait_for("decided", "for rank 0 to read the checkpoint")
+            decided = self._query_store(lambda: store.get("decided")).decode()
+        return decided == "True"
+
     def prepare_in_turns(self, prepare: Callable[[], T]) -> T:
         """Call ``prepare`` on rank 0, then on the first rank of each other node, then on the rest (S5)."""
         if (store := self._store) is None:

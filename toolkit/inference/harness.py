@@ -82,10 +82,7 @@ class HarnessLM(TemplateLM):
         """Encode a text. Does not add a second bos if it starts with bos, as a rendered chat template may."""
         ids = self._tokens.encode(string, bos=False)
         require_embedded(ids, self._model.config, self._tokens.name)
-        adds_bos = self._tokens.adds_bos if add_special_tokens is None else add_special_tokens
-        if not adds_bos or self._tokens.bos_id is None or ids[:1] == [self._tokens.bos_id]:
-            return ids
-        return [self._tokens.bos_id, *ids]
+        return self._tokens.missing_ends(ids, add_special_tokens and self._tokens.bos_id is not None)[0] + ids
 
     @property
     def tokenizer_name(self) -> str:

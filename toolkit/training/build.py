@@ -40,7 +40,7 @@ from toolkit.planning.advice import oom_advice
 from toolkit.planning.frozen import find_frozen
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.run_args import RunArgs
+from toolkit.planning.run_args import RunArgs, keep_old_ends
 from toolkit.planning.speed.gpus import peak_flops
 from toolkit.reporting.page import REPORT, write_report
 from toolkit.training import adapters
@@ -65,7 +65,7 @@ from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.checkpointer import Checkpointer, seed_generators
 from toolkit.training.compiler import resolve_compiler
-from toolkit.training.data import prepare_data
+from toolkit.training.data import prepare_data, uses_old_ends
 from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_rounding, describe_run
 from toolkit.training.frozen import build_frozen
@@ -115,6 +115,8 @@ def launch_run(
     display: Any = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0, file=json_file))
     if world.global_rank == 0 and not is_single_launcher:
         resume_from = _find_resume(args, remote, display.message)
+    if group.decide_on_rank0(lambda: uses_old_ends(resume_from)):
+        keep_old_ends(args.data)
     display.phase("preparing data")
     data = group.prepare_in_turns(lambda: prepare_data(args, config.max_seq_length, display.message))
     group.init_process_group()

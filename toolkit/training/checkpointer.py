@@ -32,6 +32,7 @@ from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.run_args import has_old_ends
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
 from toolkit.training.pending_save import PendingSave, Snapshot
 from toolkit.training.start_state import StartState
@@ -126,6 +127,7 @@ class Checkpointer:
         meta = {
             "format_version": FORMAT_VERSION,
             **asdict(snapshot.progress),
+            "document_ends": int(not has_old_ends(self.config.args.data)),
             "schedule": asdict(state.schedule),
             "identity": asdict(state.fingerprint),
             "tied": {canonical_name(second): canonical_name(first) for second, first in state.model.tied.items()},

@@ -1,10 +1,13 @@
 """Prepare the data of a run, with its tokenizer and vocabulary size."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from toolkit.checkpoints.store import newest_first
 from toolkit.data.base import PreparedData, TokenDataset, row_count, row_lengths, rows_of
 from toolkit.data.interleave import ConcatenatedRows
 from toolkit.data.tokenizer import Tokenizer
@@ -14,6 +17,7 @@ from toolkit.data.tokens.synthetic import SyntheticRows
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.planning.run_args import RunArgs
+from toolkit.training.checkpoint_meta import read_meta
 
 
 def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], None]) -> PreparedData:
@@ -36,6 +40,14 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
             f"{_sequences(data.train, seq_length)}, or lower --train.global_batch_size"
         )
     return data
+
+
+def uses_old_ends(resume_from: Path | None) -> bool:
+    """Whether the run to resume began with a version whose text for pretraining has no bos."""
+    for folder in [] if resume_from is None else [resume_from, *newest_first(resume_from.parent)]:
+        with suppress(UserError):  # a damaged checkpoint is reported later, and an older one may be used
+            return not read_meta(folder).get("document_ends")
+    return False
 
 
 def _sequences(rows: TokenDataset, seq_length: int | None) -> str:

@@ -33,7 +33,8 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.quantize import Quantize
 from toolkit.objectives import NextToken
-from toolkit.planning.run_args import data_modules
+from toolkit.planning.run_args import data_modules, keep_old_ends
+from toolkit.training.rank_consistency import flatten
 from toolkit.training.validate import batches_by_source, validate
 
 
@@ -123,7 +124,7 @@ def evaluate(
     padding = choose_padding(checkpoint.fabric.device.type, is_ragged(rows), block_size)
     limit = None if max_iters is None else max_iters * micro_batch_size
     options = {"micro_batch_size": micro_batch_size, "rank": 0, "world_size": 1, "padding": padding}
-    batches = batches_by_source(sources, limit, **options)
+    batches = batches_by_source(sources, limit, added_bos=prepared.added_bos, **options)
     source = "--data" if prepared.tokenizer is None else prepared.tokenizer.name
     read: Counter[str] = Counter()
     checked = {name: _embedded(one, checkpoint.model.config, source, read) for name, one in batches.items()}
@@ -171,6 +172,8 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
         if cls is Mixture:
             _require_known_sources(options)
         data = cls(**parse_object(cls, as_mapping("init_args", options)))
+        if not any(flag.endswith(".add_bos") for flag in flatten({"data": options})):
+            keep_old_ends(data)
     except (UserError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: data.{error}; give --data") from error
     if not trust and (option := option_to_trust(data)) is not None:

@@ -66,6 +66,7 @@ def validate_run(run: Run) -> dict[str, float]:
         world_size=ranks.layout().data_parallel,
         padding=run.padding,
         count=run.objective.count,
+        added_bos=run.data.added_bos,
     )
     with record_function(VALIDATE):
         if run.objective.looks_ahead:

@@ -43,8 +43,6 @@ class Encoding:
 def encode_text(tokenizer: Tokenizer, text: str) -> Encoding:
     """Tokenize plain text with loss on every token. Adds eos, and bos if the tokenizer adds it by default."""
     ids = tokenizer.encode(text, eos=True)
-    if tokenizer.adds_bos and ids[:2] == [tokenizer.bos_id] * 2:  # the text already starts with bos
-        ids = ids[1:]
     return Encoding(ids, [True] * len(ids))
 
 

@@ -224,9 +224,9 @@ def _tokenize_completion(completion: Completion, config: SFTConfig) -> Encoding:
     if (text := completion.record.text) is None:
         return tokenize_record(completion.record, config)
     ids, offsets = config.tokenizer.encode_with_offsets(text)
-    *start, end = config.tokenizer.encode("", eos=True)
+    start, end = config.tokenizer.missing_ends(ids, eos=True)
     mask = [last > completion.prompt_length for _, last in offsets]
-    return Encoding([*start, *ids, end], [*(False for _ in start), *mask, True])
+    return Encoding([*start, *ids, *end], [*(False for _ in start), *mask, *(True for _ in end)])
 
 
 def _cut_prompts(

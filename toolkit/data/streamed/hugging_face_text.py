@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from toolkit.data.base import DataModule, PreparedData, Report, require
+from toolkit.config.strategy_options import AUTO
+from toolkit.data.base import AddBos, DataModule, PreparedData, Report, require
 
 if TYPE_CHECKING:
     from toolkit.data.streamed.files import SourceFile
@@ -33,6 +34,7 @@ class HuggingFaceText(DataModule):
         on_bad_shard: What to do about a file that cannot be read: end the run, or skip the rest of it.
         prepare_workers: Processes that tokenize ahead of the run, on each node.
         vocab_size: Vocabulary size of the byte-level BPE tokenizer to train if there is no --tokenizer_dir.
+        add_bos: Whether each document begins with bos. auto: if the tokenizer adds it; null: no, as in toolkit 0.1.0.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
@@ -50,6 +52,7 @@ class HuggingFaceText(DataModule):
     on_bad_shard: Literal["error", "skip"] = "error"
     prepare_workers: int = 1
     vocab_size: int = 4096
+    add_bos: AddBos = AUTO
     cache_dir: str | None = None
     num_workers: int = 0
 

@@ -6,12 +6,13 @@ import hashlib
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.data.base import PreparedData, Report, TokenDataset
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
+from toolkit.data.document_ends import TAIL, added_bos, choose_ends
 from toolkit.data.streamed import segments
 from toolkit.data.streamed.files import SourceFile, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
@@ -63,7 +64,8 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         clean_up(cache_dir)
-        source = _source(text.files, text.options.text_column, text.options.skips_broken)
+        source, tail = _source(text.files, text.options.text_column, text.options.skips_broken)
+        source = replace(source, ends=choose_ends(text.options.add_bos, tokenizer, [tail], report))
         stream = _open_stream(cache_dir, source, tokenizer, text.options.vocab_size, report)
         prepared = _prepare_rows(text, stream, max_seq_length + 1, report)
     except StorageError as error:
@@ -74,21 +76,24 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
     return prepared
 
 
-def _source(files: list[SourceFile], column: str, skips_broken: bool) -> Source:
+def _source(files: list[SourceFile], column: str, skips_broken: bool) -> tuple[Source, str]:
+    """Check the files. Return the source, and the end of its first document if that is short."""
     if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
         segments.import_pyarrow()
     source = Source(files, column, segments.SEGMENT_BYTES, listing_hash(files))
     local = (i for i, file in enumerate(files) if file.kind == "parquet" and not is_url(file.url))
     footers = (segments.Part(i, 0, sys.maxsize) for i in local)  # empty parts: read only the footer
+    tail = ""
     for part in (source.segments[0][0], *footers):
         try:
-            next(segments.read_part(files[part.file], part, column), None)
+            chunk = next(segments.read_part(files[part.file], part, column), None)
+            tail = tail or (chunk.text[-TAIL:] if chunk and chunk.ends_document else "")
         except segments.ColumnError as error:
             raise UserError(f"--data.text_column {column}: {files[part.file].name}: {error}") from error
         except segments.BrokenFileError as error:
             if not skips_broken:  # before a tokenizer is trained
                 raise UserError(f"--data: {describe_broken({files[part.file].name: str(error)})}") from error
-    return source
+    return source, tail
 
 
 def _open_stream(
@@ -133,6 +138,7 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
         train=StreamedRows(rows, first, n_rows - held_out, held_out, skips),  # type: ignore[arg-type]
         val=val,
         tokenizer=stream.tokenizer,
+        added_bos=added_bos(stream.source.ends, stream.tokenizer),
         content_key=hashlib.sha256(json.dumps(content).encode()).hexdigest(),
         summary=(
             f"{len(files):,} file{'s' if len(files) > 1 else ''}, {size:,.1f} MB in {n_segments:,} "
@@ -182,7 +188,8 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
 
 def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_size: int, report: Report) -> RowSpans:
     """Tokenize validation segments until there are ``val_rows`` rows."""
-    source = _source(files, text.options.text_column, text.options.skips_broken)
+    source, _ = _source(files, text.options.text_column, text.options.skips_broken)
+    source = replace(source, ends=train.source.ends)
     stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
     spans, n_left = list[tuple[int, int, int]](), text.options.val_rows
     for number in range(len(source.segments)):

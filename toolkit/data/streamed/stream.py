@@ -32,6 +32,7 @@ from toolkit.data.cache import (
     require_intact,
     staging_folder,
 )
+from toolkit.data.document_ends import DocumentEnds
 from toolkit.data.streamed.files import SourceFile
 from toolkit.data.streamed.segments import BrokenFileError, Part, plan_segments, read_part
 from toolkit.data.text.documents import BATCH, TextChunk, tokenize
@@ -71,12 +72,14 @@ class Source:
         files: Files in segment order.
         segment_bytes: Target segment size in bytes.
         identity: Result of :func:`~toolkit.data.streamed.files.listing_hash`.
+        ends: How documents begin and end.
     """
 
     files: list[SourceFile]
     column: str
     segment_bytes: int
     identity: str
+    ends: DocumentEnds = ""
 
     @cached_property
     def segments(self) -> list[tuple[Part, ...]]:
@@ -84,7 +87,7 @@ class Source:
 
     def key(self, tokenizer: list[Any] | str) -> str:
         """Return the cache key: the hex SHA-256 of everything that determines the tokens."""
-        inputs = [CODE_VERSION, self.identity, self.column, self.segment_bytes, tokenizer]
+        inputs = [CODE_VERSION, self.identity, self.column, self.segment_bytes, tokenizer, *filter(None, [self.ends])]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
     def text_bytes(self, number: int) -> int:
@@ -220,7 +223,7 @@ class Stream:
         documents = size = 0
         last_line = time.perf_counter()
         batches = _batches(segment_texts(self.source, number, broken), self.tokenizer.splits_at_newlines())
-        for chunks, ids in tokenize(batches, self.tokenizer):
+        for chunks, ids in tokenize(batches, self.tokenizer, self.source.ends):
             writer.add(ids)
             documents += sum(chunk.ends_document for chunk in chunks)
             size += sum(len(chunk.text.encode()) for chunk in chunks)

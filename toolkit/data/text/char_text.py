@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from toolkit.data.base import DataModule, PreparedData, Report, require
+from toolkit.config.strategy_options import AUTO
+from toolkit.data.base import AddBos, DataModule, PreparedData, Report, require
 from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
@@ -30,6 +31,7 @@ class CharText(DataModule):
         block_size: Characters per sequence. Default: --train.max_seq_length.
         train_split: Fraction of the text to train on; the rest is held out for validation.
         truncate: Fraction of the text to use, from the start.
+        add_bos: Whether each document begins with bos. auto: if the tokenizer adds it; null: no, as in toolkit 0.1.0.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
@@ -38,6 +40,7 @@ class CharText(DataModule):
     block_size: int | None = None
     train_split: float = 0.9
     truncate: float = 1.0
+    add_bos: AddBos = AUTO
     cache_dir: str | None = None
     num_workers: int = 0
 
@@ -76,6 +79,7 @@ class CharText(DataModule):
             val_fraction=round(1 - self.train_split, 12),
             vocab_size="characters",
             text_fraction=self.truncate,
+            add_bos=self.add_bos,
             cache_dir=self.cache_dir,
         )
         return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)

@@ -5,15 +5,17 @@ import os
 import time
 from codecs import BOM_UTF8
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 
 from toolkit.data.base import Report
+from toolkit.data.document_ends import TAIL, DocumentEnds
 from toolkit.data.tokenizer import Tokenizer, is_parallel, one_thread_per_call, train_bpe
 from toolkit.errors import UserError
 
@@ -33,6 +35,7 @@ class Document:
         option: The option that set the path.
         crlf: Number of \r\n line endings, which are normalized to \n.
         has_bom: Whether the file starts with a byte order mark, which is dropped.
+        tail: The last bytes.
     """
 
     sha256: str
@@ -41,6 +44,7 @@ class Document:
     option: str
     crlf: int
     has_bom: bool
+    tail: bytes
 
 
 class TextChunk(NamedTuple):
@@ -67,7 +71,7 @@ def fingerprint(paths: list[Path], option: str) -> list[Document]:
 
 
 def _hash(path: Path, option: str) -> Document:
-    digest, size, crlf, last = hashlib.sha256(), 0, 0, b""
+    digest, size, crlf, tail = hashlib.sha256(), 0, 0, b""
     try:
         with open(path, "rb") as file:
             has_bom = file.read(len(BOM_UTF8)) == BOM_UTF8
@@ -75,11 +79,11 @@ def _hash(path: Path, option: str) -> Document:
             while block := file.read(_READ_SIZE):
                 digest.update(block)
                 size += len(block)
-                crlf += block.count(b"\r\n") + (last == b"\r" and block[:1] == b"\n")
-                last = block[-1:]
+                crlf += block.count(b"\r\n") + (tail[-1:] == b"\r" and block[:1] == b"\n")
+                tail = (tail + block)[-TAIL:]
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be read: {error.strerror}") from error
-    return Document(digest.hexdigest(), size - crlf - has_bom * len(BOM_UTF8), path, option, crlf, has_bom)
+    return Document(digest.hexdigest(), size - crlf - has_bom * len(BOM_UTF8), path, option, crlf, has_bom, tail)
 
 
 def describe_changes(documents: list[Document]) -> str | None:
@@ -178,31 +182,38 @@ def _first_characters(chunks: Iterable[TextChunk], limit: int) -> Iterator[str]:
         limit -= len(chunk.text)
 
 
-def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer) -> Iterator[Tokenized]:
-    """Yield each batch and its token ids, (n,) int64. An eos token follows each complete document.
+def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer, ends: DocumentEnds = "") -> Iterator[Tokenized]:
+    """Yield each batch and its token ids, (n,) int64. The first chunk begins a document; eos follows complete ones.
 
     If the tokenizers library may use all cores, a thread pool tokenizes batches, to overlap with reading, conversion
     and writing. Without this overlap, the library's threads are about as fast.
     """
     assert tokenizer.eos_id is not None  # checked by the callers
-    end = [tokenizer.eos_id]
 
-    def encode(chunks: list[TextChunk]) -> Tokenized:
+    def encode(chunks: list[TextChunk], starts: bool) -> Tokenized:
         ids: list[int] = []
         encoded = tokenizer.encode_batch([chunk.text for chunk in chunks], bos=False)
         for chunk, part in zip(chunks, encoded, strict=True):
-            ids += part + end if chunk.ends_document else part
+            before, after = tokenizer.missing_ends(part if ends else [], starts and ends == "bos", chunk.ends_document)
+            ids += before + part + after
+            starts = chunk.ends_document
         return chunks, np.asarray(ids, np.int64)
 
+    def jobs() -> Iterator[Callable[[], Tokenized]]:
+        starts = True
+        for batch in batches:
+            yield partial(encode, batch, starts)
+            starts = batch[-1].ends_document
+
     if not is_parallel():
-        yield from map(encode, batches)
+        yield from (job() for job in jobs())
         return
     # as many as the library would start; a job may have only some of the cores
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     running = deque[Future[Tokenized]]()
     with one_thread_per_call(), ThreadPoolExecutor(threads) as pool:
-        for batch in batches:
-            running.append(pool.submit(encode, batch))
+        for job in jobs():
+            running.append(pool.submit(job))
             if len(running) > threads:
                 yield running.popleft().result()
         while running:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.base import PreparedData, Report, Vocabulary
+from toolkit.data.base import AddBos, PreparedData, Report, Vocabulary
 from toolkit.data.cache import (
     ANNOUNCE_BYTES,
     HEARTBEAT,
@@ -28,6 +28,7 @@ from toolkit.data.cache import (
     read_manifest,
     write_manifest,
 )
+from toolkit.data.document_ends import DocumentEnds, added_bos, choose_ends
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, collect_characters
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
@@ -49,6 +50,7 @@ class TextSources:
         val_option: The option that set ``val`` or the held-out fraction.
         val_fraction: Fraction of ``train`` tokens to hold out; 0 with ``val``.
         vocab_size: Vocabulary size of the BPE tokenizer to train if there is no tokenizer; or "characters".
+        add_bos: The option ``--data.add_bos``.
         text_fraction: Fraction of the ``train`` text to use, from the start.
     """
 
@@ -60,6 +62,7 @@ class TextSources:
     val_fraction: float
     vocab_size: Vocabulary
     cache_dir: str | None
+    add_bos: AddBos
     text_fraction: float = 1.0
 
 
@@ -75,13 +78,14 @@ def prepare_text(
     texts = train + (val or [])
     if changes := documents.describe_changes(texts):
         report(f"Data: {changes}")
-    key = hash_inputs(_key_inputs(sources, train, val, tokenizer))
+    ends = choose_ends(sources.add_bos, tokenizer, (d.tail.decode(errors="ignore") for d in texts), report)
+    key = hash_inputs(_key_inputs(sources, train, val, tokenizer, ends))
     folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
     prepared, is_cached = load_or_prepare(
         folder,
         f"{len(texts):,} documents, {sum(document.size for document in texts) / 1e6:.1f} MB",
-        lambda: _open(folder, key, tokenizer, max_seq_length + 1, report),
-        lambda temporary: _make(temporary, key, sources, (train, val), tokenizer, report),
+        lambda: _open(folder, key, tokenizer, ends, max_seq_length + 1, report),
+        lambda temporary: _make(temporary, key, sources, (train, val), tokenizer, ends, report),
         report,
     )
     _require_block(prepared.train, sources.train_option, "training tokens")
@@ -96,6 +100,7 @@ def _key_inputs(
     train: list[documents.Document],
     val: list[documents.Document] | None,
     tokenizer: Tokenizer | None,
+    ends: DocumentEnds,
 ) -> dict[str, Any]:
     inputs = {
         "code": CODE_VERSION,
@@ -106,6 +111,8 @@ def _key_inputs(
     }
     if sources.text_fraction < 1:
         inputs["text_share"] = sources.text_fraction
+    if ends:
+        inputs["ends"] = ends
     return inputs
 
 
@@ -120,7 +127,9 @@ def _require_block(rows: Any, option: str, what: str) -> None:
 # ---- reading
 
 
-def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, report: Report) -> PreparedData:
+def _open(
+    folder: Path, key: str, tokenizer: Tokenizer | None, ends: DocumentEnds, block_size: int, report: Report
+) -> PreparedData:
     """Read a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
     manifest = read_manifest(folder, key)
     if tokenizer is None:
@@ -128,7 +137,8 @@ def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, 
     if tokenizer.fingerprint != manifest.get("tokenizer"):
         raise ValueError("the tokenizer was changed")
     train, val = open_splits(folder, manifest, block_size)
-    return PreparedData(train, val, tokenizer, _content_key(train, val, report), _summary(train, val, tokenizer))
+    content_key, summary = _content_key(train, val, report), _summary(train, val, tokenizer)
+    return PreparedData(train, val, tokenizer, content_key, summary, added_bos=added_bos(ends, tokenizer))
 
 
 def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) -> str:
@@ -170,6 +180,7 @@ def _make(
     sources: TextSources,
     texts: tuple[list[documents.Document], list[documents.Document] | None],
     tokenizer: Tokenizer | None,
+    ends: DocumentEnds,
     report: Report,
 ) -> None:
     active = tokenizer or _train_tokenizer(sources, texts, report)
@@ -177,9 +188,9 @@ def _make(
     writer = TokenWriter(folder, token_dtype(active.vocab_size))
     share = round(sources.text_fraction * sum(document.size for document in texts[0]))
     limit = None if sources.text_fraction == 1 else max(4, share)  # bytes; a UTF-8 character has up to 4
-    _write_tokens(writer, texts[0], limit, active, report)
+    _write_tokens(writer, texts[0], limit, active, ends, report)
     n_train = writer.n_tokens
-    _write_tokens(writer, texts[1] or [], None, active, report)
+    _write_tokens(writer, texts[1] or [], None, active, ends, report)
     n_all = writer.finish()
     held_out = int(n_train * sources.val_fraction)
     val = [n_train - held_out, n_train] if sources.val_fraction else None
@@ -206,11 +217,17 @@ def _train_tokenizer(
 
 
 def _write_tokens(
-    writer: TokenWriter, texts: list[documents.Document], limit: int | None, tokenizer: Tokenizer, report: Report
+    writer: TokenWriter,
+    texts: list[documents.Document],
+    limit: int | None,
+    tokenizer: Tokenizer,
+    ends: DocumentEnds,
+    report: Report,
 ) -> None:
-    """Tokenize and write documents, or their first ``limit`` bytes. An eos token follows each complete document."""
+    """Tokenize and write documents, or their first ``limit`` bytes."""
     total, done, last_line = limit or sum(d.size for d in texts), 0, time.perf_counter()
-    for chunks, ids in documents.tokenize(documents.batches(texts, tokenizer.splits_at_newlines(), limit), tokenizer):
+    batches = documents.batches(texts, tokenizer.splits_at_newlines(), limit)
+    for chunks, ids in documents.tokenize(batches, tokenizer, ends):
         writer.add(ids)
         done += sum(len(chunk.text) for chunk in chunks)
         if time.perf_counter() - last_line > HEARTBEAT:

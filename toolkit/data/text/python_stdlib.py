@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, Report, Vocabulary, require_text_options
+from toolkit.config.strategy_options import AUTO
+from toolkit.data.base import (
+    DEFAULT_VAL_FRACTION,
+    AddBos,
+    DataModule,
+    PreparedData,
+    Report,
+    Vocabulary,
+    require_text_options,
+)
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,12 +40,14 @@ class PythonStdlib(DataModule):
         vocab_size: Size of the byte-level BPE tokenizer to train without --tokenizer_dir; or characters, for a
             character-level tokenizer.
         val_fraction: Fraction of tokens held out for validation; 0 for none. Default 0.05.
+        add_bos: Whether each document begins with bos. auto: if the tokenizer adds it; null: no, as in toolkit 0.1.0.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
 
     vocab_size: Vocabulary = 4096
     val_fraction: float | None = None
+    add_bos: AddBos = AUTO
     cache_dir: str | None = None
     num_workers: int = 0
 
@@ -55,6 +66,7 @@ class PythonStdlib(DataModule):
             val_option=f"--data.val_fraction {fraction}",
             val_fraction=fraction,
             vocab_size=self.vocab_size,
+            add_bos=self.add_bos,
             cache_dir=self.cache_dir,
         )
         return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)

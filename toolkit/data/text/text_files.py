@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.config.strategy_options import AUTO
 from toolkit.data.base import (
     DEFAULT_VAL_FRACTION,
+    AddBos,
     DataModule,
     PreparedData,
     Report,
@@ -33,6 +35,7 @@ class TextFiles(DataModule):
         vocab_size: Size of the byte-level BPE tokenizer to train without --tokenizer_dir; or characters, for a
             character-level tokenizer.
         text_fraction: Fraction of the training text to use, from the start, such as 0.05 for a quick trial.
+        add_bos: Whether each document begins with bos. auto: if the tokenizer adds it; null: no, as in toolkit 0.1.0.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
@@ -42,6 +45,7 @@ class TextFiles(DataModule):
     val_fraction: float | None = None
     vocab_size: Vocabulary = 4096
     text_fraction: float = 1.0
+    add_bos: AddBos = AUTO
     cache_dir: str | None = None
     num_workers: int = 0
 
@@ -73,6 +77,7 @@ class TextFiles(DataModule):
             val_fraction=fraction,
             vocab_size=self.vocab_size,
             text_fraction=self.text_fraction,
+            add_bos=self.add_bos,
             cache_dir=self.cache_dir,
         )
         return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)

@@ -1,0 +1,62 @@
+"""Decide how the documents of text data begin and end, see :meth:`toolkit.data.tokenizer.Tokenizer.missing_ends`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from toolkit.config.strategy_options import AUTO
+from toolkit.data.base import AddBos, Report, require
+from toolkit.data.tokenizer import END_OF_TEXT
+from toolkit.models.labels import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from toolkit.data.tokenizer import Tokenizer
+
+# What documents have: "bos": bos and eos; "eos": eos; "": eos, twice if the text ends with it, as in toolkit 0.1.0.
+# "eos" is used only if it gives other tokens than "", so that other caches keep their keys.
+DocumentEnds = Literal["bos", "eos", ""]
+TAIL = 64  # length of a document's end that shows whether it ends with eos
+
+
+class AddedBos(NamedTuple):
+    """The bos that follows the eos of each document."""
+
+    bos: int
+    eos: int
+
+    def without_loss(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Mask the loss of these tokens: validation measures the text."""
+        is_added = (row["input_ids"] == self.eos) & (row["labels"] == self.bos)
+        return row | {"labels": row["labels"].masked_fill(is_added, IGNORE_INDEX)}
+
+
+def added_bos(ends: DocumentEnds, tokenizer: Tokenizer) -> AddedBos | None:
+    if ends != "bos":
+        return None
+    assert tokenizer.bos_id is not None and tokenizer.eos_id is not None
+    return AddedBos(tokenizer.bos_id, tokenizer.eos_id)
+
+
+def choose_ends(add_bos: AddBos, tokenizer: Tokenizer | None, tails: Iterable[str], report: Report) -> DocumentEnds:
+    """Return how documents begin and end.
+
+    Args:
+        add_bos: The option ``--data.add_bos``.
+        tokenizer: The tokenizer; None if one is trained on the text.
+        tails: The last characters of some documents.
+        report: Receives a line about bos.
+    """
+    names = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.special_tokens
+    adds_bos = tokenizer is not None and tokenizer.adds_bos
+    if add_bos is None:
+        if adds_bos:
+            report("Data: documents begin without bos, as in toolkit 0.1.0 (--data.add_bos null)")
+        return ""
+    if add_bos is True or (add_bos == AUTO and adds_bos):
+        has_bos = tokenizer is not None and tokenizer.bos_id is not None
+        require(has_bos, "add_bos", "true", "the tokenizer has no bos token; set bos_token in tokenizer_config.json")
+        how = f"begins with {names['bos_token']} and ends with {names['eos_token']}"
+        report(f"Data: each document {how} (--data.add_bos {str(add_bos).lower()})")
+        return "bos"
+    return "eos" if any(tail.rstrip().endswith(names["eos_token"]) for tail in tails) else ""
