@@ -17,7 +17,6 @@ from toolkit.data.sft.tokenize import _tokenize_completion
 from toolkit.data.streamed import segments, stream
 from toolkit.data.streamed.stream import Source, Stream
 from toolkit.data.text import documents
-from toolkit.data.text.prepare import TextSources, _key_inputs
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 from toolkit.inference.text import encode_prompt
@@ -172,10 +171,6 @@ def test_s5_only_text_that_gets_other_tokens_has_another_key(bos, without_bos, p
         assert len(documents_of(a)[0]) == len(documents_of(b)[0]) - 1  # eos twice, as it was
 
     check_each(check, KINDS)
-    sources = TextSources("m", [], None, "", "", 0, 300, None, "auto")
-    assert _key_inputs(sources, [], None, bos, "").keys() == _key_inputs(sources, [], None, bos, "bos").keys() - {
-        "ends"
-    }
 
 
 def test_workers_of_a_stream_know_the_rule(bos, prepare):

@@ -31,22 +31,12 @@ class AddedBos(NamedTuple):
         return row | {"labels": row["labels"].masked_fill(is_added, IGNORE_INDEX)}
 
 
-def added_bos(ends: DocumentEnds, tokenizer: Tokenizer) -> AddedBos | None:
-    if ends != "bos":
-        return None
-    assert tokenizer.bos_id is not None and tokenizer.eos_id is not None
-    return AddedBos(tokenizer.bos_id, tokenizer.eos_id)
+def added_bos(ends: DocumentEnds, tokenizer: Any) -> AddedBos | None:
+    return AddedBos(tokenizer.bos_id, tokenizer.eos_id) if ends == "bos" else None
 
 
 def choose_ends(add_bos: AddBos, tokenizer: Tokenizer | None, tails: Iterable[str], report: Report) -> DocumentEnds:
-    """Return how documents begin and end.
-
-    Args:
-        add_bos: The option ``--data.add_bos``.
-        tokenizer: The tokenizer; None if one is trained on the text.
-        tails: The last characters of some documents.
-        report: Receives a line about bos.
-    """
+    """Return how documents begin and end, by ``--data.add_bos`` and the last characters of some documents."""
     names = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.special_tokens
     adds_bos = tokenizer is not None and tokenizer.adds_bos
     if add_bos is None:

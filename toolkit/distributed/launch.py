@@ -120,12 +120,9 @@ class RunGroup:
         if (store := self._store) is None:
             return decide()
         if self.world.global_rank == 0:
-            decided = str(decide())
-            self._query_store(lambda: store.set("decided", decided))
-        else:
-            self._wait_for("decided", "for rank 0 to read the checkpoint")
-            decided = self._query_store(lambda: store.get("decided")).decode()
-        return decided == "True"
+            store.set("decided", str(decide()))
+        self._wait_for("decided", "for rank 0 to read the checkpoint")
+        return self._query_store(lambda: store.get("decided")) == b"True"
 
     def prepare_in_turns(self, prepare: Callable[[], T]) -> T:
         """Call ``prepare`` on rank 0, then on the first rank of each other node, then on the rest (S5)."""

@@ -79,17 +79,18 @@ def prepare_text(
     if changes := documents.describe_changes(texts):
         report(f"Data: {changes}")
     ends = choose_ends(sources.add_bos, tokenizer, (d.tail.decode(errors="ignore") for d in texts), report)
-    key = hash_inputs(_key_inputs(sources, train, val, tokenizer, ends))
+    key = hash_inputs(_key_inputs(sources, train, val, tokenizer) | ({"ends": ends} if ends else {}))
     folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
     prepared, is_cached = load_or_prepare(
         folder,
         f"{len(texts):,} documents, {sum(document.size for document in texts) / 1e6:.1f} MB",
-        lambda: _open(folder, key, tokenizer, ends, max_seq_length + 1, report),
+        lambda: _open(folder, key, tokenizer, max_seq_length + 1, report),
         lambda temporary: _make(temporary, key, sources, (train, val), tokenizer, ends, report),
         report,
     )
     _require_block(prepared.train, sources.train_option, "training tokens")
     _require_block(prepared.val, sources.val_option, "held-out tokens")
+    prepared.added_bos = added_bos(ends, prepared.tokenizer)
     how = f"using cached {folder}:" if is_cached else "prepared"
     report(f"Data: {how} {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
@@ -100,7 +101,6 @@ def _key_inputs(
     train: list[documents.Document],
     val: list[documents.Document] | None,
     tokenizer: Tokenizer | None,
-    ends: DocumentEnds,
 ) -> dict[str, Any]:
     inputs = {
         "code": CODE_VERSION,
@@ -111,8 +111,6 @@ def _key_inputs(
     }
     if sources.text_fraction < 1:
         inputs["text_share"] = sources.text_fraction
-    if ends:
-        inputs["ends"] = ends
     return inputs
 
 
@@ -127,9 +125,7 @@ def _require_block(rows: Any, option: str, what: str) -> None:
 # ---- reading
 
 
-def _open(
-    folder: Path, key: str, tokenizer: Tokenizer | None, ends: DocumentEnds, block_size: int, report: Report
-) -> PreparedData:
+def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, report: Report) -> PreparedData:
     """Read a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
     manifest = read_manifest(folder, key)
     if tokenizer is None:
@@ -137,8 +133,7 @@ def _open(
     if tokenizer.fingerprint != manifest.get("tokenizer"):
         raise ValueError("the tokenizer was changed")
     train, val = open_splits(folder, manifest, block_size)
-    content_key, summary = _content_key(train, val, report), _summary(train, val, tokenizer)
-    return PreparedData(train, val, tokenizer, content_key, summary, added_bos=added_bos(ends, tokenizer))
+    return PreparedData(train, val, tokenizer, _content_key(train, val, report), _summary(train, val, tokenizer))
 
 
 def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) -> str:
