@@ -341,16 +341,16 @@ def run_redirected(command: str, streams: str, folder: Path, **environ: str) -> 
 def test_streams_that_are_closed_or_full_leave_the_exit_code(tmp_path):
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "metrics.csv").write_text("step,loss\n1,2\n")
-    full = "its output cannot be written: No space left on device; free some space, or redirect it\n"
+    full = "toolkit: cannot write its output: No space left on device; free some space, or redirect it\n"
 
     def check(command: str, streams: str, code: int, shown: str) -> None:
         assert run_redirected(command, streams, tmp_path) == (code, shown)
 
     cases = [
         ("--version", ">&-", 0, ""),
-        ("--version", ">/dev/full", 2, f"toolkit: {full}"),
-        ("report run --format md", ">/dev/full", 2, f"toolkit report: {full}"),
-        ("schema pretrain", ">/dev/full", 2, f"toolkit schema: {full}"),  # longer than Python's buffer
+        ("--version", ">/dev/full", 2, full),
+        ("report run --format md", ">/dev/full", 2, full),
+        ("schema pretrain", ">/dev/full", 2, full),  # longer than Python's buffer
         ("report run", "<&- >&- 2>&-", 0, ""),
         ("report none", "2>/dev/full", 2, ""),
         ("trian", "<&- >&- 2>&-", 2, ""),

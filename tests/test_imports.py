@@ -258,6 +258,81 @@ def test_s4_unpickler_subclasses_are_detected():
     assert unsafe_calls("class U(pickle.Unpickler):\n    pass")
 
 
+UNBOUNDED = {  # reads without a limit, with the reason
+    "reads no file": {
+        "checkpoints/hf/fp8.py weight", "checkpoints/hf/fp8.py scales", "checkpoints/hf/import_hf.py hf_weights[name]",
+        "checkpoints/hf/import_hf.py stored[name]", "checkpoints/hf/import_hf.py a", "checkpoints/hf/import_hf.py b",
+        "checkpoints/hf/mxfp4.py blocks", "checkpoints/hf/mxfp4.py scales", "training/dry_run.py run.reader",
+        "training/callbacks/metrics.py self.throughput", "training/callbacks/metrics.py trainer.run.step_times",
+        "training/trainer.py run.reader",
+    },
+    "the kernel's": {
+        "diagnostics/environment.py root / 'proc' / 'self' / 'cgroup'", "diagnostics/environment.py above / file",
+        "diagnostics/environment.py Path('/proc/cpuinfo')", "diagnostics/environment.py Path('/proc/meminfo')",
+        "distributed/device.py Path('/proc/meminfo')", "io/tempfiles.py _BOOT_ID",
+        "training/memory_stats.py Path('/proc/self/statm')",
+    },
+    "installed": {
+        "data/chat/sources.py files('toolkit.data.chat') / 'prompt_styles' / f'{style}.jinja'", "extension.py file",
+        "diagnostics/environment.py file", "data/text/python_stdlib.py path",
+        "planning/options.py Path(spec.origin).with_name('optim').joinpath('__init__.py')",
+        "reporting/page.py files('toolkit.reporting') / name",
+    },
+    "written by this process": {
+        "checkpoints/hf/export_hf.py Path(out_dir) / CONFIG", "checkpoints/hf/push.py path",
+        "checkpoints/hf/tokenizer.py Path(folder) / 'tokenizer.json'", "checkpoints/lock.py file",
+        "checkpoints/remote/uploader.py path", "training/trace.py json.load(file)",
+    },
+    "the user's cache": {
+        "data/cache.py folder / MANIFEST", "data/cache.py folder / CHECKSUMS", "data/cache.py json.load(stamp)",
+        "data/cache.py path", "data/streamed/open.py error_file(stream.folder, number)", "data/streamed/reader.py file",
+        "data/streamed/reader.py error", "data/streamed/stream.py folder / SOURCE", "data/text/prepare.py key_file",
+        "data/streamed/stream.py self._counts_file(number)", "data/streamed/tokenize_worker.py sys.stdin.buffer",
+    },
+    "what the user names or types": {
+        "checkpoints/gguf/export_gguf.py path", "cli/parser.py Path(path)", "commands/chat.py sys.stdin",
+        "commands/generate.py sys.stdin", "data/chat/sources.py file", "data/sft/readers.py path",
+        "inference/batch.py sys.stdin", "inference/batch.py Path(path)",
+    },
+    "read_json has read it before": {"data/tokens/chunks.py self.folder / INDEX"},
+}  # fmt: skip
+FOLLOWED = {"data/cache.py stamps / f'{name}.json'", "data/streamed/reader.py lock_file"}  # in the user's cache
+
+
+def risky_file_calls(source: str, file: str) -> tuple[set[str], set[str]]:
+    """Return the files, as the module writes them, that are read without a limit, and appended to through links."""
+    unbounded, followed = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if owner and (name in ("read_bytes", "read_text") or (name in ("read", "readlines") and not node.args)):
+            unbounded.add(f"{file} {owner}")
+        elif (owner, name) == ("json", "load"):
+            unbounded.add(f"{file} {ast.unparse(node)}")
+        elif not owner and name == "open":
+            options = [ast.unparse(part) for part in (*node.args[1:2], *(k.value for k in node.keywords))]
+            if options and options[0].startswith("'a") and "no_follow" not in options:
+                followed.add(f"{file} {ast.unparse(node.args[0])}")
+    return unbounded, followed
+
+
+def test_files_are_read_to_a_limit_and_appended_to_without_following_links():
+    """Files of a stranger's folder may be huge or links: toolkit.io.safe_parse has read_bounded and no_follow."""
+    found = [risky_file_calls(file.read_text(encoding="utf-8"), file.relative_to(PACKAGE).as_posix()) for file in FILES]
+    unbounded, followed = (set().union(*calls) for calls in zip(*found, strict=True))
+    assert unbounded == set().union(*UNBOUNDED.values()), "read_bounded, or a reason here"
+    assert followed == FOLLOWED, "open(path, 'a', opener=no_follow), or a reason here"
+
+
+def test_unbounded_reads_and_followed_links_are_detected():
+    for call in ("open(path).read()", "path.read_bytes()", "(a / b).read_text(encoding='utf-8')", "json.load(file)"):
+        assert risky_file_calls(call, "")[0], call
+    assert not any(risky_file_calls("file.read(10); read_bounded(path); open(path, 'ab', opener=no_follow)", ""))
+    assert risky_file_calls("open(path, 'a+b')", "")[1]
+
+
 def test_light_modules_import_no_torch():
     """In one process for all: imports before a command runs must take less than a second."""
     code = (

@@ -103,11 +103,14 @@ def one_line(text: object) -> str:
     return line if line.isprintable() else one_line("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
+def printable(text: str) -> str:
+    """Escape control characters except tabs and line feeds, and surrogates, which no encoding has."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda control: ascii(control[0])[1:-1], text)
+
+
 def for_terminal(text: str) -> str:
     """Escape control characters in generated text if stdout is a terminal."""
-    if not sys.stdout.isatty():
-        return text
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: ascii(control[0])[1:-1], text)
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def join_first(items: Sequence[str], shown: int = 5) -> str:

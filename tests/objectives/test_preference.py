@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.small_runs import write_base
 from torch.nn.functional import log_softmax
 
 from toolkit.cli import main
+from toolkit.data.cache import find_prepared, load_or_prepare
 from toolkit.data.loader import val_batches
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
@@ -22,6 +24,7 @@ from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives import DPO, ORPO, SimPO
 from toolkit.objectives.preference import Answers
+from toolkit.training import reference
 from toolkit.ui.loggers import read_metrics
 
 RUN = (
@@ -221,6 +224,23 @@ def test_the_cache_of_the_reference_knows_the_architecture(base):
         assert main(["finetune_full", folder, *RUN.split(), *words.split()]) == 0
         assert curve(f"out-{folder}")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert len(list(Path("cache").glob("reference-*"))) == 2
+
+
+def test_a_cached_reference_that_lacks_a_split_or_rows_is_computed_again(tmp_path):
+    """With right checksums, as after an interrupted experiment with the cache."""
+    cached, rows = tmp_path / "reference", [0, 1, 2]
+
+    def read(parts):
+        return reference._read(cached, "key", parts)
+
+    def make(folder):
+        reference._write("key", {"train": np.zeros((3, 1))}, folder)
+
+    values, _ = load_or_prepare(cached, "test", lambda: read({"train": rows}), make, print)
+    assert values["train"].shape == (3, 1)
+    for parts in ({"train": rows, "val": rows}, {"train": rows[:2]}):
+        values, reason = find_prepared(cached, lambda parts=parts: read(parts), print)
+        assert values is None and "the cached data is damaged" in reason, parts
 
 
 def test_a_batch_without_the_reference_is_an_error():

@@ -1,9 +1,11 @@
 """`toolkit report`: pages of finished, running, damaged and long runs; text from a run cannot run code."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import time
 import warnings
 from html.parser import HTMLParser
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.browser import find_browser, open_browser
+from helpers.cases import check_each
 from helpers.processes import common_flags, finish, pretrain
 from helpers.small_runs import text_data
 
@@ -20,6 +23,8 @@ from toolkit.checkpoints.store import write_checkpoint
 from toolkit.cli import main
 from toolkit.cli.parser import parse
 from toolkit.commands.pretrain import setup
+from toolkit.errors import UserError
+from toolkit.io.safe_parse import MAX_BYTES
 from toolkit.planning.run_args import hyperparameters
 from toolkit.planning.training_options import pretrain as pretrain_options
 from toolkit.reporting.events import parse_events, write_event
@@ -27,6 +32,7 @@ from toolkit.reporting.page import render_page, write_report
 from toolkit.reporting.run import read_run, read_runs
 from toolkit.reporting.series import parse_metrics, reduce_lines
 from toolkit.ui.console import make_progress
+from toolkit.ui.loggers import MetricsCSV
 from toolkit.ui.plots import smooth
 
 EVIL = "</script><script>document.title='evil'</script><img src=x onerror=\"document.title='evil'\">"
@@ -114,6 +120,9 @@ def test_browser_draws_zooms_and_runs_no_text_of_the_run(finished, evil, tmp_pat
         assert page.evaluate("document.title").startswith("Report: finished")
         markers = "[...document.querySelector('.u-legend').querySelectorAll('.u-marker')].map(m => m.style.borderStyle)"
         assert page.evaluate(markers) == ["", "solid", "solid", "dashed"]  # steps, raw and smooth loss, validation loss
+        legends = "[...document.querySelectorAll('.u-legend')].map(legend => legend.innerText)"
+        loss = read_run(finished[0]).columns["loss"][-1]
+        assert f"training loss{loss:.5g}" in page.evaluate(legends)[0]  # without a mouse, of the last step
         where = "(r => [r.x, r.y, r.width, r.height])(document.querySelector('.u-over').getBoundingClientRect())"
         x, y, width, height = page.evaluate(where)
 
@@ -226,10 +235,110 @@ def test_command_repeats_the_run(tmp_path):
         return json.loads(json.dumps(hyperparameters(args.requested), default=str))
 
     run = read_run(write_run(tmp_path / "run", **resolved(words)))
-    assert shlex.split(run.command)[:3] == ["toolkit", "pretrain", "pico-llama"]
+    pasted = words_of(run.command)
+    assert pasted[:3] == ["toolkit", "pretrain", "pico-llama"] and not run.notes
     expected = resolved(words)
-    assert resolved(shlex.split(run.command)[2:]) == expected | {"out_dir": "a b-repeated"}  # a used one is refused
+    assert resolved(pasted[2:]) == expected | {"out_dir": "a b-repeated"}  # a used one is refused
     assert set(run.changed) == {"model_name", *(word[2:] for word in words if word.startswith("--"))}
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", ""))
+
+
+def test_command_of_a_strangers_run_runs_no_code(tmp_path, monkeypatch):
+    """Names, values and classes of its settings are text that a stranger may have written."""
+    (tmp_path / "evil_module.py").write_text("import pathlib; pathlib.Path('PWNED').touch()")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    word = '"; touch PWNED; echo $(touch PWNED) `touch PWNED`\ntouch PWNED #'
+    settings = {
+        word: 1, "help": True, "config": "evil.yaml", "model_name": "--help", "extensions": 5, "seed": word,
+        "data": {"class_path": "evil_module.Data", "init_args": {"path": "x", word: 2}},
+        "train": {"max_steps": "-1", "; touch PWNED": 1},
+    }  # fmt: skip
+    run = read_run(write_run(tmp_path / "run", **settings))
+    command = run.command.replace("toolkit pretrain", "printf '%s\\0'")
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert shown.stdout.split("\0")[:-1] == words_of(run.command)[2:]
+    assert {"--extensions", "5", "--model_name=--help", "--train.max_steps=-1"} < {*words_of(run.command)}
+    assert not any(name in run.command for name in ("help true", "evil.yaml", "data.;", "train.;"))
+    assert "no options: " in run.notes[-1] and "help, config, " in run.notes[-1]
+    assert not (tmp_path / "PWNED").exists()
+
+
+def test_every_text_of_a_strangers_run_can_be_encoded_and_printed(tmp_path, capsys):
+    """Lone surrogates, control sequences, and a folder's name that is not UTF-8."""
+    folder = tmp_path / os.fsdecode(b"run-\xff\x1b[31m")
+    text = "\ud800 \x1b[2J \x9b31m"
+    write_run(folder, model_name=text, out_dir=text, train={text: text, "max_steps": text}, **{text: text})
+    for kind in ("warning", "sample", "launch"):
+        write_event(folder, kind, text=text, prompt=text, step=text, environment={text: text}, devices=text, model=text)
+    write_event(folder, "launch", settings={text: text, "model_name": text}, error=text)
+    assert main(["report", str(folder)]) == 0 and main(["report", str(folder), "--format", "md"]) == 0
+    page = (folder / "report.html").read_text().partition("<main>")[2].partition("<script")[0]
+    shown = capsys.readouterr().out + page
+    assert shown.count("\\ud800") > 10 and all(c.isprintable() or c == "\n" for c in shown)
+
+
+def test_files_of_a_run_are_read_to_a_limit_and_not_through_links(tmp_path, monkeypatch):
+    """30 GB without blocks on the disk, in any file that a report or a resumed run reads."""
+
+    def check(name: str) -> None:
+        run = write_run(tmp_path / name.replace("/", "-"))
+        write_checkpoint(run / "final", lambda tmp: (tmp / "hyperparameters.yaml").write_text("{}"))
+        for size, reason in ((30 * 2**30, "larger than 1,000,000 bytes"), (0, "symbolic links")):
+            (run / name).unlink()
+            (run / name).symlink_to("/dev/null") if size == 0 else (run / name).touch()
+            if size:
+                os.truncate(run / name, size)
+            if name.endswith(".yaml"):  # only read without events
+                (run / "logs" / "events.jsonl").unlink(missing_ok=True)
+            notes = read_run(run).notes
+            assert any(f"{name} cannot be read: " in note and reason in note for note in notes), notes
+        if name.endswith(".csv"):
+            with pytest.raises(UserError, match=r"metrics\.csv: Too many levels of symbolic links"):
+                MetricsCSV(run / name, resume_step=1)
+            (run / name).unlink(), (run / name).write_bytes(bytes(1_000_001))
+            with pytest.raises(UserError, match=r"logs: metrics\.csv: larger than .*; move the file away and resume"):
+                MetricsCSV(run / name, resume_step=1)
+
+    monkeypatch.setitem(MAX_BYTES, "log", 1_000_000)
+    check_each(check, ["logs/metrics.csv", "logs/events.jsonl", "final/hyperparameters.yaml"])
+
+
+def test_a_link_in_the_folder_of_a_run_is_not_written_through(tmp_path):
+    target, run = tmp_path / "diary", tmp_path / "run"
+    target.write_text("years of work")
+    (run / "logs").mkdir(parents=True)
+    (run / "logs" / "events.jsonl").symlink_to(target)
+    write_event(run, "launch")
+    assert target.read_text() == "years of work"
+
+
+def test_metrics_with_too_many_columns_have_no_curves(tmp_path):
+    run = write_run(tmp_path / "run", "1," + "2," * 300_000 + "3\n", "step," + "a," * 300_000 + "b")
+    started = time.process_time()
+    assert "more than 1,000 columns: no curves" in read_run(run).notes[0] and render_page(read_runs([str(run)]))
+    assert time.process_time() - started < 5
+
+
+def test_labels_are_words_with_units(tmp_path):
+    columns = [
+        "tokens_per_sec",
+        "peak_memory_gb",
+        "val_bpb",
+        "grad_norm",
+        "mfu",
+        "step_s",
+        "loss",
+        "val_loss",
+        "my_gain",
+    ]
+    run = write_run(tmp_path / "run", ",".join("1" * (len(columns) + 1)) + "\n", ",".join(["step", *columns]))
+    data = json.loads(re.search(r'id="data">(.*?)</script>', render_page(read_runs([str(run)])))[1])
+    labels = ["tokens/s", "peak memory, GB", "validation bits per byte", "gradient norm", "MFU", "step, s"]
+    assert data["labels"] == dict(zip(columns, [*labels, "training loss", "validation loss", "my gain"], strict=True))
 
 
 def test_run_of_an_older_version_or_from_python(tmp_path):
@@ -239,7 +348,7 @@ def test_run_of_an_older_version_or_from_python(tmp_path):
         run / "final", lambda tmp: (tmp / "hyperparameters.yaml").write_text("{seed: 7, checkpoint_dir: a}")
     )
     facts = read_run(run)
-    assert (facts.changed["seed"], facts.command) == ((7, 42), "toolkit finetune_full a --seed 7")
+    assert (facts.changed["seed"], facts.command) == ((7, 42), "toolkit finetune_full a \\\n  --seed 7")
     write_event(run, "launch", settings={"seed": 8}, is_repeatable=False)
     assert (read_run(run).settings, read_run(run).command) == ({"seed": 8}, "")
 

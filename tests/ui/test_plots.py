@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from toolkit.ui.loggers import MetricsCSV
+from toolkit.ui.formats import format_loss
+from toolkit.ui.loggers import MetricsCSV, read_metrics
 from toolkit.ui.plots import loss_limits, plot_loss, smooth
 
 
@@ -52,7 +53,8 @@ def test_labels_and_units(tmp_path, monkeypatch):
     plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png")
     (axes,) = seen[0].axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("tokens", "loss (nats per token)")
-    assert axes.get_title(loc="left").startswith("4.92M tokens: training loss 2.5")
+    last = format_loss(read_metrics(tmp_path / "metrics.csv")[-1]["loss"])  # as in the panel and the report
+    assert axes.get_title(loc="left").startswith(f"4.92M tokens: training loss {last}, ")
     assert "bits per byte" in axes.get_title(loc="left") and "perplexity" in axes.get_title(loc="left")
     names = [text.get_text() for text in axes.get_legend().get_texts()]
     assert names == ["training, each step", "training, smoothed", "validation"]

@@ -1,5 +1,6 @@
 """Average the weights of several checkpoints of one model, a few tensors in memory at a time (M2)."""
 
+import filecmp
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,5 +79,5 @@ def _require_same_model(first: Path, folder: Path) -> None:
             raise UserError(f"--checkpoint_dirs {folder}: {difference}; give checkpoints of one model")
     for name in _TOKENIZER:
         a, b = (path / name for path in (first, folder))
-        if a.is_file() != b.is_file() or (a.is_file() and a.read_bytes() != b.read_bytes()):
+        if a.is_file() != b.is_file() or (a.is_file() and not filecmp.cmp(a, b, shallow=False)):
             raise UserError(f"--checkpoint_dirs {folder}: {name} differs from {first}'s; give checkpoints of one model")

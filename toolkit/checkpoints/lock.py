@@ -8,6 +8,7 @@ from typing import IO
 
 from toolkit.errors import UserError
 from toolkit.io.locks import lock
+from toolkit.io.safe_parse import no_follow, read_bounded
 
 LOCK = ".lock"
 
@@ -60,7 +61,7 @@ def detect_lost_lock(out_dir: Path) -> bool:
         if Path(file.name) == out_dir / LOCK:
             file.seek(0)
             try:
-                if (out_dir / LOCK).read_text() != file.read():
+                if read_bounded(out_dir / LOCK, "log") != file.read().encode():
                     raise UserError(f"--out_dir {out_dir}: was deleted, and another run has started there")
             except FileNotFoundError:
                 return True
@@ -69,8 +70,7 @@ def detect_lost_lock(out_dir: Path) -> bool:
 
 def _open_lock(out_dir: Path, flags: int = 0) -> IO[str]:
     """Open the lock file without following a symbolic link, whose target would be overwritten."""
-    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    return open(out_dir / LOCK, "r+", opener=lambda path, default: os.open(path, default | flags, 0o666))
+    return open(out_dir / LOCK, "r+", opener=lambda path, default: no_follow(path, default | flags))
 
 
 def _lock(file: IO[str], out_dir: Path) -> bool:
@@ -78,7 +78,7 @@ def _lock(file: IO[str], out_dir: Path) -> bool:
     is_locked = lock(file, wait=False)
     if is_locked is False:
         file.seek(0)
-        owner = file.read().strip() or "?"
+        owner = file.read(20).strip() or "?"
         raise UserError(f"--out_dir {out_dir}: process {owner} is running there; wait for it, or give another folder")
     return is_locked is True
 

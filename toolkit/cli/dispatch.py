@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import traceback
+from errno import EPIPE
 from importlib.abc import MetaPathFinder
 from typing import Any, TextIO, cast
 
@@ -39,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python reports an error when it flushes stdout at exit
-        return PIPE_CLOSED if isinstance(error, BrokenPipeError) else code or _end("toolkit", _no_output(error), 2)
+        if isinstance(error, BrokenPipeError):
+            return PIPE_CLOSED
+        return code or _end("toolkit", f"cannot write its output: {error.strerror}; free some space, or redirect it", 2)
 
 
 def dispatch(argv: list[str]) -> int:
@@ -73,8 +76,6 @@ def run(name: str, argv: list[str]) -> int:
                 sys.meta_path.insert(0, _TorchImportNote())
             setup(**arguments)
         return 0
-    except BrokenPipeError:
-        raise
     except TerminatedError:
         return _end(program, "stopped by SIGTERM before training began or after it ended", TERMINATED)
     except KeyboardInterrupt:
@@ -84,8 +85,8 @@ def run(name: str, argv: list[str]) -> int:
     except MemoryError:
         return _end(program, "out of CPU memory; set TOOLKIT_TRACEBACK=1 to see where", 1)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in NO_SPACE:  # of stdout; or of a file, where no one expects it
-            return _end(program, _no_output(error), 2)
+        if isinstance(error, OSError) and error.errno in (EPIPE, *NO_SPACE):
+            raise  # of stdout; or of a file, where no one expects it
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
         return _end(program, f"{type(error).__name__}: {error}", 1, is_internal=True)
@@ -112,10 +113,6 @@ class _TorchImportNote(MetaPathFinder):
         if fullname.startswith("torch."):  # "torch" alone is also looked for without an import
             sys.meta_path.remove(self)
             print_once("loading PyTorch")
-
-
-def _no_output(error: OSError) -> str:
-    return f"its output cannot be written: {error.strerror}; free some space, or redirect it"
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -16,7 +16,7 @@ def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str |
     """
     from pathlib import Path
 
-    from toolkit.errors import require_option
+    from toolkit.errors import one_line, require_option
     from toolkit.io.atomic import file_error, write_atomic
     from toolkit.io.paths import is_url
     from toolkit.reporting.markdown import render_markdown
@@ -41,4 +41,4 @@ def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str |
         write_atomic(path, content.encode())
     except OSError as error:
         raise file_error(path, error) from error
-    print(f"wrote {path}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(content.encode()) / 1e6:.2f} MB")
+    print(one_line(f"wrote {path}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(content.encode()) / 1e6:.2f} MB"))

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from toolkit.io.safe_parse import no_follow
+
 
 def lock(file: IO[Any], wait: bool = True) -> bool | None:
     """Lock an open file until it is closed.
@@ -30,5 +32,5 @@ def file_lock(path: Path, wait: bool = True) -> Iterator[IO[str] | None]:
 
     Without lock support, the lock counts as acquired, and two processes may do the same work.
     """
-    with open(path, "a") as file:
+    with open(path, "a", opener=no_follow) as file:
         yield None if lock(file, wait) is False else file

@@ -12,18 +12,29 @@ import yaml
 
 from toolkit.errors import UserError, one_line
 
-MAX_BYTES = {"JSON": 2**26, "YAML": 2**18, "tokenizer": 2**28}
-"""Maximum file size in bytes. Weight indices take a few MB, tokenizers up to 40. Parsing YAML takes seconds per MB."""
+MAX_BYTES = {"JSON": 2**26, "YAML": 2**18, "tokenizer": 2**28, "log": 2**29}
+"""Maximum file size in bytes. Weight indices take a few MB, tokenizers up to 40, the metrics of a million steps 150.
+
+Parsing YAML takes seconds per MB."""
 MAX_ROW = 2**26
 """Maximum bytes or characters in a line or cell of training data."""
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _MAX_DEPTH = 64
 _MAX_NODES = 200_000  # YAML nodes after alias expansion
 _MAX_DIGITS = 300  # a longer number overflows a float; model_max_length has up to 31
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def no_follow(path: str | Path, flags: int) -> int:
+    """Open a file of a run, whoever made its folder: a link, whose target would be changed, is an OSError.
+
+    An opener for :func:`open`. It never blocks.
+    """
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | _NONBLOCK, 0o666)
+
+
+def open_regular(path: str | Path, opener: Any = os.open) -> BinaryIO:
     """Open a regular file for reading. Raise OSError for other files; a FIFO could block forever."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = opener(path, os.O_RDONLY | _NONBLOCK | getattr(os, "O_BINARY", 0))
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")
@@ -104,8 +115,11 @@ def parse_yaml(content: bytes | str) -> Any:
 
 
 def read_bounded(path: str | Path, kind: str = "JSON") -> bytes:
-    """Read a file of at most ``MAX_BYTES[kind]`` bytes. Raise ValueError if larger, OSError if not a regular file."""
-    with open_regular(path) as file:
+    """Read a file of at most ``MAX_BYTES[kind]`` bytes. Raise ValueError if larger, OSError if not a regular file.
+
+    The kind log is for all files of a run's folder. Links to them are not followed.
+    """
+    with open_regular(path, no_follow if kind == "log" else os.open) as file:
         content = file.read(MAX_BYTES[kind] + 1)
     if len(content) > MAX_BYTES[kind]:
         raise ValueError(f"{Path(path).name}: larger than {MAX_BYTES[kind]:,} bytes, the maximum for a {kind} file")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from toolkit.errors import UserError, one_line
+from toolkit.io.safe_parse import MAX_BYTES
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,8 +109,8 @@ class Storage:
     # ---- objects
 
     @_with_retries
-    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
-        """Return the bytes of an object, or of a range. Return None if the object does not exist."""
+    def read(self, name: str, start: int | None = None, stop: int = MAX_BYTES["log"] + 1) -> bytes | None:
+        """Return the bytes of an object from ``start`` to ``stop``. Return None if the object does not exist."""
         try:
             return self.fs.cat_file(self._path(name), start=start, end=stop)
         except FileNotFoundError as error:

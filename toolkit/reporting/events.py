@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.extension import extension_versions
-from toolkit.io.safe_parse import parse_json
+from toolkit.io.safe_parse import no_follow, parse_json
 
 EVENTS = "logs/events.jsonl"
 _PACKAGES = ("torch", "lightning", "litdata", "tokenizers", "transformers", "bitsandbytes", "numpy")
@@ -24,7 +24,7 @@ def write_event(out_dir: Path, kind: str, **values: Any) -> None:
     line = json.dumps({"kind": kind, "time": round(time.time(), 1)} | values, default=str)
     with suppress(OSError):
         (out_dir / EVENTS).parent.mkdir(parents=True, exist_ok=True)
-        with open(out_dir / EVENTS, "a+b") as file:
+        with open(out_dir / EVENTS, "a+b", opener=no_follow) as file:
             file.seek(max(0, file.tell() - 1))
             is_torn = file.read(1) not in (b"", b"\n")  # a kill or a full disk has cut the last line
             file.write(b"\n" * is_torn + line.encode() + b"\n")

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from toolkit.errors import printable
 from toolkit.reporting.run import RunFacts
 from toolkit.reporting.text import parts
 
@@ -30,9 +31,9 @@ def _blocks(kind: str, content: Any) -> Iterator[str]:
         title, prompt, answer = content[0]
         yield f"{escape(title)}:\n\n> {escape(prompt)} **{escape(answer)}**"
     elif kind == "code":
-        yield f"```bash\n{content.replace('```', '` ` `')}\n```"
+        yield f"```bash\n{printable(content).replace('```', '` ` `')}\n```"
 
 
 def escape(value: str) -> str:
     """Return text that Markdown shows as it is, in one line."""
-    return re.sub(r"([\\`*_\[\]|#~!@])", r"\\\1", html.escape(" ".join(value.split()), quote=False))
+    return re.sub(r"([\\`*_\[\]|#~!@])", r"\\\1", html.escape(printable(" ".join(value.split())), quote=False))

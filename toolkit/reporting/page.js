@@ -25,7 +25,7 @@
       if (!run[column]) return;
       const isVal = column.startsWith("val_"), ofPair = columns[1] === "val_" + columns[0];
       const stroke = color("--c" + (many ? (ofPair ? r : r + c * data.runs.length) : c) % 8);
-      const label = [many && data.runs[r], (!many || columns.length > 1) && column.replaceAll("_", " ")].filter(Boolean).join(" ");
+      const label = [many && data.runs[r], (!many || columns.length > 1) && data.labels[column]].filter(Boolean).join(" ");
       const points = kind => {
         const xs = run[column][kind][axis.value], ys = run[column][kind][2], finite = [[], []];
         xs.forEach((x, i) => {
@@ -45,8 +45,8 @@
     return lines;
   }
 
-  // The range of y: without the few highest values if they would hide the others.
-  function rangeOf(u) {
+  // The range of y: without the few highest values if they would hide the others. Amounts begin at 0.
+  function rangeOf(u, fromZero) {
     const [first, last] = u.series[0].idxs ?? [0, u.data[0].length - 1], values = [];
     u.series.forEach((line, i) => {
       if (i && line.show) values.push(...u.data[i].slice(first, last + 1).filter(y => y != null && (!log.checked || y > 0)));
@@ -58,8 +58,11 @@
     const usual = values[Math.ceil(n * 0.97) - 1];
     if (!all.checked && n > 40 && usual > low && high - low > 3 * (usual - low)) high = low + 1.5 * (usual - low);
     const margin = 0.06 * (high - low) || Math.abs(high) * 0.05 || 0.5;
-    return [low >= 0 && low < margin ? 0 : low - margin, high + margin];
+    return [low >= 0 && (low < margin || fromZero) ? 0 : low - margin, high + margin];
   }
+
+  // The value at the mouse; without one, the last: of a smoothed line, that of the step itself.
+  const shown = (u, value, s, i) => i == null ? u.data[s - (u.series[s - 1]?.class === "raw")].findLast(v => v != null) : value;
 
   function draw(place, chart) {
     const lines = linesOf(chart);
@@ -71,13 +74,13 @@
       width: widthOf(place), height,
       cursor: {sync: {key: "report", scales: ["x", null]}, drag: {x: true, y: false}, points: {size: 6}},
       legend: {markers: {dash: (u, i) => u.series[i].dash ? "dashed" : "solid"}},
-      scales: {x: {time: false}, y: {distr: log.checked ? 3 : 1, range: rangeOf}},
+      scales: {x: {time: false}, y: {distr: log.checked ? 3 : 1, range: u => rangeOf(u, ["GB", "s", "%", "tokens/s"].includes(chart[1]))}},
       axes: [
         {...side, label: x, size: 34, values: (u, values) => values.map(v => short(v))},
         {...side, label: chart[1] || undefined, size: sizeOf, values: (u, values) => values.map(v => v == null ? "" : short(v))},
       ],
-      series: [{label: x, value: (u, v) => v == null ? "–" : Math.round(v).toLocaleString("en-US")}, ...lines.map(line => ({
-        ...line, spanGaps: true, points: {show: !!line.dots, size: 6, fill: line.stroke}, value: (u, v) => short(v),
+      series: [{label: x, value: (u, v, s, i) => Math.round(shown(u, v, s, i)).toLocaleString("en-US")}, ...lines.map(line => ({
+        ...line, spanGaps: true, points: {show: !!line.dots, size: 6, fill: line.stroke}, value: (...at) => short(shown(...at)),
       }))],
     }, uPlot.join(lines.map(line => line.points)), place);
   }

@@ -2,15 +2,16 @@
 
 import base64
 import hashlib
+import html
 import json
+import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import one_line
+from toolkit.errors import one_line, printable
 from toolkit.io.atomic import write_atomic
 from toolkit.reporting.run import RunFacts, read_run
 from toolkit.reporting.series import MAX_POINTS, reduce_lines
@@ -30,6 +31,10 @@ _CHARTS = (  # title, unit, patterns of columns
     ("Shares of the mixture", "%", ("share_*",)),
     ("Validation loss by source", "nats per token", ("val_loss_*",)),
 )
+_WORDS = {  # parts of columns' names
+    "^loss$": "training loss", "^val_": "validation ", "^grad_": "gradient ", "^mfu$": "MFU", "bpb$": "bits per byte",
+    "_per_sec$": "/s", "_gb$": ", GB", "_s$": ", s",
+}  # fmt: skip
 _CURVES = """<form id="switches" hidden>
 <label>x axis <select id="axis"><option value="0">steps</option><option value="1">tokens</option></select></label>
 <label><input type="checkbox" id="log"> log scale</label>
@@ -74,6 +79,10 @@ def write_report(out_dir: Path, status: str) -> str | None:
     except Exception as error:
         return one_line(error) or type(error).__name__
     return None
+
+
+def escape(text: str) -> str:
+    return html.escape(printable(text))
 
 
 def _resource(name: str) -> str:
@@ -122,10 +131,18 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
         (title, unit, [name for name in unused if any(fnmatchcase(name, pattern) for pattern in patterns)])
         for title, unit, patterns in _CHARTS
     ]
+    names = {name: _label(name) for name in unused}
     unused = [name for name in unused if not any(name in columns for _, _, columns in charts)]
     for name in unused:  # of callbacks and objectives: a metric and its validation
         if name.removeprefix("val_") not in unused or not name.startswith("val_"):
-            charts.append((name.replace("_", " "), "", [n for n in unused if n in (name, f"val_{name}")]))
+            charts.append((names[name], "", [n for n in (name, f"val_{name}") if n in unused]))
     if any(run.settings.get("objective") for run in runs):  # not nats per token
         charts = [(title, unit if unit != "nats per token" else "", columns) for title, unit, columns in charts]
-    return {"charts": [chart for chart in charts if chart[2]], "lines": lines}
+    return {"charts": [chart for chart in charts if chart[2]], "lines": lines, "labels": names}
+
+
+def _label(column: str) -> str:
+    """Return the words for a column of metrics.csv, with its unit."""
+    for pattern, words in _WORDS.items():
+        column = re.sub(pattern, words, column)
+    return column.replace("_", " ")

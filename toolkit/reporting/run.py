@@ -10,12 +10,12 @@ from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.lock import LOCK, require_unlocked
 from toolkit.checkpoints.manifest import COMPLETE, parse_manifest
 from toolkit.checkpoints.store import FINAL, complete_checkpoints, step_of
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.paths import is_url, mask_url
-from toolkit.io.safe_parse import MAX_BYTES, open_regular, parse_yaml
+from toolkit.io.safe_parse import MAX_BYTES, parse_yaml, read_bounded
 from toolkit.reporting.events import EVENTS, parse_events
-from toolkit.reporting.series import Columns, parse_metrics
-from toolkit.reporting.settings import changed_settings, command_of, flatten, repeat_command
+from toolkit.reporting.series import MAX_COLUMNS, Columns, parse_metrics
+from toolkit.reporting.settings import changed_settings, command_of, defaults_of, flatten, repeat_command
 
 METRICS = "logs/metrics.csv"
 _MAX_EVENTS = 100  # samples and warnings of a page
@@ -118,12 +118,11 @@ def _open_local(place: str) -> tuple[RunFacts, _Read]:
 
     def read(name: str) -> bytes | None:
         try:
-            with open_regular(folder / name) as file:
-                return file.read()
+            return read_bounded(folder / name, "log")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:
-            run.notes.append(f"{name} cannot be read: {error.strerror}")
+        except (OSError, ValueError) as error:
+            run.notes.append(f"{name} cannot be read: {getattr(error, 'strerror', error)}")
             return None
 
     try:
@@ -189,7 +188,7 @@ def _add_metrics(run: RunFacts, content: bytes | None) -> None:
         return
     run.columns, n_lost = parse_metrics(content)
     if not run.columns:
-        run.notes.append(f"{METRICS} has no rows with a column step: no curves")
+        run.notes.append(f"{METRICS} has no rows with a column step, or more than {MAX_COLUMNS:,} columns: no curves")
     elif n_lost:
         run.notes.append(f"{n_lost:,} rows of {METRICS} are torn or foreign and left out")
 
@@ -218,8 +217,10 @@ def _add_settings(run: RunFacts, read: _Read) -> None:
         run.notes.append("the settings are not recorded")
         return
     run.training_command, run.settings = command_of(settings), flatten(settings)
+    defaults: Mapping[str, Any] = {}
     try:
-        run.changed = changed_settings(run.training_command, run.settings)
+        defaults = defaults_of(run.training_command, run.settings)
+        run.changed = changed_settings(defaults, run.settings)
     except (UserError, ValueError, TypeError) as error:
         run.notes.append(f"the settings cannot be compared with the defaults: {one_line(error)}")
         run.changed = {name: (value, None) for name, value in run.settings.items()}
@@ -227,4 +228,6 @@ def _add_settings(run: RunFacts, read: _Read) -> None:
         changed = dict(run.changed)
         if out_dir := run.settings.get("out_dir"):  # the command would refuse a used folder
             changed["out_dir"] = (f"{out_dir}-repeated", None)
-        run.command = repeat_command(run.training_command, changed)
+        if unknown := [name for name in changed if name not in defaults]:
+            run.notes.append(f"not in the command, because they are no options: {join_first(unknown)}")
+        run.command = repeat_command(run.training_command, {k: v for k, v in changed.items() if k in defaults})

@@ -9,6 +9,7 @@ from toolkit.ui.plots import smooth
 Columns = dict[str, Any]  # name -> array of floats
 Points = tuple[list[Any], list[Any], list[Any]]  # steps, tokens, values
 
+MAX_COLUMNS = 1000
 MAX_POINTS = 60_000  # of all lines of a page; a point takes about 25 bytes
 _AXES = ("step", "tokens")
 _HIDDEN = (*_AXES, "seconds", "slowest_rank")
@@ -20,13 +21,14 @@ def parse_metrics(content: bytes) -> tuple[Columns, int]:
     """Return the columns of a metrics.csv by name as float64 arrays, by ascending step, and the number of lost rows.
 
     Rows with another number of cells, with text, or without a step are lost. Empty cells are NaN, and columns without
-    a finite value are left out. Any columns are accepted; the result is empty without a column ``step``.
+    a finite value are left out. Any columns are accepted; the result is empty without a column ``step``, or
+    with more than :data:`MAX_COLUMNS`.
     """
     import numpy as np
 
     header, *lines = content.decode(errors="replace").replace("\r", "").split("\n")
     names, lines = [name.strip() for name in header.split(",")], [line for line in lines if line]
-    if "step" not in names:
+    if "step" not in names or len(names) > MAX_COLUMNS:
         return {}, len(lines)
     blocks = [_parse(lines[first : first + _BLOCK], len(names)) for first in range(0, len(lines), _BLOCK)]
     table = np.concatenate([np.empty((0, len(names))), *blocks])

@@ -1,6 +1,7 @@
 """Compare a run's settings with the defaults, and write the command that repeats the run."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,30 +35,42 @@ def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): value for name, value in flat.items() if name != "resume"}
 
 
-def changed_settings(command: str, flat: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {name: (value, default)} of the settings that differ from the defaults."""
+def defaults_of(command: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {name: default} of the command's options, and of the classes that the settings name.
+
+    A user's class is not imported: the folder of the run may hold its module. Its options have no default.
+    """
     options = CommandOptions(getattr(training_options, command))
     for name in _CLASSES:
         with suppress(UserError):  # a class of an extension that is not installed
-            options.update([(name, OptionValue("", flat[name]))] if isinstance(flat.get(name), str) else [])
-    defaults = {key: option.default for key, option in options.options().items() if not option.is_required}
-    defaults |= {name: type(options.parameters[name].default).__name__ for name in _CLASSES}
+            options.update([(name, OptionValue("", flat[name]))] if str(flat.get(name, "")).isidentifier() else [])
+    defaults = {name: None for name in ("extensions", *flat) if re.fullmatch(r"extensions|(data|objective)\.\w+", name)}
+    defaults |= {key: None if option.is_required else option.default for key, option in options.options().items()}
+    return defaults | {name: type(options.parameters[name].default).__name__ for name in _CLASSES}
+
+
+def changed_settings(defaults: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return {name: (value, default)} of the settings that differ from the defaults."""
     pairs = {name: (_plain(value), _plain(defaults.get(name))) for name, value in flat.items()}
     return {name: (value, default) for name, (value, default) in pairs.items() if value != default}
 
 
 def repeat_command(command: str, changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return a shell command with the settings that differ from the defaults."""
-    words, positional = ["toolkit", command], "model_name" if command == "pretrain" else "checkpoint_dir"
-    if positional in changed:
-        words.append(shlex.quote(str(changed[positional][0])))
+    """Return a shell command with the settings that differ from the defaults, one option per line.
+
+    Names and values may be a stranger's.
+    """
+    start, options = f"toolkit {command}", []
+    positional = "model_name" if command == "pretrain" else "checkpoint_dir"
     for name, (value, _) in changed.items():
-        if name == positional:
-            continue
-        if name == "extensions":
-            value = ",".join(map(str, value))
-        words.append(f"--{name} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}")
-    return " ".join(words)
+        text = ",".join(map(str, value)) if name == "extensions" and isinstance(value, list) else value
+        text = text if isinstance(text, str) else json.dumps(text)
+        if name == positional and not text.startswith("-"):
+            start += f" {shlex.quote(text)}"
+        else:  # after a space, a value must not look like an option
+            equals = "=" if text.startswith("-") else " "
+            options.append(shlex.quote(f"--{name}") + equals + shlex.quote(text))
+    return " \\\n  ".join([start, *options])
 
 
 def _plain(value: Any) -> Any:

@@ -72,7 +72,7 @@ def with_reference(launch: Launch) -> PreparedData:
     inputs = {"code": _CODE_VERSION, "data": data.content_key, "precision": launch.config.precision}
     key = hash_inputs(inputs | {"model": model_fingerprint(folder)})
     cached = choose_cache_dir(getattr(args.data, "cache_dir", None)) / f"reference-{key[:16]}"
-    read = partial(_read, cached, key)
+    read = partial(_read, cached, key, parts)
     values = ranks.run_on_rank0(lambda: find_prepared(cached, read, report)[0])
     if not ranks.broadcast_from_rank0(values is not None):
         launch.display.phase("computing reference log-probabilities")
@@ -131,7 +131,7 @@ def _write(key: str, values: dict[str, np.ndarray], folder: Path) -> None:
     write_manifest(folder, {"key": key})
 
 
-def _read(folder: Path, key: str) -> dict[str, np.ndarray]:
+def _read(folder: Path, key: str, parts: dict[str, TokenDataset]) -> dict[str, np.ndarray]:
     read_manifest(folder, key)
     with np.load(folder / _FILE) as file:
-        return dict(file)
+        return {name: file[name].reshape(len(rows), getattr(rows, "group_size", 1)) for name, rows in parts.items()}

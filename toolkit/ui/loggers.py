@@ -14,7 +14,7 @@ from toolkit.config import LogArgs
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import load_registered, registered
 from toolkit.io.atomic import file_error, write_atomic
-from toolkit.io.safe_parse import open_regular
+from toolkit.io.safe_parse import no_follow, read_bounded
 
 COLUMNS = (
     "step",  # optimizer steps done
@@ -63,7 +63,7 @@ class MetricsCSV:
             self.logged_step = max((int(float(row["step"])) for row in rows), default=0)
             write_atomic(self.path, b"".join([(",".join(self.columns) + "\n").encode(), *resumed]))
             # unbuffered: a row that failed on a full disk must not be written at close
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (open for the duration of the run)
+            self._file = open(self.path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (open for the duration of the run)
         except OSError as error:
             raise file_error(self.path, error) from error
 
@@ -210,8 +210,11 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return the columns and the cells of each row. Drop rows truncated by a kill or a full disk."""
     if not path.exists():
         return [], []
-    with open_regular(path) as file:
-        lines = file.read().decode(errors="replace").split("\n")[:-1]  # the last has no line end: truncated, or empty
+    try:
+        content = read_bounded(path, "log")
+    except ValueError as error:
+        raise UserError(f"{path.parent}: {error}; move the file away and resume") from error
+    lines = content.decode(errors="replace").split("\n")[:-1]  # the last has no line end: truncated, or empty
     if not lines:
         return [], []
     columns = lines[0].split(",")

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.io.atomic import write_atomic
-from toolkit.ui.formats import format_count, format_perplexity
+from toolkit.ui.formats import format_count, format_loss, format_perplexity
 from toolkit.ui.loggers import read_metrics
 
 Point = tuple[float, float]  # tokens, loss in nats per token
@@ -100,18 +100,18 @@ def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, f
     axes.grid(color="#e3e7ec", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")
-    axes.set_title(_title(tokens[-1], smoothed[-1], rows), fontsize=11, loc="left", pad=10)
+    axes.set_title(_title(tokens[-1], losses[-1], rows), fontsize=11, loc="left", pad=10)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def _title(tokens: float, training_loss: float, rows: list[dict[str, float]]) -> str:
-    title = f"{format_count(tokens)} tokens: training loss {training_loss:.3f}"
+    title = f"{format_count(tokens)} tokens: training loss {format_loss(training_loss)}"
     validation_rows = [row for row in rows if math.isfinite(row["val_loss"])]
     if not validation_rows:
         return title
     loss, ppl, bpb = (validation_rows[-1][name] for name in ("val_loss", "val_ppl", "val_bpb"))
     details = [f"perplexity {format_perplexity(ppl)}"] if math.isfinite(ppl) else []
-    details += [f"{bpb:.3f} bits per byte"] if math.isfinite(bpb) else []
-    return f"{title}, validation {loss:.3f}" + (f" ({', '.join(details)})" if details else "")
+    details += [f"{bpb:.4f} bits per byte"] if math.isfinite(bpb) else []
+    return f"{title}, validation {format_loss(loss)}" + (f" ({', '.join(details)})" if details else "")

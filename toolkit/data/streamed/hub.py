@@ -8,14 +8,13 @@ import fnmatch
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types
 from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
-from toolkit.io.safe_parse import parse_yaml
+from toolkit.io.safe_parse import parse_yaml, read_bounded
 from toolkit.io.threads import call_with_timeout
 
 _TIMEOUT = 30  # seconds
@@ -138,9 +137,9 @@ def _configs(repository: Repository) -> list[dict[str, Any]]:
             )
         except EntryNotFoundError:
             return []
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    header = re.match(r"\s*---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     try:
+        text = read_bounded(path).decode(errors="replace")
+        header = re.match(r"\s*---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
         values = parse_yaml(header[1]) if header else None
     except ValueError as error:
         raise UserError(

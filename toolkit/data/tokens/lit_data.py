@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.data.base import DataModule, PreparedData, Report, require
 from toolkit.errors import UserError
+from toolkit.io.safe_parse import read_json
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class LitData(DataModule):
         hint = "; see --data.split_names" if self.split_names else ""
         try:
             if is_store and tuple(self.split_names or ()) == SPLITS:
-                manifest = json.loads((folder / MANIFEST).read_bytes())
+                manifest = read_json(folder / MANIFEST)
                 train, val = open_splits(folder, manifest, block_size)
                 content, largest = manifest["key"].encode(), int(manifest["largest_token"])
             else:

@@ -15,6 +15,7 @@ from torch.autograd import DeviceType
 
 from toolkit.config import ProfilerArgs
 from toolkit.distributed import ranks
+from toolkit.io.safe_parse import no_follow
 from toolkit.private_torch import dump_memory_history, record_memory_history
 from toolkit.training.callbacks.base import Callback
 from toolkit.training.trace import Shares, read_shares
@@ -148,7 +149,7 @@ class Profile(Callback):
         for line in lines:
             trainer.display.message(line)
         if ranks.global_rank() == 0 and shares:
-            with suppress(OSError), open(self.folder / "shares.csv", "w", newline="") as file:
+            with suppress(OSError), open(self.folder / "shares.csv", "w", newline="", opener=no_follow) as file:
                 writer = csv.writer(file)
                 writer.writerow(["rank", *(f.name for f in fields(Shares))])
                 writer.writerows([rank, *asdict(each).values()] for rank, each in shares.items())
