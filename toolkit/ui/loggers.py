@@ -14,7 +14,7 @@ from toolkit.config import LogArgs
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import load_registered, registered
 from toolkit.io.atomic import file_error, write_atomic
-from toolkit.io.safe_parse import no_follow, read_bounded
+from toolkit.io.safe_parse import no_follow, open_regular, read_bounded
 
 COLUMNS = (
     "step",  # optimizer steps done
@@ -182,7 +182,7 @@ def _run_id(folder: Path, name: str, resume_step: int | None) -> str | None:
     path = folder / f"{name}.id"
     if resume_step is None or not path.exists():
         return None
-    with open_regular(path) as file:
+    with open_regular(path, no_follow) as file:
         return file.read(100).decode(errors="replace").strip() or None
 
 
