@@ -54,6 +54,10 @@ def setup(
             f"for the {exported.wrapper_type} model with images; for the text model alone, merge "
             "(convert_to_hf --merge true)"
         )
+    if exported.has_tied_head:
+        print(
+            "note: the adapted head is tied to the embedding, so merging in peft changes both; use toolkit merge_lora"
+        )
     if not exported.is_checked:
         print("base not verified: its folder no longer exists; give its new location with --base_checkpoint_dir")
     if push_to_hub is not None:

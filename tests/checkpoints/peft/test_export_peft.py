@@ -234,10 +234,13 @@ def test_hf_fused_layers_need_disjoint_columns_at_higher_rank(tmp_path, change, 
 def test_adapted_head_is_exported(tmp_path, family):
     lora = LoRAConfig(**{**NONE, "query": True, "head": True})
     base_dir, folder, model = make(tmp_path, CONFIGS[family], lora)
-    export_peft(folder, tmp_path / "peft")
+    exported = export_peft(folder, tmp_path / "peft")
     reference = in_peft(base_dir, tmp_path / "peft", tmp_path)
     assert differs(model(tokens()), reference(input_ids=tokens()).logits) < 1e-5
     reference.save_pretrained(tmp_path / "again")
+    merged = in_peft(base_dir, tmp_path / "peft", tmp_path).merge_and_unload()
+    is_wrong = differs(model(tokens()), merged(input_ids=tokens()).logits) > 1e-3  # the embedding changes as well
+    assert exported.has_tied_head == is_wrong == (family == "tied")
     for source in ("peft", "again"):
         back, adapters, _ = import_peft(tmp_path / source, CONFIGS[family])
         assert back.head and torch.equal(adapters["lm_head.lora.whole.B"], model.lm_head.lora.whole.B)

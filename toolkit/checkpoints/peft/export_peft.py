@@ -51,6 +51,8 @@ class ExportResult(NamedTuple):
     """Whether the base model exists and its fingerprint was verified."""
     wrapper_type: str | None
     """Model type of the multimodal model that contains the base model, which determines the tensor names."""
+    has_tied_head: bool
+    """Whether it has adapters of a head that is tied to the embedding."""
     nonfinite: list[str]
     """The names of exported tensors that contain NaN or Inf."""
 
@@ -103,7 +105,9 @@ def export_peft(
         write_sums(folder)
 
     write_folder(out_dir, write, flag="out_dir")
-    return ExportResult(base_name, hf_base is not None, is_checked, wrapper_type, nonfinite_tensors(tensors))
+    is_tied = info.lora.head and read_model_config(checkpoint_dir).tie_embeddings
+    nonfinite = nonfinite_tensors(tensors)
+    return ExportResult(base_name, hf_base is not None, is_checked, wrapper_type, is_tied, nonfinite)
 
 
 def _convert_layer(
