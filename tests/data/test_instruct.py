@@ -566,6 +566,22 @@ def test_hugging_face_module_reads_a_local_folder(datasets, tokenizer, tmp_path)
         HuggingFace(f"{tmp_path}/nowhere").prepare(tokenizer=tokenizer, max_seq_length=8)
 
 
+def test_hugging_face_module_reads_folders_of_save_to_disk(datasets, tokenizer, tmp_path):
+    rows = datasets.Dataset.from_list(MANY)
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(tmp_path / "two")
+
+    def run(name, **options):
+        data = HuggingFace(str(tmp_path / name), cache_dir=str(tmp_path / "cache"), val_split_fraction=0.0, **options)
+        return data.prepare(tokenizer=tokenizer, max_seq_length=500, report=lambda _: None).train
+
+    expected = list(documents(run("two")))
+    assert len(expected) == 60 and list(documents(run("one"))) == expected
+    assert list(documents(run("one", split="train[:3]"))) == list(documents(run("two", split="test"))) == expected[:3]
+    with pytest.raises(UserError, match="split test: cannot be loaded"):
+        run("one", split="test")
+
+
 # ---- real data
 
 

@@ -107,7 +107,10 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
         config.HF_HUB_OFFLINE = (
             was_offline or unreachable is not None
         )  # if unreachable, use the cache: the library would retry for a minute
-        dataset = datasets.load_dataset(repo_id, subset, split=split)
+        path, files = repo_id, None
+        if Path(repo_id, "state.json").is_file():  # written by save_to_disk
+            path, files = "arrow", f"{repo_id}/*.arrow"
+        dataset = datasets.load_dataset(path, subset, data_files=files, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         if unreachable is not None:
             raise UserError(

@@ -3,6 +3,7 @@ line or row."""
 
 import csv
 import json
+import re
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -242,14 +243,21 @@ def _parse_json(text: str, path: Path, line: int | None = None, hint: str = "") 
     """Parse a file, or one line. The error message for invalid JSON ends with ``hint``."""
     first = line or 1
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         where = f"{path} line {first + error.lineno - 1:,}"
         raise UserError(f"{where}: invalid JSON: {error.msg} at column {error.colno}{hint}") from error
-    except (RecursionError, ValueError) as error:  # ValueError: a number has too many digits
+    except (RecursionError, ValueError) as error:  # ValueError: too many digits, a duplicate key
         where = f"{path}" if line is None else f"{path} line {line:,}"
         reason = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise UserError(f"{where}: invalid JSON: {reason}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"duplicate key {Counter(name for name, _ in pairs).most_common(1)[0][0]}; remove one")
+    return values
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -283,6 +291,12 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
             reader = csv.DictReader(_lines(file, path), strict=True)
             if duplicates := {name for name, n in Counter(reader.fieldnames or []).items() if n > 1}:
                 raise UserError(f"{path} line 1: duplicate column {min(duplicates)}; rename one")
+            if (
+                reader.fieldnames
+                and len(reader.fieldnames) == 1
+                and (sign := re.search(r"[;\t|]", reader.fieldnames[0]))
+            ):
+                raise UserError(f"{path} line 1: columns are separated by {sign[0]!r}; separate them by commas")
             while True:
                 number = reader.line_num + 1  # first line of the row; quoted cells may span lines
                 row = next(reader, None)
