@@ -58,8 +58,8 @@ FROM_INSTRUCTION = {**USER, "instruction": "q", "input": ""}
         ({"prompt": [USER], "input": "", "completion": "a"}, [USER, ASSISTANT]),
         ({"prompt": json.loads(r'"\ud83d\ude42"'), "completion": "a"}, [{**USER, "content": "🙂"}, ASSISTANT]),
         (
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]},
-            [{"role": "assistant", "content": "", "tool_calls": [1]}],
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
+            [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}],
         ),
     ],
 )
@@ -90,6 +90,7 @@ def test_columns_are_mapped_by_name():
         ("text", "is a string, not an object"),
         (None, "is null, not an object"),
         ({"foo": 1, "bar": 2}, "has no known column; it has foo, bar"),
+        ({"question": "q", "answer": "a"}, '--data.columns .{"prompt": "question", "completion": "answer"}'),
         ({}, "has no known column; it has nothing"),
         ({"prompt": "q", "rating": 3}, "has no completion for the prompt; it has prompt"),
         ({"instruction": "q"}, "has no output for the instruction"),
@@ -295,6 +296,12 @@ def test_parquet_in_parts(tmp_path):
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a.jsonl line 2: invalid JSON: Expecting value at column \d+$"),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"text": "y", "text": "z"}',
+            "line 2: invalid JSON: duplicate key text; remove one",
+        ),
+        ("a.json", '[{"messages": [{"role": "user", "role": "x"}]}]', "a.json: invalid JSON: duplicate key role"),
         ("a.jsonl", '[\n{"text": "x"}\n]', "line 1: invalid JSON: .* must end in .json$"),
         (
             "a.json",
@@ -385,6 +392,8 @@ def test_non_utf8_files_are_an_error(tmp_path):
         ("a,a\n1,2\n", "a.csv line 1: duplicate column a"),
         ('a,b\n1,"2\n', "a.csv line 2: invalid CSV"),
         ("a,b\n", "contains no rows"),
+        ("prompt;completion\nq;a\n", "a.csv line 1: columns are separated by ';'; separate them by commas"),
+        ("prompt\tcompletion\nq\ta\n", r"a.csv line 1: columns are separated by '.t'"),
     ],
 )
 def test_invalid_csv_files_are_an_error(tmp_path, content, message):

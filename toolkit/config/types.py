@@ -28,6 +28,7 @@ def describe(kind: Any) -> str:
     """Describe the valid values of a type, such as ``an integer or auto``."""
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     names |= {dict: """a mapping such as '{"name": 1}'"""}
+    columns = """a mapping such as '{"prompt": "question", "completion": "answer"}'"""
     descriptions = []
     for part in union_members(kind):
         base, values = getattr(part, "_type", get_origin(part) or part), get_args(part)
@@ -35,6 +36,8 @@ def describe(kind: Any) -> str:
             descriptions.append(("one of " if len(values) > 1 else "") + ", ".join(map(str, values)))
         elif base is tuple:
             descriptions.append(f"a list of {len(values)} such as [0.9, 0.95]")
+        elif values == (str, str):
+            descriptions.append(columns)
         else:
             descriptions.append(names.get(base, f"a value of type {getattr(base, '__name__', base)}"))
     return " or ".join(descriptions)

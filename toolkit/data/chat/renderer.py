@@ -1,13 +1,16 @@
-"""Render conversations with a jinja chat template, and find the tokens that end its answers."""
+"""Render conversations with a jinja chat template, find the tokens that end its answers, and check what it renders."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.chat.sandbox_process import send_request
+from toolkit.data.sft.messages import ROLES, map_arguments
 from toolkit.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
 
+REQUIRED_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # text that must not be dropped
+_CHECKED_ELSEWHERE = {"role", "weight", "tool_calls", "instruction", "input"}  # the last two are parts of content
 # Fixed date for templates in training, so that repeated and resumed runs produce the same tokens.
 TRAINING_DATE = datetime(2024, 7, 26)
 GENERATION_FILE = "generation_config.json"
@@ -42,6 +47,7 @@ class TemplateRenderer:
         end_of_turn: Text of the end-of-turn token.
         stop_ids: Tokens that end an answer: eos, the list in generation_config.json, and the template's.
         notes: Log lines about unexpected behavior of the template with this tokenizer.
+        unread_fields: Names of message fields that it did not render.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str, name: str, notes: Sequence[str] = ()) -> None:
@@ -49,6 +55,10 @@ class TemplateRenderer:
         self.notes = list(notes)
         self._tokenizer = tokenizer
         self._named_tokens = tokenizer.special_tokens
+        self._added_tokens = tuple(tokenizer.added_tokens)
+        self._has_tool_template = False  # whether tools use a separate template
+        self.unread_fields: set[str] = set()
+        self._checked_fields: set[tuple[str, str]] = set()  # with role
         self._set_source(source)
         self._texts = {i: text for text, i in tokenizer.added_tokens.items()}
         listed = tokenizer.settings(GENERATION_FILE).get("eos_token_id")
@@ -78,18 +88,81 @@ class TemplateRenderer:
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime, tools: Tools = None
     ) -> str:
-        # Drop None values, which templates would render as text, and the loss weight, which is not rendered.
-        cleaned = [
-            {key: value for key, value in message.items() if value is not None and key != "weight"}
-            for message in messages
-        ]
         values = {
-            "messages": cleaned,
+            "messages": [self._clean(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
             "documents": None,
         }
         return self._call_jinja(self._named_tokens | values, now)
+
+    def _clean(self, message: Message) -> Message:
+        """Drop None values, which templates would render as text, and the loss weight, which is not rendered."""
+        cleaned = {key: value for key, value in message.items() if value is not None and key != "weight"}
+        if "tool_calls" in cleaned and self._concatenates_arguments:
+            to_text = partial(json.dumps, ensure_ascii=False)
+            cleaned["tool_calls"] = [map_arguments(call, to_text) for call in cleaned["tool_calls"]]
+        return cleaned
+
+    @cached_property
+    def _concatenates_arguments(self) -> bool:
+        """Whether arguments of tool calls must be text: the template fails on objects, or renders them as Python."""
+        self._concatenates_arguments = False  # while rendering
+        call = {"id": "call00000", "type": "function", "function": {"name": "name", "arguments": {"key": "value"}}}
+        question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": ""}
+        try:
+            return "{'key': 'value'}" in self.render([question, {**answer, "tool_calls": [call]}])
+        except UserError as error:
+            return "TypeError: can only concatenate" in str(error)
+
+    def _require_rendered(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
+        """Raise UserError unless ``text``, the rendered conversation, has the tools and all text of the messages."""
+        hint = "choose --data.prompt_style hermes, or provide one that does with --data.chat_template FILE"
+        if tools and self._has_tool_template:
+            raise self._error(f"conversations with tools need the separate tool_use template; {hint}")
+        if tools and text == self.render(messages):
+            raise self._error(f"the template does not render the row's tools; {hint}")
+        for i, message in enumerate(messages):
+            role, content, place = message["role"], message.get("content") or "", f"message {i + 1} ({message['role']})"
+            if role not in ROLES:
+                self._note(f"role {role!r:.40} is not known, so its messages are not trained on as answers")
+            if role != "assistant" and content.startswith(self._added_tokens):
+                token = max(filter(content.startswith, self._added_tokens), key=len)
+                if token in text.replace(content, ""):
+                    raise self._error(
+                        f"{place} begins with {token}, a token of the template: is it rendered already? Remove such "
+                        "tokens, or provide the complete text in a column text"
+                    )
+            for name in message.keys() - _CHECKED_ELSEWHERE:
+                if message[name] and (role, name) not in self._checked_fields:
+                    self._checked_fields.add((role, name))
+                    if self._has_effect(messages, i, name, tools):
+                        continue
+                    if name in REQUIRED_FIELDS:
+                        raise self._error(f"the template does not render the {name} of {place}; {hint}, or remove it")
+                    self.unread_fields.add(name)
+
+    def _has_effect(self, messages: Sequence[Message], i: int, name: str, tools: Tools) -> bool:
+        """Whether a field changes the text, or would at the end: templates may drop thinking in earlier turns."""
+        without = {**messages[i], name: None, "instruction": None, "input": None}
+        try:
+            return any(
+                self.render([*messages[: i + 1], *rest], tools=tools)
+                != self.render([*messages[:i], without, *rest], tools=tools)
+                for rest in (messages[i + 1 :], ())
+            )
+        except UserError:  # the template needs the field
+            return True
+
+    def _require_tool_calls(self, messages: Sequence[Message], i: int, rendered: str) -> None:
+        for call in messages[i].get("tool_calls") or ():
+            function = call.get("function", call)
+            name = function.get("name") if isinstance(function, dict) else None
+            if not isinstance(name, str) or name not in rendered:
+                raise self._error(
+                    f"the template does not render all tool_calls of message {i + 1} of {len(messages)}, so they "
+                    "cannot be trained on; choose a template that does, such as --data.prompt_style hermes"
+                )
 
     def _call_jinja(self, values: dict[str, Any] | None, now: datetime) -> str:
         """Render the template. If ``values`` is None, only compile it and return ""."""

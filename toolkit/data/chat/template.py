@@ -12,7 +12,14 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.chat.renderer import GENERATION_FILE, TRAINING_DATE, Message, TemplateRenderer, Tools
+from toolkit.data.chat.renderer import (
+    GENERATION_FILE,
+    REQUIRED_FIELDS,
+    TRAINING_DATE,
+    Message,
+    TemplateRenderer,
+    Tools,
+)
 from toolkit.data.chat.sources import (
     CONFIG_FILE,
     TEMPLATE_FILE,
@@ -51,7 +58,6 @@ class ChatTemplate(TemplateRenderer):
 
     def __init__(self, tokenizer: Tokenizer, source: str, name: str, notes: Sequence[str] = ()) -> None:
         super().__init__(tokenizer, source, name, notes)
-        self._has_tool_template = False  # whether tools use a separate template
         self._heads: set[str] = set()  # texts between generation prompts and answers
         self._should_split_prompts = self._detect_split_prompts()
         if "strftime_now" in source:
@@ -152,8 +158,7 @@ class ChatTemplate(TemplateRenderer):
                     f"empty answer (message {i + 1} of {len(messages)}): fill it in or remove the row"
                 )
         text = self.render(messages, tools=tools)
-        if tools:
-            self._require_tools_rendered(text != self.render(messages))
+        self._require_rendered(messages, tools, text)
         eos = ""
         if self._appended and answers[-1:] == [len(messages) - 1]:
             eos = self._appended[bool(messages[-1].get("tool_calls"))]
@@ -186,37 +191,22 @@ class ChatTemplate(TemplateRenderer):
                     f"token that ends them to eos_token_id in {GENERATION_FILE}"
                 )
         self._require_tool_calls(messages, i, text[start:content_end])
-        if before and text.startswith(before):
+        if before and text.startswith(before) and not any(map(messages[i].get, REQUIRED_FIELDS[1:])):
             self._heads.add(before[start:])
         if len(self._heads) > 1:
             head = max(self._heads, key=len)
             self._note(f"writes {head!r} before some answers only, such as the last; see --data.train_on last_answer")
-        content = (messages[i].get("content") or "").strip()
-        rendered = text[max(0, start - len(content)) : end]  # the generation prompt may contain the first characters
-        if content not in rendered:
+        for name in REQUIRED_FIELDS:
+            content = str(messages[i].get(name) or "").strip()
+            rendered = text[max(0, start - len(content)) : end]  # the generation prompt may have the first characters
+            if content in rendered:
+                continue
             is_last = "assistant" not in [message.get("role") for message in messages[i + 1 :]]
             if is_last and "".join(content.split()) not in "".join(rendered.split()):
                 self._note(f"changes the last answer too, such as dropping its reasoning; {_HINT}")
             else:
                 self._note("modifies some answers (such as thinking in earlier turns); the rendered text is trained on")
         return start, end
-
-    def _require_tools_rendered(self, is_rendered: bool) -> None:
-        hint = "choose --data.prompt_style hermes, or provide one that does with --data.chat_template FILE"
-        if self._has_tool_template:
-            raise self._error(f"conversations with tools need the separate tool_use template; {hint}")
-        if not is_rendered:
-            raise self._error(f"the template does not render the row's tools; {hint}")
-
-    def _require_tool_calls(self, messages: Sequence[Message], i: int, rendered: str) -> None:
-        for call in messages[i].get("tool_calls") or ():
-            function = call.get("function", call) if isinstance(call, dict) else None
-            name = function.get("name") if isinstance(function, dict) else None
-            if not isinstance(name, str) or name not in rendered:
-                raise self._error(
-                    f"the template does not render all tool_calls of message {i + 1} of {len(messages)}, so they "
-                    "cannot be trained on; choose a template that does, such as --data.prompt_style hermes"
-                )
 
     def _start(
         self, messages: Sequence[Message], i: int, text: str, content_end: int, before: str, tools: Tools

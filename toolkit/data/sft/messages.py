@@ -1,12 +1,16 @@
 """Parse the messages and tools of a row."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from toolkit.errors import UserError
 
-_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT role names
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles of messages. Only the assistant's are answers; templates may have others."""
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+# Other tools' names for the loss weight.
+_WEIGHTS = {"train", "training", "trainable", "loss_mask", "masked"}
 
 
 class EmptyAnswerError(UserError):
@@ -14,9 +18,14 @@ class EmptyAnswerError(UserError):
 
 
 def parse_conversation(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Parse a list of messages, a list of strings with alternating roles (LIMA), or either as JSON text (CSV)."""
+    """Parse a list of messages, a list of strings with alternating roles (LIMA), or either as JSON text (CSV).
+
+    A list of pairs, a question and an answer each, is also valid.
+    """
     if isinstance(value, str):
         value = _parse_json_cell(value, where, "a list of messages")
+    if isinstance(value, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in value):
+        value = [text for turn in value for text in turn]
     if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
         value = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(value)]
     return parse_messages(value, where)
@@ -36,8 +45,16 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
     role = fields.pop("role", None) or fields.pop("from", None)
     if not isinstance(role, str):
         raise UserError(f"{where}: has no role; {describe_columns(message)}")
-    role = _ROLES.get(role, role)
     content = fields.pop("content") if "content" in fields else fields.pop("value", None)
+    if role == "function_call":
+        fields["function_call"], content = content, None
+    role = _SHAREGPT_ROLES.get(role, role)
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _parse_functions(fields["tool_calls"], f"{where} ({role}): tool_calls", "tool call")
+    if "function_call" in fields:  # ShareGPT's role, or OpenAI's older field
+        calls = _parse_functions(fields.pop("function_call"), f"{where}: function_call", "tool call")
+        fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    _parse_weight(fields, where)
     if isinstance(content, list):
         content = _join_parts(content, where)
     if content is None and not fields.get("tool_calls"):
@@ -46,6 +63,15 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
     if role == "assistant" and not content.strip() and not fields.get("tool_calls"):
         raise EmptyAnswerError(f"{where}: is an empty answer; fix or remove this row")
     return {"role": role, "content": content, **fields}
+
+
+def _parse_weight(fields: dict[str, Any], where: str) -> None:
+    """Replace other tools' names for the loss weight."""
+    for name in fields.keys() & _WEIGHTS:
+        value = fields.pop(name)
+        weight = (value != 1) if name == "masked" else value
+        if value not in (0, 1) or fields.setdefault("weight", int(weight)) != weight:
+            raise UserError(f"{where}: {name} {value!r:.40}: must be true or false, and agree with other loss weights")
 
 
 def _parse_json_cell(text: str, where: str, what: str) -> Any:
@@ -92,22 +118,41 @@ def describe_type(value: Any) -> str:
         return "null"
     if isinstance(value, list | dict) and not value:
         return "an empty list" if isinstance(value, list) else "an empty object"
-    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", int: "a number"}
-    return names.get(type(value), "a number" if isinstance(value, float) else f"a {type(value).__name__}")
+    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false"}
+    return (names | dict.fromkeys((int, float), "a number")).get(type(value), f"a {type(value).__name__}")
 
 
 def parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     """Parse a list of tools, or a list as JSON text (in CSV files and tables with heterogeneous tools)."""
-    if value is None or value == "":
-        return None
+    return None if value is None or value == "" else _parse_functions(value, where, "tool")
+
+
+def _parse_functions(value: Any, where: str, what: str) -> list[dict[str, Any]]:
+    """Parse a list of tools or tool calls, whose parameters or arguments may be JSON text (OpenAI)."""
     if isinstance(value, str):
-        value = _parse_json_cell(value, where, "a list of tools")
+        value = _parse_json_cell(value, where, f"a list of {what}s")
+    if isinstance(value, dict) and what == "tool call":
+        value = [value]
     if not isinstance(value, list):
         raise UserError(f"{where}: is {describe_type(value)}; it must be a list of objects")
-    for i, tool in enumerate(value, 1):
-        if not isinstance(tool, dict):
-            raise UserError(f"{where}: tool {i} is {describe_type(tool)}; it must be an object")
-    return value
+
+    def parse(text: Any) -> Any:
+        is_text = isinstance(text, str)
+        return _parse_json_cell(text or "{}", f"{where}: arguments {text!r:.40}", "JSON") if is_text else text
+
+    for i, item in enumerate(value, 1):
+        if not isinstance(item, dict):
+            raise UserError(f"{where}: {what} {i} is {describe_type(item)}; it must be an object")
+    return [map_arguments(item, parse) for item in value]
+
+
+def map_arguments(item: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a tool or tool call with ``change`` applied to its parameters or arguments."""
+    function = item.get("function", item)
+    if not isinstance(function, dict):
+        return item
+    changed = function | {name: change(function[name]) for name in ("parameters", "arguments") if name in function}
+    return changed if function is item else {**item, "function": changed}
 
 
 def answer_weights(messages: Sequence[dict[str, Any]], train_on: str) -> list[int]:

@@ -24,7 +24,7 @@ from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, r
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.tokenize import Counts, tokenize_samples
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
-from toolkit.errors import UserError
+from toolkit.errors import UserError, join_first
 from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -75,6 +75,10 @@ def _collect_notes(config: SFTConfig, statistics: dict[str, Any]) -> list[str]:
     if statistics["conversations"] and template is not None:
         notes.append(f"chat template: {template.name}; end of turn: {template.end_of_turn}")
         notes += [f"{template.name}: {note}" for note in statistics["notes"]]
+    if unread := statistics.get("unread"):
+        notes.append(f"not read: {join_first(unread, 20)}")
+    if statistics.get("one_label"):
+        notes.append("all completions have the same label; KTO needs good and bad ones")
     if unanswered := statistics.get("unanswered"):
         notes.append(f"{unanswered:,} conversations end with a message of the user, which has no answer to train on")
     if cut := statistics.get("cut_prompts"):
@@ -237,6 +241,7 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Report) -> None:
     statistics |= {"tokens": sum(used.values()), "max_seq_length": config.max_seq_length, "packing": config.packing}
     if config.kind == "pairs":
         statistics["group_size"] = 2
+    statistics["one_label"] = len(set(samples.get("labels", []))) == 1
     statistics["packing_efficiency"] = used["train"] / (statistics["train_rows"] * config.max_seq_length)
     statistics["val_samples"] = len(rows["val"][0])
     store = TokenStore(folder)
@@ -258,6 +263,8 @@ def _assign_rows(
         if not len(rows) and (rows is train or config.splits.val is not None):
             is_cut = max(counts.longest, default=(0,))[0] > config.max_seq_length + 1
             hint = "; increase --train.max_seq_length" if is_cut else ""
+            if config.template:
+                hint += "; ".join(["", *config.template.notes])
             raise UserError(
                 f"{config.option}: no sample is left to {purpose}: {_describe_counts(counts.to_dict())}{hint}"
             )

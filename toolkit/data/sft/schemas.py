@@ -1,6 +1,7 @@
 """Parse rows of instruction data into records (conversations or plain text). Columns determine the schema."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,15 @@ CONVERSATION = ("messages", "conversations")
 QUESTION = ("instruction", "prompt")
 INPUT = ("input", "context")
 ANSWER = ("output", "completion", "response", "answer")
-TEXT = ("text",)
-SYSTEM = ("system",)
-TOOLS = ("tools",)
 PAIR = ("chosen", "rejected")
 LABEL = ("label",)
-GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, TEXT, SYSTEM, TOOLS, PAIR[:1], PAIR[1:], LABEL)
+OTHERS = (("text",), ("system",), ("tools",), ("history",))
+GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, *OTHERS, PAIR[:1], PAIR[1:], LABEL)
+_MEDIA = ("image", "images", "videos", "audios")
+_REFUSED = dict.fromkeys(_MEDIA, "only text is supported; remove the column, or such rows")
+_REFUSED["functions"] = """provide tools, with --data.columns '{"tools": "functions"}'"""
 KNOWN_COLUMNS = tuple(name for group in GROUPS for name in group)
+_MAPPING = """names for them, such as --data.columns '{"prompt": "question", "completion": "answer"}'"""
 _SCHEMAS = "messages, conversations, instruction with output, prompt with completion, or text"
 
 
@@ -102,7 +105,7 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
         if not text.strip():
             raise EmptyAnswerError(f"{where}: text is empty; fix or remove this row")
     else:
-        raise UserError(f"{where}: has no known column; {describe_columns(row)}; needs {_SCHEMAS}, or --data.columns")
+        raise UserError(f"{where}: has no known column; {describe_columns(row)}; needs {_SCHEMAS}, or {_MAPPING}")
     return _make_record(messages, text, values, where)
 
 
@@ -143,9 +146,26 @@ def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: 
     return [_complete(prompt, answer, values, where, not i) for i, answer in enumerate(answers)]
 
 
+def unread_columns(row: dict[str, Any], columns: dict[str, str] | None, parse: Callable[[Any], Any]) -> set[str]:
+    """Return the columns that have a value and are not read: without them, ``parse`` returns the same."""
+
+    def is_read(column: str) -> bool:
+        try:
+            return parse({name: value for name, value in row.items() if name != column}) != parse(row)
+        except UserError:
+            return True
+
+    present = {name for name, value in row.items() if value not in (None, "", [])}
+    known = present & {*KNOWN_COLUMNS, *(columns or {}).values()}
+    return present - {column for column in known if is_read(column)}
+
+
 def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UserError(f"{where}: is {describe_type(row)}, not an object; every row needs {schemas}")
+    for name, hint in _REFUSED.items():
+        if row.get(name) and name not in (columns or {}).values():
+            raise UserError(f"{where}: {name}: {hint}")
     values = _map_columns(row, where, columns or {})
     for name, value in values.items():
         require_unicode(value, f"{where}: {name}")
@@ -166,7 +186,7 @@ def _make_record(
 
 def _parse_rated(values: dict[str, Any], where: str) -> Completion:
     label = values["label"]
-    label = {"true": True, "false": False, "1": True, "0": False}.get(str(label).lower())
+    label = {"true": True, "false": False, "1": True, "0": False}.get(str(label).lower().removesuffix(".0"))
     if label is None:
         raise UserError(f"{where}: label {values['label']!r:.40}: must be true (a good completion) or false")
     if column := _find_column(values, CONVERSATION, where):
@@ -175,7 +195,7 @@ def _parse_rated(values: dict[str, Any], where: str) -> Completion:
     if (question := _find_column(values, QUESTION, where)) is None:
         raise UserError(f"{where}: has no prompt for the completion; {describe_columns(values)}; see --data.columns")
     messages = _build_turn(values, question, where)
-    n_prompt = len(values[question]) if isinstance(values[question], list) else 1
+    n_prompt = len(_parse_prompt(values, question, where))
     return _complete(messages[:n_prompt], messages[n_prompt:], values, where, label)
 
 
@@ -195,7 +215,8 @@ def _parse_answer(value: Any, where: str) -> tuple[dict[str, Any], ...]:
 
 def _parse_prompt(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
     parse = _parse_prompt_messages if isinstance(values[question], list) else _build_user_message
-    return parse(values, question, where)
+    earlier = parse_conversation(values["history"], f"{where}: history") if values.get("history") else ()
+    return (*earlier, *parse(values, question, where))
 
 
 def _common_messages(answers: list[Any], where: str) -> tuple[Any, list[Any]]:

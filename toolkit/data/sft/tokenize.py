@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from toolkit.data.cache import HEARTBEAT
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
-from toolkit.data.sft.schemas import Completion, EqualAnswersError, Record, to_completions, to_record
+from toolkit.data.sft.schemas import Completion, EqualAnswersError, Record, to_completions, to_record, unread_columns
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ class SFTConfig:
     def sources(self) -> list[RowSource]:
         return [*self.splits.train, *(self.splits.val or [])]
 
+    def parse(self, row: Any, where: str) -> Any:
+        """Parse a row into a record, or completions."""
+        if self.kind == "answers":
+            return to_record(row, where, self.columns)
+        return to_completions(row, where, self.columns, self.kind == "rated")
+
     def cache_options(self) -> dict[str, Any]:
         """Return the options that affect prepared rows, for the cache key."""
         names = ("columns", "skip_empty", "train_on", "on_long", "packing", "max_seq_length", "val_fraction")
@@ -83,6 +90,7 @@ class Counts:
         cut_prompts, cut_completions: In preferences: samples whose prompt was cut from the left, completions cut at the
             end.
         trained_tokens: Tokens with loss in all samples that were not dropped.
+        unread: Columns, and fields of messages, that are not read.
         longest: Heap of (tokens, -source index, -row number).
     """
 
@@ -99,6 +107,7 @@ class Counts:
     cut_prompts: int = 0
     cut_completions: int = 0
     trained_tokens: int = 0
+    unread: list[str] = field(default_factory=list)
     longest: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
@@ -128,6 +137,7 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
     counts, last_line = Counts(), time.perf_counter()
     offsets, sources, numbers, labels = array("q", [0]), array("q"), array("q"), array("q")
     tokenize = _tokenize_row if config.kind == "answers" else _tokenize_completions
+    unread: set[str] = set()
     for position, source in enumerate(config.sources):
         for number, row in source.rows():
             counts.samples += 1
@@ -137,10 +147,13 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
                 offsets.append(writer.n_tokens)
                 sources.append(position)
                 numbers.append(number)
+            unread |= unread_columns(row, config.columns, partial(config.parse, where=""))
             if time.perf_counter() - last_line > HEARTBEAT:
                 report(f"Data: tokenized {counts.samples:,} samples")
                 last_line = time.perf_counter()
     writer.finish()
+    fields = config.template.unread_fields if config.template else ()
+    counts.unread = [*sorted(unread), *(f"{name} of messages" for name in sorted(fields))]
     arrays = {"offsets": offsets, "sources": sources, "numbers": numbers} | ({"labels": labels} if labels else {})
     return counts, {name: np.asarray(values, np.int64) for name, values in arrays.items()}
 
@@ -151,7 +164,7 @@ def _tokenize_row(
     """Tokenize a row into pieces that fit: usually one, or none if the row is dropped."""
     where = describe_row(config.sources[source], number)
     try:
-        record = to_record(row, where, config.columns)
+        record: Record = config.parse(row, where)
     except EmptyAnswerError:
         if not config.skip_empty:
             raise
@@ -189,7 +202,7 @@ def _tokenize_completions(
     """
     where = describe_row(config.sources[source], number)
     try:
-        completions = to_completions(row, where, config.columns, config.kind == "rated")
+        completions = config.parse(row, where)
     except EmptyAnswerError as error:
         if not config.skip_empty:
             raise
