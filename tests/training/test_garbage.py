@@ -17,7 +17,7 @@ class Cycle:
 
 def test_collections_are_where_they_are_asked_for(monkeypatch):
     monkeypatch.setattr(garbage, "STEPS_BETWEEN_COLLECTIONS", 3)
-    before = gc.isenabled(), gc.get_freeze_count()
+    was_enabled = gc.isenabled()
     with pytest.raises(RuntimeError), GarbageCollection() as collection:
         assert gc.isenabled()
         collection.collect(is_due=False)
@@ -27,7 +27,7 @@ def test_collections_are_where_they_are_asked_for(monkeypatch):
             collection.collect(is_due=is_due)
             assert (left() is not None) == expected
         raise RuntimeError
-    assert (gc.isenabled(), gc.get_freeze_count()) == before
+    assert (gc.isenabled(), gc.get_freeze_count()) == (was_enabled, 0)
 
 
 def test_a_run_leaves_the_collector_as_it_was(tmp_path):
