@@ -81,7 +81,7 @@ def test_run_records_what_its_report_needs(finished):
     out_dir, shown = finished
     run = read_run(out_dir)
     assert f"report: {out_dir}/report.html" in shown and "finished" in run.status
-    assert run.warnings == ["--eval.interval 4: given 2 times; using the last value"] and run.warnings[0] in shown
+    assert run.warnings == ["--eval.interval: given 2 times; using the last value"] and run.warnings[0] in shown
     assert [sample["step"] for sample in run.samples] == [4, 8]
     assert run.launch["devices"] == "1 x cpu" and run.launch["precision"] == "32-true"
     assert "precision" not in run.changed and "train.micro_batch_size" not in run.changed
