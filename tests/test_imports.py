@@ -303,15 +303,14 @@ def risky_file_calls(source: str, file: str) -> tuple[set[str], set[str]]:
     """Return the files, as the module writes them, that are read without a limit, and appended to through links."""
     unbounded, followed = set(), set()
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
-            continue
-        owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-        name = ast.unparse(node.func).rpartition(".")[2]
-        if owner and (name in ("read_bytes", "read_text") or (name in ("read", "readlines") and not node.args)):
-            unbounded.add(f"{file} {owner}")
-        elif (owner, name) == ("json", "load"):
-            unbounded.add(f"{file} {ast.unparse(node)}")
-        elif not owner and name == "open":
+        function = getattr(node, "func", None)
+        if isinstance(function, ast.Attribute):
+            name, owner = function.attr, function.value
+            if name in ("read_bytes", "read_text") or (name in ("read", "readlines") and not node.args):
+                unbounded.add(f"{file} {ast.unparse(owner)}")
+            elif name == "load" and ast.unparse(owner) == "json":
+                unbounded.add(f"{file} {ast.unparse(node)}")
+        elif isinstance(function, ast.Name) and function.id == "open":
             options = [ast.unparse(part) for part in (*node.args[1:2], *(k.value for k in node.keywords))]
             if options and options[0].startswith("'a") and "no_follow" not in options:
                 followed.add(f"{file} {ast.unparse(node.args[0])}")
