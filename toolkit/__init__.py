@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.api import TrainResult, finetune, generate, load, train
+    from toolkit.api import DDPTrainer, FSDPTrainer, HFTokenizer, TrainResult, finetune, generate, load, train
     from toolkit.distributed.ranks import barrier, rank_print
     from toolkit.distributed.script import (
         all_gather,
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "GPT", "Callback", "ModelConfig", "TrainResult", "Trainer", "all_gather", "all_reduce", "barrier", "broadcast",
-    "cleanup_distributed", "finetune", "generate", "get_local_rank", "get_rank", "get_world_size", "is_main_process",
-    "load", "main_process_only", "memory_stats", "rank_print", "setup_distributed", "shard_of", "train",
+    "Callback", "DDPTrainer", "FSDPTrainer", "GPT", "HFTokenizer", "ModelConfig", "TrainResult", "Trainer",
+    "all_gather", "all_reduce", "barrier", "broadcast", "cleanup_distributed", "finetune", "generate", "get_local_rank",
+    "get_rank", "get_world_size", "is_main_process", "load", "main_process_only", "memory_stats", "rank_print",
+    "setup_distributed", "shard_of", "train",
 ]  # fmt: skip
 
 # GNU OpenMP (in torch's Linux builds) reads this when torch starts its threads. By default, waiting threads spin so
@@ -68,8 +69,7 @@ _HOMES = {
 
 
 _ELSEWHERE = {
-    **{f"{kind}Trainer": f'use toolkit.Trainer(strategy="{kind.lower()}")' for kind in ("DDP", "FSDP", "Auto")},
-    "HFTokenizer": "use tokenizer_dir='gpt2', after `toolkit download gpt2 --tokenizer_only`",
+    "AutoTrainer": 'use toolkit.Trainer, whose strategy is "auto"',
     "save_checkpoint": "a run saves automatically; in a callback use trainer.save(name); fsdp={'state_dict_type': ...}",
 }
 """Names of other libraries, and what to use here."""
@@ -78,9 +78,7 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         hint = _ELSEWHERE.get(name) or f"it offers {', '.join(__all__)}"
-        # "from toolkit import NAME" replaces the message of an AttributeError, but not of an ImportError
-        kind = ImportError if name in _ELSEWHERE else AttributeError
-        raise kind(f"module 'toolkit' has no attribute {name!r}; {hint}")
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}; {hint}")
     return getattr(importlib.import_module(_HOMES.get(name, "toolkit.api")), name)
 
 

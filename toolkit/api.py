@@ -22,9 +22,35 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.training.callbacks import Callback
 from toolkit.training.python_args import TrainResult, names_arguments, read_run_args, run_from_python
-from toolkit.training.trainer import run_training
+from toolkit.training.trainer import Trainer, run_training
 
 _DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+
+
+class DDPTrainer(Trainer):
+    """:class:`Trainer` with ``strategy="ddp"``, under OpenLanguageModel's name."""
+
+    def __init__(self, *arguments: Any, strategy: str = "ddp", **options: Any) -> None:
+        super().__init__(*arguments, strategy=strategy, **options)
+
+
+class FSDPTrainer(Trainer):
+    """:class:`Trainer` with ``strategy="fsdp"``, under OpenLanguageModel's name."""
+
+    def __init__(self, *arguments: Any, strategy: str = "fsdp", **options: Any) -> None:
+        super().__init__(*arguments, strategy=strategy, **options)
+
+
+def HFTokenizer(name: str | Path) -> Tokenizer:
+    """Load a tokenizer, under OpenLanguageModel's name. Trainers take its folder, as ``tokenizer_dir``.
+
+    Args:
+        name: A folder with a tokenizer.json, or the name of one in ``checkpoints/``.
+
+    Raises:
+        UserError: there is none.
+    """
+    return Tokenizer.load(name, flag="HFTokenizer")
 
 
 def load(

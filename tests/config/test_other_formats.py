@@ -10,7 +10,7 @@ from toolkit.cli import main
 from toolkit.cli import parser as cli_parser
 from toolkit.commands import pretrain
 from toolkit.config.other_formats import FORMATS
-from toolkit.data import CharText
+from toolkit.data import CharText, SyntheticTokens
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
@@ -113,6 +113,67 @@ EFFECTS = [
     ),
     ({"training": {"bf16": False, "gradient_checkpointing": False}}, {"precision": "32-true"}),
     (
+        {
+            "model": {
+                "vocab_size": 1000,
+                "hidden_dim": 128,
+                "num_layers": 4,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "ffn_hidden_dim": 512,
+                "max_seq_len": 64,
+                "dropout": 0.1,
+                "use_rmsnorm": True,
+                "use_rope": True,
+                "use_swiglu": True,
+                "latent_dim": 8,
+                "split_layer": 2,
+            },
+            "training": {
+                "batch_size": 8,
+                "gradient_accumulation_steps": 3,
+                "warmup_steps": 4,
+                "weight_decay": 0.2,
+                "beta1": 0.8,
+                "beta2": 0.95,
+                "grad_clip": 0.5,
+                "max_steps": 100,
+                "num_epochs": 3,
+                "log_every": 10,
+                "eval_every": 20,
+                "save_every": 50,
+                "checkpoint_dir": "checkpoints/free",
+                "beta_kl": 1.0,
+                "kappa_free_bits": 0.3466,
+            },
+            "data": {"dataset_name": "synthetic", "data_dir": "data", "max_length": 32, "num_workers": 1},
+        },
+        {
+            "data": SyntheticTokens(1000, num_workers=1),
+            "model_config.n_embd": 128,
+            "model_config.n_layer": 4,
+            "model_config.n_head": 4,
+            "model_config.n_query_groups": 2,
+            "model_config.intermediate_size": 512,
+            "model_config.block_size": 64,
+            "model_config.family_options.latent_bits": 8,
+            "model_config.family_options.free_bits": 0.5,
+            "train.max_seq_length": 32,
+            "train.micro_batch_size": 8,
+            "train.global_batch_size": 48,
+            "train.lr_warmup_steps": 4,
+            "train.max_norm": 0.5,
+            "train.max_steps": 100,
+            "train.epochs": 3.0,
+            "train.log_interval": 10,
+            "train.save_interval": 50,
+            "eval.interval": 20,
+            "optimizer.weight_decay": 0.2,
+            "optimizer.betas": (0.8, 0.95),
+            "out_dir": "checkpoints/free",
+        },
+    ),
+    (
         {"distributed": {"use_fsdp": True, "fsdp_min_num_params": 5, "fsdp_sharding_strategy": "full_shard"}},
         {"strategy": "fsdp", "fsdp.min_num_params": "auto", "fsdp.sharding_strategy": "FULL_SHARD"},
     ),
@@ -211,6 +272,8 @@ def test_what_cannot_be_honored_is_an_error_unless_a_flag_overrides_it(parse):
             ["--train.micro_batch_size", "2", "--train.global_batch_size", "4"],
         ),
         ("training: {bf16: 1}", "file0.yaml: training.bf16: 1: must be true or false", ["--precision", "32-true"]),
+        ("model: {num_layers: 4, split_layer: 1}", "split_layer: 1: the latent enters in the middle", None),
+        ("data: {dataset_name: wikitext}", "wikitext: use --data HuggingFaceText --data.repo_id wikitext", None),
         (
             "distributed: {fsdp_state_dict_type: local_state_dict}",
             "fsdp_state_dict_type: local_state_dict: use sharded_state_dict",

@@ -105,7 +105,10 @@ VALUE_HINTS = {
     ("strategy", "deepspeed"): "; use fsdp, which shards like ZeRO 3",
     ("fsdp.sharding_strategy", "zero2"): "; use SHARD_GRAD_OP",
     ("fsdp.sharding_strategy", "zero3"): "; use FULL_SHARD, or HYBRID_SHARD on several nodes",
-    ("fsdp.state_dict_type", "local"): "; use sharded: it also writes a file per device, and loads on any number",
+    **dict.fromkeys(
+        (("fsdp.state_dict_type", "local"), ("fsdp.state_dict_type", "local_state_dict")),
+        "; use sharded: it also writes a file per device, and loads on any number",
+    ),
 }
 """Hints for other tools' option values; values are in lower case."""
 

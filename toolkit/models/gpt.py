@@ -127,7 +127,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         row_loss: A loss to use instead of the cross-entropy in the next forward pass with labels.
 
     Embedding and logits have size ``config.padded_vocab_size``, a multiple of ``padding_multiple`` by default. The
-    first ``config.vocab_size`` entries are the tokenizer's.
+    first ``config.vocab_size`` entries are the tokenizer's: ``logits[..., :config.vocab_size]`` leaves the padding out.
     """
 
     loss_parts: tuple[str, ...] = ()

@@ -1,11 +1,14 @@
 """``--compiler thunder``: the same numbers, names and files as without it."""
 
 import copy
+import importlib
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+from toolkit_thunder import ThunderDDPStrategy
 from toolkit_thunder.compiler import compile_blocks
 from toolkit_thunder.options import ThunderArgs
 
@@ -25,6 +28,13 @@ SIZES = {
 
 
 YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16}
+
+
+def test_strategies_have_litgpts_import(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
+    module = importlib.import_module("extensions.thunder.pretrain")
+    module.ThunderFSDPStrategy(sharding_strategy="ZERO3", bucketing_strategy="BLOCK", state_dict_type="full", jit=False)
+    assert module.ThunderDDPStrategy is ThunderDDPStrategy
 
 
 def tiny(name: str, **changes) -> GPT:

@@ -15,6 +15,8 @@ from toolkit.config.other_formats.rules import ForeignConfig, Options
 from toolkit.errors import UserError, did_you_mean
 
 FORMATS = {
+    "model": fsdp_guide.MODEL,
+    "data": fsdp_guide.DATA,
     "training": fsdp_guide.TRAINING,
     "distributed": fsdp_guide.DISTRIBUTED,
     "data_config": mingpt.DATA,
@@ -32,6 +34,8 @@ _REPLACED_BY = {
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a file into other tools' groups and the rest. A ``hydra`` group needs one of minGPT's groups."""
     groups = {name: inner for name, inner in values.items() if name in FORMATS}
+    if "dataset_name" not in (groups.get("data") or {}):
+        groups.pop("data", None)  # toolkit's own
     if any(name.endswith("_config") for name in groups) and "hydra" in values:
         groups["hydra"] = values["hydra"]
     return groups, {name: inner for name, inner in values.items() if name not in groups}
@@ -77,7 +81,7 @@ def _translate_key(file: ForeignConfig, group: str, key: str) -> tuple[Options, 
     """Return the options that a key sets, and the outcome for display."""
     rule, key_value, name = FORMATS[group][key], OptionValue(file.source, file.groups[group][key]), f"{group}.{key}"
     overrides = [file.override(option) for option in rule.options]
-    if all(overrides):
+    if overrides and all(overrides):
         return {}, f": overridden by {overrides[0]}"
     if both := [option for option in rule.options if option in file.toolkit_options and option not in file.overrides]:
         raise UserError(f"{key_value.display(name)}: the file also sets {both[0]}; keep one of them")

@@ -1,19 +1,26 @@
-"""An FSDP guide's YAML: the groups ``training`` and ``distributed``.
+"""An FSDP guide's YAML, the Free Transformer's: the groups ``model``, ``data``, ``training`` and ``distributed``.
 
 FSDP's options have no effect on one device, with another ``--strategy``, or with no_shard, so a file for eight GPUs
 also runs on a laptop. Options that apply on one device, such as the precision, are kept.
 """
+
+import math
+from functools import partial
 
 from toolkit.config.other_formats.rules import (
     BATCH_SIZE,
     BOOL,
     CLIP_NORM,
     COUNT,
+    COUNT_OR_ZERO,
+    NOT_NEGATIVE,
     POSITIVE,
     Convert,
     ForeignConfig,
     Options,
     Rule,
+    number,
+    text,
 )
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -110,12 +117,81 @@ def _dtype(option: str) -> Convert:
     return convert
 
 
+# ---- model, data and training
+
+
+def _unset(reason: str) -> Convert:
+    """Return the converter for a key that sets no option."""
+    return lambda file, value: reason
+
+
+def _dataset(file: ForeignConfig, name: str) -> Options:
+    if not name.startswith("synthetic"):
+        raise ValueError(f"use --data HuggingFaceText --data.repo_id {name}")
+    vocab_size = file.find("model", "vocab_size")
+    return {"data": "SyntheticTokens", **({} if vocab_size is None else {"data.vocab_size": COUNT(vocab_size)})}
+
+
+def _split_layer(file: ForeignConfig, layer: int) -> str:
+    if layer != (file.find("model", "num_layers") or 0) // 2:
+        raise ValueError("the latent enters in the middle: set half of num_layers")
+    return "always so"
+
+
+def _betas(file: ForeignConfig, _: float) -> Options:
+    betas = (file.find("training", "beta1") or 0.9, file.find("training", "beta2") or 0.999)
+    return {"optimizer.betas": list(betas)}
+
+
+_LATENT = "model_config.family_options"
+_ALWAYS = partial(Rule, {True: True}, (), _unset("always so"))
+_DROPOUT = Rule(NOT_NEGATIVE, (), _unset("no effect, there is no dropout"))
+MODEL = {
+    "vocab_size": Rule(COUNT, (), _unset("no effect, the data defines it")),
+    "hidden_dim": Rule(COUNT, ("model_config.n_embd",)),
+    "num_layers": Rule(COUNT, ("model_config.n_layer",)),
+    "num_heads": Rule(COUNT, ("model_config.n_head",)),
+    "num_kv_heads": Rule(COUNT, ("model_config.n_query_groups",)),
+    "ffn_hidden_dim": Rule(COUNT, ("model_config.intermediate_size",)),
+    "max_seq_len": Rule(COUNT, ("model_config.block_size",)),
+    "dropout": _DROPOUT,
+    "use_rmsnorm": _ALWAYS(),
+    "use_rope": _ALWAYS(),
+    "use_swiglu": _ALWAYS(),
+    "latent_dim": Rule(COUNT, (f"{_LATENT}.latent_bits",)),
+    "split_layer": Rule(COUNT, (), _split_layer),
+}
+DATA = {
+    "dataset_name": Rule(text, ("data",), _dataset),
+    "data_dir": Rule(text, (), _unset("no effect, prepared data is in --data.cache_dir")),
+    "max_length": Rule(COUNT, ("train.max_seq_length",)),
+    "num_workers": Rule(COUNT_OR_ZERO, ("data.num_workers",)),
+}
 TRAINING = {
     "batch_size": BATCH_SIZE,
+    "gradient_accumulation_steps": Rule(COUNT, (), _unset("counted in --train.global_batch_size")),
     "learning_rate": Rule(POSITIVE, ("train.learning_rate",), note="not scaled; --train.lr_scaling scales it"),
+    "warmup_steps": Rule(COUNT_OR_ZERO, ("train.lr_warmup_steps",)),
+    "weight_decay": Rule(NOT_NEGATIVE, ("optimizer.weight_decay",)),
+    "beta1": Rule(POSITIVE, ("optimizer.betas",), _betas),
+    "beta2": Rule(POSITIVE, ("optimizer.betas",), _betas),
     "gradient_checkpointing": Rule({True: "full", False: "none"}, ("train.activation_checkpointing",)),
     "bf16": Rule(_BF16, ("precision",)),
     "gradient_clip_norm": CLIP_NORM,
+    "grad_clip": CLIP_NORM,
+    "max_steps": Rule(COUNT, ("train.max_steps",)),
+    "num_epochs": Rule(COUNT, ("train.epochs",)),
+    "log_every": Rule(COUNT, ("train.log_interval",)),
+    "eval_every": Rule(COUNT, ("eval.interval",)),
+    "save_every": Rule(COUNT, ("train.save_interval",)),
+    "checkpoint_dir": Rule(text, ("out_dir",)),
+    "beta_kl": Rule(partial(number, "1, the paper's", lambda n: n == 1), (), _unset("always so")),
+    "kappa_free_bits": Rule(
+        NOT_NEGATIVE,
+        (f"{_LATENT}.free_bits",),
+        lambda file, nats: {f"{_LATENT}.free_bits": round(nats / math.log(2), 4)},
+        "nats, in bits",
+    ),
 }
 DISTRIBUTED = {
     "use_fsdp": Rule({True: "fsdp", False: "ddp"}, ("strategy",)),

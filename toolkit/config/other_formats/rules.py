@@ -90,22 +90,22 @@ class ForeignConfig:
 # ---- values of keys
 
 
-def _number(must: str, is_valid: Callable[[float], bool], value: Any) -> int | float:
+def number(must: str, is_valid: Callable[[float], bool], value: Any) -> int | float:
     """Return a number. YAML 1.1 reads 2e-4, which has no point, as a string."""
     try:
-        number = float("" if isinstance(value, bool) else value)
+        result = float("" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):
-        number = float("nan")
-    if not is_valid(number):
+        result = float("nan")
+    if not is_valid(result):
         raise ValueError(f"must be {must}")
-    return int(number) if number.is_integer() else number
+    return int(result) if result.is_integer() else result
 
 
-COUNT = partial(_number, "an integer greater than zero", lambda n: n > 0 and n.is_integer())
-COUNT_OR_ZERO = partial(_number, "an integer that is not negative", lambda n: n >= 0 and n.is_integer())
-POSITIVE = partial(_number, "a number greater than zero", lambda n: n > 0)
-NOT_NEGATIVE = partial(_number, "a number that is not negative", lambda n: n >= 0)
-FRACTION = partial(_number, "greater than 0 and at most 1", lambda n: 0 < n <= 1)
+COUNT = partial(number, "an integer greater than zero", lambda n: n > 0 and n.is_integer())
+COUNT_OR_ZERO = partial(number, "an integer that is not negative", lambda n: n >= 0 and n.is_integer())
+POSITIVE = partial(number, "a number greater than zero", lambda n: n > 0)
+NOT_NEGATIVE = partial(number, "a number that is not negative", lambda n: n >= 0)
+FRACTION = partial(number, "greater than 0 and at most 1", lambda n: 0 < n <= 1)
 BOOL = {True: True, False: False}
 
 
@@ -119,7 +119,8 @@ def text(value: Any) -> str:
 
 
 def _per_device(file: ForeignConfig, size: int) -> Options:
-    return {"train.micro_batch_size": size, "train.global_batch_size": size * file.world_size()}
+    accumulation = COUNT(file.find("training", "gradient_accumulation_steps") or 1)
+    return {"train.micro_batch_size": size, "train.global_batch_size": size * file.world_size() * accumulation}
 
 
 BATCH_SIZE = Rule(COUNT, ("train.micro_batch_size", "train.global_batch_size"), _per_device, "it is per device")
