@@ -293,7 +293,7 @@ def test_options_of_adapters_name_the_command_that_has_them(tmp_path):
 
 
 def test_files_of_other_tools_are_answered_whole(tmp_path):
-    litgpt = "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\ndata: TinyStories\nprecision: bf16-true"
+    litgpt = "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\ndata: Deita\nprecision: bf16-true"
     axolotl = (
         "base_model: a/b\nsequence_len: 3\nnum_epochs: 2\ndatasets: [{path: x}]\nseed: 1\noptimizer: adamw_bnb_8bit"
     )
@@ -302,7 +302,7 @@ def test_files_of_other_tools_are_answered_whole(tmp_path):
         (
             litgpt,
             [
-                "data: TinyStories: no such class; use --config config_hub/data/tinystories.yaml",
+                "data: Deita: no such class; use JSON with --data.json_path FILE",
                 "optimizer.class_path",
                 "optimizer.name?",
                 "optimizer.init_args",
@@ -471,7 +471,7 @@ def test_options_extend_a_default_object(capsys):
 
 def test_each_data_module_of_litgpt_exists_or_names_what_replaces_it():
     data_modules = classes_of(DataModule)
-    names = "Alpaca Alpaca2k AlpacaGPT4 Deita Dolly FLAN JSON LIMA LitData LongForm MicroLlama OpenWebText RedPajama"
+    names = "Alpaca Alpaca2k AlpacaGPT4 Deita Dolly FLAN JSON LIMA LitData LongForm MicroLlama OpenWebText SlimPajama"
     for name in [*names.split(), "TextFiles", "TinyLlama", "TinyStories"]:
         if name in data_modules:
             continue

@@ -16,7 +16,7 @@ from helpers.hub_stub import Hub
 from helpers.processes import PRETRAIN, start
 from pyarrow import parquet
 
-from toolkit.data import HuggingFaceText
+from toolkit.data import HuggingFaceText, OpenWebText, RedPajama, TinyStories
 from toolkit.data.base import sample_order
 from toolkit.data.streamed import hub as hub_module
 from toolkit.data.streamed import segments
@@ -231,6 +231,12 @@ def test_presets_find_their_files_and_columns(hub, tmp_path):
         assert len(prepared.val) > 0
 
     check_each(check, PRESETS)
+
+
+def test_named_streams_are_their_recipes():
+    for name, preset in ((RedPajama, "redpajama"), (OpenWebText, "openwebtext"), (TinyStories, "tinystories")):
+        recipe = yaml.safe_load((Path(__file__).parents[2] / "config_hub/data" / f"{preset}.yaml").read_text())
+        assert vars(name()) == vars(HuggingFaceText(**recipe["data"]["init_args"]))
 
 
 @pytest.mark.slow

@@ -68,7 +68,8 @@ class TrainArgs:
         max_steps: Stop after this many optimizer steps.
         max_tokens: Stop at the step that reaches this many input tokens over all devices, without padding.
         epochs: Stop after this many passes over the training data; may be fractional. Without any limit, finetuning
-            ends after 3, on preferences after 1.
+            ends after 3, on preferences after 1; a named architecture trained from scratch ends after 4, or after 20
+            tokens per active parameter if that is less.
         max_time: Stop this launch after this many minutes.
         max_seq_length: Tokens per sequence. auto: the model's context length.
         learning_rate: Peak learning rate. auto: 2e-4 for adapters, 2e-5 in finetune_full; with preferences 5e-6 and

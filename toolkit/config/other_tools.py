@@ -113,11 +113,9 @@ VALUE_HINTS = {
 """Hints for other tools' option values; values are in lower case."""
 
 CLASS_HINTS = {
-    "OpenWebText": "; use --config config_hub/data/openwebtext.yaml, which streams it with HuggingFaceText",
-    "TinyStories": "; use --config config_hub/data/tinystories.yaml, which streams it with HuggingFaceText",
-    "RedPajama": "; use --config config_hub/data/redpajama.yaml, which streams it with HuggingFaceText",
     **dict.fromkeys(
-        ("TinyLlama", "MicroLlama"), "; use LitData for prepared chunks, as in config_hub/pretrain/tiny-llama.yaml"
+        ("TinyLlama", "MicroLlama", "SlimPajama", "StarCoder"),
+        "; use LitData for prepared chunks, as in config_hub/pretrain/tiny-llama.yaml, or HuggingFaceText",
     ),
     **dict.fromkeys(
         ("Deita", "LongForm", "FLAN"), "; use JSON with --data.json_path FILE, or HuggingFace with --data.repo_id NAME"

@@ -8,7 +8,7 @@ from toolkit.data.mixture import Mixture
 from toolkit.data.sft.datasets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
 from toolkit.data.sft.instruct import InstructionData
 from toolkit.data.sft.preference import Preference
-from toolkit.data.streamed.hugging_face_text import HuggingFaceText
+from toolkit.data.streamed.hugging_face_text import HuggingFaceText, OpenWebText, RedPajama, TinyStories
 from toolkit.data.text.char_text import CharText
 from toolkit.data.text.python_stdlib import PythonStdlib
 from toolkit.data.text.text_files import TextFiles
@@ -17,6 +17,6 @@ from toolkit.data.tokens.synthetic import SyntheticTokens
 
 __all__ = [
     "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "CharText", "DataModule", "Dolly", "HuggingFace",
-    "HuggingFaceText", "InstructionData", "LitData", "Mixture", "Parquet", "Preference", "PreparedData",
-    "PythonStdlib", "SyntheticTokens", "TextFiles", "TokenDataset",
+    "HuggingFaceText", "InstructionData", "LitData", "Mixture", "OpenWebText", "Parquet", "Preference", "PreparedData",
+    "PythonStdlib", "RedPajama", "SyntheticTokens", "TextFiles", "TinyStories", "TokenDataset",
 ]  # fmt: skip

@@ -115,3 +115,27 @@ class HuggingFaceText(DataModule):
         if self.val_split is not None:
             val_files = list_split(repository, self.subset, self.val_split)
         return f"--data.repo_id {self.repo_id}", files, val_files
+
+
+@dataclass
+class OpenWebText(HuggingFaceText):
+    """OpenWebText, 9 billion tokens, streamed with HuggingFaceText."""
+
+    repo_id: str | None = "Skylion007/openwebtext"
+    max_cache_gb: float | None = 10
+
+
+@dataclass
+class RedPajama(HuggingFaceText):
+    """RedPajama's sample of 1 billion tokens, streamed with HuggingFaceText."""
+
+    repo_id: str | None = "togethercomputer/RedPajama-Data-1T-Sample"
+    max_cache_gb: float | None = 10
+
+
+@dataclass
+class TinyStories(HuggingFaceText):
+    """TinyStories, about 0.5 billion tokens, streamed with HuggingFaceText."""
+
+    repo_id: str | None = "roneneldan/TinyStories"
+    val_split: str | None = "validation"
