@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.cases import slow_except
+from helpers.cases import check_each, slow_except
 
 from toolkit.cli import main
 from toolkit.cli.parser import parse
@@ -265,11 +265,34 @@ def test_the_table_has_a_line_for_each_part(capsys):
     shown = capsys.readouterr().out
     assert re.search(r"\nStrategy   fsdp FULL_SHARD, one unit per block, 8 shards \(", shown)
     assert "\n           micro batch auto: a device's share" in shown
-    assert "\nCompiler   torch (auto: rows of one length)\n" in shown
+    assert "\nCompiler   torch (auto: rows of one length, " in shown
+    assert "\nLength     2,471,362,560 tokens: 20 tokens per active parameter, or 4 epochs" in shown
     assert all(
         f"\n  {part} " in shown for part in ("weights", "gradients", "optimizer", "unsharded_unit", "activations")
     )
     assert "\n  adapters" not in shown and "Fits into 80 GB." in shown
+
+
+def test_the_end_says_what_the_run_would_still_refuse(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    complete = ["pretrain", "pythia-160m", "--devices", "8", "--num_nodes", "2"]
+    assert plan(capsys, *complete)["missing"] == []
+
+    def check(words: str, *messages: str) -> None:
+        assert main(["plan", *words.split()]) == 0
+        shown = capsys.readouterr().out.partition("\nNot yet complete: ")[2].splitlines()
+        assert [line for line in shown if not line.startswith("Not yet complete: ")] == shown[:1]
+        assert len(shown) == len(messages) and all(text in line for text, line in zip(messages, shown, strict=True)), (
+            shown
+        )
+
+    base, rows = "meta-llama/Llama-3.2-1B", "--data.json_path missing.json"
+    check_each(check, [
+        (f"finetune_lora {base}", f"`toolkit download {base}`", "--data.json_path: must be set"),
+        (f"finetune_lora {base} {rows}", f"`toolkit download {base}`", "no such file"),
+        (f"pretrain --initial_checkpoint_dir {base}", "the run has no limit", f"initial_checkpoint_dir {base}"),
+        ("pretrain tiny-llama-1.1b --data Alpaca2k", "`toolkit download TinyLlama/TinyLlama_v1.1 --tokenizer_only`"),
+    ])  # fmt: skip
 
 
 def test_oom_advice_uses_the_runs_values(monkeypatch):

@@ -110,7 +110,9 @@ def test_plan_prints_the_simulation_of_many_ranks(capsys):
     words = ["plan", "pretrain", "pythia-14m", "--devices", "8", "--num_nodes", "128", "--strategy", "fsdp",
              "--train.max_steps", "1", "--train.global_batch_size", "1024", "--simulate", "true"]  # fmt: skip
     assert main([*words, "--format", "json"]) == 0
-    simulated = json.loads(capsys.readouterr().out)["simulated"]
+    shown = capsys.readouterr()
+    assert shown.err == "simulating rank 0 of 1024 ...\n"
+    simulated = json.loads(shown.out)["simulated"]
     total, planned = simulated["memory_gb"]["total"]
     assert simulated["ranks"] == 1024 and planned == pytest.approx(total, rel=0.05)
     assert simulated["memory_gb"]["sharded weights"][0] > 0.005
@@ -119,7 +121,8 @@ def test_plan_prints_the_simulation_of_many_ranks(capsys):
 def test_what_is_not_simulated_is_one_line(monkeypatch):
     setup = inputs(*CASES["full"])
     ddp, tensor = replace(setup.strategy, kind="ddp"), replace(setup.strategy, layout=Layout(shard=4, tensor=2))
-    for strategy, text in ((ddp, "use --strategy fsdp"), (tensor, "--tensor_parallel_size")):
+    one = replace(setup.strategy, kind="single", layout=Layout())
+    for strategy, text in ((ddp, "use --strategy fsdp"), (one, "use --devices 8"), (tensor, "--tensor_parallel_size")):
         with pytest.raises(UserError, match=text):
             simulate(replace(setup, strategy=strategy))
     with pytest.raises(UserError, match="a frozen model is not supported"):

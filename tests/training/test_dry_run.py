@@ -75,6 +75,18 @@ def test_rank_0_prints_once_and_every_process_ends(corpus, tmp_path):
     assert shown.count("Would write to") == 1 and "2 x cpu" in shown and not out.exists()
 
 
+def test_several_nodes_are_rehearsed_on_one_machine(corpus, tmp_path, capsys, monkeypatch):
+    """Without a launcher: rank 0's rows are read here, and the plan is that of all devices."""
+    words = ["pretrain", "pico-llama", *text_data(corpus), *SHORT, "--out_dir", str(tmp_path / "out"), "--dry_run"]
+    words += ["--devices", "4", "--num_nodes", "2", "--train.global_batch_size", "16"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "Devices    8 x cpu" in shown and "Batch      16 = micro batch 2 x 8 devices x 1" in shown
+    assert "8 devices" in shown and "Rank 0 of 8 read its rows here" in shown and not (tmp_path / "out").exists()
+    monkeypatch.setenv("NODE_RANK", "0")  # the node has a name: the dry run starts what the run would
+    assert main(words) == 2 and "MASTER_ADDR is not set" in capsys.readouterr().err
+
+
 def test_wrong_data_ends_with_one_line(corpus, tmp_path, capsys):
     words = ["pretrain", "pico-llama", *text_data(corpus), *SHORT, "--out_dir", str(tmp_path / "out"), "--dry_run"]
     assert main([*words, "--train.global_batch_size", "1000000", "--train.micro_batch_size", "1"]) == 2

@@ -320,7 +320,10 @@ def test_resume_of_a_finished_run_and_of_an_extended_run(corpus, tmp_path, capsy
         ({"initial_checkpoint_dir": "some"}, "model_name pico-llama"),
         ({"optimizer": OptimizerArgs(name="Adamw2")}, "--optimizer.name Adamw2"),
         ({"logger_name": "tensorbord"}, "tensorboard"),
-        ({"train": {"max_steps": None}}, "--train.max_tokens: the run has no limit"),
+        (
+            {"train": {"max_steps": None}, "model_name": None, "model_config": ModelOverrides(name="mine")},
+            "--train.max_tokens: the run has no limit",
+        ),
         ({"tokenizer_dir": "missing"}, "--tokenizer_dir missing"),
         ({"model_config": ModelOverrides(vocab_size=100)}, "vocab"),
         ({"model_config": ModelOverrides(family="bert")}, "bert"),
@@ -335,6 +338,29 @@ def test_user_errors_are_found_before_anything_is_written(corpus, tmp_path, chan
         run_training(args)
     assert "\n" not in str(error.value)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_named_architecture_without_a_limit_trains_4_epochs_or_20_tokens_per_parameter(
+    few_texts, tmp_path, capsys, monkeypatch
+):
+    n_rows = len(prepared(few_texts).train)
+    train = {"max_steps": None, "global_batch_size": 64, "micro_batch_size": 64}
+    args = arguments(few_texts, tmp_path / "epochs", train=train, evaluation={"interval": 0})
+    run_training(args)
+    tokens = 4 * 32 * n_rows
+    assert f"\nLength: {tokens:,} tokens, 4 epochs: " in capsys.readouterr().out
+    rows = rows_of(tmp_path / "epochs")
+    assert int(rows[-1]["step"]) == math.ceil(tokens / (64 * 32))
+    assert float(rows[-1]["learning_rate"]) == pytest.approx(3e-4, rel=0.1)  # the schedule ends with it
+    saved = yaml.safe_load((tmp_path / "epochs/final/hyperparameters.yaml").read_text())["train"]
+    assert (saved["max_tokens"], saved["epochs"], saved["max_steps"]) == (tokens, None, None)
+    run_training(replace(args, resume="auto"))
+    assert "nothing to do" in capsys.readouterr().out
+
+    monkeypatch.setattr(resolve, "matmul_parameters", lambda model: 8)
+    run_training(replace(args, out_dir=str(tmp_path / "parameters")))
+    assert "\nLength: 160 tokens, " in capsys.readouterr().out
+    assert [row["tokens"] for row in rows_of(tmp_path / "parameters")] == ["2048"]
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def setup(
         device_memory_gb = device_memory_gb or card.memory / 1e9
     from toolkit.distributed.device import device_memory
     from toolkit.planning.advice import advice_for
-    from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
+    from toolkit.planning.plan import device_spec_of, missing_parts, plan_run, run_args_of
     from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
     predicted = None
@@ -71,7 +71,8 @@ def setup(
         if speed is not None:
             prediction = predict(plan, card)
             predicted = (name, card.marketed_gb, prediction, suggestions(plan, card, prediction), plan.steps)
-    summary = plan_summary(plan, device_memory_gb, host_memory_gb, advice)
+        missing = [*missing_parts(args, run)]
+    summary = plan_summary(plan, device_memory_gb, host_memory_gb, advice) | {"missing": missing}
     if predicted is not None:
         summary["speed"] = speed_summary(*predicted)
     if simulate:

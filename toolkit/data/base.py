@@ -92,6 +92,11 @@ def row_count(dataset: TokenDataset | None) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
+def epoch_rows(dataset: TokenDataset) -> int | None:
+    """Return the training rows of an epoch; None if unknown."""
+    return getattr(dataset, "epoch_rows", row_count(dataset))
+
+
 def sample_order(dataset: TokenDataset, seed: int, state: dict[str, Any]) -> SampleOrder:
     """Return the dataset's custom sample order, or :class:`~toolkit.data.order.ShuffledOrder`.
 

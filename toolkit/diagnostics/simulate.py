@@ -6,6 +6,7 @@ storages; the CUDA context, fragmentation and NCCL's buffers are not included. B
 """
 
 import multiprocessing
+import sys
 import time
 import weakref
 from collections import defaultdict
@@ -87,6 +88,7 @@ def simulate(setup: MemoryInputs) -> Simulation:
     per_stage = layout.world_size // layout.pipeline
     found = []
     for stage in sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1}):
+        print(f"simulating rank {stage * per_stage} of {layout.world_size} ...", file=sys.stderr, flush=True)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             found.append(process.submit(_simulate, setup, stage * per_stage).result())
     return max(found, key=lambda simulation: simulation.peak)
@@ -124,7 +126,8 @@ def compare_with_plan(plan: RunPlan) -> dict[str, Any]:
 def _require_support(setup: MemoryInputs) -> None:
     strategy, layout = setup.strategy, setup.strategy.layout
     if not setup.is_fsdp2 or strategy.extension is not None:
-        raise UserError(f"--simulate: simulates FSDP2, but the strategy is {strategy}; use --strategy fsdp")
+        fix = "--devices 8" if layout.world_size == 1 else "--strategy fsdp"
+        raise UserError(f"--simulate: simulates FSDP2, but the strategy is {strategy}; use {fix}")
     options = {
         "--tensor_parallel_size": layout.tensor > 1,
         "--quantize": setup.quantize is not None,

@@ -29,6 +29,7 @@ from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.limits import require_profiled_steps, unknown_rows_error
+from toolkit.planning.own_tokenizer import download_hint, own_repository
 from toolkit.ui.loggers import check_loggers
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def check_start(args: RunArgs, *, writes: bool = True) -> None:
 
     Skips files in a process that a launcher started, because rank 0 may already be writing.
     """
-    detect_world(args.devices, args.num_nodes, None)
+    if not args.dry_run:
+        detect_world(args.devices, args.num_nodes, None)
     check_loggers(args.logger_name, args.log)
     if args.quantize is not None:
         require_bitsandbytes(f"--quantize {args.quantize}")
@@ -74,8 +76,10 @@ def check_start(args: RunArgs, *, writes: bool = True) -> None:
     if train.epochs is not None and not has_limit and isinstance(data, HuggingFaceText):
         raise unknown_rows_error(train.epochs)
     if args.initial_checkpoint_dir is None and args.tokenizer_dir is None and isinstance(data, InstructionData):
-        raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; specify --tokenizer_dir")
-    if _is_launched():
+        repository = own_repository(args)
+        hint = "specify --tokenizer_dir" if repository is None else download_hint(repository)
+        raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; {hint}")
+    if is_launched():
         return
     check_files(data)
     if writes and isinstance(args.resume, str) and is_url(args.resume):
@@ -84,7 +88,8 @@ def check_start(args: RunArgs, *, writes: bool = True) -> None:
         resolve_resume(args.resume, Path(args.out_dir))
 
 
-def _is_launched() -> bool:
+def is_launched() -> bool:
+    """Whether a launcher started this process."""
     return bool({"LOCAL_RANK", "RANK", "SLURM_PROCID"} & os.environ.keys())
 
 
@@ -93,7 +98,7 @@ def _known_batch(args: RunArgs) -> BatchPlan | None:
     train = args.train
     micro, nodes = (1 if value == AUTO else value for value in (train.micro_batch_size, args.num_nodes))
     devices = 1 if (args.devices, args.accelerator) == (AUTO, "cpu") else args.devices
-    if _is_launched() and AUTO in (args.devices, args.num_nodes):
+    if is_launched() and AUTO in (args.devices, args.num_nodes):
         return None
     if not isinstance(devices, int) or devices < 1 or nodes < 1 or args.preset != "balanced":
         return None

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.config import TrainingCommand
 from toolkit.distributed.device import count_devices, precision_hint
@@ -21,7 +22,17 @@ from toolkit.optim.schedule import Schedule, build_schedule, describe_scaling
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.memory_inputs import with_known_vocabulary
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, memory_inputs, resolve, with_default_limit
+from toolkit.planning.options import check_start
+from toolkit.planning.resolve import (
+    DeviceSpec,
+    ResolvedConfig,
+    choose_model,
+    has_limit,
+    memory_inputs,
+    resolve,
+    with_default_limit,
+    with_model_limit,
+)
 from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.planning.sample_model import model_of
 
@@ -38,6 +49,7 @@ class RunPlan:
         units: Description of the FSDP units; None for other strategies.
         compiler: The compiler, and the reason if ``--compiler`` is "auto".
         steps: Optimizer steps of the run; None if unknown.
+        length: Description of the length of a named architecture without a limit.
     """
 
     args: RunArgs
@@ -48,6 +60,7 @@ class RunPlan:
     units: str | None = None
     compiler: tuple[str, str] = ("none", "")
     steps: int | None = None
+    length: str = ""
 
     @property
     def seq_length(self) -> int:
@@ -92,11 +105,14 @@ class RunPlan:
 
 def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     """Resolve a run and estimate its memory, without starting it."""
+    length = ""
     try:
         args = with_default_limit(args)
     except UserError:  # the length does not matter for the memory; an epoch has an unknown number of steps
         args = replace(args, train=replace(args.train, epochs=1))
-    return plan_resolved(args, resolve(args, devices))
+    if not has_limit(args.train):
+        args, length = with_model_limit(args, with_known_vocabulary(choose_model(args), args))
+    return replace(plan_resolved(args, resolve(args, devices)), length=length)
 
 
 def plan_resolved(args: RunArgs, config: ResolvedConfig, steps: int | None = None) -> RunPlan:
@@ -167,6 +183,21 @@ def run_args_of(command: TrainingCommand, options: Mapping[str, Any]) -> Iterato
             )
             options = {**options, option: folder}
         yield run_args(command, **options)
+
+
+def missing_parts(args: RunArgs, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the errors with which the planned run would not start."""
+    names = ("checkpoint_dir", "initial_checkpoint_dir")
+    checks: list[tuple[Any, ...]] = [
+        (with_default_limit, args),
+        *((find_checkpoint_dir, value, name) for name in names if (value := options.get(name))),
+        (check_start, replace(args, dry_run=True)),  # its nodes have another environment
+    ]
+    for check, *arguments in checks:
+        try:
+            check(*arguments)
+        except UserError as error:
+            yield str(error)
 
 
 def _config_of(option: str, value: str) -> ModelConfig:

@@ -32,6 +32,8 @@ from toolkit.planning.frozen import find_frozen, frozen_flag
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.memory_inputs import MemoryInputs, with_known_vocabulary
 from toolkit.planning.run_args import RunArgs, hyperparameters
+from toolkit.planning.sample_model import model_of
+from toolkit.planning.speed.flops import matmul_parameters
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Training tokens for the default model if no limit is set."""
@@ -62,7 +64,7 @@ class ResolvedConfig:
     """Resolved run configuration, before anything starts. ``StartState`` adds what depends on data and checkpoint.
 
     Args:
-        args: The options, with at least one limit of the run.
+        args: The options. A named architecture may have no limit yet, see :func:`toolkit.training.data.with_length`.
         devices: The devices of the run.
         precision: Compute precision; "-true" precisions also store the weights in it.
         strategy: The distributed strategy with its mesh.
@@ -255,19 +257,33 @@ def has_limit(train: TrainArgs) -> bool:
 
 
 def with_default_limit(args: RunArgs) -> RunArgs:
-    """Set the default length if the run has no limit."""
+    """Set the default length if the run has no limit. That of a named architecture needs the data's vocabulary."""
     if has_limit(args.train):
         return args
     epochs = args.objective.epochs or args.defaults.epochs
     if args.is_finetune and epochs is not None:
         return replace(args, train=replace(args.train, epochs=epochs))
     config = None if args.initial_checkpoint_dir is not None else choose_model(args)
-    if config is None or config.name != DEFAULT_MODEL:
+    if config is not None and config.name == DEFAULT_MODEL:
+        return replace(args, train=replace(args.train, max_tokens=DEFAULT_MODEL_TOKENS))
+    if config is None or args.model_name is None:
         raise UserError(
             "--train.max_tokens: the run has no limit; "
             "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
         )
-    return replace(args, train=replace(args.train, max_tokens=DEFAULT_MODEL_TOKENS))
+    return args
+
+
+def with_model_limit(args: RunArgs, model: ModelConfig, epoch_tokens: float = math.inf) -> tuple[RunArgs, str]:
+    """Limit a run from scratch by the size of its model and of its data, and describe the limit.
+
+    Sources: Hoffmann et al. (arXiv 2203.15556) for the tokens per parameter, Muennighoff et al. (2305.16264) for the
+    epochs. The parameters are those in matrix products, of which a token uses all.
+    """
+    tokens = int(min(20 * matmul_parameters(model_of(model, None)), 4 * epoch_tokens))
+    epochs = "" if epoch_tokens == math.inf else f", {tokens / epoch_tokens:.3g} epochs"
+    text = f"{tokens:,} tokens{epochs}: 20 tokens per active parameter, or 4 epochs if that is less"
+    return replace(args, train=replace(args.train, max_tokens=tokens)), text
 
 
 def choose_model(args: RunArgs) -> ModelConfig | None:

@@ -38,6 +38,7 @@ from toolkit.models.lora_config import LoRAConfig, LoRAOptions
 from toolkit.objectives import KTO, NextToken, Objective
 from toolkit.planning.frozen import find_model, use_frozen_vocabulary
 from toolkit.planning.options import check_options
+from toolkit.planning.own_tokenizer import use_own_tokenizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -165,7 +166,7 @@ def run_args(
             f"--objective {type(args.objective).__name__}: must be a dataclass; add @dataclass to the class"
         )
     check_options(args)
-    return use_frozen_vocabulary(args)
+    return use_own_tokenizer(use_frozen_vocabulary(args))
 
 
 def read_lora(adapters: LoRAOptions, checkpoint_dir: str, verify_checkpoint: bool) -> LoRAConfig:

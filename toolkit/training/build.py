@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,16 @@ from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import rename_damaged
-from toolkit.data.batch import choose_padding
+from toolkit.data.batch import Padding, choose_padding
 from toolkit.data.interleave import MixtureOrder
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
-from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms, fp32_reductions
+from toolkit.distributed.device import (
+    choose_attention_kernels,
+    deterministic_algorithms,
+    fp32_reductions,
+    pick_accelerator,
+)
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.private_lightning import FabricModule
@@ -65,13 +70,13 @@ from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.checkpointer import Checkpointer, seed_generators
 from toolkit.training.compiler import resolve_compiler
-from toolkit.training.data import prepare_data, uses_old_ends
+from toolkit.training.data import prepare_data, uses_old_ends, with_length
 from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_rounding, describe_run
 from toolkit.training.frozen import build_frozen
 from toolkit.training.model import build_model, unwrapped
 from toolkit.training.reference import with_reference
-from toolkit.training.run import Launch, Run
+from toolkit.training.run import Launch, Run, is_alone
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state
 from toolkit.training.throughput import Throughput
 from toolkit.training.verify import fetch_on_other_nodes, find_intact, require_intact_on_all_ranks
@@ -98,11 +103,14 @@ def launch_run(
     # A single launcher searches before it starts processes, so that no other process has to wait for it.
     is_single_launcher = world.world_size == 1 or (world.starts_processes and world.num_nodes == 1)
     resume_from = _find_resume(args, remote, print) if is_single_launcher else None
+    strategy, precision = config.strategy, config.precision
+    if is_alone(args):
+        strategy, precision = replace(strategy, kind="single"), "32-true"
     fabric = build_fabric(
-        config.strategy,
+        strategy,
         world,
-        accelerator=config.device,
-        precision=config.precision,
+        accelerator=pick_accelerator(args.accelerator),
+        precision=precision,
         fsdp=config.fsdp,
         ddp=args.ddp,
         block_classes=set(args.block_classes or (Block,)),
@@ -122,7 +130,7 @@ def launch_run(
     group.init_process_group()
     fetch_on_other_nodes(remote, args.resume, resume_from, world)
     resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, display)
-    config = keep_fused_qkv(config, resume_from)
+    config = keep_fused_qkv(with_length(config, data, display.message), resume_from)
     state = prepare_start_state(config, data, resume_from, damaged)
     sampler = make_sampler(data, state.model.config, args.eval.max_new_tokens)
     return Launch(config, world, launched_at, remote, display, fabric, data, state, sampler)
@@ -158,11 +166,7 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
     launch.config = config = resolve_compiler(launch.config, state, fabric.device)
     launch.data = data = with_reference(launch)
     args, resume_from = config.args, state.resume_from
-    context = None if state.model.config is None else config.max_seq_length
-    divisor = args.model_parallel.length_divisor
-    padding = choose_padding(fabric.device.type, state.longest_ragged > 0, context, divisor)
-    reader = DataReader(config, state, data.train, padding, fabric.device)
-    stack.callback(reader.close)
+    padding, reader = build_reader(launch, stack)
     token_bytes = None if data.tokenizer is None else data.tokenizer.token_bytes()
     display.total_steps = state.limits.total_steps
     display.phase("building the model")
@@ -199,6 +203,17 @@ def build_run(launch: Launch, stack: ExitStack) -> Run:
         optimizer=optimizer,
         seconds_before=state.progress.seconds,
     )
+
+
+def build_reader(launch: Launch, stack: ExitStack) -> tuple[Padding, DataReader]:
+    """Start to read the training data from the run's progress on."""
+    config, state, device = launch.config, launch.state, launch.fabric.device
+    context = None if state.model.config is None else config.max_seq_length
+    divisor = config.args.model_parallel.length_divisor
+    padding = choose_padding(device.type, state.longest_ragged > 0, context, divisor)
+    reader = DataReader(config, state, launch.data.train, padding, device)
+    stack.callback(reader.close)
+    return padding, reader
 
 
 def restore(checkpointer: Checkpointer, folder: Path, report: Callable[[str], None]) -> None:

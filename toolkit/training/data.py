@@ -1,14 +1,16 @@
 """Prepare the data of a run, with its tokenizer and vocabulary size."""
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit.checkpoints.store import newest_first
-from toolkit.data.base import PreparedData, TokenDataset, row_count, row_lengths, rows_of
+from toolkit.data.base import PreparedData, TokenDataset, epoch_rows, mean_length, row_count, row_lengths, rows_of
 from toolkit.data.interleave import ConcatenatedRows
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import PythonData, check_rows
@@ -16,6 +18,8 @@ from toolkit.data.tokens.store import BlockDataset
 from toolkit.data.tokens.synthetic import SyntheticRows
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
+from toolkit.planning.own_tokenizer import download_hint, own_repository
+from toolkit.planning.resolve import ResolvedConfig, has_limit, with_model_limit
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import read_meta
 
@@ -27,6 +31,10 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
         tokenizer = Tokenizer.load(args.tokenizer_dir)
     elif args.base_dir is not None and not (is_tokens and not (args.base_dir / "tokenizer.json").is_file()):
         tokenizer = Tokenizer.load(args.base_dir, "checkpoint_dir")
+    if (repository := own_repository(args)) is not None:
+        report(f"note: trains a tokenizer on the data; {download_hint(repository)}")
+    elif args.tokenizer_dir != getattr(args.requested, "tokenizer_dir", args.tokenizer_dir):
+        report(f"Tokenizer: {args.tokenizer_dir}")
     options: dict[str, Any] = {"tokenizer": tokenizer, "max_seq_length": seq_length or 0, "report": report}
     if args.objective.row_kind != "answers":
         options["kind"] = args.objective.row_kind  # only instruction data has it, see the table of options
@@ -48,6 +56,17 @@ def uses_old_ends(resume_from: Path | None) -> bool:
         with suppress(UserError):  # a damaged checkpoint is reported later, and an older one may be used
             return not read_meta(folder).get("document_ends")
     return False
+
+
+def with_length(config: ResolvedConfig, data: PreparedData, report: Callable[[str], None]) -> ResolvedConfig:
+    """Set the limits of a named architecture that has none, and report them."""
+    if has_limit(config.args.train):
+        return config
+    model = with_vocabulary(config.model, data)
+    assert model is not None, "named"
+    args, length = with_model_limit(config.args, model, mean_length(data.train) * (epoch_rows(data.train) or math.inf))
+    report(f"Length: {length}")
+    return replace(config, args=args)
 
 
 def _sequences(rows: TokenDataset, seq_length: int | None) -> str:

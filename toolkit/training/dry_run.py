@@ -16,26 +16,27 @@ from toolkit.planning.plan import plan_resolved
 from toolkit.ui.plan import format_plan, plan_summary
 
 if TYPE_CHECKING:
-    from toolkit.training.run import Run
+    from toolkit.training.data_reader import DataReader
+    from toolkit.training.run import Launch
 
 _SAMPLES = 3
 
 
-def report_dry_run(run: Run) -> None:
+def report_dry_run(run: Launch, reader: DataReader) -> None:
     """Read the first batch on every rank, and print the report on rank 0. Collective.
 
     Raises:
         UserError: a rank could not read its first batch.
     """
-    run.reader.read()
-    if any(ranks.all_gather_object(run.reader.error is not None)):
-        run.reader.raise_error(None)
+    reader.read()
+    if any(ranks.all_gather_object(reader.error is not None)):
+        reader.raise_error(None)
     if ranks.global_rank() == 0:
         run.display.close()
         _print_report(run)
 
 
-def _print_report(run: Run) -> None:
+def _print_report(run: Launch) -> None:
     from rich.console import Console
 
     from toolkit.ui.tokens import print_inspection
@@ -50,10 +51,12 @@ def _print_report(run: Run) -> None:
         known = memory if math.isfinite(memory) else None
         advice = [] if known is None else advice_for(plan, known, host_memory)
         print(f"\n{format_plan(plan_summary(plan, known, host_memory, advice))}")
+    if run.world.world_size < (size := config.strategy.layout.world_size):
+        print(f"\nRank 0 of {size} read its rows here; no other process was started.")
     print("\n".join(["", *_describe_output(run), "", "Dry run: nothing was trained, and out_dir is unchanged."]))
 
 
-def _describe_output(run: Run) -> Iterator[str]:
+def _describe_output(run: Launch) -> Iterator[str]:
     args, train, limits = run.args, run.args.train, run.state.limits
     intervals = build_intervals(train, args.eval, limits)
     due = [f"every {intervals.save_steps:,} steps"] if intervals.save_steps else []

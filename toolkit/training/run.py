@@ -1,6 +1,7 @@
 """Define the state of a run, and resolve its configuration and devices."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from lightning.fabric import Fabric
 
 from toolkit.checkpoints.remote.run import RemoteRun
-from toolkit.config import RunOptions
+from toolkit.config import AUTO, RunOptions
 from toolkit.data.base import PreparedData
 from toolkit.data.batch import Padding
 from toolkit.distributed.device import count_devices, pick_accelerator
@@ -20,6 +21,8 @@ from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import GuardError, UserError
 from toolkit.objectives.base import Objective
 from toolkit.optim.update import Update
+from toolkit.planning.options import is_launched
+from toolkit.planning.plan import device_spec_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback, Sampler, overrides
@@ -143,7 +146,8 @@ class Run(Launch):
 def resolve_run(args: RunArgs, callbacks: Sequence[Callback] = ()) -> tuple[ResolvedConfig, WorldInfo, list[Callback]]:
     """Return the resolved configuration, the processes, and the callbacks (``--callbacks`` first)."""
     device, world = detect_devices(args)
-    config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
+    devices = DeviceSpec.of_this_machine(device, world.devices, world.num_nodes)
+    config = resolve(args, device_spec_of(args) if is_alone(args) else devices)
     all_callbacks = [*load_callbacks(args.callbacks), *callbacks]
     if args.optimizer.in_backward:
         _refuse_callbacks_before_the_step(all_callbacks)
@@ -159,7 +163,14 @@ def _refuse_callbacks_before_the_step(callbacks: Sequence[Callback]) -> None:
             )
 
 
+def is_alone(args: RunOptions) -> bool:
+    """Whether this process reads the first rank's rows alone: a dry run of several nodes without a launcher."""
+    return args.dry_run and args.num_nodes not in (AUTO, 1) and "NODE_RANK" not in os.environ and not is_launched()
+
+
 def detect_devices(args: RunOptions) -> tuple[str, WorldInfo]:
     """Return the run's device type ("cpu", "cuda" or "mps") and its processes."""
     device = pick_accelerator(args.accelerator)
+    if is_alone(args):
+        return device, WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
     return device, detect_world(args.devices, args.num_nodes, count_devices(device))

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.store import FINAL
 from toolkit.config import EvalArgs, TrainArgs
-from toolkit.data.base import PreparedData, is_ragged, mean_length, row_count, row_lengths
+from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, row_lengths
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.optim.schedule import Schedule, build_schedule
@@ -91,8 +91,9 @@ def prepare_start_state(
     require_same_options(replace(args, fsdp=resolved.fsdp), fingerprint)
     require_validations(args.train, args.eval, data)
     progress = Progress() if resume_from is None else read_progress(resume_from, fingerprint)
-    n_rows = getattr(data.train, "epoch_rows", row_count(data.train))
-    limits = build_limits(args.train, progress, n_rows=n_rows, tokens_per_row=length, is_ragged=is_ragged(data.train))
+    limits = build_limits(
+        args.train, progress, n_rows=epoch_rows(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
+    )
     if resume_from is not None:
         require_within_limits(args.train, progress, limits, longest or math.ceil(length), resume_from)
     elif args.profile:

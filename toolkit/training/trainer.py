@@ -24,7 +24,7 @@ from toolkit.optim.update import set_learning_rate
 from toolkit.planning.limits import Intervals, Progress, build_intervals, is_due
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.build import build_callbacks, build_run, build_update, finish_run, launch_run
+from toolkit.training.build import build_callbacks, build_reader, build_run, build_update, finish_run, launch_run
 from toolkit.training.callbacks import Callback, notify, notify_exception
 from toolkit.training.callbacks.base import callback_states, load_callback_states
 from toolkit.training.callbacks.upload import finish_uploads
@@ -33,7 +33,7 @@ from toolkit.training.dry_run import report_dry_run
 from toolkit.training.pipeline_step import pipeline_step
 from toolkit.training.python_args import TrainResult, names_arguments, read_run_args, run_from_python
 from toolkit.training.rank_consistency import require_shared_disk
-from toolkit.training.run import Run, resolve_run
+from toolkit.training.run import Run, is_alone, resolve_run
 from toolkit.training.saving import Saver
 from toolkit.training.step import StepResult, train_step
 from toolkit.training.trace import DATA_WAIT
@@ -126,9 +126,12 @@ class Trainer:
             if launch.is_finished:
                 finish_run(launch, stack)
                 return
+            if is_alone(launch.args):
+                report_dry_run(launch, build_reader(launch, stack)[1])
+                return
             self._run = run = build_run(launch, stack)
             if run.args.dry_run:
-                report_dry_run(run)
+                report_dry_run(run, run.reader)
                 return
             self.callbacks = self._build_callbacks(run, callbacks, stack)
             if run.state.resume_from is not None:

@@ -69,6 +69,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
         "accumulate": config.accumulate,
         "max_seq_length": plan.seq_length,
         "tokens_per_step": plan.tokens_per_step,
+        "length": plan.length or None,
         "parameters": dict(vars(plan.parameters)),
         "memory_gb": {name: round(size / _GB, 3) for name, size in plan.memory.parts().items()}
         | {"total": round(total, 3)},
@@ -151,6 +152,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"Compiler   {summary['compiler']}{f' ({why})' if (why := summary['reasons'].get('compiler')) else ''}",
         f"Recompute  {_RECOMPUTED[summary['activation_checkpointing']]}",
         f"Tokens     {summary['tokens_per_step']:,} per step, sequences of {summary['max_seq_length']:,}",
+        *([f"Length     {length}"] if (length := summary["length"]) else []),
         "",
         "Memory per device, GB",
     ]
@@ -167,7 +169,8 @@ def format_plan(summary: dict[str, Any]) -> str:
     if node := summary["node"]["memory_gb"]:
         limit = summary["node"]["limit_gb"]
         lines.append(f"  {'of a node':15}{node:10.2f}  CPU memory; a node has {limit:,.1f} (--host_memory_gb)")
-    return "\n".join(lines + _verdict(summary) + _speed(summary) + _simulated(summary))
+    missing = [f"Not yet complete: {message}" for message in summary.get("missing", ())]
+    return "\n".join(lines + _verdict(summary) + _speed(summary) + _simulated(summary) + missing)
 
 
 def _speed(summary: dict[str, Any]) -> list[str]:
