@@ -9,6 +9,7 @@ import pytest
 
 from toolkit.data.chat import sandbox_process
 from toolkit.data.chat.template import ChatTemplate, encode_text, prompt_styles
+from toolkit.data.sft.schemas import to_record
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 
@@ -702,13 +703,13 @@ def test_weight_0_masks_an_answer(templates):
 
 
 def test_other_weights_are_errors(templates):
-    cases = [(3, weight, "answers", "message 4: weight .*: must be 0") for weight in (0.5, 2, -1, True, "0", [0])]
+    cases = [(3, weight, "answers", "message 4: weight .*: must be 0") for weight in (0.5, 2, -1, "0", [0])]
     cases += [(2, 1, "answers", r"message 3 \(user\): weight 1: "), (2, 0, "all", r"message 3 \(user\): weight 0: ")]
     for index, weight, train_on, expected in cases:
         messages = [dict(message) for message in TWO]
         messages[index]["weight"] = weight
         with pytest.raises(UserError, match=expected):
-            templates["chatml"][0].encode(messages, train_on)
+            templates["chatml"][0].encode(to_record({"messages": messages}, "x").messages, train_on)
 
 
 def test_template_suffix_depending_on_the_answer_is_an_error(make):

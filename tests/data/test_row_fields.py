@@ -122,7 +122,7 @@ def test_other_names_of_the_loss_weight(template):
         row = {"messages": [{**user("q"), "train": False}, message, user("r"), assistant("b", train=True)]}
         assert encode(template, row) == expected and any(expected.loss_mask)
     for fields, message in (
-        ({"train": "no"}, "train 'no': must be true"),
+        ({"train": "no"}, "train 'no': must be 0 or false"),
         ({"train": True, "masked": 1}, "must .* agree"),
     ):
         with pytest.raises(UserError, match=f"message 2: .*{message}"):
@@ -201,7 +201,10 @@ def test_rendered_rows_are_refused(prepare):
         ({"prompt": rendered, "chosen": "Hello", "rejected": "No"}, Preference),
     ):
         kind = {} if module is JSON else {"kind": "pairs"}
-        with pytest.raises(UserError, match=r"line 1: .*message 1 \(user\) begins with <\|im_start\|>.* column text"):
+        with pytest.raises(
+            UserError,
+            match=r"line 1: .*message 1 \(user\) begins with .*, '<\|im_start\|>user.* column text",
+        ):
             prepare([row], module, **kind)
     mentions = "What does <|im_start|> mean, and <|im_end|>?"
     prepare([{"prompt": mentions, "completion": "<|im_start|> begins a message."}])

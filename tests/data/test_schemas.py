@@ -49,6 +49,7 @@ FROM_INSTRUCTION = {**USER, "instruction": "q", "input": ""}
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [USER, ASSISTANT]),
         ({"conversations": ["q", "a", "q"]}, [USER, ASSISTANT, USER]),
         ({"messages": [{**USER, "name": "Ann", "tool_calls": None}]}, [{**USER, "name": "Ann"}]),
+        ({"messages": [{**ASSISTANT, "tool_calls": ""}]}, [{**ASSISTANT, "tool_calls": ""}]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, [USER]),
         ({"system": "s", "prompt": "q", "completion": "a"}, [{"role": "system", "content": "s"}, USER, ASSISTANT]),
         (

@@ -55,8 +55,8 @@ class TemplateRenderer:
         self.notes = list(notes)
         self._tokenizer = tokenizer
         self._named_tokens = tokenizer.special_tokens
-        self._added_tokens = tuple(tokenizer.added_tokens)
         self._has_tool_template = False  # whether tools use a separate template
+        self._control_tokens: tuple[str, ...] = ()  # added tokens that the template writes
         self.unread_fields: set[str] = set()
         self._checked_fields: set[tuple[str, str]] = set()  # with role
         self._set_source(source)
@@ -99,7 +99,7 @@ class TemplateRenderer:
     def _clean(self, message: Message) -> Message:
         """Drop None values, which templates would render as text, and the loss weight, which is not rendered."""
         cleaned = {key: value for key, value in message.items() if value is not None and key != "weight"}
-        if "tool_calls" in cleaned and self._concatenates_arguments:
+        if cleaned.get("tool_calls") and self._concatenates_arguments:
             to_text = partial(json.dumps, ensure_ascii=False)
             cleaned["tool_calls"] = [map_arguments(call, to_text) for call in cleaned["tool_calls"]]
         return cleaned
@@ -126,15 +126,13 @@ class TemplateRenderer:
             role, content, place = message["role"], message.get("content") or "", f"message {i + 1} ({message['role']})"
             if role not in ROLES:
                 self._note(f"role {role!r:.40} is not known, so its messages are not trained on as answers")
-            if role != "assistant" and content.startswith(self._added_tokens):
-                token = max(filter(content.startswith, self._added_tokens), key=len)
-                if token in text.replace(content, ""):
-                    raise self._error(
-                        f"{place} begins with {token}, a token of the template: is it rendered already? Remove such "
-                        "tokens, or provide the complete text in a column text"
-                    )
+            if role != "assistant" and content.startswith(self._control_tokens):
+                raise self._error(
+                    f"{place} begins with a token of the template, {content!r:.30}: is it rendered already? Remove "
+                    "such tokens, or provide the complete text in a column text"
+                )
             for name in message.keys() - _CHECKED_ELSEWHERE:
-                if message[name] and (role, name) not in self._checked_fields:
+                if str(message[name] or "").strip() and (role, name) not in self._checked_fields:
                     self._checked_fields.add((role, name))
                     if self._has_effect(messages, i, name, tools):
                         continue

@@ -240,6 +240,7 @@ class ChatTemplate(TemplateRenderer):
         """
         turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         text = self.render(turn)
+        self._control_tokens = tuple(token for token in self._texts.values() if token in text)
         end = self._prompt_end(turn[:1], text)
         if end is None:
             return False

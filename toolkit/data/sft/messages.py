@@ -9,8 +9,8 @@ from toolkit.errors import UserError
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. Only the assistant's are answers; templates may have others."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-# Other tools' names for the loss weight.
-_WEIGHTS = {"train", "training", "trainable", "loss_mask", "masked"}
+# The loss weight, and other tools' names for it.
+_WEIGHTS = {"weight", "train", "training", "trainable", "loss_mask", "masked"}
 
 
 class EmptyAnswerError(UserError):
@@ -49,10 +49,10 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
     if role == "function_call":
         fields["function_call"], content = content, None
     role = _SHAREGPT_ROLES.get(role, role)
-    if "tool_calls" in fields:
-        fields["tool_calls"] = _parse_functions(fields["tool_calls"], f"{where} ({role}): tool_calls", "tool call")
-    if "function_call" in fields:  # ShareGPT's role, or OpenAI's older field
-        calls = _parse_functions(fields.pop("function_call"), f"{where}: function_call", "tool call")
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = parse_functions(fields["tool_calls"], f"{where} ({role}): tool_calls", "tool call")
+    if fields.get("function_call"):  # ShareGPT's role, or OpenAI's older field
+        calls = parse_functions(fields.pop("function_call"), f"{where}: function_call", "tool call")
         fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     _parse_weight(fields, where)
     if isinstance(content, list):
@@ -66,12 +66,12 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _parse_weight(fields: dict[str, Any], where: str) -> None:
-    """Replace other tools' names for the loss weight."""
-    for name in fields.keys() & _WEIGHTS:
-        value = fields.pop(name)
+    """Set the loss weight, 0 or 1, if the message has it under any name."""
+    for name, value in [(name, fields.pop(name)) for name in fields.keys() & _WEIGHTS]:
         weight = (value != 1) if name == "masked" else value
         if value not in (0, 1) or fields.setdefault("weight", int(weight)) != weight:
-            raise UserError(f"{where}: {name} {value!r:.40}: must be true or false, and agree with other loss weights")
+            hint = "must be 0 or false (masked), or 1 or true (trained), and agree with other names of the weight"
+            raise UserError(f"{where}: {name} {value!r:.40}: {hint}")
 
 
 def _parse_json_cell(text: str, where: str, what: str) -> Any:
@@ -122,13 +122,8 @@ def describe_type(value: Any) -> str:
     return (names | dict.fromkeys((int, float), "a number")).get(type(value), f"a {type(value).__name__}")
 
 
-def parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Parse a list of tools, or a list as JSON text (in CSV files and tables with heterogeneous tools)."""
-    return None if value is None or value == "" else _parse_functions(value, where, "tool")
-
-
-def _parse_functions(value: Any, where: str, what: str) -> list[dict[str, Any]]:
-    """Parse a list of tools or tool calls, whose parameters or arguments may be JSON text (OpenAI)."""
+def parse_functions(value: Any, where: str, what: str = "tool") -> list[dict[str, Any]]:
+    """Parse a list of tools or tool calls. It may be JSON text (CSV), and so may parameters and arguments (OpenAI)."""
     if isinstance(value, str):
         value = _parse_json_cell(value, where, f"a list of {what}s")
     if isinstance(value, dict) and what == "tool call":
@@ -159,11 +154,8 @@ def answer_weights(messages: Sequence[dict[str, Any]], train_on: str) -> list[in
     """Return the loss weight of each answer: 0 masks the answer, 1 (the default) trains on it."""
     for number, message in enumerate(messages, 1):
         weight, role = message.get("weight"), message.get("role")
-        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-            raise UserError(f"message {number}: weight {weight!r:.40}: must be 0 (masked) or 1 (trained)")
         if weight is not None and role != "assistant" and weight != (train_on == "all"):
             trained = "every message" if train_on == "all" else "answers only"
             hint = f"--data.train_on {train_on} trains {trained}; remove the weight"
             raise UserError(f"message {number} ({role}): weight {weight}: {hint}")
-    weights = [message.get("weight") for message in messages if message.get("role") == "assistant"]
-    return [1 if weight is None else int(weight) for weight in weights]
+    return [message.get("weight", 1) for message in messages if message.get("role") == "assistant"]

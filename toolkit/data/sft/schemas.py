@@ -10,8 +10,8 @@ from toolkit.data.sft.messages import (
     describe_columns,
     describe_type,
     parse_conversation,
+    parse_functions,
     parse_messages,
-    parse_tools,
     require_string,
     require_unicode,
 )
@@ -178,7 +178,7 @@ def _make_record(
     """Return a record with the row's system message and tools."""
     if messages and values.get("system"):
         messages = _add_system_message(messages, require_string(values["system"], f"{where}: system"), where)
-    tools = parse_tools(values.get("tools"), f"{where}: tools")
+    tools = parse_functions(values["tools"], f"{where}: tools") if values.get("tools") else None
     if tools and messages is None:
         raise UserError(f"{where}: tools: require a conversation, but this row is plain text; remove either")
     return Record(messages, text, where, tools)

@@ -153,7 +153,7 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
                 last_line = time.perf_counter()
     writer.finish()
     fields = config.template.unread_fields if config.template else ()
-    counts.unread = [*sorted(unread), *(f"{name} of messages" for name in sorted(fields))]
+    counts.unread = sorted(unread) + sorted(f"{name} of messages" for name in fields)
     arrays = {"offsets": offsets, "sources": sources, "numbers": numbers} | ({"labels": labels} if labels else {})
     return counts, {name: np.asarray(values, np.int64) for name, values in arrays.items()}
 
