@@ -341,7 +341,9 @@ def test_full_queue_disconnects_and_signals(endless):
         assert status == 400 and "has no chat template" in answer["error"]["message"]
         running = complete(client, "a", 30_000, stream=True)
         next(iter(running))
-        waiting = send(client, "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 30_000}).encode())
+        waiting = send(
+            client, "/v1/completions", json.dumps({"model": client.model, "prompt": "a", "max_tokens": 30_000}).encode()
+        )
         wait_for(lambda: health(client) == {"status": "ok", "running": 1, "waiting": 1})
         with pytest.raises(openai.RateLimitError, match="2 requests are running or waiting"):
             complete(client, "a")
