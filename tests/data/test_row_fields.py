@@ -176,7 +176,9 @@ def test_text_that_the_template_drops_is_an_error(tokenizer):
         ),
         (only_known, [{"role": "developer", "content": "d"}, user("q"), assistant("a")], r"the content of message 1"),
     ):
-        with pytest.raises(UserError, match=f"does not render {message}.* --data.chat_template FILE"):
+        with pytest.raises(
+            UserError, match=f"does not render {message}.*; provide one that does with --data.chat_template FILE, or"
+        ):
             ChatTemplate(tokenizer, source, "t").encode(messages, "answers")
     template = ChatTemplate(tokenizer, (PUBLISHED / "qwen3.jinja").read_text(), "t")
     template.encode([user("q"), thought], "answers")

@@ -117,11 +117,12 @@ class TemplateRenderer:
 
     def _require_rendered(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
         """Raise UserError unless ``text``, the rendered conversation, has the tools and all text of the messages."""
-        hint = "choose --data.prompt_style hermes, or provide one that does with --data.chat_template FILE"
+        hint = "provide one that does with --data.chat_template FILE"
+        hermes = f"choose --data.prompt_style hermes, or {hint}"
         if tools and self._has_tool_template:
-            raise self._error(f"conversations with tools need the separate tool_use template; {hint}")
+            raise self._error(f"conversations with tools need the separate tool_use template; {hermes}")
         if tools and text == self.render(messages):
-            raise self._error(f"the template does not render the row's tools; {hint}")
+            raise self._error(f"the template does not render the row's tools; {hermes}")
         for i, message in enumerate(messages):
             role, content, place = message["role"], message.get("content") or "", f"message {i + 1} ({message['role']})"
             if role not in ROLES:
