@@ -70,6 +70,7 @@ def test_every_name_has_its_meaning():
         ({"backward_prefetch": "BACKWARD_PRE"}, {"fsdp": {"backward_prefetch": "pre"}}),
         ({"sharding_strategy": "FULL_SHARD", "fsdp": {"cpu_offload": True}},
          {"fsdp": {"sharding_strategy": "FULL_SHARD", "cpu_offload": True}}),
+        ({"state_dict_type": "sharded"}, {"fsdp": {"state_dict_type": "sharded"}}),
         ({"bucket_cap_mb": 5, "strategy": "ddp"}, {"ddp": {"bucket_cap_mb": 5}, "strategy": "ddp"}),
         ({"epochs": 2, "log_interval": 5, "train": {"min_lr": 0.0}},
          {"train": {"epochs": 2, "log_interval": 5, "min_lr": 0.0}}),
@@ -103,6 +104,8 @@ def test_names_of_other_libraries_are_answered():
             toolkit.train("pico-llama", ROWS, strategy=strategy)
     with pytest.raises(UserError, match=r"ModelConfig\(hidden_dim=...\): no such field; did you mean n_embd\?"):
         toolkit.ModelConfig(hidden_dim=3)
+    with pytest.raises(UserError, match=r"ModelConfig\(latent_dim=...\): no such field; an extension's options are in"):
+        toolkit.ModelConfig(latent_dim=64)
     loader = DataLoader([torch.arange(9)])
     trainer = toolkit.Trainer(nn.Linear(2, 2), torch.optim.SGD, loader)
     assert trainer.arguments()["dataset"] is loader and trainer.arguments()["optimizer"] is torch.optim.SGD

@@ -40,6 +40,7 @@ def test_bf16_is_advised_where_the_cpu_multiplies_it_fast(monkeypatch):
     for is_fast in (True, False):
         monkeypatch.setattr("toolkit.private_torch.has_fast_bf16", lambda is_fast=is_fast: is_fast)
         assert ("--precision bf16-mixed" in (precision_hint("cpu", "32-true") or "")) == is_fast
+        assert not (precision_hint("cpu", "32-true") or "").startswith("note")  # no remark of a report
         assert precision_hint("cpu", "bf16-mixed") is precision_hint("cuda", "32-true") is None
 
 

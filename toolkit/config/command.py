@@ -204,7 +204,7 @@ class CommandOptions:
         if cls is not None and not (inspect.isclass(cls) and issubclass(cls, self.class_options[key])):
             raise UserError(f"{value.display(key)}: must be a class derived from {self.class_options[key].__name__}")
         if cls is None:
-            hint = CLASS_HINTS.get(name) if key == "data" and not module else None
+            hint = None if module else CLASS_HINTS.get(name)
             near = hint or did_you_mean(name, choices, cutoff=0.65) or f"; known are {', '.join(choices)}"
             raise UserError(f"{value.display(key)}: no such class{near}")
         return cls

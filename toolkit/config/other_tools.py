@@ -1,6 +1,7 @@
 """Map option names of transformers, TRL, Lightning, LitGPT, Axolotl, DeepSpeed and other tools to toolkit's options.
 
-A line is ``name name ... = option value; note``. The option must exist in the command; ``-`` means no option.
+A line is ``name name ... = option value; note``. The option must exist in the command; ``-`` means no option, and
+the line is for training commands, or after ``-NAME`` for commands with that option.
 """
 
 from collections.abc import Callable, Container
@@ -20,6 +21,7 @@ lora_rank = lora_r
 use_rslora = lora_rslora true
 use_dora peft_use_dora = lora_dora true
 lora_plus loraplus use_loraplus = loraplus_lr_ratio
+outtype quantize = -out_path; the types are --dtype F32, F16, BF16 and Q8_0; llama-quantize makes smaller files of it
 lora_r lora_alpha lora_dropout lora_query lora_key lora_value lora_projection lora_mlp lora_head lora_rslora lora_dora \
 loraplus_lr_ratio from_peft quantize = -; use `toolkit finetune_lora`, or lora=True in Python
 load_in_4bit quantization_bit qlora = quantize bnb.nf4
@@ -62,6 +64,11 @@ mask_history = data.train_on last_answer
 sample_packing packing neat_packing = data.packing best_fit
 torch_compile = compiler torch
 use_fsdp = strategy fsdp
+tp tp_size tensor_parallel_degree tensor_model_parallel_size = tensor_parallel_size
+pp pp_size pipeline_parallel_degree pipeline_model_parallel_size = pipeline_parallel_size
+cp cp_size context_parallel_degree sequence_parallel_degree sequence_parallel_size = context_parallel_size
+ep ep_size expert_parallel_size expert_parallel_degree expert_model_parallel_size = -; experts are sharded as all \
+weights are (--strategy fsdp), and not divided by expert
 zero_stage deepspeed = strategy fsdp; ZeRO 3 is the default, ZeRO 2 --fsdp.sharding_strategy SHARD_GRAD_OP
 hub_model_id = push_to_hub
 hub_private_repo = private true
@@ -93,8 +100,9 @@ def suggest_option(key: str, valid_names: Container[str], show: Callable[[str], 
             names, _, target = line.partition(" = ")
             target, _, note = target.partition(";")
             option, _, value = target.partition(" ")
-            if name in names.split() and (option == "-" or option in valid_names):
-                hint = "" if option == "-" else f"; did you mean {f'{show(option)} {value}'.strip()}?"
+            is_note, required = option.startswith("-"), option.removeprefix("-") or "train.global_batch_size"
+            if name in names.split() and required in valid_names:
+                hint = "" if is_note else f"; did you mean {f'{show(option)} {value}'.strip()}?"
                 return hint + (f";{note}" if note else "")
     return ""
 
@@ -117,11 +125,12 @@ CLASS_HINTS = {
         ("TinyLlama", "MicroLlama", "SlimPajama", "StarCoder"),
         "; use LitData for prepared chunks, as in config_hub/pretrain/tiny-llama.yaml, or HuggingFaceText",
     ),
+    **dict.fromkeys(("PPO", "GRPO", "RLOO"), "; reinforcement learning is not available; use TRL"),
     **dict.fromkeys(
         ("Deita", "LongForm", "FLAN"), "; use JSON with --data.json_path FILE, or HuggingFace with --data.repo_id NAME"
     ),
 }
-"""Hints for the data modules of LitGPT that have another name here."""
+"""Hints for other tools' data modules and objectives."""
 
 COMMAND_HINTS = {
     **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),

@@ -44,10 +44,10 @@ def device_memory(accelerator: str) -> float:
 
 
 def precision_hint(accelerator: str, precision: str) -> str | None:
-    """Return a note that suggests bf16-mixed if it would be much faster on this CPU; otherwise None."""
+    """Return a line that suggests bf16-mixed if it would be much faster on this CPU; otherwise None."""
     if (accelerator, precision) != ("cpu", "32-true") or not private_torch.has_fast_bf16():
         return None
-    return "note: this CPU multiplies bf16 matrices several times as fast (AMX): --precision bf16-mixed"
+    return "faster on this CPU, with other numbers: --precision bf16-mixed (AMX)"
 
 
 def pick_precision(

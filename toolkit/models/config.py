@@ -183,7 +183,9 @@ class ModelConfig:
         options = {f"model_config.{name}" for name in cls.__dataclass_fields__}
         for name in values.keys() - cls.__dataclass_fields__.keys():
             hint = suggest_option(name, options, lambda option: option.rpartition(".")[2])
-            raise UserError(f"ModelConfig({name}=...): no such field{hint or did_you_mean(name, cls.__annotations__)}")
+            hint = hint or did_you_mean(name, cls.__annotations__, cutoff=0.75)
+            hint = hint or "; an extension's options are in family_options={...}"
+            raise UserError(f"ModelConfig({name}=...): no such field{hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.config import TrainingCommand
-from toolkit.distributed.device import count_devices, precision_hint
+from toolkit.distributed.device import count_devices
 from toolkit.distributed.stages import describe_stages
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.distributed.world import detect_world
@@ -84,10 +84,6 @@ class RunPlan:
         with suppress(UserError):
             return build_schedule(self.args.train, self.steps, self.args.defaults)
         return None
-
-    @property
-    def precision_hint(self) -> str | None:
-        return precision_hint(self.config.device, self.config.precision)
 
     @property
     def stages(self) -> str | None:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.distributed.device import precision_hint
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.models.families import export_error
 from toolkit.optim.schedule import describe_scaling
@@ -33,8 +32,6 @@ def describe_run(config: ResolvedConfig, state: StartState, reader: DataReader) 
     yield from reader.describe()
     if (reason := config.reasons.get("train.micro_batch_size")) is not None:
         yield f"Micro-batch: {config.batch.micro_batch_size} ({reason})"
-    if (hint := precision_hint(config.device, config.precision)) is not None:
-        yield hint
     if args.train.epochs is not None and state.limits.total_samples is None:
         yield "note: epochs are not counted: the number of rows of this data is unknown; another limit ends the run"
     if config.preset:

@@ -25,7 +25,7 @@ _OBJECTS = (*PYTHON_OBJECTS[3:], "callbacks", "data", "extensions")
 _RENAMED = {
     **{field.name: f"train.{field.name}" for field in fields(TrainArgs)},
     **{field.name: f"ddp.{field.name}" for field in fields(DDPArgs)},
-    **{name: f"fsdp.{name}" for name in ("sharding_strategy", "min_num_params", "cpu_offload", "limit_all_gathers")},
+    **{field.name: f"fsdp.{field.name}" for field in fields(FSDPArgs)},
     "batch_size": "train.micro_batch_size",
     "context_length": "train.max_seq_length",
     "warmup_steps": "train.lr_warmup_steps",
@@ -75,12 +75,12 @@ def translate(arguments: dict[str, Any], dataset: Any) -> dict[str, Any]:
     command = CommandOptions(pretrain)
     options = {name: value for name, value in arguments.items() if name in (*command.parameters, *_OBJECTS)}
     for name, value in arguments.items():
-        if name in _RENAMED:
-            _set(options, _RENAMED[name], value, name)
-        elif name in _CONVERTED:
+        if name in _CONVERTED:
             option, convert = _CONVERTED[name]
             if (converted := convert(value)) is not None:
                 _set(options, option, converted, name)
+        elif name in _RENAMED:
+            _set(options, _RENAMED[name], value, name)
         elif name not in options and name != "grad_accum_steps":
             names = [*command.parameters, *_OBJECTS, *_RENAMED, *_CONVERTED, "grad_accum_steps"]
             hint = suggest_option(name, command.options(), lambda option: option.rpartition(".")[2])

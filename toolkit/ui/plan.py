@@ -55,7 +55,6 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
         "units": plan.units,
         "stages": plan.stages,
         "precision": config.precision,
-        "precision_hint": plan.precision_hint,
         "lr_scaling": plan.lr_scaling,
         "learning_rate": None if plan.schedule is None else _learning_rates(plan.schedule),
         "optimizer": config.optimizer["name"],
@@ -139,7 +138,6 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"Model      {summary['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
         f"{counts['matmul']:,} in matrix products",
         f"Devices    {where}, {summary['precision']}, {summary['optimizer']}",
-        *([f"           {hint}"] if (hint := summary["precision_hint"]) else []),
         *([f"Preset     {summary['preset']}"] if summary["preset"] else []),
         f"Strategy   {summary['strategy']}",
         *([f"Pipeline   {summary['stages']}"] if summary["stages"] else []),

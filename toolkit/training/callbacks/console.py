@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from toolkit.checkpoints.store import FINAL
 from toolkit.data.chat.sources import tokenizer_template
 from toolkit.data.sft.instruct import InstructionData
+from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
 from toolkit.models.families import export_error
 from toolkit.reporting.page import REPORT
@@ -55,6 +56,9 @@ class Console(Callback):
             display.message(f"report: {place}/{REPORT}")
         for command in next_commands(trainer):
             display.message(f"  {command}")
+        hint = precision_hint(trainer.config.device, trainer.config.precision)
+        if hint is not None and trainer.run.state.resume_from is None:
+            display.message(f"  {hint}")
         counts = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
         display.event("end", status="finished", **counts, model=final_model(trainer))
 
