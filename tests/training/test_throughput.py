@@ -2,7 +2,9 @@ from types import SimpleNamespace
 
 import torch
 
+from toolkit.models.families import get_config
 from toolkit.training.callbacks import ThroughputMonitor
+from toolkit.training.model import describe_model, specify_model
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 
 
@@ -31,3 +33,8 @@ def test_n8_monitor_declares_the_columns_that_it_adds():
 
 def test_n8_peak_memory_of_the_process():
     assert 0.1 < peak_memory_gb(torch.device("cpu")) < 24
+
+
+def test_model_without_a_name_is_described_by_its_class():
+    config = replace(get_config("pico-llama").with_vocab_size(64), name="")
+    assert describe_model(specify_model(config, None, ()), 8).startswith("GPT: ")

@@ -183,7 +183,7 @@ def unwrapped(wrapped: FabricModule) -> nn.Module:
 
 def describe_model(spec: ModelSpec, seq_length: float, forward_only: bool = False) -> str:
     """Return name, parameter count and FLOPs per token (N8) as one line."""
-    name = spec.module._get_name() if spec.config is None else spec.config.name
+    name = (spec.config and spec.config.name) or spec.module._get_name()
     text = f"{name}: {sum(spec.sizes.values()):,} parameters"
     trained = sum(p.numel() for p in spec.module.parameters() if p.requires_grad)
     if trained < sum(spec.sizes.values()) and not forward_only:
