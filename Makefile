@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUIET := $$(test -t 2 || echo --quiet)  # on a terminal, show how far a download of gigabytes is
 UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install $(QUIET) --compile-bytecode --python $(BIN)/python -c constraints.txt --override overrides.txt
 
-# More flags of the run: make pretrain PRETRAIN_FLAGS="--train.max_steps 2"
+# More flags of the run: make pretrain PRETRAIN_FLAGS="--train.max_tokens 50000 --eval.max_iters 1"
 PRETRAIN_FLAGS ?=
 
 .PHONY: pretrain test test-all test-faults test-gpu lint format docs clean train-free-fsdp train-baseline-fsdp compare

@@ -36,4 +36,4 @@ def test_integration_does_what_the_readme_says_in_its_order(tmp_path):
     calls = [line.split(",")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
     assert [call[0] for call in calls] == ["lint", *dict.fromkeys(told)]
     run = subprocess.run(["make", "-n", "-C", ROOT, *calls[1]], capture_output=True, text=True, check=True).stdout
-    assert "--config config_hub/pretrain/default.yaml --resume auto --train.max_steps 2\n" in run
+    assert "--config config_hub/pretrain/default.yaml --resume auto --train.max_tokens 50000" in run
