@@ -266,7 +266,7 @@ def test_s1_prune_keeps_the_last_and_touches_nothing_else(tmp_path, monkeypatch)
     prune(tmp_path, 2)
     assert names(tmp_path) == ["final", "step-000001", "step-000020", "step-000100"]
     assert all(name.startswith(".tmp-") for name in removed), "out of sight before it is deleted"
-    assert [re.search(r"\d{6}", name)[0] for name in removed] == ["000005", "000010"], "the oldest goes first"
+    assert [re.search(r"step-(\d+)", name)[1] for name in removed] == ["000005", "000010"], "the oldest goes first"
 
 
 def test_newest_sorts_by_step_then_name(tmp_path):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.groups import start_ranks
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -421,6 +422,16 @@ def test_s4_bad_shard_folders_are_one_line_errors_and_run_no_code(tmp_path, recw
     assert not witness.exists()
     assert shard_metadata._Record.fields is None
     assert len(recwarn) == made and capfd.readouterr() == ("", ""), "nothing but the one line"
+
+
+def test_enumerations_as_python_3_11_2_writes_them_are_read(tmp_path, monkeypatch):
+    def reduce(member, _):
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce)
+    folder = make_folder(tmp_path / "lit_model.pth")
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_sharded(folder).keys() == GOOD.keys()
 
 
 def test_a_large_memo_index_takes_no_memory(tmp_path):

@@ -43,6 +43,7 @@ _RECORDS = {
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath", "WindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath"),  # Python 3.13
+    "builtins": ("getattr",),  # Python 3.11.0 to 3.11.3 write members of enumerations with it
 }  # fmt: skip
 # Every global that a .metadata may name, and its replacement.
 _ALLOWED: dict[tuple[str, str], Any] = {
