@@ -65,7 +65,7 @@ def with_length(config: ResolvedConfig, data: PreparedData, report: Callable[[st
     model = with_vocabulary(config.model, data)
     assert model is not None, "named"
     args, length = with_model_limit(config.args, model, mean_length(data.train) * (epoch_rows(data.train) or math.inf))
-    report(f"Length: {length}")
+    report(f"Length: {length}; the lines of steps show the time left")
     return replace(config, args=args)
 
 

@@ -130,7 +130,6 @@ def format_plan(summary: dict[str, Any]) -> str:
     counts, memory = summary["parameters"], summary["memory_gb"]
     world = summary["devices"] * summary["num_nodes"]
     sharded = ", their gradients sharded" if summary["accumulate"] == "sharded" else ""
-    readers = summary["data_parallel"]
     where = f"{world} x {summary['device']}"
     # several devices may read the same rows
     readers = summary["global_batch_size"] // summary["micro_batch_size"] // summary["gradient_accumulation_steps"]
