@@ -49,7 +49,7 @@ CONVERSATIONS = {
     "leading newline": [user("x"), assistant("\n\nlines\n\n"), user("\ny"), assistant("\tx\r\n")],
     "marker text": [
         user("Say <|im_start|>assistant\n and ### Response:"),
-        assistant("<|im_start|>assistant\nRed.<|im_end|>\n### Response:\n<|eot_id|>"),
+        assistant("<|im_start|>assistant\nRed.<|im_end|>\n### Response:\n<|eot_id|>."),
         user("user\n"),
         assistant("assistant\n"),
     ],

@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.cases import check_each
 
 from toolkit.data import CharText, HuggingFaceText, Mixture, TextFiles
-from toolkit.data.chat.template import encode_text
+from toolkit.data.chat.template import ChatTemplate, encode_text
 from toolkit.data.inspection import inspect_rows
 from toolkit.data.loader import train_batches, val_batches
 from toolkit.data.order import ShuffledOrder
+from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.schemas import Completion, Record
 from toolkit.data.sft.tokenize import _tokenize_completion
 from toolkit.data.streamed import segments, stream
@@ -120,11 +122,30 @@ def test_neither_end_is_doubled(bos, without_bos, prepare):
 def test_prompts_and_finetuning_text_have_one_of_each(bos):
     start, end, ids = bos.bos_id, bos.eos_id, bos.encode("hat", bos=False)
     pair = Completion(Record(None, "<s>hat</s>", "line 1"), prompt_length=4, is_good=True)
-    tokenized = _tokenize_completion(pair, type("Config", (), {"tokenizer": bos}))
+    tokenized = _tokenize_completion(pair, SimpleNamespace(tokenizer=bos, template=None))
     assert tokenized.ids == [start, *ids, end] and tokenized.loss_mask == [False, False, True, True, True]
     assert encode_text(bos, "<s>hat</s>").ids == encode_text(bos, "hat").ids == [start, *ids, end]
     model = get_config("pico-llama").with_vocab_size(bos.vocab_size)
     assert encode_prompt(bos, "<s>hat", model) == encode_prompt(bos, "hat", model) == [start, *ids]
+
+
+def test_an_answer_that_has_its_end_token_gets_no_second_one(tokenizer):
+    template = ChatTemplate.from_tokenizer(tokenizer, None)
+
+    def encode(answer):
+        return template.encode([{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}], "answers")
+
+    expected = encode("Hello")
+    assert not template.notes
+    assert encode("Hello<|im_end|>") == encode("Hello<|im_end|>\n") == encode("Hello<|endoftext|>") == expected
+    (note,) = template.notes
+    assert note.endswith("adds <|im_end|>; the end token that some answers have already is removed")
+    assert encode("Hello <|im_end|> there") != encode("Hello  there")  # text in the middle stays
+    with pytest.raises(EmptyAnswerError):
+        encode("<|im_end|>")
+    rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>"
+    text = encode_text(tokenizer, rendered, template)
+    assert text.ids == tokenizer.encode(rendered) != encode_text(tokenizer, rendered).ids
 
 
 def test_option_chooses_another_rule_and_bos_is_said(bos, without_bos, prepare):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from toolkit.config.strategy_options import Auto
+from toolkit.config.strategy_options import AUTO, Auto  # noqa: F401 - AUTO is for data modules
 from toolkit.errors import UserError, require_option
 
 if TYPE_CHECKING:

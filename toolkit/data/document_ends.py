@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from toolkit.config.strategy_options import AUTO
-from toolkit.data.base import AddBos, Report, require
+from toolkit.data.base import AUTO, AddBos, Report, require
 from toolkit.data.tokenizer import END_OF_TEXT
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -44,8 +43,8 @@ def choose_ends(add_bos: AddBos, tokenizer: Tokenizer | None, tails: Iterable[st
             report("Data: documents begin without bos, as in toolkit 0.1.0 (--data.add_bos null)")
         return ""
     if add_bos is True or (add_bos == AUTO and adds_bos):
-        has_bos = tokenizer is not None and tokenizer.bos_id is not None
-        require(has_bos, "add_bos", "true", "the tokenizer has no bos token; set bos_token in tokenizer_config.json")
+        hint = "the tokenizer has no bos token; set bos_token in tokenizer_config.json"
+        require("bos_token" in names, "add_bos", "true", hint)
         how = f"begins with {names['bos_token']} and ends with {names['eos_token']}"
         report(f"Data: each document {how} (--data.add_bos {str(add_bos).lower()})")
         return "bos"

@@ -223,11 +223,6 @@ def data_modules(data: DataModule) -> list[DataModule]:
     return [data, *(data.modules.values() if isinstance(data, Mixture) else ())]
 
 
-def has_old_ends(data: DataModule) -> bool:
-    """Whether all text begins and ends as in toolkit 0.1.0, see :mod:`toolkit.data.document_ends`."""
-    return all(getattr(module, "add_bos", None) is None for module in data_modules(data))
-
-
 def keep_old_ends(data: DataModule) -> None:
     """Set ``add_bos`` to None where it is auto: the rule of a run that an older version began."""
     for module in data_modules(data):

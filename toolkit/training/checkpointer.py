@@ -32,7 +32,7 @@ from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.run_args import has_old_ends
+from toolkit.planning.run_args import data_modules
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
 from toolkit.training.pending_save import PendingSave, Snapshot
 from toolkit.training.start_state import StartState
@@ -124,10 +124,12 @@ class Checkpointer:
             tokenizer=self.tokenizer,
         )
         (folder / TRAINER).mkdir(exist_ok=True)  # other ranks' shards may have created it
+        data = self.config.args.data
         meta = {
             "format_version": FORMAT_VERSION,
             **asdict(snapshot.progress),
-            "document_ends": int(not has_old_ends(self.config.args.data)),
+            # 0: as in toolkit 0.1.0, see toolkit.data.document_ends
+            "document_ends": int(any(getattr(part, "add_bos", None) is not None for part in data_modules(data))),
             "schedule": asdict(state.schedule),
             "identity": asdict(state.fingerprint),
             "tied": {canonical_name(second): canonical_name(first) for second, first in state.model.tied.items()},

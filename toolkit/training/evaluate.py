@@ -34,7 +34,6 @@ from toolkit.models.gpt import GPT
 from toolkit.models.quantize import Quantize
 from toolkit.objectives import NextToken
 from toolkit.planning.run_args import data_modules, keep_old_ends
-from toolkit.training.rank_consistency import flatten
 from toolkit.training.validate import batches_by_source, validate
 
 
@@ -172,7 +171,7 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
         if cls is Mixture:
             _require_known_sources(options)
         data = cls(**parse_object(cls, as_mapping("init_args", options)))
-        if not any(flag.endswith(".add_bos") for flag in flatten({"data": options})):
+        if "'add_bos'" not in repr(options):  # written by a version without this option
             keep_old_ends(data)
     except (UserError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: data.{error}; give --data") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
@@ -47,10 +48,18 @@ class Encoding:
     loss_mask: list[bool]
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Tokenize plain text with loss on every token. Adds eos, and bos if the tokenizer adds it by default."""
-    ids = tokenizer.encode(text, eos=True)
-    return Encoding(ids, [True] * len(ids))
+def encode_text(
+    tokenizer: Tokenizer, text: str, template: ChatTemplate | None = None, prompt_length: int = -1
+) -> Encoding:
+    """Tokenize plain text with loss after ``prompt_length`` characters, the prompt. -1: on every token.
+
+    Adds eos, unless the text ends with it or another end token of ``template``, and bos if the tokenizer adds it.
+    """
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    is_ended = template is not None and ids[-1:] != [] and ids[-1] in template.stop_ids
+    start, end = tokenizer.missing_ends(ids, eos=not is_ended)
+    mask = [last > prompt_length for _, last in offsets]
+    return Encoding([*start, *ids, *end], [*(prompt_length < 0 for _ in start), *mask, *(True for _ in end)])
 
 
 class ChatTemplate(TemplateRenderer):
@@ -102,6 +111,7 @@ class ChatTemplate(TemplateRenderer):
             EmptyAnswerError: An answer is empty.
         """
         weights = answer_weights(messages, train_on)
+        messages = [self._without_end(message) for message in messages]
         text, spans = self._locate_answers(messages, tools)
         ids, offsets = self._tokenize(messages, text, TRAINING_DATE, tools)
         starts = [start for start, _ in offsets]
@@ -132,6 +142,15 @@ class ChatTemplate(TemplateRenderer):
             generation.setdefault("bos_token_id", self._tokenizer.bos_id)
         changed[GENERATION_FILE] = _to_json(generation)
         return self._tokenizer.with_files(changed)
+
+    def _without_end(self, message: Message) -> Message:
+        """Remove an end token from an answer, since the template adds one."""
+        content = message.get("content")
+        if message.get("role") != "assistant" or not isinstance(content, str):
+            return message
+        if (text := re.sub(rf"(?:{self._stop.pattern})\s*\Z", "", content)) != content:
+            self._note(f"adds {self.end_of_turn}; the end token that some answers have already is removed")
+        return {**message, "content": text}
 
     def _tokenize(
         self, messages: Sequence[Message], text: str, now: datetime, tools: Tools = None

@@ -236,10 +236,7 @@ def _tokenize_completions(
 def _tokenize_completion(completion: Completion, config: SFTConfig) -> Encoding:
     if (text := completion.record.text) is None:
         return tokenize_record(completion.record, config)
-    ids, offsets = config.tokenizer.encode_with_offsets(text)
-    start, end = config.tokenizer.missing_ends(ids, eos=True)
-    mask = [last > completion.prompt_length for _, last in offsets]
-    return Encoding([*start, *ids, *end], [*(False for _ in start), *mask, *(True for _ in end)])
+    return encode_text(config.tokenizer, text, config.template, completion.prompt_length)
 
 
 def _cut_prompts(
@@ -271,7 +268,7 @@ def _too_long(where: str, tokens: int, limit: int, choices: str) -> UserError:
 
 def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
     if record.messages is None:
-        return encode_text(config.tokenizer, record.text or "")
+        return encode_text(config.tokenizer, record.text or "", config.template)
     if config.template is None:
         raise config.no_template or UserError("--data.prompt_style: conversations need a chat template")
     try:

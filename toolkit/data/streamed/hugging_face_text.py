@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from toolkit.config.strategy_options import AUTO
-from toolkit.data.base import AddBos, DataModule, PreparedData, Report, require
+from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require
 
 if TYPE_CHECKING:
     from toolkit.data.streamed.files import SourceFile

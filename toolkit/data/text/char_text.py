@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from toolkit.config.strategy_options import AUTO
-from toolkit.data.base import AddBos, DataModule, PreparedData, Report, require
+from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require
 from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url

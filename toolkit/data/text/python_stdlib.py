@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.config.strategy_options import AUTO
 from toolkit.data.base import (
+    AUTO,
     DEFAULT_VAL_FRACTION,
     AddBos,
     DataModule,
