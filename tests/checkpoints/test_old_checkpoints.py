@@ -10,9 +10,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.processes import clean
+from torch.nn.functional import cross_entropy
 
-from toolkit import cli
+from toolkit import cli, load
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.training.data import uses_old_ends
 from toolkit.training.evaluate import data_of_run
@@ -64,22 +67,55 @@ def test_s2_a_run_begun_without_bos_resumes_without_it(tmp_path, monkeypatch, ca
     """Its checkpoints and its evaluation keep that rule, although its tokenizer adds bos."""
     unpack(tmp_path, "7341057", "bos")
     monkeypatch.chdir(tmp_path)
-    old, resumed, new = (tmp_path / name for name in (f"bos/{write.STEP}", "resumed/final", "new/final"))
+    old, resumed = tmp_path / "bos" / write.STEP, tmp_path / "resumed" / "final"
     assert cli.main([*write.RUNS["bos"], "--resume", str(old), "--out_dir", "resumed"]) == 0
     lines = capsys.readouterr().out
     for name in ("text", "more"):
         assert f"Data: {name}: documents begin without bos, as in toolkit 0.1.0 (--data.add_bos null)" in lines
     expected = json.loads((tmp_path / "bos" / "losses.json").read_text())
     assert write.losses(tmp_path / "resumed") == pytest.approx(expected[2:], rel=1e-6)
-    assert cli.main([*write.RUNS["bos"], "--out_dir", "new"]) == 0
-    assert "Data: more: each document begins with <bos> and ends with <eos>" in capsys.readouterr().out
-    for folder, add_bos in ((old, None), (resumed, None), (new, "auto")):
+    for folder in (old, resumed):
         data, _ = data_of_run(folder, trust=True)
-        assert [module.add_bos for module in data.modules.values()] == [add_bos] * 2
-        assert uses_old_ends(folder) == (add_bos is None)
+        assert [module.add_bos for module in data.modules.values()] == [None, None]
+        assert uses_old_ends(folder)
     shutil.copytree(old, resumed.parent / write.STEP)
     (resumed / "trainer" / "meta.json").write_text("{")  # the older checkpoint says it
     assert uses_old_ends(resumed) and not uses_old_ends(None)
+
+
+@pytest.mark.slow
+def test_s2_all_ranks_resume_a_run_begun_without_bos(tmp_path):
+    unpack(tmp_path, "7341057", "bos")
+    options = [*write.RUNS["bos"], "--resume", f"bos/{write.STEP}", "--out_dir", "resumed", "--devices", "2"]
+    done = subprocess.run([sys.executable, "-m", "toolkit", *options], env=clean({}), cwd=tmp_path)
+    assert done.returncode == 0
+    expected = json.loads((tmp_path / "bos" / "losses.json").read_text())
+    assert write.losses(tmp_path / "resumed") == pytest.approx(expected[2:], rel=1e-5)
+
+
+def test_n6_a_new_run_and_its_evaluation_leave_out_the_loss_of_bos(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write.write_bos_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"the page {'on ' * (i % 5)}")
+    data = [write.CACHE, "--data=TextFiles", "--data.train_data_path=text", "--data.val_fraction=0.4"]
+    options = [*write.MODEL, *write.STEPS, *data, "--tokenizer_dir=tokenizer", "--out_dir=new"]
+    assert cli.main(["pretrain", "pico-llama", *options]) == 0
+    assert "Data: each document begins with <bos> and ends with <eos> (--data.add_bos auto)" in capsys.readouterr().out
+    assert (
+        cli.main(["evaluate", "new/final", "--trust_checkpoint_data=true", "--format=json", "--accelerator=cpu"]) == 0
+    )
+    result = json.loads(capsys.readouterr().out)
+    data, _ = data_of_run(tmp_path / "new" / "final", trust=True)
+    assert data.add_bos == "auto" and not uses_old_ends(tmp_path / "new" / "final")
+    rows = data.prepare(tokenizer=Tokenizer.load("tokenizer"), max_seq_length=16, report=lambda line: None).val
+    ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        losses = cross_entropy(load("new/final")(ids).flatten(0, 1), labels.flatten(), reduction="none")
+    is_bos = labels.flatten() == 0
+    assert is_bos.any() and result["loss"] == pytest.approx(float(losses[~is_bos].mean()), rel=1e-5)
+    assert write.losses(tmp_path / "new", "val_loss")[-1] == pytest.approx(result["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("file", ["COMPLETE", "trainer/meta.json"])
