@@ -325,6 +325,24 @@ def test_s3_signals_do_not_change_the_exit_code_of_a_command_that_is_done():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "line"), [("SIGTERM", 143, "stopped by SIGTERM"), ("SIGINT", 130, "interr")]
+)
+def test_s3_signals_in_the_first_moments_are_reported(number, code, line):
+    """The other nodes of a run would wait for a process that ends without a message."""
+    send = (
+        "import os, signal, sys, toolkit.cli\n"
+        "class Send:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == 'toolkit.cli.dispatch': os.kill(os.getpid(), signal.{number})\n"
+        "sys.meta_path.insert(0, Send())\n"
+        "sys.exit(toolkit.cli.main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", send, "pretrain"], capture_output=True, text=True)
+    assert done.returncode == code and done.stderr.startswith(f"toolkit pretrain: {line}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 OUTPUT = [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]]
 
 

@@ -16,7 +16,7 @@ from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
 from toolkit.config import other_tools
 from toolkit.config.checks import print_once
 from toolkit.distributed.rendezvous import report_failure
-from toolkit.distributed.signals import ignore_until_exit
+from toolkit.distributed.signals import hold_signals, ignore_until_exit
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
 from toolkit.io.atomic import NO_SPACE
 from toolkit.io.streams import SafeOutput, open_missing_streams
@@ -68,6 +68,7 @@ def run(name: str, argv: list[str]) -> int:
     try:
         if name in DISTRIBUTED and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _terminate)  # report the end to the other processes
+        hold_signals(False)
         parse = importlib.import_module("toolkit.cli.parser").parse
         setup = importlib.import_module(module).setup
         if (arguments := parse(name, setup, positionals, argv)) is not None:
