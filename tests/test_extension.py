@@ -225,6 +225,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "broken.py").write_text("import not_a_module")
     (tmp_path / "leaves.py").write_text("import sys; sys.exit(0)")
+    (tmp_path / "raising.py").write_text("raise GeneratorExit('x')")
     (tmp_path / "twice.py").write_text(INIT.replace('"letters": "letters_family"', '"llama": "letters_family"'))
     (tmp_path / "lost.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_options.Missing"))
     (tmp_path / "again.py").write_text(INIT.replace('"letters_family"', '"again_family"'))
@@ -245,6 +246,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions nothing-here": "nothing-here: no such module in the current folder, and none is installed",
         "--extensions empty": "--extensions empty: has no EXTENSION",
         "--extensions broken": "--extensions broken: No module named 'not_a_module'",
+        "--extensions raising": "--extensions raising: raising raises GeneratorExit when it is imported: x",
         "--extensions leaves": "--extensions leaves: leaves calls sys.exit(0) when it is imported",
         "--extensions twice": "extension twice: families llama: toolkit already defines this name; rename it",
         "--extensions lost": "extension lost: option_groups letters: letters_options.Missing",

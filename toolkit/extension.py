@@ -267,6 +267,10 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
     except SystemExit as error:
         raise ImportError(f"{module} calls sys.exit({error.code!r}) when it is imported") from error
+    except BaseException as error:
+        if isinstance(error, Exception | KeyboardInterrupt):
+            raise
+        raise ImportError(f"{module} raises {type(error).__name__} when it is imported: {one_line(error)}") from error
 
 
 def _import_extension(module: str) -> Extension:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -26,7 +27,7 @@ from toolkit.data.streamed import segments
 from toolkit.data.streamed import stream as stream_module
 from toolkit.data.streamed.files import list_path
 from toolkit.data.streamed.order import ROW_BITS
-from toolkit.data.streamed.reader import SegmentRequest, stop_workers, used_bytes
+from toolkit.data.streamed.reader import SegmentRequest, StreamReader, stop_workers, used_bytes
 from toolkit.data.streamed.segments import plan_segments, read_part
 from toolkit.data.streamed.tokenize_worker import make_room
 from toolkit.errors import DataError, UserError
@@ -364,6 +365,16 @@ def flags_for(folder: Path, tmp_path: Path, out: str, **data) -> list[str]:
     words += [part for name, value in flags.items() for part in (f"--train.{name}", str(value))]
     words += ["--out_dir", str(tmp_path / out), "--resume", "auto", "--eval.interval", "0", "--accelerator", "cpu"]
     return ["pretrain", "pico-llama", "--data", "HuggingFaceText", *words]
+
+
+def test_process_that_ends_leaves_no_reader(folder, tmp_path):
+    stream = stream_of(opened(folder, tmp_path))
+    reader = StreamReader(stream, 1, None, print)
+    process = multiprocessing.get_context("fork").Process(target=reader.request, args=(SegmentRequest([0]),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert not [file.name for file in (stream.folder / "readers").iterdir() if file.suffix in (".json", ".lock")]
 
 
 @pytest.mark.slow

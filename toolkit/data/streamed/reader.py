@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import IO
 
@@ -126,6 +127,8 @@ class StreamReader:
         self._file, self._pid = self.stream.folder / "readers" / f"{name}.json", os.getpid()
         self._lock = open(self._file.with_suffix(".lock"), "w")  # noqa: SIM115 - held as long as the process lives
         lock(self._lock)
+        # at exit, after multiprocessing has ended the data loading processes
+        Finalize(None, self.close, exitpriority=-1)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "report": print, "_file": None, "_lock": None, "_pid": 0}
