@@ -343,6 +343,23 @@ def test_s3_signals_in_the_first_moments_are_reported(number, code, line):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("numpy:\n\nOriginal error was: lib.so: failed to map segment from shared object\n"),
+        OSError(24, "Too many open files", "lib.py"),
+    ],
+)
+def test_limits_of_the_shell_are_one_line(error, monkeypatch, capsys):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr("toolkit.cli.dispatch._check_before_torch", fail)
+    assert cli.main(["pretrain"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "raise the limits of this shell: ulimit -n, ulimit -v" in shown, shown
+
+
 OUTPUT = [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]]
 
 

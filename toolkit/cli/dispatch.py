@@ -4,6 +4,7 @@ import difflib
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line
 from toolkit.io.atomic import NO_SPACE
 from toolkit.io.streams import SafeOutput, open_missing_streams
 
+_LIMITED = re.compile(r".*(failed to map segment|annot allocate memory|Too many open files).*")
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM
 
 
@@ -88,6 +90,8 @@ def run(name: str, argv: list[str]) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (EPIPE, *NO_SPACE):
             raise  # of stdout; or of a file, where no one expects it
+        if (limited := _LIMITED.search(str(error))) is not None:
+            return _end(program, f"{limited[0]}; raise the limits of this shell: ulimit -n, ulimit -v", 1)
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
         return _end(program, f"{type(error).__name__}: {error}", 1, is_internal=True)
