@@ -282,7 +282,7 @@ def with_model_limit(args: RunArgs, model: ModelConfig, epoch_tokens: float = ma
     """
     tokens = int(min(20 * matmul_parameters(model_of(model, None)), 4 * epoch_tokens))
     epochs = "" if epoch_tokens == math.inf else f", {tokens / epoch_tokens:.3g} epochs"
-    text = f"{tokens:,} tokens{epochs}: 20 tokens per active parameter, or 4 epochs if that is less"
+    text = f"{tokens:,} tokens{epochs}: 20 tokens per active parameter, at most 4 epochs of data of known size"
     return replace(args, train=replace(args.train, max_tokens=tokens)), text
 
 
