@@ -254,20 +254,24 @@ def test_resume_of_a_different_run_is_an_error(corpus, finished, change, message
     assert sorted(path.stat().st_mtime_ns for path in finished.parent.rglob("*")) == before
 
 
-def test_lost_rows_of_metrics_are_said_on_resume(corpus, tmp_path, capsys):
+def test_lost_and_changed_rows_of_metrics_are_said_on_resume(corpus, tmp_path, capsys):
     run_training(arguments(corpus, tmp_path, train={"max_steps": 6}))
     path = tmp_path / "logs" / "metrics.csv"
-    lines = path.read_bytes().splitlines(keepends=True)
-    flipped = bytes([lines[2][0] ^ 64]) + lines[2][1:]
-    for max_steps, content, message in (
-        (7, b"".join(lines), None),
-        (8, b"".join([*lines[:2], flipped, *lines[3:6]]), "3 of the 7 rows to step 7 are lost or damaged"),
-        (9, None, "8 of the 8 rows to step 8 are lost or damaged"),
+
+    def flip(lines: list[bytes], at: int, bit: int) -> list[bytes]:
+        return [*lines[:2], lines[2][:at] + bytes([lines[2][at] ^ bit]) + lines[2][at + 1 :], *lines[3:]]
+
+    for max_steps, change, message in (
+        (7, lambda lines: lines, None),
+        (8, lambda lines: flip(lines, lines[2].index(b".") + 1, 1), "some of the 7 rows to step 7 are"),  # a digit
+        (9, lambda lines: lines, None),
+        (10, lambda lines: flip(lines, 0, 64)[:6], "5 of the 9 rows to step 9 are lost or damaged"),
+        (11, None, "10 of the 10 rows to step 10 are lost or damaged"),
     ):
-        if content is None:
+        if change is None:
             path.unlink()
         else:
-            path.write_bytes(content)
+            path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
         capsys.readouterr()
         run_training(arguments(corpus, tmp_path, train={"max_steps": max_steps}, resume="auto"))
         output = capsys.readouterr().out

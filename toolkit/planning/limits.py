@@ -23,6 +23,7 @@ class Progress:
         samples: Position in the sample stream, over all ranks.
         seconds: Wall time in seconds, summed over all launches.
         logged_rows: Rows of metrics.csv.
+        metrics_crc: CRC-32 of these rows; 0 if unknown.
         data: State of the sample order at ``samples``, see :meth:`toolkit.data.order.SampleOrder.state`.
     """
 
@@ -31,6 +32,7 @@ class Progress:
     samples: int = 0
     seconds: float = 0.0
     logged_rows: int = 0
+    metrics_crc: int = 0
     data: dict[str, Any] = field(default_factory=dict)
 
 

@@ -81,7 +81,7 @@ from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_sta
 from toolkit.training.throughput import Throughput
 from toolkit.training.verify import fetch_on_other_nodes, find_intact, require_intact_on_all_ranks
 from toolkit.ui.console import make_progress
-from toolkit.ui.loggers import MetricsCSV, make_loggers
+from toolkit.ui.loggers import MetricsCSV, make_loggers, rows_crc
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
@@ -354,13 +354,13 @@ def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callbac
     for folder in state.damaged:  # otherwise it would count as the newest checkpoint, and for --train.keep_last
         run.display.message(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
     resume_step = None if state.resume_from is None else state.progress.step
-    csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step, columns)
+    path = out_dir / "logs" / "metrics.csv"
     expected = state.progress.logged_rows if state.resume_from and state.resume_from.parent == out_dir else 0
-    if csv.n_resumed < expected:
-        run.display.message(
-            f"warning: {csv.path}: {expected - csv.n_resumed} of the {expected} rows to step {resume_step} are lost or "
-            "damaged"
-        )
+    is_changed = expected and state.progress.metrics_crc not in (0, rows_crc(path, expected))
+    csv = MetricsCSV(path, resume_step, columns)
+    if csv.n_resumed < expected or is_changed:
+        lost = f"{expected - csv.n_resumed} of" if csv.n_resumed < expected else "some of"
+        run.display.message(f"warning: {path}: {lost} the {expected} rows to step {resume_step} are lost or damaged")
     loggers = make_loggers(
         args.logger_name, out_dir, args.log, run.config.hyperparameters(), resume_step, csv.logged_step
     )

@@ -36,6 +36,7 @@ from toolkit.planning.run_args import data_modules
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
 from toolkit.training.pending_save import PendingSave, Snapshot
 from toolkit.training.start_state import StartState
+from toolkit.ui.loggers import rows_crc
 
 STATE, OPTIMIZER = "state.pth", "optimizer"
 
@@ -125,6 +126,8 @@ class Checkpointer:
         )
         (folder / TRAINER).mkdir(exist_ok=True)  # other ranks' shards may have created it
         data = self.config.args.data
+        rows = snapshot.progress.logged_rows
+        snapshot.progress.metrics_crc = rows_crc(self.config.args.run_dir / "logs" / "metrics.csv", rows)
         meta = {
             "format_version": FORMAT_VERSION,
             **asdict(snapshot.progress),

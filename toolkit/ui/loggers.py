@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import warnings
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -88,6 +89,13 @@ class MetricsCSV:
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Read metrics.csv as numbers. Empty cells are NaN. A missing file has no rows."""
     return [{name: _number(cell) for name, cell in cells.items()} for cells in _read(Path(path))[1]]
+
+
+def rows_crc(path: Path, count: int) -> int:
+    """Return the CRC-32 of the first ``count`` rows of metrics.csv; 0 if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return zlib.crc32(b"".join(read_bounded(path, "log").splitlines(keepends=True)[1 : count + 1]))
+    return 0
 
 
 def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
