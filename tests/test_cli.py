@@ -79,7 +79,7 @@ def test_help_shows_the_options_of_the_chosen_data(capsys):
     assert parse("--help") is None
     default = capsys.readouterr().out
     assert "--data.val_fraction" in default and "--data.train_data_path" not in default
-    assert "LitData, Mixture, Parquet, Preference, PythonStdlib, SyntheticTokens" in " ".join(default.split())
+    assert "PythonStdlib, RedPajama, SyntheticTokens" in " ".join(default.split())
     parse("--data", "TextFiles", "--help")
     assert "--data.train_data_path" in capsys.readouterr().out
 

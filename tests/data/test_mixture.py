@@ -63,7 +63,7 @@ MISTAKES = {
     "{a: {weight: 1, data: TextFile}}": r"--data.sources.a.data TextFile: no such class; did you mean 'TextFiles'",
     "{a: {weight: 1, data: {class_path: TextFiles}}}": r"--data.sources.a.data.train_data_path: must be given",
     "{a: {weight: 1, data: {init_args: {seed: 1}}}}": r"--data.sources.a.data.class_path: must be given, one of ",
-    "{a: {weight: 1, data: {class_path: SyntheticTokens, init_args: {sed: 1}}}}": r"--data.sources.a.data.sed 1: no s",
+    "{a: {weight: 1, data: {class_path: SyntheticTokens, init_args: {sed: 1}}}}": r"--data.sources.a.data.sed: no such",
     "{a: {weight: 1, data: {class_path: SyntheticTokens, seed: x}}}": r"--data.sources.a.data.seed x: must be an int",
     "{a: {weight: 1, data: {class_path: SyntheticTokens, seed: -1}}}": r"--data.sources.a.data.seed -1: must not be n",
     "{a: {weight: 1, data: {class_path: SyntheticTokens, num_workers: 1}}}": r"a.data.num_workers 1: has no effect; us",
