@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import zip_longest
@@ -22,7 +23,10 @@ from tests.faults.ways import WAYS, make
 
 
 def planned(only: list[str], quick: bool, limit: int | None) -> Iterator[core.Trial]:
-    """Yield the trials, in turns between ways and subjects, so that an interrupted start has tried all of them."""
+    """Yield the trials, in turns between ways and subjects, so that an interrupted start has tried all of them.
+
+    Those with the fewest tries at all commits are first in a turn.
+    """
     series = []
     wanted = [name.split(":") for name in only]
     for way in WAYS.values():
@@ -34,6 +38,10 @@ def planned(only: list[str], quick: bool, limit: int | None) -> Iterator[core.Tr
                 continue
             seeds = [int(w[2]) for w in matches if len(w) > 2] or way.seeds(subject, quick)
             series.append([core.Trial(way.name, subject, seed) for seed in list(seeds)[:limit]])
+    tries: Counter[tuple[str, str]] = Counter()
+    for row in core.read_rows():
+        tries[row["way"], row["subject"]] += row["count"]
+    series.sort(key=lambda trials: tries[trials[0].way, trials[0].subject] if trials else 0)
     for turn in zip_longest(*series):
         yield from filter(None, turn)
 
@@ -73,8 +81,7 @@ def main() -> int:
             if line["failure"]:
                 broken += 1
                 print(f"BROKEN {line['way']}:{line['subject']}:{line['seed']}: {line['failure']}", flush=True)
-    rows = json.loads(core.SUMMARY.read_text()) if core.SUMMARY.exists() else []
-    rows = core.summarize([t for t in core.read_trials() if not t["commit"].endswith("-dirty")], rows)
+    rows = core.summarize([t for t in core.read_trials() if not t["commit"].endswith("-dirty")], core.read_rows())
     core.SUMMARY.write_text(json.dumps(rows, indent=1) + "\n")
     write_page(rows)
     print(f"{time.monotonic() - started_at:.0f} s, {broken} failures; tutorials/reliability.md has the counts")

@@ -91,6 +91,11 @@ def read_trials(path: Path = TRIALS) -> list[dict[str, Any]]:
     return lines
 
 
+def read_rows() -> list[dict[str, Any]]:
+    """Return the rows of faults.json."""
+    return json.loads(SUMMARY.read_text()) if SUMMARY.exists() else []
+
+
 def summarize(trials: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows with one for each way, subject, commit and machine of the trials; new counts replace old ones.
 

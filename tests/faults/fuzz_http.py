@@ -9,27 +9,28 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.faults.fuzz_models import MESSAGES, make_tokenizer
+from tests.faults.markup import require_harmless_report
 from tests.faults.states import shared, undisturbed
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.inference.batcher import NewToken, Sampling
-from toolkit.reporting.markdown import render_markdown
-from toolkit.reporting.page import render_page
+from toolkit.reporting.events import write_event
 from toolkit.reporting.run import read_runs
 from toolkit.ui.loggers import MetricsCSV
 
 
 def make_report(folder: Path) -> list[str]:
     shutil.copytree(undisturbed("ordinary"), folder, dirs_exist_ok=True)
+    write_event(folder, "sample", step=2, prompt="a prompt", text="a text")
+    write_event(folder, "warning", text="a warning")
     metrics = (folder / "logs" / "metrics.csv").relative_to(folder)
     names = [metrics.as_posix()] * 3 + ["logs/events.jsonl"] * 3 + ["final/COMPLETE", "final/hyperparameters.yaml"]
     return [name for name in names if (folder / name).exists()]
 
 
 def read_report(folder: Path) -> None:
-    runs = read_runs([str(folder)])
-    assert render_page(runs) and render_markdown(runs)
+    require_harmless_report(read_runs([str(folder)]))
     MetricsCSV(folder / "logs" / "metrics.csv", resume_step=4).close()
 
 

@@ -8,10 +8,14 @@ from typing import Any
 WITNESS = "witness"
 """A file that hostile content would create in the current folder if it ran."""
 EXTREMES = (0, 1, -1, 2**15, 2**31 - 1, -(2**31), 2**32 - 1, 2**48, 2**63 - 1, -(2**63))
+MARKUP = (
+    "</script><script>document.title = 1</script><img src=x onerror=alert(1)><!--",
+    "<b onclick=alert(1)>[a](javascript:alert(1)) ![a](http://a/b) `a` **a** | a |\n\n# a\n",
+)
 VALUES: tuple[Any, ...] = (
     None, True, False, *EXTREMES, 2**64, 10**400, 0.5, -0.0, 1e308, math.nan, math.inf, -math.inf, "", "\0", "\ud800",
     "a" * 100_000, "\x1b]0;title\x07", "../../etc/passwd", "/etc/passwd", "1e9", "{{ 1 }}", "9" * 500, [], [[]], {},
-    {"": None}, {"a": {"b": []}}, [None] * 1000, [0, -1, "a"], list(range(70_000)), "__DEEP__",
+    {"": None}, {"a": {"b": []}}, [None] * 1000, [0, -1, "a"], list(range(70_000)), "__DEEP__", *MARKUP,
 )  # fmt: skip
 TAGS = (
     f"!!python/object/apply:os.system ['touch {WITNESS}']", f"!!python/object/new:os.system ['touch {WITNESS}']",

@@ -31,13 +31,15 @@ def shared() -> dict[str, Path]:
         write_rows(new)
         pairs = [{"prompt": f"token {i}", "chosen": "the next " * (1 + i % 3), "rejected": "a line"} for i in range(30)]
         (new / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        rated = [{"prompt": f"token {i}", "completion": "next " * (1 + i % 3), "label": i % 2 == 0} for i in range(30)]
+        (new / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
         pages = [{"text": " ".join(words.choice(WORDS) for _ in range(20))} for _ in range(100)]
         (new / "pages.jsonl").write_text("".join(json.dumps(page) + "\n" for page in pages))
         try:
             new.rename(folder)
         except OSError:  # another process was first
             shutil.rmtree(new)
-    names = ("text", "base", "rows.jsonl", "pairs.jsonl", "pages.jsonl")
+    names = ("text", "base", "rows.jsonl", "pairs.jsonl", "rated.jsonl", "pages.jsonl")
     return {name: folder / name for name in names} | {"folder": folder}
 
 
@@ -54,6 +56,7 @@ def data_flags(name: str) -> list[str]:
         "text": text_data(files["text"]),
         "rows": ["--data", "JSON", "--data.json_path", str(files["rows.jsonl"]), *plain],
         "pairs": ["--data", "Preference", "--data.json_path", str(files["pairs.jsonl"]), *plain],
+        "rated": ["--data", "Preference", "--data.json_path", str(files["rated.jsonl"]), *plain],
         "streamed": ["--data", "helpers.short_segments.ShortSegments", *streamed],
         "mixture": ["--data", "Mixture", "--data.sources", json.dumps(sources)],
     }[name]

@@ -53,7 +53,7 @@ def trial(kind: str, call: int, folder: Path) -> int:
 
 WAY = Way(
     "kill-calls",
-    "a run killed at any file-system call, and again in its resume, ends with bit-equal weights, moments and losses",
+    "a run killed at any file-system call, and again in its resume, ends with bit-equal weights, state and metrics",
     "S1, S2",
     lambda: KINDS,
     seeds,

@@ -47,7 +47,7 @@ def trial(kind: str, seed: int, folder: Path) -> int:
 
 WAY = Way(
     "kill-random",
-    "a run killed at random instants, again and again, ends with bit-equal weights, moments and losses",
+    "a run killed at random instants, again and again, ends with bit-equal weights, state and metrics",
     "S1, S2",
     lambda: KINDS,
     seeds,

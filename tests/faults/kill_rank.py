@@ -13,7 +13,7 @@ from tests.faults.shim import Counter
 from tests.faults.states import command, require_intact, require_same_result, run
 from toolkit.checkpoints.store import is_complete
 
-KINDS = ("fsdp", "sharded", "async sharded", "pipeline")
+KINDS = ("fsdp", "sharded", "async sharded", "pipeline", "tensor parallel", "context parallel")
 QUICK = 2
 
 

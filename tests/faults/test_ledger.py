@@ -44,12 +44,12 @@ def test_counts_accumulate_over_commits_and_a_second_start_replaces_its_own(tmp_
     rows = core.summarize([trial(0, commit="b", count=5)], rows)
     assert [(row["commit"], row["count"]) for row in rows] == [("a", 3), ("b", 5)]
     text = page.page(rows)
-    assert (
-        "Total: 8 tries, 1 failures, 1 of them open, over 2 commits. Newest commit, `b`: 5 tries, 0 failures," in text
-    )
+    first = text.splitlines()[2]
+    assert first.startswith("Total: 8 kills and faults (1 failed), 0 fuzz inputs (0 failed), 1 failures open, over 2 ")
+    assert "Newest commit, `b`: 5 kills and faults (0 failed)," in first and ", ordinary 5, " in text
     assert "- `kill-calls:ordinary:1` at `a`: `broke`" in text
     rows = core.summarize([trial(1, commit="c") | {"date": "2026-01-02"}], rows)
-    assert "1 failures, 0 of them open" in page.page(rows)
+    assert "(1 failed), 0 fuzz inputs (0 failed), 0 failures open" in page.page(rows)
     assert "- `kill-calls:ordinary:1` at `a`, held at `c`\n" in page.page(rows)
 
 

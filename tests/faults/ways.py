@@ -9,6 +9,7 @@ from tests.faults import (
     clock,
     corruption,
     disks,
+    elastic,
     fuzz,
     kill_calls,
     kill_commands,
@@ -20,6 +21,7 @@ from tests.faults import (
     s3,
     signals,
     soak,
+    stop,
     two_runs,
 )
 from tests.faults.core import Trial, Way, attempt
@@ -30,7 +32,9 @@ _MODULES = (
     kill_commands,
     kill_rank,
     resume,
+    elastic,
     signals,
+    stop,
     disks,
     corruption,
     ranks,

@@ -1,0 +1,52 @@
+"""A file STOP or SAVE_NOW in a run's folder, and SIGKILL at any call in between: the run resumes to the same result."""
+
+import json
+import random
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.faults.core import Way
+from tests.faults.kill_calls import count_calls
+from tests.faults.shim import Counter
+from tests.faults.states import KINDS, require_intact, require_one_line, require_same_result, run
+from toolkit.training.control_files import SAVE_NOW, STOP
+
+CASES = [(name, step, is_killed) for is_killed in (False, True) for step in (3, 1, 5) for name in (STOP, SAVE_NOW)]
+
+
+def seeds(kind: str, quick: bool) -> Iterable[int]:
+    return range(2 if quick else 4 * len(CASES))
+
+
+def trial(kind: str, seed: int, folder: Path) -> None:
+    name, step, is_killed = CASES[seed % len(CASES)]
+    out = folder / "out"
+    touch = {"class_path": "helpers.faulty_callbacks.Touch", "init_args": {"name": name, "step": step}}
+    call = random.Random(f"{kind}:{seed}").randrange(count_calls(kind)) if is_killed else 0
+    fault = Counter(folder).at(call, "kill") if is_killed else {}
+    seen = run(kind, out, "--callbacks", json.dumps([touch]), **fault)
+    if seen.code != -signal.SIGKILL:
+        assert seen.code == 0, f"exit code {seen.code}: {seen.err[-500:]}"
+        if name == STOP:
+            require_one_line(seen)
+            assert f"stopped after step {step}" in seen.err, seen.err
+        assert is_killed or not (out / name).exists(), f"{name} is still there"
+        folders = [path.name for path in out.glob("step-*")]
+        assert f"step-{step:08d}" in folders or name == SAVE_NOW, f"not saved: {folders}"
+    require_intact(out)
+    (out / name).unlink(missing_ok=True)  # a kill came before it was obeyed
+    resumed = run(kind, out)
+    assert resumed.code == 0, f"the resume failed: {resumed.err}"
+    require_same_result(kind, out, saves_more=True)
+
+
+WAY = Way(
+    "stop",
+    "a file STOP ends a run with a checkpoint, in one line and with code 0, and SAVE_NOW saves one; killed at any "
+    "call in between or not, it resumes bit-equal",
+    "S1, S2, S3",
+    lambda: KINDS,
+    seeds,
+    trial,
+)
