@@ -3,6 +3,7 @@
 import random
 import shutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from helpers.processes import Forked, finish
@@ -92,8 +93,8 @@ def require_refused(checkpoint: Path, damaged: Path) -> None:
     outputs = checkpoint.parent.with_name("outputs")
     outputs.mkdir(exist_ok=True)
     commands = {name: words(str(checkpoint), str(outputs)) for name, words in readers_of(checkpoint).items()}
-    for name, result in zip(commands, run_forked(list(commands.values())), strict=True):
-        code, _, err = result
+    *others, last = commands.values()
+    for name, (code, _, err) in zip(commands, chain.from_iterable(map(run_forked, (others, [last]))), strict=True):
         assert code == 2, f"{name} reads a damaged {damaged.name}: code {code}: {err[-300:]}"
         assert damaged.name in err.splitlines()[-1], f"{name} does not name {damaged.name}: {err[-300:]}"
     assert not any(outputs.iterdir()), f"written from damaged files: {sorted(p.name for p in outputs.iterdir())}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.faults.hostile import ESCAPES, EXTREMES, SLOW_TEMPLATES, TAGS, VALUES, Runs, damage
+from tests.faults.hostile import ESCAPES, EXTREMES, MARKUP, SLOW_TEMPLATES, TAGS, VALUES, Runs, damage
 
 
 def as_json(content: bytes, chance: random.Random) -> bytes:
@@ -50,7 +50,8 @@ def _change_a_value(values: Any, chance: random.Random) -> Any:
     elif way == 3 and type(holder[key]) in (int, float) and abs(holder[key]) < 1e300:
         holder[key] = chance.choice([-holder[key], holder[key] + 1, holder[key] * 2**20, holder[key] / 3, 0])
     else:
-        holder[key] = json.loads(json.dumps(chance.choice(VALUES)))
+        hostile = MARKUP if isinstance(holder[key], str) and chance.random() < 0.5 else VALUES
+        holder[key] = json.loads(json.dumps(chance.choice(hostile)))
     return values
 
 

@@ -20,7 +20,6 @@ GREEDY = ["--prompt", "token", "--max_new_tokens", "8", "--temperature", "0", *C
 READERS: dict[str, Callable[[str, str], Words]] = {
     "generate": lambda model, out: ["generate", model, *GREEDY],
     "evaluate": lambda model, out: ["evaluate", model, *CPU],
-    "serve": lambda model, out: ["serve", model, "--port", "0", *CPU],
     "convert_to_hf": lambda model, out: ["convert_to_hf", model, f"{out}/hf"],
     "convert_to_gguf": lambda model, out: ["convert_to_gguf", model, f"{out}/model.gguf"],
     "convert_to_litgpt": lambda model, out: ["convert_to_litgpt", model, f"{out}/litgpt"],
@@ -30,7 +29,9 @@ READERS: dict[str, Callable[[str, str], Words]] = {
         *("--train.max_steps", "1", "--train.global_batch_size", "1", "--train.max_seq_length", "32"),
         *("--out_dir", f"{out}/run"),
     ],
+    "serve": lambda model, out: ["serve", model, "--port", "0", *CPU],
 }
+"""By name; serve, which would not end, is the last."""
 ADAPTERS: dict[str, Callable[[str, str], Words]] = {
     "merge_lora": lambda model, out: ["merge_lora", model, "--out_dir", f"{out}/merged"],
     "convert_to_peft": lambda model, out: ["convert_to_peft", model, f"{out}/peft"],
