@@ -13,7 +13,7 @@ from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.run.sharded import read_sharded
 from toolkit.checkpoints.weights import load_state, load_weights
 
-MEASURED = ("tokens_per_sec", "mfu", "peak_memory_gb", "seconds", "slowest_rank")
+MEASURED = ("tokens_per_sec", "mfu", "peak_memory_gb", "seconds", "slowest_rank", "metrics_crc")
 """Columns and numbers that differ between equal runs, as do times in seconds, whose names end in _s."""
 
 
