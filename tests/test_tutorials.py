@@ -218,7 +218,7 @@ def test_conversion_page_runs_from_top_to_bottom(tmp_path):
 @pytest.mark.slow
 def test_serving_page(tmp_path):
     """As it stands, but on a free port."""
-    pytest.importorskip("fastapi"), pytest.importorskip("openai")
+    pytest.importorskip("starlette"), pytest.importorskip("openai")
     make_talker(tmp_path / "checkpoints" / "smollm2", block_size=128)
     add_commands(tmp_path, {"pip": "true"})
     start, ask = commands_of("serve")

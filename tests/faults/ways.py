@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import (
+    attacks,
     clock,
     corruption,
     disks,
@@ -43,6 +44,7 @@ _MODULES = (
     two_runs,
     clock,
     soak,
+    attacks,
     fuzz,
 )
 WAYS: dict[str, Way] = {module.WAY.name: module.WAY for module in _MODULES}

@@ -3,6 +3,7 @@
 import importlib.util
 import ipaddress
 import os
+import re
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from toolkit.errors import UserError, require_option
 
 KEY = "TOOLKIT_API_KEY"
 DEFAULT_LENGTH = 4096
+PACKAGES = "'starlette>=0.40' 'pydantic>=2.10' 'uvicorn>=0.30'"
 
 
 def setup(
@@ -31,7 +33,8 @@ def setup(
     """Serve a model over HTTP with OpenAI's API: chat completions and completions, also streamed.
 
     Requests are decoded together; each gets what it would get alone. If the environment variable TOOLKIT_API_KEY is
-    set, requests need this key. A host that other machines can reach needs a key. Ctrl-C or SIGTERM ends the server.
+    set, requests need this key. A host that other machines can reach needs a key. Ctrl-C, SIGTERM or SIGHUP ends the
+    server.
 
     Args:
         checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
@@ -43,20 +46,20 @@ def setup(
         max_seq_length: Maximum number of tokens of prompt and answer. Default: the model's context length, at most
             4096.
         max_new_tokens: Maximum number of tokens of an answer, if the request has no max_tokens.
-        shutdown_timeout: Seconds for running requests to finish after Ctrl-C or SIGTERM; 0 ends them at once.
+        shutdown_timeout: Seconds for running requests to finish after Ctrl-C, SIGTERM or SIGHUP; 0 ends them at once.
         prompt_style: Chat template: alpaca, chatml, llama2, llama3, ... Default: the checkpoint's.
         chat_template: Jinja file with a chat template.
         shared: See :class:`InferenceOptions`. Sampling options apply to requests that do not have their own.
     """
-    for package in ("fastapi", "uvicorn"):
+    for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"serve: needs {package}; run: pip install 'fastapi>=0.115' 'uvicorn>=0.30'")
+            raise UserError(f"serve: needs {package}; run: pip install {PACKAGES}")
     hint = f"is not supported with --prompt_style {prompt_style}; remove one of them"
     require_option(chat_template is None or prompt_style is None, "chat_template", chat_template, hint)
     require_option(port < 2**16, "port", port, f"must be at most {2**16 - 1}")
     api_key = os.environ.get(KEY) or None
     hint = f"other machines can reach it; set {KEY} to a key that requests must have"
-    require_option(api_key is not None or is_loopback(host), "host", host, hint)
+    require_option(is_loopback(host) or api_key is not None, "host", host, hint)
     sampling = shared.sampling
 
     from toolkit.inference.batcher import Batcher, Sampling
@@ -89,7 +92,7 @@ def setup(
         )
         batcher.start()
         try:
-            run_server(app, listener, shutdown_timeout)
+            run_server(app, listener, shutdown_timeout, service.stop)
         finally:
             batcher.stop()
 
@@ -110,4 +113,6 @@ def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
+        is_name = re.fullmatch(r"[\w.-]*[a-z][\w.-]*", host, re.IGNORECASE) is not None
+        require_option(is_name, "host", host, "is not an address or a name, such as --host localhost --port 8000")
         return False

@@ -101,7 +101,6 @@ class Batcher(threading.Thread):
     Attributes:
         waiting: Put requests here. None ends the thread after the current step.
         running: The requests in the batch.
-        n_active: Number of requests in the batch and waiting, which the server updates.
     """
 
     def __init__(self, model: GPT, n_rows: int, max_length: int) -> None:
@@ -109,7 +108,7 @@ class Batcher(threading.Thread):
         self.model, self.n_rows = model, n_rows if model.is_row_independent else 1
         self.waiting: queue.Queue[Request | None] = queue.Queue()
         self.running: list[Request] = []
-        self.n_active, self.max_length = 0, max_length
+        self.max_length = max_length
         weight = next(p for p in model.parameters() if p.is_floating_point())  # the head's weight may be quantized
         self._device = weight.device
         self._cache = KVCache(model.config, self.n_rows, max_length + _SPARE_COLUMNS, weight.device, weight.dtype)

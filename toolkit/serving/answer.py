@@ -17,6 +17,8 @@ from toolkit.inference.text import TextStream
 from toolkit.serving.protocol import ApiError
 
 Json = dict[str, Any]
+Items = asyncio.Queue[NewToken | str | Exception]
+"""What a batcher emits for a request; see :class:`Request`. An ApiError ends the answer."""
 
 
 class Piece(NamedTuple):
@@ -34,7 +36,10 @@ class Piece(NamedTuple):
 
 
 class StopFinder:
-    """Cuts a stream of text before the first stop text, which may be spread over several pieces."""
+    """Cuts a stream of text before the first stop text, which may be spread over several pieces.
+
+    The time is linear in the length of the text: a start that no stop text continues from is not tried again.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self.held = stops, ""
@@ -43,21 +48,21 @@ class StopFinder:
         """Return the text that no stop text can start in, and whether one follows. The rest is in ``held``."""
         text = self.held + text
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        sizes = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        end = min(places) if places else len(text) - max(sizes, default=0)
+        end = min(places, default=0)
+        while end < len(text) and not places and not any(stop.startswith(text[end:]) for stop in self._stops):
+            end += 1
         self.held = text[end:]
         return text[:end], bool(places)
 
 
 async def read_pieces(
-    batcher: Batcher, tokenizer: Tokenizer, request: Request, stops: Sequence[str]
+    batcher: Batcher, tokenizer: Tokenizer, request: Request, stops: Sequence[str], items: Items
 ) -> AsyncGenerator[Piece, None]:
-    """Yield the answer. Closing the generator removes the request from the batch."""
-    loop, items = asyncio.get_running_loop(), asyncio.Queue[NewToken | str | Exception]()
+    """Yield the answer, which arrives in ``items``. Closing the generator removes the request from the batch."""
+    loop = asyncio.get_running_loop()
     request.emit = lambda item: loop.call_soon_threadsafe(items.put_nowait, item)
     stream, finder = TextStream(tokenizer, request.ids), StopFinder(stops)
     batcher.waiting.put(request)
-    batcher.n_active += 1
     try:
         while isinstance(item := await items.get(), NewToken):
             text, is_stopped = finder.push(stream.push(item.id))
@@ -65,13 +70,14 @@ async def read_pieces(
             if is_stopped:
                 return
             await asyncio.sleep(0)  # after a pause of the client there may be many items; others must get their turn
+        if isinstance(item, ApiError):
+            raise item
         if isinstance(item, Exception):
             message = str(item) if isinstance(item, CommandError) else "the request failed; see the server's messages"
             raise ApiError(500, message) from item
         text, is_stopped = finder.push(stream.finish())
         yield Piece(text if is_stopped else text + finder.held, [], "stop" if is_stopped else item)
     finally:
-        batcher.n_active -= 1
         request.is_done = True
 
 
@@ -111,9 +117,9 @@ class ChatFormat:
                         yield _event(head | {"choices": [self.chunk(piece.text) | self._common(piece)]})
                 if include_usage:
                     yield _event(head | {"choices": [], "usage": self._usage(n_tokens)})
-                yield "data: [DONE]\n\n"
             except ApiError as error:
                 yield _event({"error": error.body})
+            yield "data: [DONE]\n\n"
 
     def chunk(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}

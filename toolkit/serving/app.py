@@ -6,17 +6,20 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
-from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException as AnyHTTPException
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.data.chat.template import ChatTemplate
@@ -24,10 +27,8 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.batcher import Batcher, Request, Sampling
 from toolkit.inference.text import encode_prompt, require_embedded, stop_tokens
-from toolkit.serving.answer import ChatFormat, CompletionFormat, Piece, read_pieces
+from toolkit.serving.answer import ChatFormat, CompletionFormat, Items, Json, Piece, read_pieces
 from toolkit.serving.protocol import FIELDS, ApiError, Body, ChatBody, CompletionBody
-
-MAX_BODY_BYTES = 4 * 2**20
 
 
 @dataclass
@@ -42,6 +43,9 @@ class Service:
         sampling: Settings of requests that do not have their own.
         max_new_tokens: Tokens of an answer, unless the request has its own.
         max_active: Maximum number of requests in the batch and waiting.
+
+    Attributes:
+        active: Items of the requests that are parsed, waiting or in the batch.
     """
 
     name: str
@@ -54,68 +58,112 @@ class Service:
 
     def __post_init__(self) -> None:
         self._created, self._eos_ids = int(time.time()), set(stop_tokens(self.tokenizer))
+        self.active: set[Items] = set()
+        self.preparing = asyncio.Semaphore(2)  # it takes memory, and pydantic blocks all threads
 
-    async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
-        await self.model(body.model)
+    @property
+    def max_body(self) -> int:
+        """Maximum number of bytes of a body: 32 for each token, which has 4 on average, and 64 KiB, at most 4 MiB."""
+        return min(2**22, 2**16 + 32 * self.batcher.max_length)
+
+    def stop(self) -> None:
+        """End all requests with an error."""
+        for items in self.active:
+            items.put_nowait(ApiError(503, "the server is stopping"))
+
+    def encode_text(self, body: CompletionBody) -> Request:
         prompt, config = body.prompt, self.batcher.model.config
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            ids = await asyncio.to_thread(encode_prompt, self.tokenizer, prompt, config)
+            ids = encode_prompt(self.tokenizer, prompt, config)
         else:
             ids = [part for part in prompt if isinstance(part, int)]
-            if not prompt or len(ids) < len(prompt):
+            if len(ids) < len(prompt):
                 raise ApiError(400, f"prompt: has {len(prompt)} texts, but a request must have one", "prompt")
             if max(ids) >= config.padded_vocab_size:
                 raise ApiError(
                     400, f"prompt: has token {max(ids)}; the last is {config.padded_vocab_size - 1}", "prompt"
                 )
-        return await self._answer(body, http, ids, self._eos_ids, CompletionFormat)
+        return self._request(body, ids, self._eos_ids, "prompt")
 
-    async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
-        await self.model(body.model)
+    def encode_chat(self, body: ChatBody) -> Request:
         if isinstance(self.template, UserError):
             raise ApiError(400, str(self.template), "messages")
-        messages = [message.plain() for message in body.messages]
-        ids = await asyncio.to_thread(self.template.encode_prompt, messages)
+        ids = self.template.encode_prompt([message.plain() for message in body.messages])
         require_embedded(ids, self.batcher.model.config, self.tokenizer.name)
-        eos_ids = {*self._eos_ids, *self.template.stop_ids}
-        return await self._answer(body, http, ids, eos_ids, ChatFormat)
+        return self._request(body, ids, {*self._eos_ids, *self.template.stop_ids}, "messages")
 
-    # async, because FastAPI would call other functions in a thread
-    async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [await self.model(self.name)]}
+    async def models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self.describe(self.name)]})
 
-    async def model(self, name: str) -> dict[str, Any]:
+    async def model(self, http: HttpRequest) -> Response:
+        return JSONResponse(self.describe(http.path_params["name"]))
+
+    def describe(self, name: str) -> Json:
+        """Return the model's description. Raises ApiError for another name."""
         if name != self.name:
             raise ApiError(404, f"model: {name} is not served here; use {self.name}", "model", "model_not_found")
         return {"id": name, "object": "model", "created": self._created, "owned_by": "toolkit"}
 
-    async def health(self) -> dict[str, Any]:
+    async def health(self, http: HttpRequest) -> Response:
         running = len(self.batcher.running)
-        return {"status": "ok", "running": running, "waiting": max(0, self.batcher.n_active - running)}
+        return JSONResponse({"status": "ok", "running": running, "waiting": max(0, len(self.active) - running)})
 
-    async def _answer(
-        self, body: Body, http: HttpRequest, ids: list[int], eos_ids: Collection[int], format_class: type[ChatFormat]
-    ) -> Response:
-        limit, n_active = self.batcher.max_length, self.batcher.n_active
+    def _request(self, body: Body, ids: list[int], eos_ids: Collection[int], field: str) -> Request:
+        limit = self.batcher.max_length
         if len(ids) >= limit:
-            field = "prompt" if isinstance(body, CompletionBody) else "messages"
             message = f"the prompt has {len(ids)} tokens, but must have fewer than {limit}; shorten it"
             raise ApiError(400, message, field, "context_length_exceeded")
-        if n_active >= self.max_active:
-            raise ApiError(429, f"{n_active} requests are running or waiting; try again later", None, "queue_full")
         count = min(body.max_answer or self.max_new_tokens, limit - len(ids))
         settings = {name: value for name in Sampling._fields if (value := getattr(body, name)) is not None}
-        request = Request(ids, count, self.sampling._replace(**settings), body.seed, eos_ids, body.n_top)
-        form = format_class(self.tokenizer, request, self.name)
-        pieces = read_pieces(self.batcher, self.tokenizer, request, body.stops)
+        return Request(ids, count, self.sampling._replace(**settings), body.seed, eos_ids, body.n_top)
+
+
+@dataclass
+class Endpoint:
+    """Answers the requests to a path. From its last byte to the end of its answer, a request is active.
+
+    Args:
+        service: The service.
+        body_class: Class of the body.
+        format_class: Writes the answer.
+        encode: Method of the service that tokenizes a body.
+    """
+
+    service: Service
+    body_class: type[Body]
+    format_class: type[ChatFormat]
+    encode: Callable[[Any], Request]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http, items, service = HttpRequest(scope, receive), Items(), self.service
+        content = await http.body()
+        if (n_active := len(service.active)) >= service.max_active:
+            raise ApiError(429, f"{n_active} requests are running or waiting; try again later", None, "queue_full")
+        service.active.add(items)
+        try:
+            async with service.preparing:
+                body = await asyncio.to_thread(self.body_class.model_validate_json, content)
+                service.describe(body.model)
+                request = await asyncio.to_thread(self.encode, body)
+            response = await self._respond(body, http, items, request)
+            await response(scope, receive, send)
+        finally:
+            service.active.remove(items)
+
+    async def _respond(self, body: Body, http: HttpRequest, items: Items, request: Request) -> Response:
+        form = self.format_class(self.service.tokenizer, request, self.service.name)
+        pieces = read_pieces(self.service.batcher, self.service.tokenizer, request, body.stops, items)
         if body.stream:
             return StreamingResponse(form.events(pieces, body.include_usage), media_type="text/event-stream")
         answer, end = asyncio.ensure_future(_collect(pieces)), asyncio.ensure_future(_until_disconnect(http))
         try:
             await asyncio.wait([answer, end], return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(form.response(answer.result())) if answer.done() else Response(status_code=499)
+            if not answer.done():
+                return Response(status_code=499)
+            # in a thread, because the log-probabilities of a long answer take seconds
+            return await asyncio.to_thread(lambda: JSONResponse(form.response(answer.result())))
         finally:
             answer.cancel()
             end.cancel()
@@ -140,10 +188,11 @@ class Gatekeeper:
         app: The application.
         api_key: The key that all requests must have, except to /health; None: no key.
         hosts: Without a key, valid hosts: a web page must not reach a local server through another name.
+        max_body: Maximum number of bytes of a body.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str]) -> None:
-        self._app, self._hosts = app, hosts
+    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str], max_body: int) -> None:
+        self._app, self._hosts, self._max_body = app, hosts, max_body
         self._expected = None if api_key is None else b"Bearer " + api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,8 +202,8 @@ class Gatekeeper:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+            if size > self._max_body:
+                raise ApiError(413, f"the body has more than {self._max_body} bytes; shorten the prompt")
             return message
 
         error = self._find_error(scope) if scope["type"] == "http" else None
@@ -173,18 +222,21 @@ class Gatekeeper:
         return ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
 
 
-def make_app(service: Service, api_key: str | None, hosts: Collection[str]) -> FastAPI:
+def make_app(service: Service, api_key: str | None, hosts: Collection[str]) -> Starlette:
     """Return the application; see :class:`Gatekeeper` for ``api_key`` and ``hosts``."""
-    app = FastAPI(openapi_url=None)
-    app.add_middleware(Gatekeeper, api_key=api_key, hosts=hosts)
-    for error_class in (ApiError, RequestValidationError, AnyHTTPException, UserError, Exception):
-        app.add_exception_handler(error_class, lambda http, error: _error_response(_to_api_error(error)))
-    app.get("/health")(service.health)
-    app.get("/v1/models")(service.models)
-    app.get("/v1/models/{name:path}")(service.model)
-    app.post("/v1/completions")(service.complete)
-    app.post("/v1/chat/completions")(service.chat)
-    return app
+    gatekeeper = Middleware(Gatekeeper, api_key=api_key, hosts=hosts, max_body=service.max_body)
+    completions = Endpoint(service, CompletionBody, CompletionFormat, service.encode_text)
+    chat = Endpoint(service, ChatBody, ChatFormat, service.encode_chat)
+    routes = [
+        Route("/health", service.health),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.model),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+    ]
+    errors = ApiError, ValidationError, HTTPException, UserError, ClientDisconnect, Exception
+    handlers = {error: lambda http, error: _error_response(_to_api_error(error)) for error in errors}
+    return Starlette(routes=routes, middleware=[gatekeeper], exception_handlers=handlers)
 
 
 def _error_response(error: ApiError) -> Response:
@@ -194,21 +246,16 @@ def _error_response(error: ApiError) -> Response:
 def _to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestValidationError):
+    if isinstance(error, ValidationError):
+        errors = error.errors(include_input=False)
         # in the union member that fits best: where a part of the value is wrong, or its size, but not its type
-        first = max(error.errors(), key=lambda found: (len(found["loc"]), not found["type"].endswith("_type")))
-        if first["type"] == "json_invalid":
-            return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}")
-        if first["type"] == "missing" and first["loc"] == ("body",):
-            return ApiError(400, "the body is empty, but must be a JSON object")
+        first = max(errors, key=lambda found: (len(found["loc"]), not found["type"].endswith("_type")))
         param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in FIELDS) or None
         return ApiError(400, f"{param or 'the body'}: {first['msg']}", param)
-    if isinstance(error, AnyHTTPException) and error.status_code == 404:
+    if isinstance(error, HTTPException) and error.status_code == 404:
         return ApiError(404, "no such path; there are /v1/chat/completions, /v1/completions, /v1/models and /health")
-    if isinstance(error, AnyHTTPException):
-        is_body = isinstance(error.__cause__, RecursionError | ValueError)  # FastAPI's message has no reason
-        reason = "the body nests too deeply or has a number that is too long"
-        return ApiError(error.status_code, reason if is_body else str(error.detail))
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, f"{error.detail}: completions need POST, other paths GET")
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     return ApiError(500, "internal error; see the server's messages")

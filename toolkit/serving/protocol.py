@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
@@ -22,7 +21,10 @@ _IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cac
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-_Stop = Annotated[str, Field(min_length=1)]
+MAX_STOPS, MAX_STOP_LENGTH = 4, 1024  # OpenAI documents the number
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_Ids = Field(min_length=1, fail_fast=True)  # errors of all items of a hostile body would take gigabytes
+_Items = Field(min_length=1, max_length=2048, fail_fast=True)
 
 
 class ApiError(Exception):
@@ -51,7 +53,7 @@ class _Fields(BaseModel):
             if value is None or name in _IGNORED or value in _NEUTRAL.get(name, []):
                 continue
             hint = did_you_mean(name, type(self).model_fields, 1, cutoff=0.8)
-            raise ApiError(400, f"{name}: is not supported{hint or '; remove it'}", name, "unsupported_parameter")
+            raise ApiError(400, f"{name}: is not supported{hint or '; remove it'}", name[:200], "unsupported_parameter")
         return self
 
 
@@ -62,19 +64,10 @@ class StreamOptions(_Fields):
 class Body(_Fields):
     """The fields that both endpoints have."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_surrogates(cls, values: Any) -> Any:
-        try:
-            json.dumps(values, ensure_ascii=False, default=str).encode()
-        except UnicodeError as error:
-            raise ApiError(400, "the body has text that is not valid Unicode") from error
-        return values
-
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -110,7 +103,7 @@ class Body(_Fields):
 class CompletionBody(Body):
     """The body of a request to /v1/completions."""
 
-    prompt: str | list[Annotated[int, Field(ge=0)]] | list[str]
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], _Ids] | Annotated[list[str], _Ids]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
@@ -125,7 +118,7 @@ class TextPart(_Fields):
 
 class Message(_Fields):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], _Items]
     name: str | None = None
     """Has no effect: chat templates do not show names of participants."""
 
@@ -138,7 +131,7 @@ class Message(_Fields):
 class ChatBody(Body):
     """The body of a request to /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], _Items]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
+import resource
 import signal
 import socket
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from toolkit.distributed.signals import SIGNALS
 from toolkit.errors import StoppedBySignalError, UserError
+
+CLIENT_TIMEOUT = 15  # seconds
+LISTEN_BACKLOG = 128
+ACCEPTS = 4  # per turn of the event loop; after four turns, a new connection can close an old one
 
 
 def open_socket(host: str, port: int) -> socket.socket:
     """Listen on a port. Raises UserError if that is not possible."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
+        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(f"--port {port}: is in use; choose another port") from error
@@ -26,17 +37,84 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise UserError(f"--host {host}: {error.strerror or error}") from error
 
 
-def run_server(app: ASGIApp, listener: socket.socket, shutdown_timeout: int) -> None:
-    """Serve until SIGINT or SIGTERM. Running requests then get ``shutdown_timeout`` seconds; new ones are refused.
+def run_server(app: ASGIApp, listener: socket.socket, shutdown_timeout: int, stop_requests: Callable[[], None]) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP. Running requests then get ``shutdown_timeout`` seconds, after which
+    ``stop_requests`` is called; new ones are refused.
 
-    Raises StoppedBySignalError after SIGTERM, KeyboardInterrupt after SIGINT.
+    Raises KeyboardInterrupt after SIGINT, StoppedBySignalError after another signal.
     """
-    # uvicorn raises the signal again when it has ended; a shell lets its background jobs ignore SIGINT
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=shutdown_timeout)
-    uvicorn.Server(config).run(sockets=[listener])
+    server = Server(uvicorn.Config(
+        app, loop="asyncio", http=Connection, ws="none", lifespan="off", log_level="error", access_log=False,
+        backlog=ACCEPTS,
+    ))  # fmt: skip
+    server.shutdown_timeout, server.stop_requests = shutdown_timeout, stop_requests
+    gc.freeze()  # a hostile body makes many objects; torch's would be searched with them
+    server.run(sockets=[listener])
+    if server.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise StoppedBySignalError(server.signal, f"stopped by {signal.Signals(server.signal).name}")
 
 
-def _stop(number: int, frame: object) -> NoReturn:
-    raise StoppedBySignalError(number, "stopped by SIGTERM")
+class Connection(H11Protocol):
+    """A connection that ends if the server waits for its client, in CLIENT_TIMEOUT to twice that time.
+
+    The server waits for the rest of a request, or for the client to read. If there are too many connections, a new one
+    ends the oldest of them that is not being answered, so that new clients, such as those of /health, always get in.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._made_at = self.loop.time()
+        self._timer = self.loop.call_later(CLIENT_TIMEOUT, self._check, None)
+        if len(self.connections) > min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 8):
+            waiting = [c for c in self.connections if c.awaits_request]  # type: ignore[union-attr]
+            min(waiting, key=lambda c: c._made_at).transport.abort()  # type: ignore[union-attr]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def awaits_request(self) -> bool:
+        is_reading = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+        return is_reading and not self.transport.is_closing()
+
+    def _check(self, before: tuple[object, int] | None) -> None:
+        now = self.cycle, self.transport.get_write_buffer_size()
+        if now == before and (now[1] or self.awaits_request):
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(CLIENT_TIMEOUT, self._check, now)
+
+
+class Server(uvicorn.Server):
+    """Adds to uvicorn's server: SIGHUP, and requests that end with an error before their tasks are cancelled."""
+
+    shutdown_timeout = signal = 0
+    stop_requests: Callable[[], None]
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        for number in SIGNALS:
+            # nohup ignores SIGHUP; a shell lets its background jobs ignore SIGINT, too
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.handle_exit)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or sig
+        super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(LISTEN_BACKLOG)  # asyncio has set it to ACCEPTS
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        tasks, end = self.server_state.tasks, asyncio.ensure_future(super().shutdown(sockets))
+        await asyncio.wait([end], timeout=self.shutdown_timeout)
+        self.stop_requests()
+        await asyncio.wait([end, *tasks], timeout=1)
+        for connection in self.server_state.connections:
+            connection.transport.abort()
+        await asyncio.wait([end, *tasks])

@@ -93,7 +93,9 @@ class ChatTemplate(TemplateRenderer):
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation and the generation prompt, with the current date."""
         now = datetime.now()
-        return self._tokenize(messages, self._render(messages, True, now), now)[0]
+        text = self._render(messages, True, now)
+        # without offsets, which need gigabytes for the megabytes that a server may be sent
+        return self._tokenize(messages, text, now, None, lambda text: (self._tokenizer.encode(text, bos=False), []))[0]
 
     def encode(self, messages: Sequence[Message], train_on: TrainOn, tools: Tools = None) -> Encoding:
         """Tokenize a complete conversation and compute the loss mask.
@@ -153,16 +155,17 @@ class ChatTemplate(TemplateRenderer):
         return {**message, "content": text}
 
     def _tokenize(
-        self, messages: Sequence[Message], text: str, now: datetime, tools: Tools = None
+        self, messages: Sequence[Message], text: str, now: datetime, tools: Tools = None, encode: Any = None
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return token ids and offsets of ``text``. If prompts are tokenized separately, split before each answer."""
         borders = {0, len(text)}
         if self._should_split_prompts:
             answers = (i for i, message in enumerate(messages) if message.get("role") == "assistant")
             borders |= {self._prompt_end(messages[:i], text, tools, now) or 0 for i in answers}
-        ids, offsets = [], []
+        ids: list[int] = []
+        offsets = []
         for start, end in pairwise(sorted(borders)):
-            more, places = self._tokenizer.encode_with_offsets(text[start:end])
+            more, places = (encode or self._tokenizer.encode_with_offsets)(text[start:end])
             ids += more
             offsets += [(start + first, start + last) for first, last in places]
         return ids, offsets
