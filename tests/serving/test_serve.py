@@ -430,8 +430,8 @@ def test_options_that_cannot_work_are_one_line(folder, capsys, monkeypatch):
     for flag, hint in (
         ("api_key", "set the environment variable TOOLKIT_API_KEY"),
         ("model_name", "--checkpoint_dir"),
-        ("devices", "one device"),
-        ("tensor_parallel_size", "one device"),
+        ("devices", "one device serves"),
+        ("tensor_parallel_size", "one device serves"),
         ("workers", "--max_concurrent_requests"),
         ("dry_run", "training"),
     ):

@@ -86,11 +86,11 @@ ref_model ref_model_name_or_path model_ref = objective.reference_dir
 max_prompt_length max_completion_length = train.max_seq_length; prompts are cut from the left, then completions
 neftune_noise_alpha = -; NEFTune is not available
 help = -; --data NAME --help shows the options of a class
-api_key = -; set the environment variable TOOLKIT_API_KEY
+api_key = -max_queue; set the environment variable TOOLKIT_API_KEY
 model_name served_model_name = checkpoint_dir; it is also the model's name
-devices gpus tensor_parallel_size tp_size pipeline_parallel_size = accelerator; the command uses one device
+devices gpus tensor_parallel_size pipeline_parallel_size = -max_queue; one device serves the model
 workers = max_concurrent_requests; one process answers all
-dry_run = -; the training commands and `toolkit plan` check without a run
+dry_run = -max_queue; the training commands and `toolkit plan` have it
 """
 
 
