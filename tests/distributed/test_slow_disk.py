@@ -33,6 +33,14 @@ def test_ranks_wait_for_a_slow_disk(tmp_path, shared_flags, name):
 
 
 @pytest.mark.slow
+def test_ranks_wait_for_a_disk_that_is_slow_at_the_start(corpus, tmp_path):
+    flags = [*flags_for(corpus, tmp_path, max_steps=2), "--timeout", "0.05"]
+    process = pretrain("--devices", "2", *flags, "--callbacks", "helpers.faulty_callbacks.SlowStart", SLOW_DISK="5")
+    out, err = finish(process)
+    assert process.returncode == 0 and f"waiting for rank 0 to open {tmp_path}" in out and folders(tmp_path), out + err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "text"), [
     (signal.SIGKILL, "rank 1 was killed by SIGKILL"),
     (signal.SIGSTOP, "no answer from rank 1 for 0.05 minutes"),

@@ -47,6 +47,14 @@ class SlowDisk(Callback):
             os.fsync = slow_fsync(float(os.environ["SLOW_DISK"]))
 
 
+class SlowStart(Callback):
+    """Makes fsync slow on rank 0 (for $SLOW_DISK seconds) from the start of the run on."""
+
+    def __init__(self) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.fsync = slow_fsync(float(os.environ["SLOW_DISK"]))
+
+
 class Leak(Callback):
     """Keeps a tensor of 256 KiB of each step."""
 

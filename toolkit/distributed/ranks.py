@@ -220,18 +220,22 @@ class WaitReporter:
             self._report(f"waiting for {who} {names} to {self._what} (since {self._clock}, {seconds:.0f} s)")
 
 
-def run_on_rank0(function: Callable[[], T]) -> T | None:
+def run_on_rank0(function: Callable[[], T], on_heartbeat: Callable[[list[int]], None] | None = None) -> T | None:
     """Call ``function`` on rank 0 and return its result there, None elsewhere. An exception raises on all ranks.
+
+    With ``on_heartbeat`` it may take longer than the timeout, see :func:`run_with_heartbeat`.
 
     Raises:
         PeerLostError: on the other ranks, if rank 0 failed.
     """
-    value, error = None, None
-    if global_rank() == 0:
+
+    def attempt() -> tuple[T | None, Exception | None]:
         try:
-            value = function()
+            return function() if global_rank() == 0 else None, None
         except Exception as caught:
-            error = caught
+            return None, caught
+
+    value, error = attempt() if on_heartbeat is None else run_with_heartbeat(attempt, on_heartbeat)
     if all_reduce_sum(failed=int(error is not None))["failed"]:
         raise error if error is not None else PeerLostError("rank 0 has ended")
     return value

@@ -330,7 +330,9 @@ def build_callbacks(run: Run, user_callbacks: Sequence[Callback], stack: ExitSta
     columns += [name for callback in callbacks for name in callback.columns]
     parts = [part.name for part in checked_parts(run.objective, original_module(run.model)) if part.name != LOSS]
     columns += [f"{prefix}{name}" for prefix in ("", "val_") for name in parts]
-    callbacks += ranks.run_on_rank0(lambda: open_outputs(run, columns, stack)) or []
+    wait_reporter = ranks.WaitReporter(f"open {run.out_dir}", run.display.message)
+    csv = ranks.run_on_rank0(lambda: open_metrics(run, columns, stack), wait_reporter)
+    callbacks += ranks.run_on_rank0(lambda: log_to(run, csv)) or []
     if run.remote is not None:
         callbacks.append(start_uploads(run.remote, run, stack))
     if ranks.global_rank() == 0:
@@ -344,8 +346,8 @@ def build_callbacks(run: Run, user_callbacks: Sequence[Callback], stack: ExitSta
     return callbacks
 
 
-def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callback]:
-    """Lock the folder for this run, rename damaged checkpoints, and open metrics.csv and the loggers. On rank 0."""
+def open_metrics(run: Run, columns: list[str], stack: ExitStack) -> MetricsCSV:
+    """Lock the folder for this run, rename damaged checkpoints, and open metrics.csv. On rank 0."""
     args, state, out_dir = run.args, run.state, run.out_dir
     stack.enter_context(exclusive_lock(out_dir))
     sweep(out_dir)
@@ -361,9 +363,15 @@ def open_outputs(run: Run, columns: list[str], stack: ExitStack) -> list[Callbac
     if csv.n_resumed < expected or is_changed:
         lost = f"{expected - csv.n_resumed} of" if csv.n_resumed < expected else "some of"
         run.display.message(f"warning: {path}: {lost} the {expected} rows to step {resume_step} are lost or damaged")
-    loggers = make_loggers(
-        args.logger_name, out_dir, args.log, run.config.hyperparameters(), resume_step, csv.logged_step
-    )
+    return csv
+
+
+def log_to(run: Run, csv: MetricsCSV | None) -> list[Callback]:
+    """Return the callbacks that write metrics.csv and log to the run's loggers. On rank 0."""
+    assert csv is not None
+    step = None if run.state.resume_from is None else run.state.progress.step
+    values = run.config.hyperparameters()
+    loggers = make_loggers(run.args.logger_name, run.out_dir, run.args.log, values, step, csv.logged_step)
     return [MetricsFile(csv), ExternalLoggers(loggers)]
 
 
