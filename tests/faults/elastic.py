@@ -10,11 +10,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from helpers.groups import read_until
 from helpers.processes import Forked, finish
 
 from tests.faults.core import Way
 from tests.faults.shim import load
-from tests.faults.states import command, require_intact, require_same_run, run, seconds, shared, undisturbed
+from tests.faults.states import command, require_intact, require_same_run, run, shared, undisturbed
+from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.store import FINAL, complete_checkpoints, step_of
 
 SUBJECTS = {
@@ -35,37 +37,32 @@ def seeds(name: str, quick: bool) -> Iterable[int]:
     return range(1 if quick else 30)
 
 
-def trial(name: str, seed: int, folder: Path) -> None:
+def trial(name: str, seed: int, folder: Path) -> int:
+    """Return 1 if the kill came between two checkpoints; else the other ranks have nothing to load, or to do."""
     first, second = SUBJECTS[name]
     chance, out = random.Random(f"{name}:{seed}"), folder / "out"
-    whole = seconds(first)
+    undisturbed(first)
     load()
     process = Forked(command(first, out))
-    deadline = time.monotonic() + chance.uniform(0.3, 1) * whole
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    read_until(process, chance.choice(("step-00000002", "step-00000002", "step-00000004")))
+    time.sleep(chance.uniform(0, 0.1))  # before it ends
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     _, err = finish(process)
     assert process.returncode in (-signal.SIGKILL, 0), err[-500:]
-    step = 0
-    if out.exists():
-        require_intact(out)
-        step = max((step_of(path) for _, path in complete_checkpoints(out)), default=0)
-    expected = resumed_at(name, step, is_ended=(out / FINAL / "COMPLETE").exists())
+    require_intact(out)
+    step, is_ended = max(step_of(path) for _, path in complete_checkpoints(out)), (out / FINAL / COMPLETE).exists()
+    expected = undisturbed(first) if is_ended else resumed_at(name, step)
     resumed = run(second, out)
     assert resumed.code == 0, f"the resume failed: {resumed.err}"
     require_same_run(out, expected, saves_more=True)
+    return int(not is_ended)
 
 
 @cache
-def resumed_at(name: str, step: int, is_ended: bool) -> Path:
+def resumed_at(name: str, step: int) -> Path:
     """Return the out_dir of an undisturbed run that went on in the second layout after this step."""
     first, second = SUBJECTS[name]
-    if is_ended:
-        return undisturbed(first)
-    if step == 0:
-        return undisturbed(second)
     folder = shared()["folder"] / "runs" / f"{name} at {step}".replace(" ", "-")
     if not folder.exists():
         new = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -82,7 +79,7 @@ def resumed_at(name: str, step: int, is_ended: bool) -> Path:
 
 WAY = Way(
     "elastic",
-    "a run killed at a random instant goes on with other ranks, bit-equal to an undisturbed run that changes there",
+    "a run killed after a checkpoint goes on with other ranks, bit-equal to an undisturbed run that changes there",
     "S2",
     lambda: SUBJECTS,
     seeds,
