@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from toolkit.distributed import ranks
@@ -108,7 +109,7 @@ def format_size(size: int) -> str:
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Prepared = tuple[Callable[[], object], torch.Tensor, torch.Tensor]
+Prepared = tuple[Callable[[], object], Tensor, Tensor]
 
 
 def _all_reduce(count: int, device: torch.device) -> Prepared:
@@ -143,18 +144,18 @@ def _elements(size: int, n: int) -> int:
     return max(1, size // 4 // n) * n
 
 
-def _values(count: int, rank: int, device: torch.device) -> torch.Tensor:
+def _values(count: int, rank: int, device: torch.device) -> Tensor:
     """Return the values that a rank sends: integers that differ by rank."""
     return (torch.arange(count, device=device) % _PATTERN + rank).float()
 
 
-def _sum(count: int, device: torch.device) -> torch.Tensor:
+def _sum(count: int, device: torch.device) -> Tensor:
     """Return the sum of all ranks' values."""
     n = ranks.world_size()
     return (torch.arange(count, device=device) % _PATTERN * n + n * (n - 1) // 2).float()
 
 
-def _require_correct(what: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+def _require_correct(what: str, result: Tensor, expected: Tensor) -> None:
     wrong = [rank for rank, ok in enumerate(ranks.all_gather_object(torch.equal(result, expected))) if not ok]
     if wrong:
         raise DifferenceError(f"{what}: wrong values on rank {', '.join(map(str, wrong))}")

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from toolkit.distributed import ranks
 from toolkit.distributed.fsdp1 import flat_parts
@@ -86,7 +86,7 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     return norms
 
 
-def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
+def _sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of squares as fp64 on the CPU, without an fp64 copy of the complete tensor."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for chunk in tensor.detach().flatten().split(_CHUNK):
@@ -94,7 +94,7 @@ def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
     return total.cpu()
 
 
-def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _all_gather(tensor: Tensor) -> list[Tensor]:
     if not ranks.is_distributed():
         return [tensor]
     gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size())]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.diagnostics.prove_row import Machine, Outcome, Row, relative_difference
@@ -28,8 +29,8 @@ def _dtype(machine: Machine) -> torch.dtype:
 
 def _compare(
     machine: Machine,
-    function: Callable[..., torch.Tensor],
-    reference: Callable[..., torch.Tensor],
+    function: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
     *shapes: tuple[int, ...],
     dtype: torch.dtype | None = None,
 ) -> Outcome:
@@ -54,10 +55,10 @@ def _masked(kernel: KernelChoice, softcap: float | None, documents: bool, contex
 def _sdpa(groups: int, is_masked: bool, has_cudnn: bool, dtype: torch.dtype | None, machine: Machine) -> Outcome:
     visible = torch.ones(192, 192, dtype=torch.bool).tril().triu(-100 if is_masked else -192)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return fused_attention(q, k, v, visible.to(q.device) if is_masked else None, not is_masked, 0.125)
 
-    def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(8 // groups, dim=1) for t in (k, v))
         return (0.125 * q @ k.mT).masked_fill(~visible, -torch.inf).softmax(-1) @ v
 
@@ -78,11 +79,11 @@ def _head_loss(is_compiled: bool, softcap: float, machine: Machine) -> Outcome:
         if choose_cross_entropy(logits, None, softcap, torch.bfloat16) is cross_entropy_:
             raise CommandError("the compiled kernel fails its check, or Triton is missing")
 
-    def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
         logits = softcap * torch.tanh(x @ weight.mT / softcap)
         return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
 
-    def chunked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def chunked(x: Tensor, weight: Tensor) -> Tensor:
         return head_loss(x, weight, None, labels.to(x.device), softcap=softcap, compiled=is_compiled)
 
     return _compare(machine, chunked, exact, (300, 64), (512, 64))
@@ -100,11 +101,11 @@ def _mixed_mm(machine: Machine) -> Outcome:
 def _experts(machine: Machine) -> Outcome:
     sizes = [37, 0, 64, 3, 0, 83, 1, 12]  # odd sizes, and experts without tokens
 
-    def grouped(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def grouped(x: Tensor, weights: Tensor) -> Tensor:
         ends = torch.tensor(sizes, device=x.device).cumsum(0).int()
         return grouped_product(x, weights.mT.contiguous().mT, ends)  # the layout of a layer's weights
 
-    def exact(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def exact(x: Tensor, weights: Tensor) -> Tensor:
         return torch.cat([part @ w for part, w in zip(x.split(sizes), weights, strict=True)])
 
     return _compare(machine, grouped, exact, (200, 64), (8, 64, 128))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from toolkit.diagnostics.single_process import is_launcher_variable
 from toolkit.errors import CommandError, one_line
@@ -91,7 +92,7 @@ def metrics_of(out: Path, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file)]
 
 
-def relative_difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def relative_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest norm of a difference relative to the expected tensor; NaN if a value is NaN."""
     pairs = [(a.detach().double().cpu(), b.detach().double().cpu()) for a, b in zip(actual, expected, strict=True)]
     return float(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max())

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.distributed import ranks
@@ -241,10 +241,10 @@ class Recorder(TorchDispatchMode):
             self.track(buffer, BUFFERS)
         for values in optimizer.state.values():
             for value in tree_leaves(values):
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     self.track(value, OPTIMIZER)
 
-    def track(self, tensor: torch.Tensor, kind: str = "") -> None:
+    def track(self, tensor: Tensor, kind: str = "") -> None:
         """Record a tensor's storage, and its kind if known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -312,7 +312,7 @@ class Recorder(TorchDispatchMode):
     def collectives(self) -> list[tuple[str, str, int, float]]:
         return [(name, where, int(calls), size) for (name, where), (calls, size) in sorted(self._sent.items())]
 
-    def _is_weight(self, tensor: torch.Tensor) -> bool:
+    def _is_weight(self, tensor: Tensor) -> bool:
         number = self._ids.get(tensor.untyped_storage()._cdata)
         return number is not None and self._kinds[number] == WEIGHTS
 
@@ -331,8 +331,8 @@ def _nothing_sent() -> dict[tuple[str, str], list[float]]:
     return defaultdict(lambda: [0, 0.0])
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def _dimensions(members: list[int]) -> str:

@@ -1,7 +1,7 @@
 """Causal self-attention: grouped-query attention, fused QKV projection, optional KV cache."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.models.attention_kernels import FlashMask, FlexMask, flash_attention, flex_attention_with_softcap
@@ -38,12 +38,12 @@ class CausalSelfAttention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         attn_mask: AttentionMask,
         rope: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
-        kv_source: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        kv_source: Tensor | None = None,
+    ) -> Tensor:
         """(B, T, n_embd) -> (B, T, n_embd).
 
         With ``kv_source``, (B, T, n_embd), keys and values are projected from it (cross-attention). x may then be
@@ -71,7 +71,7 @@ class CausalSelfAttention(nn.Module):
         y = attend(q, k, v, attn_mask, self.scale, self.softcap, self.sinks)
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
 
-    def _cross_projection(self, x: torch.Tensor, kv_source: torch.Tensor) -> torch.Tensor:
+    def _cross_projection(self, x: Tensor, kv_source: Tensor) -> Tensor:
         """Project queries from x, keys and values from kv_source.
 
         Both pass through the complete layer, because its weights may be quantized or have adapters.
@@ -80,7 +80,7 @@ class CausalSelfAttention(nn.Module):
         queries = self.qkv(x)[..., :n_queries].expand(*kv_source.shape[:2], -1)
         return torch.cat((queries, self.qkv(kv_source)[..., n_queries:]), dim=-1)
 
-    def _apply_qk_norm(self, qk: torch.Tensor, norms: tuple[Norm, Norm]) -> torch.Tensor:
+    def _apply_qk_norm(self, qk: Tensor, norms: tuple[Norm, Norm]) -> Tensor:
         """Apply QK-norm to (B, T, heads + groups, head_size), per head or over all heads of a token."""
         width = norms[0].normalized_shape[0]
         parts = qk.split((self.n_head, self.n_groups), dim=2)
@@ -90,21 +90,21 @@ class CausalSelfAttention(nn.Module):
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     attn_mask: AttentionMask,
     scale: float,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Compute attention with the mask's kernel, or with an explicit mask if it has none.
 
     q: (B, n_head, T, width), multiplied by ``scale``; k and v: (B, n_query_groups, keys, width). Returns (B, n_head, T,
     width), in the dtype of q or the autocast dtype.
     """
     if attn_mask.context is not None:
-        size, outputs = q.size(2) // 2, list[torch.Tensor]()
+        size, outputs = q.size(2) // 2, list[Tensor]()
         for start, mask in zip(attn_mask.context.chunk_starts(size), attn_mask.chunks, strict=True):
             keys, queries = slice(start + size - mask.n_keys, start + size), q.chunk(2, dim=2)[len(outputs)]
             outputs.append(attend(queries, k[:, :, keys], v[:, :, keys], mask, scale, softcap, sinks))
@@ -125,9 +125,7 @@ def attend(
     return flash_attention(q, k, v, attn_mask.kernel_mask, scale, sinks)
 
 
-def fused_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float
-) -> torch.Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """Run ``scaled_dot_product_attention`` with a fused kernel, which never materializes all scores.
 
     Shapes as in :func:`attend`. All heads share the mask.
@@ -148,7 +146,7 @@ def fused_attention(
     )
 
 
-def sdpa_supports_gqa(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def sdpa_supports_gqa(q: Tensor, mask: Tensor | None) -> bool:
     """Whether a fused kernel supports grouped-query attention (GQA).
 
     On CUDA only FlashAttention does, and it supports neither masks nor fp32. For other GQA inputs torch silently falls
@@ -158,8 +156,8 @@ def sdpa_supports_gqa(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def softcap_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: AttentionMask, scale: float, logit_softcap: float
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: AttentionMask, scale: float, logit_softcap: float
+) -> Tensor:
     """Compute attention with soft-capped scores, cap * tanh(score / cap) (Gemma 2).
 
     No fused kernel in torch supports the cap, so all scores are materialized. Scores and softmax are fp32. The cap
@@ -176,9 +174,7 @@ def softcap_attention(
     return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
-def sink_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: AttentionMask, scale: float, sinks: torch.Tensor
-) -> torch.Tensor:
+def sink_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: AttentionMask, scale: float, sinks: Tensor) -> Tensor:
     """Compute attention with a sink per head (gpt-oss, OpenAI 2025, arXiv 2508.10925).
 
     A sink is a learned logit that takes part in the softmax and contributes no value.

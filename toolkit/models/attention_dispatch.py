@@ -6,6 +6,7 @@ import warnings
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from toolkit.models.attention import attend
@@ -62,7 +63,7 @@ def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
 
 def choose_kernel(
     config: ModelConfig,
-    x: torch.Tensor,
+    x: Tensor,
     has_documents: bool = False,
     has_bounds: bool = False,
     has_context: bool = False,
@@ -152,10 +153,10 @@ def largest_error(case: KernelCase) -> float:
 def _outputs(
     case: KernelCase,
     kernel: KernelChoice | None,
-    values: list[torch.Tensor],
-    direction: torch.Tensor,
+    values: list[Tensor],
+    direction: Tensor,
     window: int | None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Return the output, and the gradients of q, k, v and any sinks."""
     mask = _check_masks(case, values[1].size(2), kernel).for_window(window)
     q, k, v, *sinks = inputs = [value.detach().requires_grad_() for value in values]

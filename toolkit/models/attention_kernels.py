@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -31,7 +32,7 @@ class DocumentBounds(NamedTuple):
         max_length: Upper bound on document length in tokens.
     """
 
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     max_length: int
 
     def to(self, device: torch.device) -> DocumentBounds:
@@ -39,7 +40,7 @@ class DocumentBounds(NamedTuple):
         return self._replace(cu_seqlens=self.cu_seqlens.to(device, non_blocking=True))
 
 
-def document_bounds(documents: torch.Tensor) -> DocumentBounds:
+def document_bounds(documents: Tensor) -> DocumentBounds:
     """Return the document bounds of packed rows. ``documents`` are ids on the CPU, (B, T).
 
     A document is a run of equal ids in one row.
@@ -71,9 +72,9 @@ class FlashMask(NamedTuple):
     """
 
     window: int
-    cu_seqlens: torch.Tensor | None = None
-    max_length: torch.Tensor | None = None
-    cu_queries: torch.Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_length: Tensor | None = None
+    cu_queries: Tensor | None = None
 
 
 def make_flash_mask(
@@ -100,13 +101,13 @@ def make_flash_mask(
 
 
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: FlashMask,
     scale: float,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Compute attention, optionally with sinks (see :func:`toolkit.models.attention.sink_attention`)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, _ = _flash(q, k, v, sinks, mask.cu_seqlens, mask.cu_queries, mask.max_length, mask.window, scale)
@@ -116,16 +117,16 @@ def flash_attention(
 # A custom op is opaque to torch.compile, so one graph serves any number and length of documents.
 @torch.library.custom_op("toolkit::flash_attention", mutates_args=())
 def _flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    cu_queries: torch.Tensor | None,
-    max_length: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_queries: Tensor | None,
+    max_length: Tensor | None,
     window: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Map (B, T, heads or groups, width) to the output and log-sum-exps, (B, n_head, T); packed: (n_head, B * T).
 
     A sink is a key with zero value that all queries attend to. It adds to the softmax denominator: log-sum-exp' =
@@ -144,8 +145,8 @@ def _flash(
 
 @_flash.register_fake
 def _(
-    q: torch.Tensor, k: Any, v: Any, sinks: Any, cu_seqlens: torch.Tensor | None, *others: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, k: Any, v: Any, sinks: Any, cu_seqlens: Tensor | None, *others: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, T, heads, _ = q.shape
     shape = (B, heads, T) if cu_seqlens is None else (heads, B * T)
     return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -153,19 +154,19 @@ def _(
 
 @torch.library.custom_op("toolkit::flash_attention_backward", mutates_args=())
 def _flash_backward_op(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    cu_queries: torch.Tensor | None,
-    max_length: torch.Tensor | None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_queries: Tensor | None,
+    max_length: Tensor | None,
     window: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and sinks. Without sinks, the last is empty."""
     lengths, options = _options((q, k), (cu_queries, cu_seqlens), max_length, window, scale)
     tensors = _flatten((grad.contiguous(), q, k, v, out), cu_seqlens)
@@ -182,19 +183,19 @@ def _flash_backward_op(
 
 @_flash_backward_op.register_fake
 def _(
-    grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, sinks: torch.Tensor | None,
+    grad: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, sinks: Tensor | None,
     *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     grad_sinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_sinks
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sinks, cu_seqlens, cu_queries, max_length, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens, cu_queries, max_length)
 
 
-def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read only once, because activation checkpointing recomputes them
     *gradients, grad_sinks = _flash_backward_op(grad, *saved, ctx.window, ctx.scale)
     has_sinks = saved[5] is not None
@@ -204,15 +205,15 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None
 _flash.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _flatten(tensors: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _flatten(tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
     """Flatten (B, T, heads, width) to (B * T, heads, width) for packed documents; otherwise unchanged."""
     return tensors if cu_seqlens is None else tuple(t.flatten(0, 1) for t in tensors)
 
 
 def _options(
-    queries_and_keys: tuple[torch.Tensor, torch.Tensor],
-    bounds: tuple[torch.Tensor | None, torch.Tensor | None],
-    max_length: torch.Tensor | None,
+    queries_and_keys: tuple[Tensor, Tensor],
+    bounds: tuple[Tensor | None, Tensor | None],
+    max_length: Tensor | None,
     window: int,
     scale: float,
 ) -> tuple[tuple[Any, ...], dict[str, float]]:
@@ -237,16 +238,16 @@ class FlexMask(NamedTuple):
         last_key: (T,), int32: last key that each query attends to. None if there is a query per key.
     """
 
-    first_key: torch.Tensor
-    kv: tuple[torch.Tensor, torch.Tensor]
-    full_kv: tuple[torch.Tensor, torch.Tensor]
-    q: tuple[torch.Tensor, torch.Tensor]
-    full_q: tuple[torch.Tensor, torch.Tensor]
-    last_key: torch.Tensor | None = None
+    first_key: Tensor
+    kv: tuple[Tensor, Tensor]
+    full_kv: tuple[Tensor, Tensor]
+    q: tuple[Tensor, Tensor]
+    full_q: tuple[Tensor, Tensor]
+    last_key: Tensor | None = None
 
 
 def make_flex_mask(
-    shape: tuple[int, int], window: int | None, documents: torch.Tensor | None, device: torch.device, start: int = 0
+    shape: tuple[int, int], window: int | None, documents: Tensor | None, device: torch.device, start: int = 0
 ) -> FlexMask:
     """Return a layer's mask for rows of ``shape`` (B, T). Needs no (T, T) matrix and no sync.
 
@@ -275,14 +276,14 @@ def make_flex_mask(
     return FlexMask(first_key.to(torch.int32), kv, full_kv, q, full_q, last_key)
 
 
-def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Map (..., n), bool, to the number of True values and an index tensor that lists them first."""
     return blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
 def flex_attention_with_softcap(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: FlexMask, scale: float, logit_softcap: float
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: FlexMask, scale: float, logit_softcap: float
+) -> Tensor:
     """See :func:`toolkit.models.attention.softcap_attention`."""
     if not torch.compiler.is_compiling() and has_no_data(q):  # meta tensors: same shapes and costs, nothing to compile
         return flash_attention(q, k, v, FlashMask(-1), scale)
@@ -290,15 +291,13 @@ def flex_attention_with_softcap(
     return run(q, k, v, mask, scale, logit_softcap)
 
 
-def _softcap(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: FlexMask, scale: float, logit_softcap: float
-) -> torch.Tensor:
+def _softcap(q: Tensor, k: Tensor, v: Tensor, mask: FlexMask, scale: float, logit_softcap: float) -> Tensor:
     factor = scale / logit_softcap
 
-    def softcap(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    def softcap(score: Tensor, *_: Tensor) -> Tensor:
         return logit_softcap * torch.tanh(score * factor)
 
-    def is_visible(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def is_visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         last_key = query if mask.last_key is None else mask.last_key[query]
         return (key <= last_key) & (key >= mask.first_key[b, query])
 
@@ -317,16 +316,16 @@ def _softcap(
         mask_mod=is_visible,
     )
     out = flex_attention(q, k, v, score_mod=softcap, block_mask=block_mask, scale=1.0, enable_gqa=True)
-    assert isinstance(out, torch.Tensor)
+    assert isinstance(out, Tensor)
     return out
 
 
 @functools.cache
-def _compiled_softcap(backend: str = "inductor") -> Callable[..., torch.Tensor]:
+def _compiled_softcap(backend: str = "inductor") -> Callable[..., Tensor]:
     """Compile :func:`_softcap` for use in uncompiled blocks. Floats are constants, as FlexAttention requires."""
     compiled = torch.compile(_softcap, backend=backend, fullgraph=True)
 
-    def run(*args: Any) -> torch.Tensor:
+    def run(*args: Any) -> Tensor:
         with specialized_floats():
             return compiled(*args)
 

@@ -10,6 +10,7 @@ arXiv 2407.21783, section 3.3.2.
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 # their names before torch 2.13 are deprecated
@@ -36,7 +37,7 @@ class ContextGroup(NamedTuple):
         _process_groups[process_group.group_name] = process_group
         return cls(dist.get_rank(process_group), dist.get_world_size(process_group), process_group.group_name)
 
-    def split(self, tensor: torch.Tensor) -> torch.Tensor:
+    def split(self, tensor: Tensor) -> Tensor:
         """Return this rank's tokens, (..., T / size), of a tensor (..., T).
 
         Raises:
@@ -53,7 +54,7 @@ class ContextGroup(NamedTuple):
         """Return the index in the row of the first token of this rank's chunks."""
         return self.rank * chunk_size, (2 * self.size - 1 - self.rank) * chunk_size
 
-    def gather(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of complete rows, (B, groups, T, width), from (B, groups, T / size, width).
 
         The widths of keys and values may differ. The gradient is the sum over the ranks.
@@ -63,7 +64,7 @@ class ContextGroup(NamedTuple):
         return k, v
 
 
-def gather_tokens(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+def gather_tokens(tensor: Tensor, size: int, group: str) -> Tensor:
     """All-gather (B, groups, T / size, width) to (B, groups, T, width) in the order of the row."""
     parts = tensor.new_empty((size, *tensor.shape))
     _all_gather(parts.flatten(0, 1), tensor.contiguous(), group=_process_groups[group])
@@ -71,7 +72,7 @@ def gather_tokens(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return torch.cat((early, late.flip(0))).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
 
 
-def scatter_tokens(gradient: torch.Tensor, size: int, group: str) -> torch.Tensor:
+def scatter_tokens(gradient: Tensor, size: int, group: str) -> Tensor:
     """Sum the gradients of :func:`gather_tokens`'s output over the ranks. Each rank gets the part of its tokens."""
     chunks = gradient.unflatten(2, (2 * size, -1)).permute(2, 0, 1, 3, 4)
     parts = torch.cat((chunks[:size], chunks[size:].flip(0)), dim=3).contiguous()
@@ -87,22 +88,22 @@ OPAQUE: dict[str, Any] = {"toolkit::gather_context": gather_tokens, "toolkit::sc
 
 
 @_gather.register_fake
-def _(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+def _(tensor: Tensor, size: int, group: str) -> Tensor:
     B, groups, n, width = tensor.shape
     return tensor.new_empty((B, groups, size * n, width))
 
 
 @_scatter.register_fake
-def _(gradient: torch.Tensor, size: int, group: str) -> torch.Tensor:
+def _(gradient: Tensor, size: int, group: str) -> Tensor:
     B, groups, n, width = gradient.shape
     return gradient.new_empty((B, groups, n // size, width))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.size, ctx.group = inputs
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     return _scatter(gradient, ctx.size, ctx.group), None, None
 
 

@@ -18,11 +18,12 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from toolkit.models.mixed_mm import has_values
 
-CrossEntropy = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-LossKernel = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+CrossEntropy = Callable[..., tuple[Tensor, Tensor | None]]
+LossKernel = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 """Maps logits (rows, vocabulary) and targets (rows, 1) to softmax - one-hot, if needed, and the losses (rows,). May
 overwrite the logits.
 """
@@ -32,14 +33,14 @@ LARGEST_EXACT_LOSS = 80.0
 
 
 def cross_entropy_(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    ignored: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    ignored: Tensor | None,
+    bias: Tensor | None,
     softcap: float | None,
     dtype: torch.dtype | None,
     kernel: LossKernel | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Compute the losses and the gradient. Overwrites ``logits``. ``kernel`` replaces the device's default."""
     slope = None
     if bias is not None:
@@ -61,9 +62,7 @@ def cross_entropy_(
     return losses, grad.to(dtype)
 
 
-def _loss_and_grad_single_exp_(
-    logits: torch.Tensor, at: torch.Tensor, needs_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss_and_grad_single_exp_(logits: Tensor, at: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
     """Compute the exponential once per logit; it dominates the run time on a CPU. See :data:`LossKernel`."""
     probabilities = torch.softmax(logits, dim=1, out=logits)
     target_probs = probabilities.gather(1, at)
@@ -73,7 +72,7 @@ def _loss_and_grad_single_exp_(
     return probabilities, losses
 
 
-def _loss_and_grad_(logits: torch.Tensor, at: torch.Tensor, needs_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss_and_grad_(logits: Tensor, at: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
     """As :func:`_loss_and_grad_single_exp_`, but exact for any loss; computes a second exponential per logit."""
     log_p = torch.log_softmax(logits, dim=1, out=logits)
     target_log_probs = log_p.gather(1, at)
@@ -83,13 +82,13 @@ def _loss_and_grad_(logits: torch.Tensor, at: torch.Tensor, needs_grad: bool) ->
 
 
 def pointwise_cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    ignored: torch.Tensor,
-    bias: torch.Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    ignored: Tensor,
+    bias: Tensor | None,
     softcap: float | None,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Variant of :func:`cross_entropy_` that torch.compile fuses into one kernel."""
     z = logits if bias is None else logits + bias
     slope = None
@@ -108,7 +107,7 @@ def pointwise_cross_entropy(
 
 
 def choose_cross_entropy(
-    logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, dtype: torch.dtype
+    logits: Tensor, bias: Tensor | None, softcap: float | None, dtype: torch.dtype
 ) -> CrossEntropy:
     """Return the compiled kernel if it works on this device, else :func:`cross_entropy_`.
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from toolkit.models.cross_entropy import CrossEntropy, _loss_and_grad_, cross_entropy_
 from toolkit.models.loss import RowLoss, _chunks, _logits, _Product, chunk_rows
@@ -54,8 +55,8 @@ class DistillationLoss(RowLoss):
     def __init__(
         self,
         options: DistillationOptions,
-        hidden: torch.Tensor,
-        head: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+        hidden: Tensor,
+        head: Callable[[], tuple[Tensor, Tensor | None]],
         softcap: float | None,
         vocab_size: int,
     ) -> None:
@@ -64,7 +65,7 @@ class DistillationLoss(RowLoss):
         self.sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         self._start = 0
 
-    def start(self, dtype: torch.dtype, supervised: torch.Tensor | None, ignored: torch.Tensor | None) -> CrossEntropy:
+    def start(self, dtype: torch.dtype, supervised: Tensor | None, ignored: Tensor | None) -> CrossEntropy:
         weight, bias = self.head()
         self._bias = None if bias is None else bias.detach()[: self.vocab_size]
         weight = weight[: self.vocab_size]
@@ -73,13 +74,13 @@ class DistillationLoss(RowLoss):
 
     def _next_rows(
         self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        ignored: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        logits: Tensor,
+        targets: Tensor,
+        ignored: Tensor | None,
+        bias: Tensor | None,
         softcap: float | None,
         dtype: torch.dtype | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute losses and gradients of the next rows, see :mod:`toolkit.models.cross_entropy`."""
         weight, losses = self.options.label_weight, []
         for rows in _chunks(logits.size(0), chunk_rows(CHUNK_TENSORS * logits.size(1), logits.device)):
@@ -107,7 +108,7 @@ class DistillationLoss(RowLoss):
         self._start += logits.size(0)
         return torch.cat(losses), None if dtype is None else logits.to(dtype)
 
-    def _teacher_logits(self, rows: slice, size: int) -> torch.Tensor:
+    def _teacher_logits(self, rows: slice, size: int) -> Tensor:
         """Return the teacher's logits of some of the next rows, (rows, size) fp32."""
         rows = slice(self._start + rows.start, self._start + rows.stop)
         logits = self.hidden.new_empty(rows.stop - rows.start, size, dtype=torch.float32)
@@ -117,7 +118,7 @@ class DistillationLoss(RowLoss):
         logits[:, self.vocab_size :] = common.amin(1, keepdim=True)
         return logits
 
-    def _diverge(self, student: torch.Tensor, teacher: torch.Tensor, needs_grad: bool) -> torch.Tensor:
+    def _diverge(self, student: Tensor, teacher: Tensor, needs_grad: bool) -> Tensor:
         """Return the divergence of each row, and write its gradient with respect to z / T into ``student``.
 
         Overwrites both logits, (rows, vocabulary).
@@ -144,9 +145,7 @@ class DistillationLoss(RowLoss):
         return from_teacher + scale * from_student
 
 
-def _cap(
-    logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, needs_slope: bool
-) -> torch.Tensor | None:
+def _cap(logits: Tensor, bias: Tensor | None, softcap: float | None, needs_slope: bool) -> Tensor | None:
     """Add the bias and cap the logits in place. Return the derivative of the cap, if needed."""
     if bias is not None:
         logits += bias

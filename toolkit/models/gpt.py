@@ -3,7 +3,7 @@
 from typing import NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.config.options import DEFAULT_SEED
 from toolkit.errors import require_option
@@ -47,13 +47,13 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         attn_mask: AttentionMask,
         rope: RotaryEmbedding | None,
         cache: LayerCache | None = None,
-        token_mask: torch.Tensor | None = None,
-        kv_source: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        token_mask: Tensor | None = None,
+        kv_source: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """(B, T, n_embd) -> (B, T, n_embd).
 
         With ``kv_source``, (B, T, n_embd), attention takes keys and values from norm_1(kv_source) and queries from
@@ -77,7 +77,7 @@ class Block(nn.Module):
         y, balancing_loss = self.mlp(normed, token_mask)
         return attended + self._scale_residual(self.post_mlp_norm(y)), balancing_loss
 
-    def _scale_residual(self, x: torch.Tensor) -> torch.Tensor:
+    def _scale_residual(self, x: Tensor) -> Tensor:
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
 
 
@@ -96,7 +96,7 @@ class BlockInputs(NamedTuple):
     masks: AttentionMaskBuilder | ContextMaskBuilder | FixedShapeMaskBuilder
     ropes: dict[int, RotaryEmbedding]
     kv_cache: KVCache | None
-    token_mask: torch.Tensor | None = None
+    token_mask: Tensor | None = None
 
 
 class GPT(nn.Module, metaclass=InitializedModel):
@@ -145,7 +145,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.compiled_loss: bool | CrossEntropy = False
         self.reusable_loss = False
         self.row_loss: RowLoss | None = None
-        self.loss_part_sums: dict[str, torch.Tensor] = {}
+        self.loss_part_sums: dict[str, Tensor] = {}
         self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position_embedding == "learned":
@@ -153,7 +153,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         parts["ln_f"] = make_norm(config)
         self.transformer = Transformer(parts)
-        self._frequencies: dict[tuple, torch.Tensor] = {}  # not buffers: see rope.py
+        self._frequencies: dict[tuple, Tensor] = {}  # not buffers: see rope.py
         self.tie_weights()
 
     @property
@@ -176,18 +176,18 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor | None = None,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
         *,
-        positions: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
         document_bounds: DocumentBounds | None = None,
         kv_cache: KVCache | None = None,
-        sequence_length: int | torch.Tensor | None = None,
+        sequence_length: int | Tensor | None = None,
         logits_to_keep: int = 0,
         log_probs: bool = False,
         hidden_states: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the logits, the loss, or the label log-probabilities.
 
         Args:
@@ -235,21 +235,21 @@ class GPT(nn.Module, metaclass=InitializedModel):
             return (loss, balancing_loss) if log_probs else (loss + balancing_loss, supervised.sum())
         return loss, (x.new_zeros((), dtype=torch.float32) if log_probs else supervised.sum())
 
-    def own_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+    def own_tokens(self, rows: Tensor) -> Tensor:
         """Return what this rank computes with context parallelism, (..., T / size), of complete rows, (..., T)."""
         return rows if self.context is None else self.context.split(rows)
 
     def embed(
         self,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
         document_bounds: DocumentBounds | None = None,
         kv_cache: KVCache | None = None,
-        sequence_length: int | torch.Tensor | None = None,
-        x: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, BlockInputs]:
+        sequence_length: int | Tensor | None = None,
+        x: Tensor | None = None,
+    ) -> tuple[Tensor, BlockInputs]:
         """Return the first block's input, (B, T, n_embd), and the shared block inputs.
 
         Takes the arguments of :meth:`forward`, and ``x`` if an earlier pipeline stage has computed the residual stream.
@@ -264,7 +264,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             lengths = document_lengths(input_ids, documents, labels)
         if context is not None:
             input_ids, positions = context.split(input_ids), context.split(positions)
-            lengths = context.split(lengths) if isinstance(lengths, torch.Tensor) else lengths
+            lengths = context.split(lengths) if isinstance(lengths, Tensor) else lengths
         x = self._embed_tokens(input_ids, positions) if x is None else x
         kernel, starts = None, None if kv_cache is None else kv_cache.starts
         if self.uses_kernels and kv_cache is None:
@@ -281,7 +281,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
                 masks = ContextMaskBuilder(context, T, *options)
         return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache)
 
-    def _default_positions(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[torch.Tensor, int]:
+    def _default_positions(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[Tensor, int]:
         """Return default positions, (T,) or (B, T), and the number of keys (cached plus T new)."""
         block_size = self.config.block_size
         if kv_cache is not None and kv_cache.position is not None:
@@ -297,15 +297,15 @@ class GPT(nn.Module, metaclass=InitializedModel):
         return positions, length
 
     def run_blocks(
-        self, x: torch.Tensor, layers: range, inputs: BlockInputs, kv_source: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, x: Tensor, layers: range, inputs: BlockInputs, kv_source: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run ``layers`` on the residual stream x, (B, T, n_embd), with ``inputs`` from :meth:`embed`.
 
         The first layer gets ``kv_source``, see :class:`Block`. Returns the residual stream after the layers and the
         load-balancing losses of the MoE layers.
         """
         blocks = self.blocks
-        balancing_losses: list[torch.Tensor] = []
+        balancing_losses: list[Tensor] = []
         for i in layers:
             block, cache = blocks[i], None if inputs.kv_cache is None else inputs.kv_cache[i]
             attn_mask, rope = inputs.masks.for_window(block.window), inputs.ropes.get(block.rope_index)
@@ -315,29 +315,29 @@ class GPT(nn.Module, metaclass=InitializedModel):
                 balancing_losses.append(balancing_loss)
         return x, balancing_losses
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """Return logits, (B, T, padded_vocab_size), from the last block's output, (B, T, n_embd)."""
         logits, softcap = self.lm_head(self._head_input(x)), self.config.final_logit_softcapping
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def cross_entropy(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def cross_entropy(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return the summed cross-entropy in nats, an fp32 scalar, from the last block's output, (B, T, n_embd)."""
         return self._head_loss(x, labels)
 
-    def log_probs(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def log_probs(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return label log-probabilities in nats, (B, T) fp32, from the last block's output, (B, T, n_embd)."""
         return self._head_loss(x, labels, log_probs=True)
 
-    def _head_loss(self, x: torch.Tensor, labels: torch.Tensor, log_probs: bool = False) -> torch.Tensor:
+    def _head_loss(self, x: Tensor, labels: Tensor, log_probs: bool = False) -> Tensor:
         softcap = self.config.final_logit_softcapping
         options = softcap, self.row_loss or self.compiled_loss, log_probs, self.reusable_loss
         return self.lm_head.loss(self._head_input(x), labels, *options)
 
-    def _head_input(self, x: torch.Tensor) -> torch.Tensor:
+    def _head_input(self, x: Tensor) -> Tensor:
         x = self.transformer.ln_f(x)
         return x if self.config.logits_scaling == 1.0 else x / self.config.logits_scaling
 
-    def _embed_tokens(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.transformer.wte(input_ids)
         if self.config.position_embedding == "learned":
             x = x + self.transformer.wpe(positions)
@@ -345,7 +345,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             x = x * torch.full((), self.config.n_embd**0.5, dtype=x.dtype, device=x.device)
         return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
 
-    def _rotary_embeddings(self, positions: torch.Tensor, lengths: torch.Tensor | int) -> dict[int, RotaryEmbedding]:
+    def _rotary_embeddings(self, positions: Tensor, lengths: Tensor | int) -> dict[int, RotaryEmbedding]:
         """Return the rotary embedding for each rope index in use, except -1 (no RoPE)."""
         if self.config.position_embedding == "learned":
             return {}
@@ -360,7 +360,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             for index in used
         }
 
-    def _frequencies_of(self, lengths: torch.Tensor | int, device: torch.device, local: bool) -> torch.Tensor:
+    def _frequencies_of(self, lengths: Tensor | int, device: torch.device, local: bool) -> Tensor:
         """Return RoPE frequencies, (rope_n_elem / 2,); (B, T, rope_n_elem / 2) if ``lengths`` is a tensor."""
         original_max = self.config.original_max_position
         is_long = False if original_max is None else lengths > original_max
@@ -369,11 +369,11 @@ class GPT(nn.Module, metaclass=InitializedModel):
         short, long = (self._frequencies_on(device, local, which) for which in (False, True))
         return torch.where(is_long.unsqueeze(-1), long, short)
 
-    def _frequencies_on(self, device: torch.device, local: bool, is_long: bool) -> torch.Tensor:
+    def _frequencies_on(self, device: torch.device, local: bool, is_long: bool) -> Tensor:
         key = (device, local, is_long)
         if key not in self._frequencies:
             inverse = inverse_frequencies(self.config, is_long, local).to(device)
-            if type(inverse) is not torch.Tensor:  # do not cache a FakeTensor beyond its mode
+            if type(inverse) is not Tensor:  # do not cache a FakeTensor beyond its mode
                 return inverse
             self._frequencies[key] = inverse
         return self._frequencies[key]

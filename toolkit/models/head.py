@@ -1,7 +1,6 @@
 """The LM head."""
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.models.cross_entropy import CrossEntropy
 from toolkit.models.lora_layers import LoRALinear
@@ -13,13 +12,13 @@ class Head(nn.Linear):
 
     def loss(
         self,
-        x: torch.Tensor,
-        labels: torch.Tensor,
+        x: Tensor,
+        labels: Tensor,
         softcap: float | None,
         compiled: bool | CrossEntropy | RowLoss,
         log_probs: bool = False,
         reusable: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the loss or the label log-probabilities, see :func:`toolkit.models.loss.head_loss`."""
         low_rank = None
         if isinstance(self, LoRALinear) and not self.adapters_off:

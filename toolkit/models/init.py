@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.models.config import ModelConfig
 
@@ -30,7 +30,7 @@ NORMS = (
 )  # fmt: skip
 
 
-def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: ModelConfig) -> torch.Tensor:
+def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: ModelConfig) -> Tensor:
     """Return the initial value of parameter ``name`` in fp32 on the CPU, so that all devices get the same values."""
     module, _, kind = name.rpartition(".")
     if kind in ("bias", "correction"):
@@ -60,14 +60,14 @@ class Materializer:
     """
 
     def __init__(
-        self, model: nn.Module, value_of: Callable[[str, torch.Size], torch.Tensor], device: torch.device | str = "cpu"
+        self, model: nn.Module, value_of: Callable[[str, torch.Size], Tensor], device: torch.device | str = "cpu"
     ) -> None:
         self._value_of, self._device = value_of, device
         # for tied parameters the last name wins: transformer.wte.weight
         self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._names |= {id(buffer): name for name, buffer in model.named_buffers()}
         self._originals = [*model.parameters(), *model.buffers()]  # keeps the ids valid
-        self._filled_parameters: dict[int, torch.Tensor] = {}
+        self._filled_parameters: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, should_fill: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
@@ -83,11 +83,11 @@ class Materializer:
                     self._filled_parameters[id(parameter)] = self._fill(parameter)
                 setattr(module, key, self._filled_parameters[id(parameter)])  # tied parameters share one object
 
-    def value(self, parameter: torch.Tensor) -> torch.Tensor:
+    def value(self, parameter: Tensor) -> Tensor:
         """Return the value of a model parameter."""
         return self._value_of(self._names[id(parameter)], parameter.shape)
 
-    def _fill(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fill(self, tensor: Tensor) -> Tensor:
         value = self._value_of(self._names[id(tensor)], tensor.shape)
         if tensor.is_meta:
             # moved before it is cast: a GPU casts faster, and a 16-bit file is half the bytes
@@ -122,7 +122,7 @@ def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") 
         materialize(module)
 
 
-def weight_initializer(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
+def weight_initializer(model: nn.Module, seed: int) -> Callable[[str, torch.Size], Tensor]:
     """Return a function that maps a parameter's name and shape to its initial value."""
     config = cast(ModelConfig, model.config)
     return lambda name, shape: draw(name, shape, seed=seed, config=config)

@@ -14,7 +14,7 @@ cached. Queries may also be projected from a low-rank latent.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.models.attention import attend
@@ -54,12 +54,12 @@ class LatentAttention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         attn_mask: AttentionMask,
         rope: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
-        kv_source: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        kv_source: Tensor | None = None,
+    ) -> Tensor:
         """(B, T, n_embd) -> (B, T, n_embd). The cache stores (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim).
 
         With ``kv_source``, (B, T, n_embd), keys and values are projected from it (cross-attention).
@@ -84,7 +84,7 @@ class LatentAttention(nn.Module):
         y = attend(q, k, v, attn_mask, self.scale)
         return self.proj(y[..., : self.v_size].transpose(1, 2).reshape(B, T, self.n_head * self.v_size))
 
-    def _keys_and_values(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Expand latents (B, 1, keys, kv_lora_rank) and shared keys to keys (B, n_head, keys, head_size) and values."""
         kv = self.kv_b(latent.squeeze(1)).split((self.n_head * self.nope, self.n_head * self.v_size), dim=-1)
         k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in kv)

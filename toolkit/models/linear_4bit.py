@@ -5,7 +5,7 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.models.lora_layers import LoRAMixin
 
@@ -20,23 +20,23 @@ class Linear4bit(bnb.nn.Linear4bit):
 
     quant_state: Any  # scales and shape; stored here too, because FSDP's views of the weight lack it
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         y = self.project(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
+    def project(self, x: Tensor) -> Tensor:
         """Return the output without the bias."""
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
             x = x.to(torch.get_autocast_dtype(device_type))
         return bnb.matmul_4bit(x, self.weight.view(torch.uint8), quant_state=self.quant_state)
 
-    def base_weight(self) -> torch.Tensor:
+    def base_weight(self) -> Tensor:
         """Return the dequantized weight, (out, in)."""
         return bnb.functional.dequantize_4bit(self.weight.data.view(torch.uint8), self.quant_state)
 
-    def quantize_weight(self, weight: torch.Tensor, nested: bool, device: torch.device | str) -> None:
+    def quantize_weight(self, weight: Tensor, nested: bool, device: torch.device | str) -> None:
         """Quantize ``weight`` (out, in) to NF4 with block size 64. ``nested`` also quantizes the scales."""
         quantized = bnb.nn.Params4bit(weight.detach(), compress_statistics=nested, quant_type="nf4", module=self)
         self.weight = quantized.to(device)  # type: ignore[misc]  # the overloads of bitsandbytes lack the class itself
@@ -50,7 +50,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         empty = torch.empty(size, 1, dtype=storage, device="meta")
         self.weight = nn.Parameter(empty, requires_grad=False)  # type: ignore[assignment]
 
-    def pack(self, read: Callable[[], torch.Tensor], nested: bool, device: torch.device | str) -> torch.Tensor:
+    def pack(self, read: Callable[[], Tensor], nested: bool, device: torch.device | str) -> Tensor:
         """Quantize the weight that ``read`` returns. Returns the packed values for :meth:`reserve_weight`'s weight."""
         packed, self.quant_state = bnb.functional.quantize_4bit(
             read().detach().to(device).contiguous(), blocksize=64, compress_statistics=nested, quant_type="nf4",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -67,7 +67,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.adapters_off = False
 
 
-def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> torch.Tensor:
+def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
     """Return the initial value of an adapter's ``A`` or ``B``, a pure function of (seed, name): fp32, on the CPU.
 
     A is uniform in +- 1 / sqrt(in): Kaiming initialization with a = sqrt(5), as in the paper's code. B is zero, so the
@@ -81,14 +81,14 @@ def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> t
     return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=parameter_generator(name, seed))
 
 
-def initial_magnitude(weight: torch.Tensor) -> torch.Tensor:
+def initial_magnitude(weight: Tensor) -> Tensor:
     """Return DoRA's initial magnitudes, (rows,) fp32: the row norms of the base weight."""
     return torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
 
 
 def adapter_values(
-    model: nn.Module, seed: int, weight_of: Callable[[str], torch.Tensor]
-) -> Callable[[str, torch.Size], torch.Tensor]:
+    model: nn.Module, seed: int, weight_of: Callable[[str], Tensor]
+) -> Callable[[str, torch.Size], Tensor]:
     """Return a function that maps an adapter parameter's name and shape to its initial value.
 
     Call this before a strategy wraps the model. Parameters may be on the meta device. ``weight_of`` maps a name such as
@@ -96,7 +96,7 @@ def adapter_values(
     """
     rows = {name: module.rows for name, module in model.named_modules() if isinstance(module, Adapter)}
 
-    def value_of(name: str, shape: torch.Size) -> torch.Tensor:
+    def value_of(name: str, shape: torch.Size) -> Tensor:
         adapter, _, kind = name.rpartition(".")
         if kind != "magnitude":
             return draw_adapter(name, shape, seed)

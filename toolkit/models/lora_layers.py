@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.models.lora_config import LoRAConfig
@@ -43,10 +43,10 @@ class LoRAMixin(nn.Module):
 
     in_features: int
     out_features: int
-    weight: torch.Tensor  # (out, in)
+    weight: Tensor  # (out, in)
     bias: nn.Parameter  # or None, as in nn.Linear
-    project: Callable[[torch.Tensor], torch.Tensor]  # forward without bias and adapters: (..., in) -> (..., out)
-    base_weight: Callable[[], torch.Tensor]  # the weight in a floating-point dtype
+    project: Callable[[Tensor], Tensor]  # forward without bias and adapters: (..., in) -> (..., out)
+    base_weight: Callable[[], Tensor]  # the weight in a floating-point dtype
     lora: nn.ModuleDict
     adapters_off = False
     """Whether the layer computes without its adapters."""
@@ -68,7 +68,7 @@ class LoRAMixin(nn.Module):
         """Share the adapters of another layer."""
         self.lora, self.scaling, self.dropout, self.dora = other.lora, other.scaling, other.dropout, other.dora
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         if self.adapters_off:
             return super().forward(x)
@@ -78,12 +78,12 @@ class LoRAMixin(nn.Module):
         hidden, b = self.low_rank(x, y.dtype)
         return _addmm(y, hidden, b)
 
-    def low_rank(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def low_rank(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return factors (..., R) and (out, R) whose product is added to the output. R is the sum of the ranks."""
         a, b = self._factors()
         return self._hidden(self._drop(x), a, dtype), b.to(dtype)
 
-    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+    def merged(self, weight: Tensor) -> Tensor:
         """Return ``weight`` (out, in) with the adapters merged, in fp32."""
         a, b = (factor.detach() for factor in self._factors())
         merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)
@@ -91,7 +91,7 @@ class LoRAMixin(nn.Module):
             merged *= self._row_scales(merged.norm(dim=1)).detach()[:, None]
         return merged
 
-    def _forward_dora(self, x: torch.Tensor) -> torch.Tensor:
+    def _forward_dora(self, x: Tensor) -> Tensor:
         dropped = self._drop(x)
         plain = self.project(x)
         dropped_plain = plain if dropped is x else self.project(dropped)
@@ -105,16 +105,16 @@ class LoRAMixin(nn.Module):
             y = y + (plain - dropped_plain)
         return (y if self.bias is None else y + self.bias).to(plain.dtype)
 
-    def _row_norms(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _row_norms(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.addmm(self.base_weight().float(), b, a, alpha=self.scaling).norm(dim=1)
 
-    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+    def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.training and self.dropout else x
 
-    def _hidden(self, dropped: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _hidden(self, dropped: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
         return F.linear(dropped.to(dtype), a.to(dtype)) * self.scaling
 
-    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _factors(self) -> tuple[Tensor, Tensor]:
         """Return the combined A, (R, in), and B, (out, R), in fp32."""
         adapters = self.adapters
         if len(adapters) == 1 and len(adapters[0].rows) == self.out_features:
@@ -129,7 +129,7 @@ class LoRAMixin(nn.Module):
         blocks += [adapters[0].B.new_zeros(self.out_features - row, ranks)]
         return torch.cat([adapter.A for adapter in adapters]), torch.cat(blocks)
 
-    def _row_scales(self, norms: torch.Tensor) -> torch.Tensor:
+    def _row_scales(self, norms: Tensor) -> Tensor:
         """Return DoRA's scale per row, (out,): magnitude / norm; 1 for rows without an adapter."""
         scales, row = [], 0
         for adapter in self.adapters:
@@ -142,13 +142,13 @@ class LoRAMixin(nn.Module):
 class LoRALinear(LoRAMixin, nn.Linear):
     """An nn.Linear with adapters."""
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
+    def project(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
-    def base_weight(self) -> torch.Tensor:
+    def base_weight(self) -> Tensor:
         return self.weight
 
 
-def _addmm(y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _addmm(y: Tensor, hidden: Tensor, b: Tensor) -> Tensor:
     """Return y + hidden @ b.T, rounded once, without a temporary of y's size."""
     return torch.addmm(y.flatten(0, -2), hidden.flatten(0, -2), b.t()).view_as(y)

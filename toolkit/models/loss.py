@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -47,7 +48,7 @@ class RowLoss(ABC):
     """A loss per token to use instead of the cross-entropy, with further inputs of each token."""
 
     @abstractmethod
-    def start(self, dtype: torch.dtype, supervised: torch.Tensor | None, ignored: torch.Tensor | None) -> CrossEntropy:
+    def start(self, dtype: torch.dtype, supervised: Tensor | None, ignored: Tensor | None) -> CrossEntropy:
         """Return a function as in :mod:`toolkit.models.cross_entropy`, to call for one chunk of rows after another.
 
         Args:
@@ -57,17 +58,17 @@ class RowLoss(ABC):
 
 
 def head_loss(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     compiled: bool | CrossEntropy | RowLoss = False,
     *,
     log_probs: bool = False,
     reusable: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the cross-entropy of ``x @ weight.T + bias`` in nats, summed over supervised tokens.
 
     Args:
@@ -146,15 +147,15 @@ _NO_GRADIENTS = (None,) * 5  # for the non-tensor arguments
 
 
 def _losses_and_grads(
-    labels: torch.Tensor,
+    labels: Tensor,
     dtype: torch.dtype,
     needs_grad: list[bool],
     softcap: float | None,
     compiled: bool | CrossEntropy | RowLoss,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *factors: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
+    scale: Tensor | None,
+    bias: Tensor | None,
+    *factors: Tensor,
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Compute the losses and their gradients.
 
     ``factors`` are pairs (x, matrix). The logits are the sum of ``x @ matrix.T``. ``scale``, (labels,), is the upstream
@@ -217,11 +218,11 @@ def _chunks(n: int, largest: int) -> list[slice]:
 
 
 def _replace_inexact(
-    losses: torch.Tensor,
+    losses: Tensor,
     products: list[_Product],
     chunk: slice,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
+    targets: Tensor,
+    bias: Tensor | None,
     softcap: float | None,
 ) -> None:
     """Recompute losses above LARGEST_EXACT_LOSS from the logits."""
@@ -248,13 +249,13 @@ class _Product:
 
     def __init__(
         self,
-        x: torch.Tensor,
-        matrix: torch.Tensor,
+        x: Tensor,
+        matrix: Tensor,
         x_needs_grad: bool,
         matrix_needs_grad: bool,
         dtype: torch.dtype,
-        supervised: torch.Tensor | None,
-        ignored: torch.Tensor | None,
+        supervised: Tensor | None,
+        ignored: Tensor | None,
     ) -> None:
         rows = x.detach().reshape(-1, x.size(-1))
         rows = (rows if supervised is None else rows[supervised]).to(dtype)
@@ -267,7 +268,7 @@ class _Product:
         make = torch.empty_like if rows.size(0) else torch.zeros_like
         self._grad_matrix = make(matrix, dtype=torch.float32) if matrix_needs_grad else None
 
-    def add_gradients(self, chunk: slice, grad_logits: torch.Tensor) -> None:
+    def add_gradients(self, chunk: slice, grad_logits: Tensor) -> None:
         """Accumulate the gradients of a chunk of rows. The first call must be for the first chunk."""
         if self._grad_x is not None:
             mm_out_fp32(self._grad_x[chunk], grad_logits, self.matrix)
@@ -275,7 +276,7 @@ class _Product:
             write = mm_out_fp32 if chunk.start == 0 else addmm_fp32_
             write(self._grad_matrix, grad_logits.t(), self.rows[chunk])
 
-    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of x and matrix; None if not needed."""
         grad = self._grad_x
         if grad is not None:
@@ -286,7 +287,7 @@ class _Product:
         return grad, self._grad_matrix
 
 
-def _supervised_rows(targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _supervised_rows(targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the indices of the rows to process (None for all) and a mask of those to ignore (None for none).
 
     On an accelerator all rows are processed, because copying the number of supervised rows to the host would sync;
@@ -298,7 +299,7 @@ def _supervised_rows(targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.
     return (None if supervised.numel() == targets.numel() else supervised), None
 
 
-def _logits(products: list[_Product], rows: slice | torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _logits(products: list[_Product], rows: slice | Tensor, out: Tensor) -> Tensor:
     """Write the fp32 logits of some rows into ``out`` and return it."""
     for i, product in enumerate(products):
         (addmm_fp32_ if i else mm_out_fp32)(out, product.rows[rows], product.matrix.t())

@@ -4,8 +4,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.errors import UserError, did_you_mean
@@ -31,7 +30,7 @@ class LossWrapper(nn.Module):
         # Hugging Face models would allocate a KV cache in every step
         self._options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss in nats and the number of supervised tokens."""
         if self._has_loss:
             result = self.module(input_ids, labels)
@@ -42,8 +41,8 @@ class LossWrapper(nn.Module):
                 )
             return result
         result = self.module(input_ids, **self._options)
-        logits = result if isinstance(result, torch.Tensor) else getattr(result, "logits", None)
-        if not isinstance(logits, torch.Tensor) or logits.ndim != 3 or logits.shape[:2] != labels.shape:
+        logits = result if isinstance(result, Tensor) else getattr(result, "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != labels.shape:
             raise UserError(
                 f"model: {self._get_name()}.forward(input_ids) with input_ids {tuple(labels.shape)} returns "
                 f"{_describe(result if logits is None else logits)}; it must return logits (batch, tokens, vocabulary)"
@@ -85,7 +84,7 @@ def _find_class(requested: type[nn.Module] | str, classes: list[type[nn.Module]]
 
 def _describe(result: Any) -> str:
     """Return a short description of a forward's return value."""
-    if isinstance(result, torch.Tensor):
+    if isinstance(result, Tensor):
         return f"a tensor of shape {tuple(result.shape)}"
     if isinstance(result, tuple):
         return f"a tuple ({', '.join(_describe(part) for part in result)})"

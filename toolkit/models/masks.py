@@ -7,6 +7,7 @@ of :mod:`toolkit.models.attention_kernels` is used.
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from toolkit.models.attention_kernels import DocumentBounds, FlashMask, FlexMask, make_flash_mask, make_flex_mask
 from toolkit.models.context_parallel import ContextGroup
@@ -37,7 +38,7 @@ class AttentionMask(NamedTuple):
     """
 
     n_keys: int
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     is_causal: bool = False
     kernel_mask: FlashMask | FlexMask | None = None
     context: ContextGroup | None = None
@@ -68,12 +69,12 @@ class AttentionMaskBuilder:
         n_cached: int,
         n_new: int,
         device: torch.device,
-        documents: torch.Tensor | None = None,
+        documents: Tensor | None = None,
         uniform_length: int = 0,
         batch_size: int = 1,
         kernel: KernelChoice | None = None,
         bounds: DocumentBounds | None = None,
-        starts: torch.Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> None:
         assert documents is None or starts is None, "rows of packed documents are not padded on the left"
         self._batch_size, self._kernel, self._bounds = batch_size, kernel, bounds
@@ -154,7 +155,7 @@ class FixedShapeMaskBuilder:
         starts: See :class:`AttentionMaskBuilder`.
     """
 
-    def __init__(self, position: torch.Tensor, n_keys: int, starts: torch.Tensor | None = None) -> None:
+    def __init__(self, position: Tensor, n_keys: int, starts: Tensor | None = None) -> None:
         self._position, self._n_keys, self._starts = position, n_keys, starts
         self._masks: dict[int | None, AttentionMask] = {}
 

@@ -4,9 +4,10 @@ import functools
 import warnings
 
 import torch
+from torch import Tensor
 
 
-def mm_out_fp32(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def mm_out_fp32(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute out = a @ b. If supported, 16-bit factors give an unrounded fp32 ``out``."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
@@ -16,7 +17,7 @@ def mm_out_fp32(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         out.copy_(a @ b)
 
 
-def addmm_fp32_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def addmm_fp32_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total += a @ b with an fp32 total."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
@@ -28,15 +29,15 @@ def addmm_fp32_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _has_fp32_results(a: torch.Tensor) -> bool:
+def _has_fp32_results(a: Tensor) -> bool:
     if a.device.type != "cuda":
         return False
     return not has_values(a) or _check_fp32_results(a.device, a.dtype)
 
 
-def has_values(tensor: torch.Tensor) -> bool:
+def has_values(tensor: Tensor) -> bool:
     """Return False for meta tensors and FakeTensors, which are used to estimate costs."""
-    return type(tensor) is torch.Tensor and not tensor.is_meta
+    return type(tensor) is Tensor and not tensor.is_meta
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The dense MLPs of a block: (..., n_embd) -> (..., n_embd)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
@@ -17,7 +17,7 @@ class LLaMAMLP(nn.Module):
         self.fc_2 = nn.Linear(config.n_embd, width, bias=config.bias)
         self.proj = nn.Linear(width, config.n_embd, bias=config.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.silu(self.fc_1(x)) * self.fc_2(x))
 
 
@@ -28,7 +28,7 @@ class GemmaMLP(LLaMAMLP):
         super().__init__(config)
         self.gelu_approximate = config.gelu_approximate
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.gelu(self.fc_1(x), approximate=self.gelu_approximate) * self.fc_2(x))
 
 
@@ -41,7 +41,7 @@ class GptNeoxMLP(nn.Module):
         self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=config.bias)
         self.gelu_approximate = config.gelu_approximate
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.gelu(self.fc(x), approximate=self.gelu_approximate))
 
 
@@ -51,8 +51,8 @@ class XieluMLP(GptNeoxMLP):
     Source: Huang and Schlag 2024, arXiv 2411.13010, as in transformers, whose files contain the constants.
     """
 
-    beta: torch.Tensor
-    eps: torch.Tensor
+    beta: Tensor
+    eps: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -60,7 +60,7 @@ class XieluMLP(GptNeoxMLP):
         for name in ("beta", "eps"):
             self.register_buffer(name, torch.empty(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.fc(x)
         beta, eps = self.beta.to(x.dtype), self.eps.to(x.dtype)
         above, below = F.softplus(self.alpha_p).to(x.dtype), beta + F.softplus(self.alpha_n).to(x.dtype)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
@@ -29,34 +29,34 @@ from toolkit.models.mlp import LLaMAMLP
 
 # Custom operators, because torch (2.13) compiles grouped_mm in bf16 only.
 @torch.library.custom_op("toolkit::grouped_product", mutates_args=())
-def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """(N, a), (experts, a, b) -> (N, b): multiply rows ends[e - 1] to ends[e] by weights[e]; ends: (experts,) int32."""
     return F.grouped_mm(x, weights, offs=ends)
 
 
 @torch.library.custom_op("toolkit::grouped_outer_product", mutates_args=())
-def grouped_outer_product(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_outer_product(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """(N, a), (N, b) -> (experts, a, b): x.T @ y over each expert's rows; zero for an expert without rows."""
     return F.grouped_mm(x.t(), y, offs=ends)
 
 
 @grouped_product.register_fake
-def _(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.size(0), weights.size(2))
 
 
 @grouped_outer_product.register_fake
-def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.size(0), x.size(1), y.size(1))
 
 
-def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     x, weights, ends = inputs
     is_trained = ctx.needs_input_grad[1]
     ctx.save_for_backward(x if is_trained else None, weights, ends)
 
 
-def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weights, ends = ctx.saved_tensors
     grad_output, grad_x, grad_weights = grad_output.contiguous(), None, None
     if ctx.needs_input_grad[0]:
@@ -83,7 +83,7 @@ class StackedLinear(nn.Module):
         self.active = active
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """(N, in) -> (N, out): expert e computes rows ends[e - 1] to ends[e]; ends: (experts,) int32."""
         y = grouped_product(x, self.weight.to(x.dtype).transpose(-2, -1), ends)
         if self.bias is None:
@@ -108,7 +108,7 @@ class Experts(nn.Module):
         self.proj = StackedLinear(n, config.expert_size, config.n_embd, active, config.bias)
         self.limit = config.swiglu_limit
 
-    def forward(self, x: torch.Tensor, topk_indices: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, topk_indices: Tensor) -> Tensor:
         """Tokens (N, n_embd) and expert indices (N, k) -> expert outputs (N, k, n_embd)."""
         experts, order = topk_indices.flatten().sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -118,7 +118,7 @@ class Experts(nn.Module):
         y = self.proj(self._gated_product(self.fc_1(x, ends), self.fc_2(x, ends)), ends)
         return _CopyAndPermute.apply(y, inverse, order, 1).view(*topk_indices.shape, -1)
 
-    def _gated_product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def _gated_product(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is None:
             return F.silu(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -136,7 +136,7 @@ def resolve_weight_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | 
 class LLaMAMoE(nn.Module):
     """Mixture of experts: the sum of the top-k experts' outputs, weighted by the router."""
 
-    correction: torch.Tensor | None  # a buffer
+    correction: Tensor | None  # a buffer
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class LLaMAMoE(nn.Module):
         correction = torch.zeros(config.n_expert, dtype=torch.float32) if config.router_scores != "softmax" else None
         self.register_buffer("correction", correction)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LLaMAMoE:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LLaMAMoE:
         """Apply ``fn``, but keep the dtype of the correction bias."""
         before = self.correction
         super()._apply(fn, recurse)
@@ -162,9 +162,7 @@ class LLaMAMoE(nn.Module):
             self.correction = before.to(after.device)
         return self
 
-    def forward(
-        self, x: torch.Tensor, token_mask: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """(B, T, n_embd) -> (B, T, n_embd); with ``token_mask`` (B, T) also :func:`load_balancing_loss`, (B,)."""
         probabilities, weights, topk_indices = self._route(x)
         outputs = self.experts(x.to(_matmul_dtype(x)).flatten(0, -2), topk_indices.flatten(0, -2))  # (B * T, k, n_embd)
@@ -174,7 +172,7 @@ class LLaMAMoE(nn.Module):
             y = y + (shared if self.shared_expert_gate is None else torch.sigmoid(self.shared_expert_gate(x)) * shared)
         return y if token_mask is None else (y, load_balancing_loss(probabilities, topk_indices, token_mask))
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_embd) -> router probabilities (B, T, n_expert), top-k weights and top-k indices (B, T, k).
 
         Scores, weights and probabilities are fp32.
@@ -193,7 +191,7 @@ class LLaMAMoE(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + _EPS)
         return probabilities, weights * self.scaling, topk_indices
 
-    def _mask_groups(self, choice: torch.Tensor) -> torch.Tensor:
+    def _mask_groups(self, choice: Tensor) -> Tensor:
         """Mask the experts outside the top groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
 
         A group's score is its best expert's score; with sigmoid scores, the sum of its best two (DeepSeek-V3).
@@ -208,16 +206,14 @@ class LLaMAMoE(nn.Module):
         return groups.masked_fill(~selected.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
+def _matmul_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype for grouped_mm on x. Autocast does not cover our custom grouped_mm op."""
     device = x.device.type
     is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_autocast else x.dtype
 
 
-def load_balancing_loss(
-    probabilities: torch.Tensor, topk_indices: torch.Tensor, token_mask: torch.Tensor
-) -> torch.Tensor:
+def load_balancing_loss(probabilities: Tensor, topk_indices: Tensor, token_mask: Tensor) -> Tensor:
     """Return the load-balancing loss per row, n_expert * sum over e of f_e * P_e. It is k for a uniform load.
 
     f_e is the fraction of the row's tokens routed to expert e. P_e is the expert's mean probability; only P has a
@@ -237,7 +233,7 @@ def load_balancing_loss(
     return probabilities.size(-1) * (share * mean).sum(-1)
 
 
-def mask_until_last_label(labels: torch.Tensor) -> torch.Tensor:
+def mask_until_last_label(labels: Tensor) -> Tensor:
     """Return a mask, (B, T) bool, of the tokens up to each row's last supervised one.
 
     Later tokens, such as padding, cannot affect the loss, because attention is causal.
@@ -253,13 +249,13 @@ class _CopyAndPermute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies = copies
         return x[order // copies if copies > 1 else order]
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         grad = grad_output[inverse]
         if ctx.copies > 1:

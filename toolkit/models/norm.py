@@ -1,7 +1,6 @@
 """Normalization layers: torch's, Gemma's RMSNorm with offset, and LayerNorm per head."""
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
@@ -12,7 +11,7 @@ Norm = nn.RMSNorm | nn.LayerNorm
 class OffsetRMSNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight (Gemma). Computed in fp32, rounded once at the end."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
@@ -23,7 +22,7 @@ class LayerNormPerHead(nn.LayerNorm):
         super().__init__(heads * size, eps=eps, bias=False)  # 1-D, so excluded from weight decay like other norms
         self.heads = heads
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(..., heads * size) -> (..., heads * size)."""
         heads = x.float().unflatten(-1, (self.heads, -1))
         y = F.layer_norm(heads, heads.shape[-1:], eps=self.eps) * self.weight.float().view(self.heads, -1)

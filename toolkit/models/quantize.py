@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.errors import require_bitsandbytes, require_option
 from toolkit.models.lora_layers import LoRALinear
@@ -33,7 +33,7 @@ def refuse_experts(config: ModelConfig, kind: Quantize) -> None:
 def quantize_linears(
     model: GPT,
     kind: Quantize,
-    weight_of: Callable[[str], torch.Tensor] | None = None,
+    weight_of: Callable[[str], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
     """Replace the blocks' linear layers, with or without adapters, with 4-bit layers.
@@ -55,8 +55,8 @@ def quantize_linears(
 
 
 def reserve_quantized(
-    model: GPT, kind: Quantize, storage: torch.dtype, weight_of: Callable[[str], torch.Tensor], device: torch.device
-) -> dict[str, Callable[[], torch.Tensor]]:
+    model: GPT, kind: Quantize, storage: torch.dtype, weight_of: Callable[[str], Tensor], device: torch.device
+) -> dict[str, Callable[[], Tensor]]:
     """Replace the layers like :func:`quantize_linears`, but leave the 4-bit weights on the meta device for FSDP.
 
     FSDP materializes and quantizes one block at a time and keeps only its shard. Every rank keeps all quantization
@@ -65,7 +65,7 @@ def reserve_quantized(
     Returns:
         Functions by parameter name that return the packed values.
     """
-    values: dict[str, Callable[[], torch.Tensor]] = {}
+    values: dict[str, Callable[[], Tensor]] = {}
     for name, _, new in _replaced_linears(model, kind):
         new.reserve_weight(storage)
         values[f"{name}.weight"] = partial(new.pack, partial(weight_of, f"{name}.weight"), kind == NESTED, device)

@@ -9,13 +9,14 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.config_checks import yarn_mscale
 from toolkit.models.labels import IGNORE_INDEX
 
 
-def inverse_frequencies(config: ModelConfig, is_long: bool = False, local: bool = False) -> torch.Tensor:
+def inverse_frequencies(config: ModelConfig, is_long: bool = False, local: bool = False) -> Tensor:
     """Return the inverse frequencies in radians per position, (rope_n_elem / 2,), fp32, on the CPU.
 
     ``is_long`` uses longrope's factors for sequences longer than the original context. ``local`` returns the unscaled
@@ -34,9 +35,7 @@ def inverse_frequencies(config: ModelConfig, is_long: bool = False, local: bool 
     return _yarn_scaling(inverse, adjustments, base) if kind == "yarn" else _llama3_scaling(inverse, adjustments)
 
 
-def document_lengths(
-    input_ids: torch.Tensor, documents: torch.Tensor | None, labels: torch.Tensor | None
-) -> torch.Tensor:
+def document_lengths(input_ids: Tensor, documents: Tensor | None, labels: Tensor | None) -> Tensor:
     """Return each token's document length, (B, T) int64.
 
     Without ``documents`` (B, T), each row is one document. With labels (B, T), a document ends at its last supervised
@@ -64,7 +63,7 @@ def attention_factor(config: ModelConfig, local: bool = False) -> float:
     return yarn_mscale(factor, 1.0)
 
 
-def query_scale(config: ModelConfig, positions: torch.Tensor) -> torch.Tensor | None:
+def query_scale(config: ModelConfig, positions: Tensor) -> Tensor | None:
     """Return the factors of the queries at ``positions``, (..., T, 1, 1), fp32; None without query_scaling_beta.
 
     Source: Llama 4 (https://ai.meta.com/blog/llama-4-multimodal-intelligence), as in transformers' Ministral 3.
@@ -75,7 +74,7 @@ def query_scale(config: ModelConfig, positions: torch.Tensor) -> torch.Tensor | 
     return (1 + config.query_scaling_beta * torch.log(1 + extensions))[..., None, None]
 
 
-def _yarn_scaling(inverse: torch.Tensor, adjustments: dict[str, Any], base: float) -> torch.Tensor:
+def _yarn_scaling(inverse: Tensor, adjustments: dict[str, Any], base: float) -> Tensor:
     """Apply YaRN scaling.
 
     Wavelengths with fewer than beta_slow rotations in the original context are scaled by ``factor``. Those with more
@@ -98,7 +97,7 @@ def _yarn_scaling(inverse: torch.Tensor, adjustments: dict[str, Any], base: floa
     return ramp * inverse / adjustments["factor"] + (1 - ramp) * inverse
 
 
-def _llama3_scaling(inverse: torch.Tensor, adjustments: dict[str, float]) -> torch.Tensor:
+def _llama3_scaling(inverse: Tensor, adjustments: dict[str, float]) -> Tensor:
     """Scale long wavelengths by ``factor``, keep short ones and interpolate in between (Llama 3.1).
 
     Source: ``apply_scaling`` in meta-llama/llama-models, models/llama3/model.py.
@@ -126,10 +125,10 @@ class RotaryEmbedding:
 
     def __init__(
         self,
-        positions: torch.Tensor,
-        inverse: torch.Tensor,
+        positions: Tensor,
+        inverse: Tensor,
         attention_factor: float = 1.0,
-        query_scale: torch.Tensor | None = None,
+        query_scale: Tensor | None = None,
     ) -> None:
         self.query_scale = query_scale
         angles = (positions[..., None].float() * inverse).unsqueeze(-2)  # (..., T, 1, n/2), broadcast over heads
@@ -137,7 +136,7 @@ class RotaryEmbedding:
         self.cos = torch.cat((cos, cos), dim=-1)
         self.sin = torch.cat((-sin, sin), dim=-1)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """Rotate x, (B, T, heads, head_size). Shape and dtype do not change."""
         n = self.cos.size(-1)
         rotated = x[..., :n].float()

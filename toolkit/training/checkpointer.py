@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.checkpoints.adapters import write_adapter_files
 from toolkit.checkpoints.finite import nonfinite_state
@@ -81,8 +81,8 @@ class Checkpointer:
         # A rank that fails in these collectives must exit at once, because the others wait in them.
         rng = ranks.all_gather_object(rng_state(self.device))
         state, module, optimizer = self.state, self.module, self.optimizer
-        shards: dict[str, dict[str, torch.Tensor]] = {}
-        weights: dict[str, torch.Tensor] = {}
+        shards: dict[str, dict[str, Tensor]] = {}
+        weights: dict[str, Tensor] = {}
         offload = copies is None  # HostCopies already copies to pinned memory
         if state.base is not None:
             weights, rest = adapter_state(module, optimizer)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from toolkit.config import AUTO
@@ -32,10 +33,10 @@ def compile_error(device: torch.device) -> str:
     """
     x = torch.linspace(-2, 2, 4096, device=device).view(64, 64)
 
-    def scaled(x: torch.Tensor) -> torch.Tensor:
+    def scaled(x: Tensor) -> Tensor:
         return functional.silu(x) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1)
 
-    def evaluate(function: object) -> list[torch.Tensor]:
+    def evaluate(function: object) -> list[Tensor]:
         assert callable(function)
         leaf = x.clone().requires_grad_()
         out = function(leaf)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.run.sharded import is_sharded
@@ -103,7 +103,7 @@ def build_model(
     config: ResolvedConfig,
     longest_ragged: int,
     source: Path | None,
-    adapters: dict[str, torch.Tensor] | None = None,
+    adapters: dict[str, Tensor] | None = None,
 ) -> FabricModule:
     """Initialize or load the weights, and wrap the model for the strategy.
 
@@ -216,10 +216,10 @@ def _values(
     seed: int,
     source: Path | None,
     shards: bool,
-    adapters: dict[str, torch.Tensor] | None,
+    adapters: dict[str, Tensor] | None,
     device: torch.device,
     storage: torch.dtype | None,
-) -> Callable[[str, torch.Size], torch.Tensor]:
+) -> Callable[[str, torch.Size], Tensor]:
     """Return a function from name and shape to weight. Without FSDP, quantized layers get their weights immediately.
 
     ``storage`` is the dtype in which FSDP stores 4-bit weights; None without FSDP.
@@ -231,7 +231,7 @@ def _values(
     weights = load_compatible_weights(source, model)
     if spec.lora is None:
         return lambda name, shape: weights[name]
-    packed: dict[str, Callable[[], torch.Tensor]] = {}
+    packed: dict[str, Callable[[], Tensor]] = {}
     if spec.quantize is not None:
         if storage is None:
             quantize_linears(model, spec.quantize, weights.__getitem__, device)
@@ -243,7 +243,7 @@ def _values(
     initial = adapter_values(model, seed, weights.__getitem__) if adapters is None else None
     tensors = weights | (adapters or {})
 
-    def value_of(name: str, shape: torch.Size) -> torch.Tensor:
+    def value_of(name: str, shape: torch.Size) -> Tensor:
         if initial is not None and is_adapter(name):
             return initial(name, shape)
         return packed[name]() if name in packed else tensors[name]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 from torch.profiler import record_function
 
 from toolkit.data.batch import Batch
@@ -52,7 +53,7 @@ def train_step(
     parts = tuple(
         sorted(parts, key=lambda part: part.weight == 0)
     )  # parts with a weight come first, because N7 checks only those
-    scale, totals = scales(parts, counts, ranks.layout().loss_ranks), dict[str, torch.Tensor]()
+    scale, totals = scales(parts, counts, ranks.layout().loss_ranks), dict[str, Tensor]()
     if objective.looks_ahead:
         objective.look_ahead(model, micro_batches, fabric.device)
     for i, batch in enumerate(micro_batches):
@@ -74,7 +75,7 @@ def apply_step(
     update: Update,
     parts: tuple[Part, ...],
     scale: Mapping[str, float],
-    totals: dict[str, torch.Tensor],
+    totals: dict[str, Tensor],
     micro_batches: list[Batch],
     counts: Mapping[str, int],
     overlap: Callable[[], None],

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,7 +35,7 @@ from toolkit.optim.bf16 import MASTER
 
 def full_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str], offload: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights by canonical name, and the optimizer state by parameter name.
 
     fp32 masters of the optimizer replace the weights and are removed from its state. Tied weights are listed under all
@@ -91,16 +91,16 @@ def gather_stages(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _receive(rank: int, group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
+def _receive(rank: int, group: dist.ProcessGroup, like: Tensor) -> Tensor:
     tensor = torch.empty(like.shape, dtype=like.dtype)
     dist.recv(tensor, rank, group=group)
     return tensor
 
 
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _map_tensors(inner, function) for key, inner in value.items()}
-    return function(value) if isinstance(value, torch.Tensor) else value
+    return function(value) if isinstance(value, Tensor) else value
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -112,7 +112,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 def sharded_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str], offload: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return this rank's shards of weights (by name) and optimizer (by ``parameter|key``), and a dict of the rest.
 
     The rest is ``{"values": {"parameter|key": number}, "param_groups": [...], ...}``; ``values`` is None before the
@@ -145,9 +145,7 @@ def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) 
     _without_warnings(set_model_state_dict, module, weights)
 
 
-def adapter_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def adapter_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the adapters and their optimizer state, by canonical name, in CPU memory.
 
     torch's functions would also gather the base model.
@@ -155,7 +153,7 @@ def adapter_state(
     adapters = {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
     whole, cuts = StateDictOptions(full_state_dict=True), cuts_of(module)
     weights = {name: _gather(p.detach(), whole, cuts.get(name)).cpu() for name, p in adapters.items()}
-    state = _map_tensors(_parameter_states(adapters, optimizer, whole, cuts), torch.Tensor.cpu)
+    state = _map_tensors(_parameter_states(adapters, optimizer, whole, cuts), Tensor.cpu)
     if ranks.layout().pipeline > 1:
         weights, state = gather_stages(weights), gather_stages(state)
     return weights, {"adapters": state, **_group_state(module, optimizer, state)}
@@ -183,7 +181,7 @@ def _parameter_states(
     states: dict[str, dict[str, Any]] = {}
     for name, parameter in parameters.items():
         for key, value in sharded_values(optimizer.state.get(shard_of(parameter), {}), parameter).items():
-            has_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            has_shape = isinstance(value, Tensor) and value.shape == parameter.shape
             gathered = _gather(value, options, cuts.get(name) if has_shape else None)
             states.setdefault(name, {})[key] = gathered
     return states
@@ -197,7 +195,7 @@ def _gather(value: Any, options: StateDictOptions, cut: Cut | None = None) -> An
         value = value if cut is None else cut.gather(value)
         if options.cpu_offload and ranks.global_rank() > 0:
             return value.new_empty(0)  # only rank 0 writes
-    value = value.cpu() if options.cpu_offload and isinstance(value, torch.Tensor) else value
+    value = value.cpu() if options.cpu_offload and isinstance(value, Tensor) else value
     return value if cut is None or options.full_state_dict else Pieces.of(value, cut)
 
 
@@ -210,8 +208,8 @@ def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dic
 
 
 def _with_masters(
-    weights: dict[str, torch.Tensor], state: dict[str, dict[str, Any]], tied: dict[str, str]
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    weights: dict[str, Tensor], state: dict[str, dict[str, Any]], tied: dict[str, str]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Replace bf16 weights with the fp32 masters, and remove the masters from the optimizer state."""
     masters = {tied.get(name, name): values[MASTER] for name, values in state.items() if MASTER in values}
     rest = {name: {k: v for k, v in values.items() if k != MASTER} for name, values in state.items()}
@@ -233,14 +231,14 @@ def _on_cuda(module: nn.Module) -> bool:
     return "cuda" in devices | {p.device.type for p in module.parameters()}
 
 
-def _flatten(state: dict[str, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _flatten(state: dict[str, dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Split optimizer state into tensors and other values, both by ``parameter|key``."""
     flat = {f"{name}{SEPARATOR}{key}": value for name, values in state.items() for key, value in values.items()}
-    tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in flat.items() if name not in tensors}
 
 
-def _untied(weights: dict[str, torch.Tensor], tied: dict[str, str]) -> dict[str, torch.Tensor]:
+def _untied(weights: dict[str, Tensor], tied: dict[str, str]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if name not in tied}
 
 
