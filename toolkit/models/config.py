@@ -24,6 +24,8 @@ from toolkit.models.config_checks import (
 # Keys of latent_attention, as in Hugging Face's config.json; q_lora_rank is optional.
 LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
+Fields = dict[str, Any]
+"""Values by name: of a :class:`ModelConfig`, or of a config.json."""
 _DERIVED: Any = None  # default of a field that is derived from other fields
 
 
@@ -191,7 +193,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_values(vars(self), _HINTS)
         require_option(self.name.isprintable(), "model_config.name", ascii(self.name), "must be printable text")
-        derived: dict[str, Any] = {
+        derived: Fields = {
             "n_query_groups": self.n_query_groups or self.n_head,
             "head_size": self.head_size or self._derive_head_size(),
             "intermediate_size": self.intermediate_size or 4 * self.n_embd,
@@ -338,11 +340,11 @@ class ModelConfig:
             )
         return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Fields:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+    def from_dict(cls, values: Fields) -> ModelConfig:
         """Create a config from a parsed ``model_config.yaml``."""
         names = {f.name for f in fields(cls)}
         for name, value in values.items():
@@ -359,7 +361,7 @@ class ModelConfig:
             "intermediate_size": {"n_embd"},
             "padded_vocab_size": {"vocab_size", "padding_multiple"},
         }
-        changes: dict[str, Any] = {k: None for k, sources in derived.items() if sources & values.keys()}
+        changes: Fields = {k: None for k, sources in derived.items() if sources & values.keys()}
         if "family_options" in values:  # the others keep their values
             values["family_options"] = (self.family_options or {}) | values["family_options"]
         return replace(self, **changes | values)

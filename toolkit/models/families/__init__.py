@@ -16,7 +16,7 @@ from typing import Any
 
 from toolkit.errors import UserError, did_you_mean, require_option
 from toolkit.extension import Entry, import_object, load_registered, registered
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_keys
 from toolkit.models.families.tables import WeightMapping
 
@@ -156,7 +156,7 @@ class Family:
         path = getattr(self.module, "MODEL", None)
         return None if path is None else import_object(path)
 
-    def to_hf_config(self, config: ModelConfig) -> dict[str, Any]:
+    def to_hf_config(self, config: ModelConfig) -> Fields:
         """Return the content of ``config.json`` without special token ids."""
         self.module.check(config)
         return self.module.to_hf_config(config)
@@ -193,7 +193,7 @@ def export_error(config: ModelConfig) -> str | None:
     return None
 
 
-def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def config_from_hf(config_json: Fields) -> ModelConfig:
     """Create a configuration from a parsed Hugging Face ``config.json``.
 
     For a multimodal model, this is the configuration of the text model.
@@ -217,7 +217,7 @@ def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def _text_config(config_json: dict[str, Any]) -> dict[str, Any]:
+def _text_config(config_json: Fields) -> Fields:
     """Return the text model's config from a :data:`MULTIMODAL` config; other configs unchanged."""
     kind, text = config_json.get("model_type"), config_json.get("text_config")
     if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(text, dict):
@@ -229,7 +229,7 @@ def _text_config(config_json: dict[str, Any]) -> dict[str, Any]:
     return text | outer | {"model_type": inner}
 
 
-def _unsupported_message(config_json: dict[str, Any]) -> str:
+def _unsupported_message(config_json: Fields) -> str:
     """Return the error message for an unsupported ``config.json``."""
     model_type = config_json.get("model_type")
     names = families()

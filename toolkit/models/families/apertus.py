@@ -1,15 +1,14 @@
 """Apertus (Swiss AI 2025): QK-norm per head, and a non-gated MLP with xIELU, whose slopes are learned per layer."""
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
 
-_FIXED: dict[str, Any] = {"norm_qk": True, "mlp_class_name": "XieluMLP"}
+_FIXED: Fields = {"norm_qk": True, "mlp_class_name": "XieluMLP"}
 # Default of transformers' class.
-_ROPE: dict[str, Any] = {
+_ROPE: Fields = {
     "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
@@ -18,7 +17,7 @@ CONFIGS: list[ModelConfig] = []
 ALIASES: dict[str, str] = {}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("xielu",))
     if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
         theta = config_json.get("rope_theta", _ROPE["rope_theta"])
@@ -33,7 +32,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     scaling = hf_config.write_rope_scaling(config) or {"rope_type": "default"}
     rope = {"rope_parameters": scaling | {"rope_theta": config.rope_base}}  # its default is scaled
     return hf_config.write_decoder(config, "ApertusForCausalLM", hidden_act="xielu", **rope)

@@ -5,12 +5,11 @@ attention without RoPE (NoPE). The logits are scaled.
 """
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "norm_class_name": "LayerNorm", "norm_bias": False, "parallel_residual": True, "shared_attention_norm": True,
 }  # fmt: skip
 
@@ -18,7 +17,7 @@ CONFIGS: list[ModelConfig] = []
 ALIASES: dict[str, str] = {}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     # transformers ignores the last two
     hf_config.require_hf(config_json, hidden_act=("silu",), use_qk_norm=(False,), use_parallel_block=(True,))
     if (types := config_json.get("layer_types")) is None:
@@ -37,7 +36,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(
         config, "Cohere2ForCausalLM", layer_norm_eps=config.norm_eps, logit_scale=1 / config.logits_scaling,
         layer_types=hf_config.write_layer_types(config), sliding_window=config.sliding_window_size or config.block_size,

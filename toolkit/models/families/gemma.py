@@ -10,17 +10,16 @@ tied embeddings, CodeGemma and ShieldGemma. Gemma 3's vocabulary excludes the 64
 """
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "norm_offset": True, "scale_embeddings": True, "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh",
 }  # fmt: skip
-_COMMON: dict[str, Any] = {"norm_eps": 1e-6, "tie_embeddings": True, **_FIXED}
-_POST_NORMS: dict[str, Any] = {"post_attention_norm": True, "post_mlp_norm": True}
+_COMMON: Fields = {"norm_eps": 1e-6, "tie_embeddings": True, **_FIXED}
+_POST_NORMS: Fields = {"post_attention_norm": True, "post_mlp_norm": True}
 
 _gemma = named_with(family="gemma", block_size=8192, vocab_size=256000, head_size=256, **_COMMON)
 # Lists with one entry per layer are cut to the number of layers.
@@ -64,7 +63,7 @@ ALIASES = {
 
 _ARCHITECTURES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 # Defaults of transformers' classes: the published files omit some keys.
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: Fields = {
     "gemma": {"num_key_value_heads": 16},
     "gemma2": {"num_key_value_heads": 4},
     "gemma3_text": {
@@ -75,7 +74,7 @@ _DEFAULTS: dict[str, Any] = {
 _ACTS = ("gelu", "gelu_pytorch_tanh")  # Gemma 1's files specify gelu and mean its tanh approximation
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     kind = config_json["model_type"]
     allowed = _ACTS if kind == "gemma" else _ACTS[1:]
     acts = {"hidden_activation": (*allowed, None)} | ({"hidden_act": allowed} if kind == "gemma" else {})
@@ -89,7 +88,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**fields, **_FIXED)
 
 
-def _gemma2_and_3_fields(config_json: dict[str, Any]) -> dict[str, Any]:
+def _gemma2_and_3_fields(config_json: Fields) -> Fields:
     """Return the fields that only Gemma 2 and 3 have."""
     is_v3, n_layer = config_json["model_type"] == "gemma3_text", config_json["num_hidden_layers"]
     every = config_json.get("sliding_window_pattern", 6) if is_v3 else 2
@@ -118,8 +117,8 @@ def is_unused(name: str, config: ModelConfig) -> bool:
     return config.family == "gemma3_text" and name.removeprefix("model.").startswith(parts)
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    other: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+def to_hf_config(config: ModelConfig) -> Fields:
+    other: Fields = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if config.family != "gemma":
         other |= {
             "attn_logit_softcapping": config.attention_logit_softcapping,

@@ -1,9 +1,8 @@
 """GLM-4 (Team GLM 2024): Llama with QKV bias and RoPE on half of each head; the 0414 models also have post-norm."""
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
 _ARCHITECTURES = {"glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM"}
@@ -12,10 +11,10 @@ _POST_NORMS = ("post_attention_norm", "post_mlp_norm")
 CONFIGS: list[ModelConfig] = []
 ALIASES: dict[str, str] = {}
 
-_DEFAULTS: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
+_DEFAULTS: Fields = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
         **hf_config.read_decoder(_DEFAULTS | config_json, vocab_size=151552, block_size=131072),
@@ -25,7 +24,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     partial_rotary = {"partial_rotary_factor": config.rotary_percentage}
     return hf_config.write_decoder(config, _ARCHITECTURES[config.family], **partial_rotary)
 

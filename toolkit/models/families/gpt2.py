@@ -6,11 +6,11 @@ of karpathy/minGPT.
 
 from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, tables
 from toolkit.models.families.named import named_with
 
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "position_embedding": "learned", "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
 }  # fmt: skip
 
@@ -53,7 +53,7 @@ _SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # of the class
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     disabled = dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,))
     hf_config.require_hf(config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,), **disabled)
     # transformers gives these aliases precedence
@@ -72,7 +72,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )  # fmt: skip
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_common(config, "GPT2LMHeadModel") | {
         "activation_function": "gelu_new" if config.gelu_approximate == "tanh" else "gelu",
         "attn_pdrop": 0.0,

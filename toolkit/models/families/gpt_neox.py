@@ -6,13 +6,12 @@ transformers' ``GPTNeoXConfig`` and the activation in its ``config.json``.
 """
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
-_FIXED: dict[str, Any] = {"bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"}
+_FIXED: Fields = {"bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"}
 
 # padding_multiple 1: the published vocabulary is not padded
 _neox = named_with(
@@ -63,7 +62,7 @@ ALIASES = {
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=tuple(_GELU), attention_bias=(True,))
     fields = hf_config.read_decoder(config_json, vocab_size=50432, block_size=2048, **hf_config.LAYER_NORM)
     fields |= hf_rope.read_rope(config_json, theta="rotary_emb_base", partial="rotary_pct", default_partial=0.25)
@@ -75,7 +74,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**fields, **_FIXED)
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_common(config, "GPTNeoXForCausalLM") | {
         "attention_bias": True,
         "attention_dropout": 0.0,

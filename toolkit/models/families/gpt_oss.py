@@ -6,23 +6,21 @@ Sources of the named configurations: ``config.json`` of openai/gpt-oss-20b, and 
 openai/gpt-oss-120b.
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
 # Defaults of transformers' class.
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: Fields = {
     "num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64,
     "num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5,
     "swiglu_limit": 7.0, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_ROPE: dict[str, Any] = {
+_ROPE: Fields = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "bias": True, "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "norm_topk_prob": True,
     "shared_expert_intermediate_size": None, "moe_indices": None,
 }  # fmt: skip
@@ -45,7 +43,7 @@ CONFIGS = [
 ALIASES: dict[str, str] = {}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(True,), swiglu_alpha=(1.702,))
     config_json = _DEFAULTS | config_json
     if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
@@ -65,7 +63,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     scaling = hf_config.write_rope_scaling(config) or {"rope_type": "default"}
     values = {
         "intermediate_size": config.expert_size,

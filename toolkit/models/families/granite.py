@@ -3,9 +3,7 @@
 Source of the named configuration: the Foundation Model Stack (``fms/models/granite.py``).
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
 CONFIGS = [
@@ -22,14 +20,14 @@ ALIASES = {"granite-3.0-8b-instruct": "granite-3.0-8b-base"}
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
     fields = hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048)
     fields |= {name: float(config_json.get(name, 1.0)) for name in _MULTIPLIERS}
     return ModelConfig(**fields, **hf_rope.read_rope(config_json), **hf_config.read_biases(config_json))
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     multipliers = {name: getattr(config, name) for name in _MULTIPLIERS}
     multipliers["attention_multiplier"] = config.attention_scale
     return hf_config.write_decoder(config, "GraniteForCausalLM", mlp_bias=config.bias, **multipliers)

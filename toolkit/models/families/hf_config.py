@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from toolkit.errors import UserError, require_option
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families.hf_keys import is_integer, require_key
 
 
@@ -18,7 +18,7 @@ def require(config: ModelConfig, **expected: Any) -> None:
         require_option(actual == value, f"model_config.{name}", actual, hint)
 
 
-def require_hf(config_json: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
+def require_hf(config_json: Fields, **allowed: tuple[Any, ...]) -> None:
     """Raise UserError if a key of ``config.json`` has a value that toolkit does not support."""
     of_model = f"of a {config_json.get('model_type')!r} model, this version computes only"
     for key, values in allowed.items():
@@ -27,7 +27,7 @@ def require_hf(config_json: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
             require_key(value in values, key, value, f"{of_model} {listed}")
 
 
-def model_name(config_json: dict[str, Any]) -> str:
+def model_name(config_json: Fields) -> str:
     """Return the last component of ``_name_or_path``, or an empty string."""
     return str(config_json.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
 
@@ -89,7 +89,7 @@ WINDOWS = ("sliding_window_size",)
 LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
 
 
-def read_biases(config_json: dict[str, Any], attention: bool = False, output: bool | None = None) -> dict[str, Any]:
+def read_biases(config_json: Fields, attention: bool = False, output: bool | None = None) -> Fields:
     """Return the bias fields of a ModelConfig.
 
     ``attention`` is the default of attention_bias; ``output`` is the bias of attention's output projection, by default
@@ -105,19 +105,19 @@ def read_biases(config_json: dict[str, Any], attention: bool = False, output: bo
     return {"bias": mlp, "attn_bias": attention and not mlp, "attn_proj_bias": output and not mlp}
 
 
-LAYER_NORM: dict[str, Any] = {"norm_eps": "layer_norm_eps", "default_eps": 1e-5}
+LAYER_NORM: Fields = {"norm_eps": "layer_norm_eps", "default_eps": 1e-5}
 """Arguments of :func:`read_decoder` for families with LayerNorm."""
 
 
 def read_decoder(
-    config_json: dict[str, Any],
+    config_json: Fields,
     *,
     vocab_size: int,
     block_size: int,
     norm_eps: str = "rms_norm_eps",
     default_eps: float = 1e-6,
     tied: bool = False,
-) -> dict[str, Any]:
+) -> Fields:
     """Return the ModelConfig fields that most families store under the same keys.
 
     ``norm_eps`` is the family's key for it. The other arguments are the family's defaults.
@@ -140,7 +140,7 @@ def read_decoder(
     }
 
 
-def write_common(config: ModelConfig, architecture: str) -> dict[str, Any]:
+def write_common(config: ModelConfig, architecture: str) -> Fields:
     """Return the ``config.json`` entries that all families share. vocab_size is padded, as in the weights."""
     return {
         "architectures": [architecture],
@@ -154,7 +154,7 @@ def write_common(config: ModelConfig, architecture: str) -> dict[str, Any]:
     }
 
 
-def write_decoder(config: ModelConfig, architecture: str, **other: Any) -> dict[str, Any]:
+def write_decoder(config: ModelConfig, architecture: str, **other: Any) -> Fields:
     """Return the ``config.json`` entries that most families share, plus ``other``.
 
     The caller sets the special token ids.
@@ -189,9 +189,7 @@ _FLOAT_KEYS = (
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_windows(
-    config_json: dict[str, Any], layer_types: list[str] | None = None, *, default: int | None = None
-) -> dict:
+def read_windows(config_json: Fields, layer_types: list[str] | None = None, *, default: int | None = None) -> dict:
     """Return the sliding-window fields of a ModelConfig.
 
     ``layer_types`` and ``default`` (window size in tokens) are the family's defaults. Without layer types, all layers
@@ -221,7 +219,7 @@ def write_layer_types(config: ModelConfig) -> list[str]:
     return [FULL if config.window(layer) is None else SLIDING for layer in range(config.n_layer)]
 
 
-def write_rope_by_layer(config: ModelConfig) -> dict[str, Any]:
+def write_rope_by_layer(config: ModelConfig) -> Fields:
     """Return the RoPE entries of a model with a local RoPE theta in sliding-window layers.
 
     transformers 5 reads ``rope_parameters``; transformers 4 reads the other keys.
@@ -267,7 +265,7 @@ def longrope_attention_factor(longest: float, original: int) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
-def write_rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+def write_rope_scaling(config: ModelConfig) -> Fields | None:
     """Return ``rope_scaling``, which both transformers 4 and 5 read."""
     kind, adjustments = config.rope_kind, config.rope_adjustments
     if kind is None or adjustments is None:

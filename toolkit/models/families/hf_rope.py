@@ -7,6 +7,7 @@ Source: ``convert_rope_params_to_dict`` and ``standardize_rope_params`` of trans
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.models.config import Fields
 from toolkit.models.families.hf_config import FULL, SLIDING, longrope_attention_factor
 from toolkit.models.families.hf_keys import is_integer, is_number, is_positive, require_key
 
@@ -14,14 +15,14 @@ _THETA, _PARTIAL, _ORIGINAL = "rope_theta", "partial_rotary_factor", "original_m
 
 
 def read_rope(
-    config_json: dict[str, Any],
+    config_json: Fields,
     *,
     theta: str = _THETA,
     partial: str | None = None,
     default_partial: float = 1.0,
     default_theta: float = 10000.0,
     aliases: dict[str, str] | None = None,
-) -> dict[str, Any]:
+) -> Fields:
     """Return the RoPE fields of a ModelConfig.
 
     ``rope_scaling`` replaces ``rope_parameters``. Keys in either override top-level keys.
@@ -55,7 +56,7 @@ def read_rope(
     }
 
 
-def _require_agreement(config_json: dict[str, Any], read: dict[str, float], top_level: dict[str, str]) -> None:
+def _require_agreement(config_json: Fields, read: dict[str, float], top_level: dict[str, str]) -> None:
     """Raise UserError for values of theta or partial rotary factor that transformers would silently ignore."""
     new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, value in read.items():
@@ -68,9 +69,7 @@ def _require_agreement(config_json: dict[str, Any], read: dict[str, float], top_
             )
 
 
-def read_rope_by_layer(
-    config_json: dict[str, Any], *, local: str | None, default_theta: float, default_local: float
-) -> dict[str, Any]:
+def read_rope_by_layer(config_json: Fields, *, local: str | None, default_theta: float, default_local: float) -> Fields:
     """Return the RoPE fields of a ModelConfig with a local RoPE theta in sliding-window layers.
 
     ``rope_scaling`` applies to the full-attention layers and overrides ``rope_parameters`` key by key. ``local`` is the
@@ -94,7 +93,7 @@ def read_rope_by_layer(
     return {"rope_base": float(base), "rope_local_base_freq": float(local_base), "rope_adjustments": adjustments}
 
 
-def _full_and_sliding(config_json: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _full_and_sliding(config_json: Fields) -> tuple[Fields, Fields]:
     """Return the RoPE keys of full-attention layers, including ``rope_scaling``, and of sliding-window layers."""
     by_layer, scaling = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, value in by_layer.items():
@@ -112,7 +111,7 @@ def _full_and_sliding(config_json: dict[str, Any]) -> tuple[dict[str, Any], dict
     return full | scaling, sliding
 
 
-def _require_plain_windows(config_json: dict[str, Any], full: dict[str, Any], sliding: dict[str, Any]) -> None:
+def _require_plain_windows(config_json: Fields, full: Fields, sliding: Fields) -> None:
     """Raise UserError for settings that ModelConfig does not support or transformers ignores."""
     if (kind := _rope_type(sliding)) != "default":
         raise UserError(f"config.json: rope_type {kind!r} of {SLIDING}: this version computes only 'default' there")
@@ -122,11 +121,11 @@ def _require_plain_windows(config_json: dict[str, Any], full: dict[str, Any], sl
     require_key(truncate is True, "truncate", truncate, f"transformers ignores it in a {_kind(config_json)}")
 
 
-def _kind(config_json: dict[str, Any]) -> str:
+def _kind(config_json: Fields) -> str:
     return f"{config_json['model_type']!r} model"
 
 
-def _rope_type(rope: dict[str, Any]) -> Any:
+def _rope_type(rope: Fields) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
@@ -139,7 +138,7 @@ _REQUIRED = {
 }
 
 
-def _read_scaling(rope: dict[str, Any], config_json: dict[str, Any], aliases: dict[str, str]) -> dict[str, Any] | None:
+def _read_scaling(rope: Fields, config_json: Fields, aliases: dict[str, str]) -> Fields | None:
     """Return ``rope_adjustments`` from merged RoPE keys; None without scaling."""
     kind = _rope_type(rope)
     if kind == "default":
@@ -169,7 +168,7 @@ def _read_scaling(rope: dict[str, Any], config_json: dict[str, Any], aliases: di
     return factors | original | {"attention_factor": factor}
 
 
-def _require_numbers(values: dict[str, Any]) -> None:
+def _require_numbers(values: Fields) -> None:
     """Check the numbers that this module computes with. ModelConfig checks the rest."""
     for key, value in values.items():
         if key == _ORIGINAL:

@@ -1,19 +1,18 @@
 """Hunyuan dense models (Tencent 2025): Llama with QK-norm after RoPE, whose theta is stretched by a constant (NTK)."""
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import is_positive, require_key
 
-_FIXED: dict[str, Any] = {"norm_qk": True, "norm_qk_after_rope": True}
+_FIXED: Fields = {"norm_qk": True, "norm_qk_after_rope": True}
 
 CONFIGS: list[ModelConfig] = []
 ALIASES: dict[str, str] = {}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     # transformers ignores the last two
     hf_config.require_hf(config_json, hidden_act=("silu",), use_qk_norm=(True,), use_cla=(False,))
     fields = hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=290943, block_size=2048)
@@ -21,7 +20,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**fields, **_read_rope(config_json), **biases, **_FIXED)
 
 
-def _read_rope(config_json: dict[str, Any]) -> dict[str, Any]:
+def _read_rope(config_json: Fields) -> Fields:
     """Return the RoPE fields. The files call a constant factor ``alpha`` of the base "dynamic" scaling."""
     key = "rope_scaling" if config_json.get("rope_scaling") else "rope_parameters"
     rope = dict(config_json.get(key) or {})
@@ -34,7 +33,7 @@ def _read_rope(config_json: dict[str, Any]) -> dict[str, Any]:
     return fields | {"rope_base": fields["rope_base"] * rope["alpha"] ** (dim / (dim - 2))}
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(config, "HunYuanDenseV1ForCausalLM")
 
 

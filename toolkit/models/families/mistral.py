@@ -6,15 +6,13 @@ Sources of the named configurations: LitGPT. From MLC LLM's presets: untied embe
 which LitGPT shortens to the sliding window.
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import is_number, require_key
 from toolkit.models.families.named import named_with
 
 # Default of transformers' class for Ministral 3.
-_ROPE: dict[str, Any] = {
+_ROPE: Fields = {
     "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
@@ -38,7 +36,7 @@ ALIASES = {
 }
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     if config_json["model_type"] != "ministral":
         hf_config.require_hf(config_json, layer_types=(None,))
     hf_config.require_hf(config_json, hidden_act=("silu",))
@@ -51,7 +49,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _read_ministral3(config_json: dict[str, Any]) -> ModelConfig:
+def _read_ministral3(config_json: Fields) -> ModelConfig:
     config_json = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5} | config_json
     if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
         hf_config.require_hf(config_json, rope_theta=(_ROPE["rope_theta"],))  # transformers ignores it
@@ -73,8 +71,8 @@ def is_unused(name: str, config: ModelConfig) -> bool:
     return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    window: dict[str, Any] = {"sliding_window": config.sliding_window_size}
+def to_hf_config(config: ModelConfig) -> Fields:
+    window: Fields = {"sliding_window": config.sliding_window_size}
     if config.family == "mistral":
         return hf_config.write_decoder(config, "MistralForCausalLM", **window)
     if config.family == "ministral3":

@@ -5,9 +5,8 @@ from copies of ``config.json``, such as in TensorRT-LLM's tests.
 """
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
@@ -25,7 +24,7 @@ CONFIGS = [
 ALIASES = {"Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B-v0.1"}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",), router_jitter_noise=(0, None), layer_types=(None,))
     config_json = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8} | config_json
     return ModelConfig(
@@ -40,7 +39,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     experts = {
         "intermediate_size": config.expert_size,
         "num_experts_per_tok": config.n_expert_per_token,

@@ -6,15 +6,13 @@ QK-norm over all heads of a token. OLMo 3 adds sliding windows in three of four 
 Sources of the named configurations: LitGPT, and the model cards for tied embeddings.
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
-_OLMO1: dict[str, Any] = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
-_OLMO2: dict[str, Any] = {
+_OLMO1: Fields = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
+_OLMO2: Fields = {
     "norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True,
     "norm_qk_type": "olmo2",
 }  # fmt: skip
@@ -37,7 +35,7 @@ ALIASES = {
 }
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     kind, n_layer = config_json["model_type"], config_json["num_hidden_layers"]
     fields = hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=50304, block_size=2048)
@@ -53,8 +51,8 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**fields)
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    other: dict[str, Any] = {}
+def to_hf_config(config: ModelConfig) -> Fields:
+    other: Fields = {}
     if config.family == "olmo":
         other = {"clip_qkv": config.clip_qkv}
     if config.family == "olmo3":

@@ -3,12 +3,10 @@
 Source of the named configuration: the paper (arXiv 2409.02060), and transformers' ``OlmoeConfig`` for the coefficient.
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_FIXED: dict[str, Any] = {"mlp_class_name": "LLaMAMoE", "norm_qk": True, "norm_qk_type": "olmo2"}
+_FIXED: Fields = {"mlp_class_name": "LLaMAMoE", "norm_qk": True, "norm_qk_type": "olmo2"}
 
 CONFIGS = [
     ModelConfig(
@@ -20,7 +18,7 @@ CONFIGS = [
 ALIASES = {f"OLMoE-1B-7B-0924-{kind}": "OLMoE-1B-7B-0924" for kind in ("SFT", "Instruct")}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     # transformers clips after the QK-norm, this version before it
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), clip_qkv=(None,))
     alias = {"num_experts": n} if (n := config_json.get("num_local_experts")) is not None else {}
@@ -36,7 +34,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(
         config, "OlmoeForCausalLM", intermediate_size=config.expert_size, norm_topk_prob=config.norm_topk_prob,
         num_experts=config.n_expert, num_experts_per_tok=config.n_expert_per_token, output_router_logits=False,

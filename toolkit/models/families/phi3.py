@@ -6,9 +6,8 @@ without the float32 rounding errors in the longrope factors. A sliding window lo
 
 import math
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
@@ -31,7 +30,7 @@ _PHI_4_MINI_LONG = [
 ]  # fmt: skip
 
 
-def _longrope(short_factor: list[float], long_factor: list[float]) -> dict[str, Any]:
+def _longrope(short_factor: list[float], long_factor: list[float]) -> Fields:
     """Return longrope adjustments for extending the context from 4,096 to 131,072 tokens."""
     return {
         "short_factor": short_factor, "long_factor": long_factor, "original_max_seq_len": 4096,
@@ -62,7 +61,7 @@ ALIASES = {"Phi-4-mini-reasoning": "Phi-4-mini-instruct", "Phi-4-reasoning-plus"
 _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # names in early config files
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), layer_types=(None,))
     return ModelConfig(
         **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=32064, block_size=4096),
@@ -71,7 +70,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     values = hf_config.write_decoder(
         config, "Phi3ForCausalLM", sliding_window=config.sliding_window_size,
         partial_rotary_factor=config.rotary_percentage, embd_pdrop=0.0, resid_pdrop=0.0,
@@ -82,7 +81,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def _write_longrope(config: ModelConfig, adjustments: dict[str, Any]) -> dict[str, Any]:
+def _write_longrope(config: ModelConfig, adjustments: Fields) -> Fields:
     """Return ``rope_scaling`` for transformers 4 and 5. attention_factor is included only if it is not the default."""
     factor = adjustments["attention_factor"]
     default = hf_config.longrope_attention_factor(config.block_size, adjustments["original_max_seq_len"])

@@ -6,9 +6,8 @@ the base model's.
 """
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
 from toolkit.models.families.named import named_with
@@ -59,7 +58,7 @@ ALIASES = {
 }
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
         **hf_config.read_decoder({"num_key_value_heads": 32} | config_json, vocab_size=151936, block_size=32768),
@@ -69,7 +68,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
+def read_windows(config_json: Fields) -> Fields:
     """Return the sliding-window fields. By default, layers from max_window_layers on have sliding windows."""
     if not uses_windows(config_json):
         return {}
@@ -79,7 +78,7 @@ def read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
     return hf_config.read_windows(config_json, types, default=4096)
 
 
-def uses_windows(config_json: dict[str, Any]) -> bool:
+def uses_windows(config_json: Fields) -> bool:
     """Whether ``config.json`` enables sliding windows."""
     use = config_json.get("use_sliding_window", False)
     is_listed = hf_config.SLIDING in (config_json.get("layer_types") or ())
@@ -88,14 +87,14 @@ def uses_windows(config_json: dict[str, Any]) -> bool:
     return use
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     values = hf_config.write_decoder(config, "Qwen2ForCausalLM", **write_windows(config))
     if config.head_size == config.n_embd // config.n_head:
         del values["head_dim"]
     return values
 
 
-def write_windows(config: ModelConfig) -> dict[str, Any]:
+def write_windows(config: ModelConfig) -> Fields:
     """Return the sliding-window entries of ``config.json``."""
     return {
         "layer_types": hf_config.write_layer_types(config),

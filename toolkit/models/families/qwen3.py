@@ -3,9 +3,7 @@
 Sources of the named configurations: LitGPT, and the presets of MLC LLM and KerasHub for tied embeddings.
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, qwen2, tables
 from toolkit.models.families.named import named_with
 
@@ -31,7 +29,7 @@ ALIASES = {
 }
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     config_json = {"head_dim": 128, "num_key_value_heads": 32} | config_json
     return ModelConfig(
@@ -42,7 +40,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     windows = qwen2.write_windows(config)
     return hf_config.write_decoder(config, "Qwen3ForCausalLM", **windows)
 

@@ -7,9 +7,8 @@ unsuitable for pretraining from scratch.
 """
 
 from functools import partial
-from typing import Any
 
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, qwen2, tables
 from toolkit.models.families.named import named_with
 
@@ -25,7 +24,7 @@ _qwen3_moe = partial(
 )
 _30b, _235b = partial(_qwen3_moe, moe_intermediate_size=768), partial(_qwen3_moe, moe_intermediate_size=1536)
 _A2_7B, _30B, _235B = (24, 2048, 16, 16, 5632), (48, 2048, 32, 4, 6144), (94, 4096, 64, 4, 12288)
-_CODER: dict[str, Any] = {"block_size": 262144, "rope_base": 10000000.0}
+_CODER: Fields = {"block_size": 262144, "rope_base": 10000000.0}
 
 CONFIGS = [
     _a2_7b("Qwen1.5-MoE-A2.7B", *_A2_7B, block_size=8192),
@@ -53,7 +52,7 @@ ALIASES = {
 }
 
 # Defaults of transformers' classes.
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: Fields = {
     "qwen2_moe": {
         "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "intermediate_size": 5632,
         "shared_expert_intermediate_size": 5632, "num_key_value_heads": 16,
@@ -65,7 +64,7 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     is_qwen2 = config_json["model_type"] == "qwen2_moe"
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     # transformers 5 writes this alias
@@ -88,14 +87,14 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _read_layers(config_json: dict[str, Any]) -> list[int] | None:
+def _read_layers(config_json: Fields) -> list[int] | None:
     """Return ``moe_indices``: every ``decoder_sparse_step``-th layer has experts, except ``mlp_only_layers``."""
     step, dense = config_json.get("decoder_sparse_step", 1), config_json.get("mlp_only_layers") or []
     indices = [int(i not in dense and (i + 1) % step == 0) for i in range(config_json["num_hidden_layers"])]
     return None if all(indices) else indices
 
 
-def _read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
+def _read_windows(config_json: Fields) -> Fields:
     """Return the sliding-window fields: even layers below ``max_window_layers`` (Qwen2) or all layers (Qwen3)."""
     if not qwen2.uses_windows(config_json):
         return {}
@@ -107,7 +106,7 @@ def _read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
     return hf_config.read_windows(config_json, types, default=4096)
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     values = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in range(config.n_layer) if not config.has_experts(i)],

@@ -4,9 +4,7 @@ Source of the named configuration: a copy of ``config.json`` of ByteDance-Seed/S
 MLX implementation.
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
 CONFIGS = [
@@ -19,7 +17,7 @@ CONFIGS = [
 ALIASES = {"Seed-OSS-36B-Instruct": "Seed-OSS-36B-Base"}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
     sizes = {"head_dim": 128, "num_key_value_heads": 8} | config_json
     output = config_json.get("attention_out_bias", False)
@@ -30,7 +28,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(
         config, "SeedOssForCausalLM", attention_out_bias=config.bias or config.attn_proj_bias, mlp_bias=config.bias,
         residual_dropout=0.0,

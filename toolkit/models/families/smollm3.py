@@ -4,9 +4,7 @@ Source of the named configuration: defaults of transformers' ``SmolLM3Config``, 
 block_size and rope_base come from Hugging Face's report (blog post, July 2025).
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
 
@@ -21,7 +19,7 @@ CONFIGS = [
 ALIASES = {"SmolLM3-3B-Base": "SmolLM3-3B"}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,))
     n_layer, every = config_json["num_hidden_layers"], config_json.get("no_rope_layer_interval", 4)
     rotated = config_json.get("no_rope_layers")  # 1: the layer uses RoPE
@@ -41,7 +39,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(
         config, "SmolLM3ForCausalLM", layer_types=hf_config.write_layer_types(config), mlp_bias=False,
         no_rope_layers=[int(config.rope_index(i) == 0) for i in range(config.n_layer)],

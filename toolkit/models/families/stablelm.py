@@ -7,9 +7,7 @@ the model card and ``config.json`` (copy in dAppCore's go-inference) for stablel
 (stablelm-base-alpha) is a GPT-NeoX.
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
@@ -29,7 +27,7 @@ CONFIGS = [
 ALIASES = {"stablelm-zephyr-3b": "stablelm-3b-4e1t", "stablelm-2-zephyr-1_6b": "stablelm-2-1_6b"}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
     parallel, norm_qk = config_json.get("use_parallel_residual", False), config_json.get("qk_layernorm", False)
     config_json = {"num_key_value_heads": 32} | config_json
@@ -45,7 +43,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(
         config, "StableLmForCausalLM", hidden_dropout=0.0, layer_norm_eps=config.norm_eps,
         partial_rotary_factor=config.rotary_percentage, qk_layernorm=config.norm_qk,

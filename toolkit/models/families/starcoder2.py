@@ -4,12 +4,10 @@ Sources of the named configuration: MLC LLM's presets, and transformers' ``Starc
 embeddings.
 """
 
-from typing import Any
-
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_FIXED: dict[str, Any] = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
+_FIXED: Fields = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
 
 CONFIGS = [
     ModelConfig(
@@ -22,7 +20,7 @@ CONFIGS = [
 ALIASES: dict[str, str] = {}
 
 
-def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"), layer_types=(None,))
     config_json = {"norm_epsilon": 1e-5, "num_key_value_heads": 2} | config_json
     return ModelConfig(
@@ -34,7 +32,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(
         config, "Starcoder2ForCausalLM", hidden_act="gelu_pytorch_tanh",
         norm_epsilon=config.norm_eps, sliding_window=config.sliding_window_size, use_bias=config.bias,
