@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from toolkit.checkpoints.litgpt import config_from_litgpt, to_native_layout
 from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
+from toolkit.data.base import Report
 from toolkit.errors import UserError, one_line
 from toolkit.extension import missing_message, registered
 from toolkit.io.safe_parse import read_yaml
@@ -68,7 +68,7 @@ def find_model(
     checkpoint_dir: str | Path,
     base_checkpoint_dir: str | Path | None = None,
     verify: bool = True,
-    report: Callable[[str], None] | None = None,
+    report: Report | None = None,
     editable: tuple[str, ...] = EDITABLE,
 ) -> Path:
     """Resolve ``checkpoint_dir`` to a model folder, for :func:`load_model`.
@@ -85,7 +85,7 @@ def find_model(
 def require_intact_model(
     folder: Path,
     base_checkpoint_dir: str | Path | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Report | None = None,
     editable: tuple[str, ...] = EDITABLE,
 ) -> None:
     """Verify a model folder against its manifest. For unmerged adapters, also verify the base model.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from toolkit.data.base import Report
 from toolkit.distributed import ranks
 from toolkit.distributed.device import without_cudnn_attention
 from toolkit.inference.cuda_graph import capture
@@ -141,7 +142,7 @@ def tokens_per_read(device: torch.device) -> int:
     return READ_EVERY if device.type == "cuda" and ranks.world_size() == 1 else 1
 
 
-def fix_shapes(decoder: Decoder, done: int, notice: Callable[[str], None]) -> Callable[[], object]:
+def fix_shapes(decoder: Decoder, done: int, notice: Report) -> Callable[[], object]:
     """Return the step as a CUDA graph with a fixed-shape KV cache, or the uncaptured step if that fails."""
     expected = decoder.step()
     decoder.rewind(done)
@@ -162,7 +163,7 @@ def decode(
     settings: dict[str, Any],
     seeds: Sequence[int | None],
     cache: KVCache | None,
-    notice: Callable[[str], None],
+    notice: Report,
     cuda_graph: bool,
 ) -> Generator[list[int], None, None]:
     """Yield the next token of each row ``count`` times, without stopping at end-of-sequence tokens.

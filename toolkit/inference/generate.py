@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from toolkit.data.base import Report
 from toolkit.errors import UserError, require_option
 from toolkit.inference.decode import decode
 from toolkit.inference.sampling import check_sampling, check_seeds
@@ -34,7 +35,7 @@ def generate(
     seed: int | None = None,
     cache: KVCache | None = None,
     cuda_graph: bool = True,
-    notice: Callable[[str], None] = _print,
+    notice: Report = _print,
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt.
 
@@ -75,7 +76,7 @@ def generate_batch(
     cache: KVCache | None = None,
     cuda_graph: bool = True,
     names: Sequence[str] | None = None,
-    notice: Callable[[str], None] = _print,
+    notice: Report = _print,
 ) -> Generator[list[int | None], None, None]:
     """Continue several prompts together; yield the next token of each row, None for rows that have ended.
 
@@ -127,7 +128,7 @@ def _ended_rows(
     max_new_tokens: int,
     eos_ids: set[int],
     names: Sequence[str],
-    notice: Callable[[str], None],
+    notice: Report,
 ) -> Generator[list[int | None], None, None]:
     """Yield the next token of each row, None for rows that have ended. See :func:`generate_batch`."""
     with closing(steps):

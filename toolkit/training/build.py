@@ -18,6 +18,7 @@ from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import rename_damaged
+from toolkit.data.base import Report
 from toolkit.data.batch import Padding, choose_padding
 from toolkit.data.interleave import MixtureOrder
 from toolkit.data.tokenizer import Tokenizer
@@ -136,7 +137,7 @@ def launch_run(
     return Launch(config, world, launched_at, remote, display, fabric, data, state, sampler)
 
 
-def _find_resume(args: RunArgs, remote: RemoteRun | None, report: Callable[[str], None]) -> Path | None:
+def _find_resume(args: RunArgs, remote: RemoteRun | None, report: Report) -> Path | None:
     require_unlocked(args.run_dir)
     if remote is not None:
         remote.prepare(args.resume, report, keep_best=args.train.keep_best, verify=args.verify_checkpoint)
@@ -216,7 +217,7 @@ def build_reader(launch: Launch, stack: ExitStack) -> tuple[Padding, DataReader]
     return padding, reader
 
 
-def restore(checkpointer: Checkpointer, folder: Path, report: Callable[[str], None]) -> None:
+def restore(checkpointer: Checkpointer, folder: Path, report: Report) -> None:
     """Restore optimizer, scaler and random states from a checkpoint. The model already has its weights."""
     state = checkpointer.state
     progress, schedule = state.progress, state.schedule
@@ -237,9 +238,7 @@ def _format_value(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def prepare_model(
-    config: ResolvedConfig, state: StartState, fabric: Fabric, report: Callable[[str], None]
-) -> FabricModule:
+def prepare_model(config: ResolvedConfig, state: StartState, fabric: Fabric, report: Report) -> FabricModule:
     """Verify the checkpoint to load weights from, build the model, and wrap it for the strategy."""
     args, source = config.args, config.args.base_dir
     choose_attention_kernels(
@@ -270,7 +269,7 @@ def build_checkpointer(
     fabric: Fabric,
     model: FabricModule,
     tokenizer: Tokenizer | None,
-    report_wait: Callable[[str], None],
+    report_wait: Report,
 ) -> Checkpointer:
     """Build the optimizer, and the checkpointer for model and optimizer."""
     module, spec = unwrapped(model), state.model

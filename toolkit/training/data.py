@@ -1,7 +1,6 @@
 """Prepare the data of a run, with its tokenizer and vocabulary size."""
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,16 @@ from typing import Any
 import torch
 
 from toolkit.checkpoints.store import newest_first
-from toolkit.data.base import PreparedData, TokenDataset, epoch_rows, mean_length, row_count, row_lengths, rows_of
+from toolkit.data.base import (
+    PreparedData,
+    Report,
+    TokenDataset,
+    epoch_rows,
+    mean_length,
+    row_count,
+    row_lengths,
+    rows_of,
+)
 from toolkit.data.interleave import ConcatenatedRows
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import PythonData, check_rows
@@ -24,7 +32,7 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import read_meta
 
 
-def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], None]) -> PreparedData:
+def prepare_data(args: RunArgs, seq_length: int | None, report: Report) -> PreparedData:
     """Prepare the data with the tokenizer of --tokenizer_dir, else of the initial checkpoint, else of the data."""
     tokenizer, is_tokens = None, isinstance(args.data, PythonData)
     if args.tokenizer_dir is not None:
@@ -58,7 +66,7 @@ def uses_old_ends(resume_from: Path | None) -> bool:
     return False
 
 
-def with_length(config: ResolvedConfig, data: PreparedData, report: Callable[[str], None]) -> ResolvedConfig:
+def with_length(config: ResolvedConfig, data: PreparedData, report: Report) -> ResolvedConfig:
     """Set the limits of a named architecture that has none, and report them."""
     if has_limit(config.args.train):
         return config

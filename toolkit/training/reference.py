@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from toolkit.checkpoints.folder import read_model_config
-from toolkit.data.base import PreparedData, TokenDataset, rows_of
+from toolkit.data.base import PreparedData, Report, TokenDataset, rows_of
 from toolkit.data.cache import (
     choose_cache_dir,
     find_prepared,
@@ -107,7 +106,7 @@ def _specify(launch: Launch, folder: Path) -> ModelSpec:
 
 
 @torch.no_grad()
-def _compute(launch: Launch, model: FabricModule, rows: TokenDataset, report: Callable[[str], None]) -> np.ndarray:
+def _compute(launch: Launch, model: FabricModule, rows: TokenDataset, report: Report) -> np.ndarray:
     """Return the log-probabilities of all rows, (groups, rows of a group) fp64, the same on every rank."""
     group_size, layout = getattr(rows, "group_size", 1), ranks.layout()
     totals = torch.zeros(len(rows), group_size, dtype=torch.float64)

@@ -11,9 +11,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
+from toolkit.data.base import Report
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import parse_json
 from toolkit.io.storage import Storage, StorageError
@@ -37,7 +37,7 @@ class Lease:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def require_free(self, report: Callable[[str], None]) -> None:
+    def require_free(self, report: Report) -> None:
         """Raise UserError if another run is active in the folder. Takes :data:`STALE_S` s after a crash elsewhere."""
         first = self.storage.read(LEASE)
         if first in (None, self._stale) or has_ended(str(_parse(first).get("process", ""))):
@@ -55,7 +55,7 @@ class Lease:
                 raise self._in_use(now)
         self._stale = first
 
-    def acquire(self, report: Callable[[str], None]) -> None:
+    def acquire(self, report: Report) -> None:
         """Acquire the lease, and refresh it in a background thread."""
         self.require_free(report)
         self._write()

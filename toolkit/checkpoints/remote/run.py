@@ -5,7 +5,7 @@ Before training, the checkpoint to resume from is downloaded. During training, c
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from toolkit.checkpoints.remote.download import download, has_same_manifest
 from toolkit.checkpoints.remote.lease import Lease
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.store import BEST, FINAL, checkpoint_folders, newest_first, step_of
+from toolkit.data.base import Report
 from toolkit.errors import UserError
 from toolkit.io.atomic import write_atomic
 from toolkit.io.checksums import find_damage
@@ -62,9 +63,7 @@ class RemoteRun:
     def lease(self) -> Lease:
         return Lease(self.storage)
 
-    def prepare(
-        self, resume: bool | str, report: Callable[[str], None], *, keep_best: bool = False, verify: bool = True
-    ) -> None:
+    def prepare(self, resume: bool | str, report: Report, *, keep_best: bool = False, verify: bool = True) -> None:
         """Download the checkpoint to resume from to the staging folder. Called on rank 0 before the run starts.
 
         ``keep_best`` also downloads ``best/``. ``verify`` verifies checkpoints that are already in the staging folder.
@@ -81,7 +80,7 @@ class RemoteRun:
             else:
                 self._require_unused(resume)
 
-    def fetch(self, name: str, manifest: bytes, report: Callable[[str], None]) -> None:
+    def fetch(self, name: str, manifest: bytes, report: Report) -> None:
         """Download a checkpoint on nodes without rank 0, unless the staging folder (on a shared disk) has it.
 
         A download deletes all other checkpoints in the staging folder. ``manifest`` is the content of ``COMPLETE`` on
@@ -102,7 +101,7 @@ class RemoteRun:
                 if folder != target:
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def start_uploads(self, keep_last: int, report: Callable[[str], None]) -> Uploader:
+    def start_uploads(self, keep_last: int, report: Report) -> Uploader:
         """Start the uploader. Queue the newest local checkpoint and ``best``, if the storage lacks them."""
         with self._one_line_errors(), ExitStack() as after_failure:
             after_failure.callback(self.lease.release)
@@ -142,7 +141,7 @@ class RemoteRun:
                 f"{local} was not uploaded; --resume auto {what}; delete that folder to start a new run"
             )
 
-    def _fetch_newest(self, is_auto: bool, verify: bool, report: Callable[[str], None]) -> None:
+    def _fetch_newest(self, is_auto: bool, verify: bool, report: Report) -> None:
         local = next((path for path in newest_first(self.out_dir) if not verify or is_intact(path)), None)
         local_key = (-1, False) if local is None else (step_of(local), local.name == FINAL)
         error: DamagedCheckpointError | None = None
@@ -164,12 +163,12 @@ class RemoteRun:
         if not (self.out_dir / METRICS).exists():
             self._download_metrics()
 
-    def _fetch_best(self, report: Callable[[str], None]) -> None:
+    def _fetch_best(self, report: Report) -> None:
         checkpoint, local = checkpoints.find(self.storage, BEST), self.out_dir / BEST
         if checkpoint is not None and (not is_intact(local) or step_of(local) < checkpoint.step):
             self._download(checkpoint, report)
 
-    def _download(self, checkpoint: RemoteCheckpoint, report: Callable[[str], None]) -> None:
+    def _download(self, checkpoint: RemoteCheckpoint, report: Report) -> None:
         self.out_dir.mkdir(parents=True, exist_ok=True)
         download(self.storage, checkpoint.folder, self.out_dir / checkpoint.name, report)
         if checkpoint.name != BEST:
