@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.remote.cached import local_copy
 from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
-from toolkit.checkpoints.weights import load_state, only_tensors, require_compatible, save_weights
+from toolkit.checkpoints.weights import Tensors, load_state, only_tensors, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
 from toolkit.io.paths import is_url
 from toolkit.io.safe_parse import read_yaml
@@ -57,7 +57,7 @@ def require_adapters(folder: str | Path, **flags: Any) -> None:
         raise UserError(f"--{flag} {value}: has no effect, {folder} holds a complete model; remove it")
 
 
-def write_adapter_files(folder: Path, adapters: dict[str, Tensor], info: AdapterInfo) -> None:
+def write_adapter_files(folder: Path, adapters: Tensors, info: AdapterInfo) -> None:
     """Write the adapter tensors, under canonical names, and ``adapter.yaml``."""
     assert adapters and all(is_adapter(name) for name in adapters), "not adapters"
     save_weights(adapters, folder / ADAPTERS)
@@ -122,7 +122,7 @@ def find_base_dir(base_checkpoint_dir: str | Path) -> Path:
     return folder if folder.is_dir() else Path("checkpoints") / folder
 
 
-def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:
+def load_adapters(folder: str | Path, model: nn.Module) -> Tensors:
     """Load adapter tensors as fp32 on the CPU. Check names and shapes against ``model`` (on any device)."""
     path = Path(folder) / ADAPTERS
     adapters = only_tensors(load_state(path), path, "adapters")

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import yaml
 from torch import Tensor
@@ -15,11 +14,11 @@ from toolkit.checkpoints.litgpt import config_from_litgpt
 from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
-from toolkit.checkpoints.weights import save_weights
+from toolkit.checkpoints.weights import Tensors, save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import FAMILIES
 
 # Fields of LitGPT's Config with the same meaning here. A model that differs from the defaults in another field is
@@ -67,7 +66,7 @@ def export_litgpt(
     nonfinite: list[str] = []
 
     def write(tmp: Path) -> None:
-        tensors: dict[str, Tensor] = {}
+        tensors: Tensors = {}
         for name in weights:
             tensor = weights[name]
             nonfinite.extend(nonfinite_tensors({name: tensor}))
@@ -90,7 +89,7 @@ def export_litgpt(
     return nonfinite
 
 
-def litgpt_config(config: ModelConfig) -> dict[str, Any]:
+def litgpt_config(config: ModelConfig) -> Fields:
     """Return the content of LitGPT's ``model_config.yaml``. Raise UserError that names the unsupported field."""
     family = f"the model type {config.family!r}"
     if config.family not in FAMILIES:
@@ -118,7 +117,7 @@ def litgpt_config(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def _effective_values(config: ModelConfig) -> dict[str, Any]:
+def _effective_values(config: ModelConfig) -> Fields:
     """Return the fields that matter for the logits, with lists per layer in one form."""
     layers = range(config.n_layer)
     values = config.to_dict() | {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import ADAPTERS
-from toolkit.checkpoints.weights import load_state, load_weights, named_tensors
+from toolkit.checkpoints.weights import Tensors, load_state, load_weights, named_tensors
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import shard_of
 from toolkit.errors import UserError, join_first
@@ -39,8 +39,8 @@ def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
     Optimizer tensors are named ``weight|key``. Scalars are ignored because some are initialized to infinity.
     """
-    weights: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
+    weights: Tensors = {}
+    moments: Tensors = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             name = canonical_name(name)

@@ -25,7 +25,7 @@ from toolkit.checkpoints.find import find_checkpoint_dir as find_checkpoint_dir
 from toolkit.checkpoints.litgpt import config_from_litgpt, to_native_layout
 from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
+from toolkit.checkpoints.weights import Tensors, load_weights, require_compatible, save_weights
 from toolkit.data.base import Report
 from toolkit.errors import UserError, one_line
 from toolkit.extension import missing_message, registered
@@ -133,7 +133,7 @@ def load_model(
     return model
 
 
-def load_compatible_weights(folder: Path, model: GPT) -> dict[str, Tensor]:
+def load_compatible_weights(folder: Path, model: GPT) -> Tensors:
     """Load a folder's weights. Check names and shapes against ``model`` (on any device), without adapters.
 
     Tied weights share memory; untied weights do not.
@@ -151,7 +151,7 @@ def load_compatible_weights(folder: Path, model: GPT) -> dict[str, Tensor]:
 def write_model_files(
     folder: Path,
     *,
-    state_dict: dict[str, Tensor] | None,
+    state_dict: Tensors | None,
     config: ModelConfig | None,
     hyperparameters: dict[str, Any] | None,
     tokenizer: Tokenizer | None,
@@ -181,7 +181,7 @@ def _write_yaml(path: Path, values: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _tie_or_untie(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:
+def _tie_or_untie(weights: Tensors, config: ModelConfig, folder: Path) -> None:
     head, embedding = _HEAD, "transformer.wte.weight"
     if not config.tie_embeddings:
         if head in weights and embedding in weights and _shares_memory(weights[head], weights[embedding]):

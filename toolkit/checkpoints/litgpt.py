@@ -5,13 +5,12 @@ embedding and head: it saves two equal tensors for tied models, which stay untie
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
+from toolkit.checkpoints.weights import Tensors
 from toolkit.errors import UserError
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 
 # LitGPT always writes these fields. toolkit's defaults differ, so a missing field is an error.
 _REQUIRED_FIELDS = (
@@ -24,7 +23,7 @@ _NEUTRAL = {"rope_condense_ratio": 1}
 _UNSUPPORTED = ("latent_attention", "n_expert_groups")
 
 
-def config_from_litgpt(values: dict[str, Any]) -> ModelConfig:
+def config_from_litgpt(values: Fields) -> ModelConfig:
     """Build a config from the content of a ``model_config.yaml`` that LitGPT wrote."""
     if values.get("vocab_size") is not None and (missing := [name for name in _REQUIRED_FIELDS if name not in values]):
         raise UserError(f"{missing[0]} is missing")
@@ -42,7 +41,7 @@ def config_from_litgpt(values: dict[str, Any]) -> ModelConfig:
     return replace(config, family=_family(config))
 
 
-def _with_condensed_positions(values: dict[str, Any]) -> dict[str, Any]:
+def _with_condensed_positions(values: Fields) -> Fields:
     """Convert rope_condense_ratio (divides positions) to linear RoPE scaling (divides frequencies)."""
     ratio = values.get("rope_condense_ratio", 1)
     if ratio == 1 or values.get("rope_adjustments") or values.get("rope_local_base_freq"):
@@ -50,7 +49,7 @@ def _with_condensed_positions(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"rope_condense_ratio": 1, "rope_adjustments": {"factor": float(ratio)}}
 
 
-def _implicit_fields(values: dict[str, Any]) -> dict[str, Any]:
+def _implicit_fields(values: Fields) -> Fields:
     """Return fields that LitGPT derives from the model's name (``norm_class`` in its config.py) or other fields."""
     name, is_rms = str(values.get("name")), values.get("norm_class_name") == "RMSNorm"
     implied = {"norm_offset": is_rms and "Gemma" in name, "norm_affine": is_rms or "OLMo" not in name}
@@ -90,13 +89,13 @@ def _family(config: ModelConfig) -> str:
     return "mistral" if config.sliding_window_size else "llama"
 
 
-def to_native_layout(weights: dict[str, Tensor], config: ModelConfig) -> None:
+def to_native_layout(weights: Tensors, config: ModelConfig) -> None:
     """Convert LitGPT's weights in place to native names and layout; native weights stay unchanged."""
     _ungroup_attention(weights, config)
     _stack_experts(weights, config)
 
 
-def _ungroup_attention(weights: dict[str, Tensor], config: ModelConfig) -> None:
+def _ungroup_attention(weights: Tensors, config: ModelConfig) -> None:
     """Convert the older ``attn.attn`` ([q..., k, v] per query group) to ``attn.qkv`` (all q, all k, all v)."""
     size, groups = config.head_size, config.n_query_groups
     per_group = config.n_head // groups
@@ -109,7 +108,7 @@ def _ungroup_attention(weights: dict[str, Tensor], config: ModelConfig) -> None:
         weights[old.replace(".attn.attn.", ".attn.qkv.")] = tensor
 
 
-def _stack_experts(weights: dict[str, Tensor], config: ModelConfig) -> None:
+def _stack_experts(weights: Tensors, config: ModelConfig) -> None:
     """Stack per-expert tensors (``mlp.experts.0.fc_1.weight``) into one (``mlp.experts.fc_1.weight``)."""
     for first in [name for name in weights if ".mlp.experts.0." in name]:
         names = [first.replace(".experts.0.", f".experts.{i}.") for i in range(config.n_expert)]

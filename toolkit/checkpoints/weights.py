@@ -14,8 +14,11 @@ from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import open_regular
 
+Tensors = dict[str, Tensor]
+"""Tensors by name."""
 
-def save_weights(state_dict: dict[str, Tensor], path: Path) -> None:
+
+def save_weights(state_dict: Tensors, path: Path) -> None:
     """Write the weights to one file, under canonical names; tied weights are stored once."""
     weights = {canonical_name(name): tensor for name, tensor in state_dict.items()}
     assert len(weights) == len(state_dict), "two weights have the same canonical name"
@@ -31,7 +34,7 @@ def save_state(state: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def load_weights(checkpoint_dir: Path) -> dict[str, Tensor]:
+def load_weights(checkpoint_dir: Path) -> Tensors:
     """Read the weights of a toolkit or LitGPT checkpoint, in one file or in shards, under canonical names.
 
     Tensors of one file are memory-mapped and shared by all processes of the machine. Tied weights share their storage.
@@ -47,7 +50,7 @@ def load_weights(checkpoint_dir: Path) -> dict[str, Tensor]:
     return {canonical_name(name): tensor for name, tensor in only_tensors(state, path).items()}
 
 
-def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> dict[str, Tensor]:
+def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> Tensors:
     """Return ``state``. Raise UserError unless it is {name: tensor}. Error messages call the tensors ``what``."""
     for name, value in state.items():
         if not (isinstance(name, str) and isinstance(value, Tensor)):
@@ -117,7 +120,7 @@ def _require_zip(path: Path) -> None:
         raise UserError(f"{path}: not written by torch.save of torch >= 1.6; save it again with a newer version")
 
 
-def _detach(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _detach(weights: Tensors) -> Tensors:
     """Detach tensors. Copy views of larger storages, because torch.save would write the complete storages."""
     copies: dict[tuple, Tensor] = {}
     for name, tensor in weights.items():

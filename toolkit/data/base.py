@@ -22,6 +22,10 @@ DEFAULT_VAL_FRACTION = 0.05  # fraction held out for validation
 
 Report = Callable[[str], None]
 """Receives progress lines: cache hit or miss, sizes, seconds."""
+Row = dict[str, Any]
+"""Values of a row, see :class:`TokenDataset`."""
+State = dict[str, Any]
+"""Values of an object, to save and restore it."""
 
 # Vocabulary of the tokenizer to train: byte-level BPE size, or one token per character.
 Vocabulary = int | Literal["characters"]
@@ -64,7 +68,7 @@ class TokenDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __getitem__(self, index: int) -> Row: ...
 
 
 def row_lengths(dataset: TokenDataset | None) -> np.ndarray | None:
@@ -80,7 +84,7 @@ def mean_length(dataset: TokenDataset) -> float:
     return len(dataset[0]["input_ids"]) if lengths is None else float(lengths.mean())
 
 
-def rows_of(item: Any) -> list[dict[str, Any]]:
+def rows_of(item: Any) -> list[Row]:
     """Return a dataset item as a list of rows: a group, or a single row."""
     return list(item) if isinstance(item, list | tuple) else [item]
 
@@ -97,7 +101,7 @@ def epoch_rows(dataset: TokenDataset) -> int | None:
     return getattr(dataset, "epoch_rows", row_count(dataset))
 
 
-def sample_order(dataset: TokenDataset, seed: int, state: dict[str, Any]) -> SampleOrder:
+def sample_order(dataset: TokenDataset, seed: int, state: State) -> SampleOrder:
     """Return the dataset's custom sample order, or :class:`~toolkit.data.order.ShuffledOrder`.
 
     Args:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from toolkit.data.base import State
 from toolkit.models.attention_kernels import DocumentBounds, document_bounds
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 
@@ -84,12 +85,12 @@ class Batch:
     def __post_init__(self) -> None:
         self.counts = {TOKENS: self.n_tokens} | self.counts
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         """Return the state with NumPy arrays: workers would send tensors through /dev/shm, which may be too small."""
         values = {name: numbers.numpy() for name, numbers in self.values.items()}
         return vars(self._map(Tensor.numpy)) | {"values": values}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         vars(self).update(state)
         vars(self).update(vars(self._map(torch.from_numpy)))
         self.values = {name: torch.from_numpy(numbers) for name, numbers in self.values.items()}

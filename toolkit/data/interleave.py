@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.base import TokenDataset, is_ragged, mean_length, row_count, row_lengths, sample_order
+from toolkit.data.base import Row, State, TokenDataset, is_ragged, mean_length, row_count, row_lengths, sample_order
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, UserError
 
@@ -101,7 +101,7 @@ class ConcatenatedRows:
             self.first_ids = np.arange(len(datasets), dtype=np.int64) << ID_BITS
         self.is_ragged = any(map(is_ragged, datasets)) or len(set(map(mean_length, datasets))) > 1
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         dataset = int(np.searchsorted(self.first_ids, index, side="right")) - 1
         return self.datasets[dataset][index - int(self.first_ids[dataset])]
 
@@ -140,7 +140,7 @@ class MixtureRows(ConcatenatedRows):
         """Sample rows of all sources, for inspect_data."""
         return CountedRows([getattr(rows, "preview", rows) for rows in self.datasets])
 
-    def order(self, seed: int, state: dict[str, Any]) -> MixtureOrder:
+    def order(self, seed: int, state: State) -> MixtureOrder:
         weights = {source.name: source.weight for source in self.sources}
         if state and state["weights"] != weights and not self.change_weights:
             raise UserError(
@@ -174,11 +174,11 @@ class MixtureOrder:
         state: State from the checkpoint; {} at the start of a run.
     """
 
-    def __init__(self, sources: Sequence[SourceRows], first_ids: np.ndarray, seed: int, state: dict[str, Any]) -> None:
+    def __init__(self, sources: Sequence[SourceRows], first_ids: np.ndarray, seed: int, state: State) -> None:
         self.sources, self.first_ids = sources, first_ids
         self.weights = {source.name: source.weight for source in sources}
         start = {name: {"position": 0, "order": {}} for name in self.weights}
-        source_states: dict[str, Any] = state["sources"] if state else start
+        source_states: State = state["sources"] if state else start
         self.orders = [
             sample_order(source.rows, _source_seed(seed, source.name), source_states[source.name]["order"])
             for source in sources
@@ -216,7 +216,7 @@ class MixtureOrder:
                 "been read that often; raise max_epochs, lower the weight of the source, or end the run at this step"
             )
 
-    def state(self, position: int) -> dict[str, Any]:
+    def state(self, position: int) -> State:
         counts = self.counts(position).tolist()
         source_states = {
             name: {"position": count, "order": order.state(count)}

@@ -14,7 +14,7 @@ from toolkit.checkpoints.weights import load_state
 from toolkit.config import OptimizerArgs
 from toolkit.errors import UserError, one_line
 from toolkit.io.safe_parse import read_json
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.limits import Progress
 
@@ -28,18 +28,18 @@ _REQUIRED = ("step", "tokens", "samples", "seconds")
 class RunFingerprint:
     """Values that must not change between the launches of a run."""
 
-    model_config: dict[str, Any]
+    model_config: Fields
     data: str
     global_batch_size: int
     seed: int
     precision: str
-    optimizer: dict[str, Any]
-    objective: dict[str, Any] = field(default_factory=dict)
+    optimizer: Fields
+    objective: Fields = field(default_factory=dict)
     """``class_path`` and ``init_args``; empty for next-token prediction."""
-    adapters: dict[str, Any] = field(default_factory=dict)
+    adapters: Fields = field(default_factory=dict)
     """Options of low-rank adapters and the hash of their base, by flag; empty if all weights are trained."""
 
-    def check_matches(self, saved: dict[str, Any], folder: Path) -> None:
+    def check_matches(self, saved: Fields, folder: Path) -> None:
         """Raise UserError if a value differs from the checkpoint's ``saved`` fingerprint."""
         now = json.loads(json.dumps(asdict(self)))
         if bool(saved.get("adapters")) != bool(now["adapters"]):
@@ -53,13 +53,13 @@ class RunFingerprint:
             _require_equal(flag, old.get(flag), new.get(flag), folder)
 
 
-def _with_new_fields(config: dict[str, Any]) -> dict[str, Any]:
+def _with_new_fields(config: Fields) -> Fields:
     """Add the fields of ModelConfig that an older version did not have; it computed what their defaults do."""
     defaults = {item.name: item.default for item in fields(ModelConfig) if item.default is not MISSING}
     return defaults | config if "family" in config else config  # a user-provided module has other fields
 
 
-def values_by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
+def values_by_flag(fingerprint: Fields) -> Fields:
     """Return the values of a :class:`RunFingerprint` by flag; the data's value is its hash."""
     values = {f"--{name}": fingerprint.get(name) for name in ("data", "train.global_batch_size", "seed", "precision")}
     values["--train.global_batch_size"] = fingerprint.get("global_batch_size")
@@ -101,7 +101,7 @@ def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
     raise UserError(f"{flag} {shown}: {folder} was trained with {trained}; {hint}")
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path) -> Fields:
     """Read and validate ``trainer/meta.json``: names, types, ranges and consistency."""
     path = folder / "trainer" / "meta.json"
     try:
@@ -125,7 +125,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def read_callback_states(folder: Path) -> dict[str, dict[str, Any]]:
+def read_callback_states(folder: Path) -> dict[str, Fields]:
     """Read callback states by name. Older checkpoints store KeepBest's and EarlyStopping's state in ``meta.json``."""
     file, meta = folder / TRAINER / CALLBACKS, read_meta(folder)
     if file.exists():
@@ -138,7 +138,7 @@ def read_callback_states(folder: Path) -> dict[str, dict[str, Any]]:
     return states if lowest is None else states | {"EarlyStopping": {"val_loss": lowest, "stale_validations": stale}}
 
 
-def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
+def _check_meta(meta: Fields, step_in_name: int | None) -> None:
     """Raise ValueError or KeyError for an invalid field, naming it."""
     for prefix, values, cls in (
         ("", meta, Progress),
@@ -167,7 +167,7 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
         raise ValueError("tied must be a mapping of names")
 
 
-def _check_fields(prefix: str, values: dict[str, Any], cls: type) -> None:
+def _check_fields(prefix: str, values: Fields, cls: type) -> None:
     """Check values against a dataclass's field types. Numbers must be finite and not negative."""
     hints = get_type_hints(cls)
     for item in fields(cls):

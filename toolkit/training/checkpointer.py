@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.checkpoints.adapters import write_adapter_files
 from toolkit.checkpoints.finite import nonfinite_state
@@ -24,7 +24,8 @@ from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, sharded_state
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import load_state, save_state
+from toolkit.checkpoints.weights import Tensors, load_state, save_state
+from toolkit.data.base import State
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
@@ -68,21 +69,19 @@ class Checkpointer:
         """Whether every rank writes its shards; otherwise rank 0 writes one file."""
         return self.config.args.fsdp.state_dict_type == "sharded"
 
-    def save(self, name: str, progress: Progress, callbacks: dict[str, Any]) -> Path:
+    def save(self, name: str, progress: Progress, callbacks: State) -> Path:
         """Write the checkpoint folder ``out_dir/name`` atomically, and delete the oldest checkpoints."""
         pending = self.begin(name, progress, callbacks)
         pending.write_on_all_ranks()
         return pending.commit(self.config.args.train.keep_last)
 
-    def begin(
-        self, name: str, progress: Progress, callbacks: dict[str, Any], copies: HostCopies | None = None
-    ) -> PendingSave:
+    def begin(self, name: str, progress: Progress, callbacks: State, copies: HostCopies | None = None) -> PendingSave:
         """Start a save of ``out_dir/name``. With ``copies`` training can overlap with the write."""
         # A rank that fails in these collectives must exit at once, because the others wait in them.
         rng = ranks.all_gather_object(rng_state(self.device))
         state, module, optimizer = self.state, self.module, self.optimizer
-        shards: dict[str, dict[str, Tensor]] = {}
-        weights: dict[str, Tensor] = {}
+        shards: dict[str, Tensors] = {}
+        weights: Tensors = {}
         offload = copies is None  # HostCopies already copies to pinned memory
         if state.base is not None:
             weights, rest = adapter_state(module, optimizer)
@@ -184,7 +183,7 @@ def seed_generators(*entropy: int) -> None:
     torch.manual_seed(seed)
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
+def rng_state(device: torch.device) -> State:
     """Return the random states of this process and ``device`` as tensors and plain values."""
     version, keys, gauss = random.getstate()
     state = np.random.get_state(legacy=False)
@@ -197,7 +196,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+def set_rng_state(state: State, device: torch.device) -> None:
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     name, numpy_keys, *rest = state["numpy"]

@@ -16,7 +16,7 @@ from toolkit.checkpoints.folder import load_compatible_weights, read_model_confi
 from toolkit.checkpoints.run.sharded import is_sharded
 from toolkit.checkpoints.run.state_dicts import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import load_weights
+from toolkit.checkpoints.weights import Tensors, load_weights
 from toolkit.distributed import ranks
 from toolkit.distributed.fabric import block_dtype, materialize_with, setup_module
 from toolkit.distributed.memory import malloc_trim
@@ -103,7 +103,7 @@ def build_model(
     config: ResolvedConfig,
     longest_ragged: int,
     source: Path | None,
-    adapters: dict[str, Tensor] | None = None,
+    adapters: Tensors | None = None,
 ) -> FabricModule:
     """Initialize or load the weights, and wrap the model for the strategy.
 
@@ -216,7 +216,7 @@ def _values(
     seed: int,
     source: Path | None,
     shards: bool,
-    adapters: dict[str, Tensor] | None,
+    adapters: Tensors | None,
     device: torch.device,
     storage: torch.dtype | None,
 ) -> Callable[[str, torch.Size], Tensor]:

@@ -5,10 +5,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.sharded import ShardedSave, check_sharded
@@ -23,6 +21,8 @@ from toolkit.checkpoints.store import (
     prune,
     sync_and_checksum,
 )
+from toolkit.checkpoints.weights import Tensors
+from toolkit.data.base import State
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, PeerLostError, join_first
 from toolkit.io.checksums import Checksum
@@ -34,11 +34,11 @@ class Snapshot:
     """The state to save at one step, without shards."""
 
     progress: Progress
-    rng: list[dict[str, Any]]  # by rank
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    scaler: dict[str, Any] | None
-    callbacks: dict[str, Any]  # states by name
+    rng: list[State]  # by rank
+    weights: Tensors
+    optimizer: State
+    scaler: State | None
+    callbacks: State  # states by name
 
     def copy(self, copies: HostCopies) -> None:
         """Copy weights and optimizer state, which training changes, on rank 0."""
@@ -70,7 +70,7 @@ class PendingSave:
         folder: Path,
         snapshot: Snapshot,
         write_files: Callable[[Path, Snapshot], None],
-        shards: Mapping[str, dict[str, Tensor]],
+        shards: Mapping[str, Tensors],
         shapes: Mapping[str, torch.Size],
         search: Future[list[str]],
         report: Callable[[str], None],

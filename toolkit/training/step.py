@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor
 from torch.profiler import record_function
 
+from toolkit.checkpoints.weights import Tensors
 from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, UserError
@@ -53,7 +53,7 @@ def train_step(
     parts = tuple(
         sorted(parts, key=lambda part: part.weight == 0)
     )  # parts with a weight come first, because N7 checks only those
-    scale, totals = scales(parts, counts, ranks.layout().loss_ranks), dict[str, Tensor]()
+    scale, totals = scales(parts, counts, ranks.layout().loss_ranks), Tensors()
     if objective.looks_ahead:
         objective.look_ahead(model, micro_batches, fabric.device)
     for i, batch in enumerate(micro_batches):
@@ -75,7 +75,7 @@ def apply_step(
     update: Update,
     parts: tuple[Part, ...],
     scale: Mapping[str, float],
-    totals: dict[str, Tensor],
+    totals: Tensors,
     micro_batches: list[Batch],
     counts: Mapping[str, int],
     overlap: Callable[[], None],

@@ -18,12 +18,13 @@ from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import MergedWeights, copy_files, random_tokens, relative_difference
 from toolkit.checkpoints.scratch import SMALL_NUMEL
 from toolkit.checkpoints.store import require_new_folder, write_folder
+from toolkit.checkpoints.weights import Tensors
 from toolkit.data.chat.template import GENERATION_FILE, eos_tokens
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import GuardError, UserError, one_line
 from toolkit.io.safe_parse import read_json_object
-from toolkit.models.config import ModelConfig, ModelOverrides
+from toolkit.models.config import Fields, ModelConfig, ModelOverrides
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
 from toolkit.models.gpt import model_on_meta
@@ -39,7 +40,7 @@ def export_hf(
     merge: bool = False,
     base_checkpoint_dir: str | Path | None = None,
     check: Callable[[Path], None] | None = None,
-    family_options: dict[str, Any] | None = None,
+    family_options: Fields | None = None,
 ) -> list[str]:
     """Write a Hugging Face folder with checksums, atomically. About one weight is in memory at a time.
 
@@ -143,7 +144,7 @@ def read_model(
 
 
 def _change_options(
-    config: ModelConfig, weights: Mapping[str, Tensor], options: dict[str, Any]
+    config: ModelConfig, weights: Mapping[str, Tensor], options: Fields
 ) -> tuple[ModelConfig, Mapping[str, Tensor]]:
     changed = config.override(ModelOverrides(family_options=options))
     family_of(changed).validate(changed)
@@ -199,9 +200,9 @@ def to_hf_names(
         yield from zip(entry.hf, entry.to_hf(native), strict=True)
 
 
-def _split(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def _split(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tensors]:
     """Split tensors, in order, into shards of at most :data:`MAX_SHARD_BYTES`."""
-    shard: dict[str, Tensor] = {}
+    shard: Tensors = {}
     size = 0
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > MAX_SHARD_BYTES:
@@ -212,7 +213,7 @@ def _split(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
     yield shard
 
 
-def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
+def write_safetensors(path: Path, expected: Tensors, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
     """Stream tensors to a safetensors file. Return the names of tensors that contain NaN or Inf.
 
     ``expected`` has the names, shapes and dtypes of the next items of ``tensors``. safetensors' ``save_file`` needs all
@@ -244,13 +245,13 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
     return nonfinite
 
 
-def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> Fields:
     """Return BOS, EOS and PAD token ids.
 
     BOS and EOS come from the tokenizer if it defines them, PAD from the original Hugging Face config if there is one.
     """
     original, generation = _original_config(folder, base), read_json_object(folder / GENERATION_FILE, optional=True)
-    from_tokenizer: dict[str, Any] = {}
+    from_tokenizer: Fields = {}
     if tokenizer is not None:
         pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
         from_tokenizer = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos_tokens(tokenizer), "pad_token_id": pad}
@@ -267,7 +268,7 @@ def _embedded_ids(ids: Any, config: ModelConfig) -> int | list[int] | None:
     return embedded if isinstance(ids, list) and embedded else next(iter(embedded), None)
 
 
-def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:
+def _original_config(folder: Path, base: Path | None) -> Fields:
     """Return the original config.json of the model or of its base model; empty if there is none."""
     folders = [folder] if base is None else [folder, base]
     values = next(filter(None, (read_json_object(one / CONFIG, optional=True) for one in folders)), {})
@@ -275,11 +276,11 @@ def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:
     return (text if isinstance(text, dict) else {}) | {k: v for k, v in values.items() if v is not None}
 
 
-def _first_value(name: str, *files: dict[str, Any]) -> Any:
+def _first_value(name: str, *files: Fields) -> Any:
     return next((values[name] for values in files if values.get(name) is not None), None)
 
 
-def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], dtype: torch.dtype) -> None:
+def _write_config_files(folder: Path, config: ModelConfig, ids: Fields, dtype: torch.dtype) -> None:
     """Write config.json, and generation_config.json unless a copied one defines eos_token_id."""
     values = family_of(config).to_hf_config(config)
     _write_json(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
@@ -289,5 +290,5 @@ def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], 
         _write_json(folder / GENERATION_FILE, generation | ids)
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def _write_json(path: Path, values: Fields) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentenc
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
-from toolkit.checkpoints.weights import require_compatible
+from toolkit.checkpoints.weights import Tensors, require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError, join_first, one_line
@@ -248,12 +248,12 @@ def resolve_dtype(
 
 def _convert(
     hf_weights: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, out_dir: Path
-) -> tuple[dict[str, Tensor], list[str]]:
+) -> tuple[Tensors, list[str]]:
     """Return the weights by native name, and the names of weights that contain NaN or Inf.
 
     Large weights are memory-mapped: from the original file if unchanged, else from a temporary file.
     """
-    weights: dict[str, Tensor] = {}
+    weights: Tensors = {}
     nonfinite: list[str] = []
     for entry in family_of(config).weight_map(config):
         originals = [hf_weights[name].read() for name in entry.hf]

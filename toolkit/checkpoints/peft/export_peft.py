@@ -31,6 +31,7 @@ from toolkit.checkpoints.peft.layers import (
     scatter_rows,
 )
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
+from toolkit.checkpoints.weights import Tensors
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object
@@ -78,7 +79,7 @@ def export_peft(
         info = read_adapter(checkpoint_dir, base_checkpoint_dir)
     model = adapted_on_meta(config, info.lora)
     model.load_state_dict(load_adapters(checkpoint_dir, model), strict=False, assign=True)
-    base_weights: dict[str, Tensor] = {}
+    base_weights: Tensors = {}
 
     def weight_of(name: str) -> Tensor:
         if not base_weights:
@@ -86,7 +87,7 @@ def export_peft(
             base_weights.update(load_compatible_weights(base, model_on_meta(read_model_config(base))))
         return base_weights[name]
 
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
     for layer in linear_layers(config):
         tensors |= dict(_convert_layer(layer, layer.adapters(model), weight_of))
     hf_base = (base_model, None) if base_model else hf_origin(info.base)
@@ -140,7 +141,7 @@ def _magnitudes(layer: Layer, placed: list[PlacedAdapter], weight_of: Callable[[
     return layer.to_hf(full[:, None])
 
 
-def _settings(lora: LoRAConfig, tensors: dict[str, Tensor], layers: list[Layer], base: str) -> dict[str, Any]:
+def _settings(lora: LoRAConfig, tensors: Tensors, layers: list[Layer], base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
     ending = ".lora_A.weight"
     ranks = {n[len(PREFIX) : -len(ending)]: t.size(0) for n, t in tensors.items() if n.endswith(ending)}

@@ -22,6 +22,7 @@ from toolkit.checkpoints.peft.layers import (
 )
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.torch_zip import DAMAGED
+from toolkit.checkpoints.weights import Tensors
 from toolkit.errors import UserError, one_line
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import ModelConfig
@@ -44,7 +45,7 @@ class _PeftAdapters(NamedTuple):
 
     folder: Path
     settings: dict[str, Any]
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: dict[str, Tensors]
     layers: list[Layer]
 
     def pattern_error(self) -> UserError:
@@ -75,7 +76,7 @@ class _PeftAdapters(NamedTuple):
             raise self.pattern_error()
         return pattern_ranks.pop() if pattern_ranks else lora.r
 
-    def nonzero_column_masks(self, layers: list[Layer], parts: dict[str, range], rank: int) -> dict[str, Tensor]:
+    def nonzero_column_masks(self, layers: list[Layer], parts: dict[str, range], rank: int) -> Tensors:
         """Return {part: mask, (rank,)} of lora_B columns that are nonzero in the part's rows in any layer."""
         used = torch.zeros(layers[0].out_features, rank, dtype=torch.bool)
         for layer in layers:
@@ -99,7 +100,7 @@ class _Fused(NamedTuple):
         return slice(first, first + width)
 
 
-def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, dict[str, Tensor], str | None]:
+def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, Tensors, str | None]:
     """Read peft adapters for a base model of this architecture.
 
     The adapter of a fused Hugging Face layer is split into the parts that :func:`~.export_peft.export_peft`
@@ -120,7 +121,7 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
     hf_fused = _split_hf_fused(peft, lora)
     lora, qkv = _detect_fused_parts(peft, lora, config)
     model = adapted_on_meta(replace(config, tie_embeddings=False), lora)
-    adapters: dict[str, Tensor] = {}
+    adapters: Tensors = {}
     note = None
     for layer in layers:
         fused = hf_fused if layer.is_fused_in_hf else qkv if _is_fused_qkv(layer) else _Fused(lora.r)
@@ -185,7 +186,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tensor]]:
+def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, Tensors]:
     """Return {Hugging Face layer: {"lora_A", "lora_B" or "lora_magnitude_vector": tensor}}."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -198,7 +199,7 @@ def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tens
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: {DAMAGED}") from error
     vocabulary = (config.padded_vocab_size, config.n_embd)
-    by_layer: dict[str, dict[str, Tensor]] = {}
+    by_layer: dict[str, Tensors] = {}
     for name, tensor in tensors.items():
         module, _, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if kind in ("base_layer", "embed_tokens", "embed_in", "wte", "lm_head") and tensor.shape == vocabulary:
@@ -293,7 +294,7 @@ def _split_hf_fused(peft: _PeftAdapters, lora: LoRAConfig) -> _Fused:
     return fused
 
 
-def _are_in_blocks(columns: dict[str, Tensor], fused: _Fused) -> bool:
+def _are_in_blocks(columns: Tensors, fused: _Fused) -> bool:
     """Whether the parts use disjoint, equally wide, ordered blocks of columns."""
     if fused.rank % max(1, len(fused.parts)):
         return False
@@ -303,10 +304,10 @@ def _are_in_blocks(columns: dict[str, Tensor], fused: _Fused) -> bool:
     return not any(column.any() for column in outside.values())
 
 
-def _convert_layer(layer: Layer, placed: list[PlacedAdapter], peft: _PeftAdapters, fused: _Fused) -> dict[str, Tensor]:
+def _convert_layer(layer: Layer, placed: list[PlacedAdapter], peft: _PeftAdapters, fused: _Fused) -> Tensors:
     """Return the adapter tensors of one layer by native name."""
     outs = [part.size(0) for part in layer.to_hf(torch.empty(layer.out_features, 1))]
-    adapters: dict[str, Tensor] = {}
+    adapters: Tensors = {}
     for name, part, at, adapter in placed:
         i = layer.covers(at).index(True)
         tensors = peft.tensors.get(layer.modules[i], {})
@@ -325,7 +326,7 @@ def _part_to_native(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Te
     return layer.to_native([tensor if k == i else tensor.new_zeros(out, tensor.size(1)) for k, out in enumerate(outs)])
 
 
-def _require_adapter(tensors: dict[str, Tensor], module: str, out: int, adapter: Adapter, r: int, folder: Path) -> None:
+def _require_adapter(tensors: Tensors, module: str, out: int, adapter: Adapter, r: int, folder: Path) -> None:
     in_features = adapter.A.size(1)
     shapes: dict[str, tuple[int, ...]] = {"lora_A": (r, in_features), "lora_B": (out, r)}
     if hasattr(adapter, "magnitude"):

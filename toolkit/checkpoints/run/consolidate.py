@@ -7,7 +7,7 @@ from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG, load_compatible_weights, read_model_config
 from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.run.optimizer_state import SEPARATOR
+from toolkit.checkpoints.run.optimizer_state import SEPARATOR, Entries
 from toolkit.checkpoints.run.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import WEIGHTS, is_complete, require_new_folder, write_folder, write_model_folder
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
@@ -69,9 +69,9 @@ def _write_state(tmp: Path, source: Path) -> None:
     save_state(state, tmp / _STATE)
 
 
-def _optimizer_state(tensors: dict[str, Any], source: Path) -> dict[str, dict[str, Any]]:
+def _optimizer_state(tensors: dict[str, Any], source: Path) -> Entries:
     """Convert {"<parameter>|<key>": tensor or number} to {parameter: {key: tensor or number}}."""
-    state: dict[str, dict[str, Any]] = {}
+    state: Entries = {}
     for flat, tensor in tensors.items():
         name, bar, key = flat.rpartition(SEPARATOR)
         if not bar:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from toolkit.checkpoints.run.sharded import ShardReader, is_sharded
 from toolkit.checkpoints.scratch import SMALL_NUMEL
 from toolkit.checkpoints.weights import load_weights
+from toolkit.data.base import State
 from toolkit.distributed import ranks
 from toolkit.distributed.fsdp1 import flat_parts
 from toolkit.distributed.memory import malloc_trim
@@ -31,6 +32,8 @@ from toolkit.optim.bf16 import MASTER
 from toolkit.optim.groups import GROUP_KEY, group_keys
 from toolkit.private_torch import local_parts, local_shard
 
+Entries = dict[str, State]
+"""States of an optimizer by parameter name."""
 SEPARATOR = "|"  # in names of sharded tensors: parameter|key
 # The schedule sets lr; the others depend on the device.
 _FIX = (
@@ -86,7 +89,7 @@ class _LocalParameter:
         return values.view(rows, row)[:, self.cut.columns].flatten() if self.cut.dim else values
 
 
-def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Return ``param_groups`` with parameter names, and ``param_groups_by_rank`` if values differ between ranks.
 
     Collective.
@@ -97,7 +100,7 @@ def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
         for key, group in zip(group_keys(optimizer), optimizer.param_groups, strict=True)
     }
     everywhere = ranks.all_gather_object(local)
-    groups, by_rank = [], [list[dict[str, Any]]() for _ in everywhere]
+    groups, by_rank = [], [list[State]() for _ in everywhere]
     for key in sorted(set().union(*everywhere), reverse=True):  # a pipeline stage may lack groups, and parts of others
         found = [part[key] for part in everywhere if key in part]
         groups.append({"params": list(dict.fromkeys(chain(*(names for names, _ in found)))), **found[0][1]})
@@ -177,7 +180,7 @@ class _MismatchError(Exception):
     """A parameter's saved state does not match."""
 
 
-def _read_entries(saved: Any, file: Path, folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
+def _read_entries(saved: Any, file: Path, folder: Path) -> tuple[Path, Entries]:
     """Return the path of the tensors, for messages, and {parameter: {key: lazy tensor or number}}.
 
     torch keeps a prefix such as "module." before the names of a user-defined module.
@@ -191,8 +194,8 @@ def _read_entries(saved: Any, file: Path, folder: Path) -> tuple[Path, dict[str,
     return folder, {} if saved["values"] is None else _shard_entries(saved["values"], folder)
 
 
-def _shard_entries(values: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = {}
+def _shard_entries(values: State, folder: Path) -> Entries:
+    entries: Entries = {}
     for name, value in [*values.items(), *_shard_tensors(folder).items()]:
         parameter, _, key = name.rpartition(SEPARATOR)
         entries.setdefault(canonical_name(parameter), {})[key] = value
@@ -235,7 +238,7 @@ def _local_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> li
 
 def _load_groups(
     optimizer: torch.optim.Optimizer,
-    saved: dict[str, Any],
+    saved: State,
     parts: dict[str, _LocalParameter],
     elsewhere: set[str],
     n_groups: int,
@@ -272,7 +275,7 @@ def _load_groups(
             group[key] = value.to(device).clone() if isinstance(value, Tensor) else value
 
 
-def _create_state(optimizer: torch.optim.Optimizer, part: _LocalParameter) -> dict[str, Any]:
+def _create_state(optimizer: torch.optim.Optimizer, part: _LocalParameter) -> State:
     """Return a parameter's initial optimizer state, created by a step with lr 0 on a copy of the parameter."""
     twin = nn.Parameter(part.parameter.detach().clone())
     twin.grad = torch.zeros_like(twin)
@@ -290,7 +293,7 @@ def _create_state(optimizer: torch.optim.Optimizer, part: _LocalParameter) -> di
         optimizer.param_groups, optimizer.state = original
 
 
-def _fill(state: dict[str, Any], entry: dict[str, Any], part: _LocalParameter, is_torch_optimizer: bool) -> None:
+def _fill(state: State, entry: State, part: _LocalParameter, is_torch_optimizer: bool) -> None:
     """Copy the saved values into a new state.
 
     torch's optimizers always create the same state; others may add entries later, or store a scalar zero for a
@@ -358,5 +361,5 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _to_lists(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _to_lists(groups: list[State]) -> list[State]:
     return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]

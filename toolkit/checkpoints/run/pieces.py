@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from toolkit.checkpoints.weights import Tensors
 from toolkit.distributed.tensor_parallel import Cut
 from toolkit.private_torch import first_row, local_shard
 
@@ -50,6 +51,6 @@ class Pieces(Tensor):
         return self.chunks[index.offset]
 
 
-def as_pieces(tensors: dict[str, Tensor], cuts: dict[str, Cut]) -> dict[str, Tensor]:
+def as_pieces(tensors: Tensors, cuts: dict[str, Cut]) -> Tensors:
     """Replace the divided parameters among ``tensors`` by their pieces."""
     return {name: Pieces.of(value, cuts[name]) if name in cuts else value for name, value in tensors.items()}

@@ -21,9 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from toolkit.checkpoints.run.optimizer_state import SEPARATOR, group_values
+from toolkit.checkpoints.run.optimizer_state import SEPARATOR, Entries, group_values
 from toolkit.checkpoints.run.pieces import Pieces, as_pieces
 from toolkit.checkpoints.run.sharded import load_sharded
+from toolkit.checkpoints.weights import Tensors
+from toolkit.data.base import State
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import is_sharded, shard_of, sharded_values
@@ -35,7 +37,7 @@ from toolkit.optim.bf16 import MASTER
 
 def full_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str], offload: bool = True
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[Tensors, State]:
     """Return the weights by canonical name, and the optimizer state by parameter name.
 
     fp32 masters of the optimizer replace the weights and are removed from its state. Tied weights are listed under all
@@ -48,7 +50,7 @@ def full_state(
         weights = {name: _gather(value, options, cuts.get(name)) for name, value in _untied(named, tied).items()}
     else:
         weights = _without_warnings(get_model_state_dict, module, options=options)
-    state: dict[str, Any] = {}
+    state: State = {}
     if not _has_no_state(optimizer):
         state = _optimizer_state(module, optimizer, options)
     weights, state = _with_masters(weights, state, tied)
@@ -74,7 +76,7 @@ def _shape(size: torch.Size | None) -> str:
     return "is missing" if size is None else str(tuple(size))
 
 
-def gather_stages(state: dict[str, Any]) -> dict[str, Any]:
+def gather_stages(state: State) -> State:
     """Return the states of all pipeline stages by name, on rank 0 in CPU memory. Other ranks get their own stage's."""
     if not ranks.is_first("replicate", "shard", "context", "tensor"):
         return state
@@ -112,7 +114,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 def sharded_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str], offload: bool = True
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+) -> tuple[Tensors, Tensors, State]:
     """Return this rank's shards of weights (by name) and optimizer (by ``parameter|key``), and a dict of the rest.
 
     The rest is ``{"values": {"parameter|key": number}, "param_groups": [...], ...}``; ``values`` is None before the
@@ -145,7 +147,7 @@ def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) 
     _without_warnings(set_model_state_dict, module, weights)
 
 
-def adapter_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def adapter_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, State]:
     """Return the adapters and their optimizer state, by canonical name, in CPU memory.
 
     torch's functions would also gather the base model.
@@ -159,13 +161,9 @@ def adapter_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
     return weights, {"adapters": state, **_group_state(module, optimizer, state)}
 
 
-def _optimizer_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions
-) -> dict[str, dict[str, Any]]:
+def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> Entries:
     if not any(map(is_sharded, module.parameters())):
-        state: dict[str, dict[str, Any]] = _without_warnings(
-            get_optimizer_state_dict, module, optimizer, options=options
-        )["state"]
+        state: Entries = _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
         return state
     named = {canonical_name(name): parameter for name, parameter in module.named_parameters()}
     return _parameter_states(named, optimizer, options, cuts_of(module))
@@ -176,9 +174,9 @@ def _parameter_states(
     optimizer: torch.optim.Optimizer,
     options: StateDictOptions,
     cuts: dict[str, Cut],
-) -> dict[str, dict[str, Any]]:
+) -> Entries:
     """Gather and offload the optimizer state of each parameter. Cuts apply to values of the parameter's shape."""
-    states: dict[str, dict[str, Any]] = {}
+    states: Entries = {}
     for name, parameter in parameters.items():
         for key, value in sharded_values(optimizer.state.get(shard_of(parameter), {}), parameter).items():
             has_shape = isinstance(value, Tensor) and value.shape == parameter.shape
@@ -199,7 +197,7 @@ def _gather(value: Any, options: StateDictOptions, cut: Cut | None = None) -> An
     return value if cut is None or options.full_state_dict else Pieces.of(value, cut)
 
 
-def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> State:
     """Return the optimizer's param_groups and the names of parameters without state. ``state`` is of all stages."""
     groups = group_values(module, optimizer)
     names = [name for group in groups["param_groups"] for name in group["params"]]
@@ -207,9 +205,7 @@ def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dic
     return {**groups, "without_state": [name for name in names if name not in with_state]}
 
 
-def _with_masters(
-    weights: dict[str, Tensor], state: dict[str, dict[str, Any]], tied: dict[str, str]
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+def _with_masters(weights: Tensors, state: Entries, tied: dict[str, str]) -> tuple[Tensors, Entries]:
     """Replace bf16 weights with the fp32 masters, and remove the masters from the optimizer state."""
     masters = {tied.get(name, name): values[MASTER] for name, values in state.items() if MASTER in values}
     rest = {name: {k: v for k, v in values.items() if k != MASTER} for name, values in state.items()}
@@ -231,14 +227,14 @@ def _on_cuda(module: nn.Module) -> bool:
     return "cuda" in devices | {p.device.type for p in module.parameters()}
 
 
-def _flatten(state: dict[str, dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _flatten(state: Entries) -> tuple[Tensors, State]:
     """Split optimizer state into tensors and other values, both by ``parameter|key``."""
     flat = {f"{name}{SEPARATOR}{key}": value for name, values in state.items() for key, value in values.items()}
     tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in flat.items() if name not in tensors}
 
 
-def _untied(weights: dict[str, Tensor], tied: dict[str, str]) -> dict[str, Tensor]:
+def _untied(weights: Tensors, tied: dict[str, str]) -> Tensors:
     return {name: tensor for name, tensor in weights.items() if name not in tied}
 
 

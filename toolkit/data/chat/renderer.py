@@ -10,13 +10,12 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.chat.sandbox_process import send_request
-from toolkit.data.sft.messages import ROLES, map_arguments
+from toolkit.data.sft.messages import ROLES, Message, map_arguments
 from toolkit.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
-Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
 
 REQUIRED_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # text that must not be dropped

@@ -17,7 +17,6 @@ from toolkit.data.chat.renderer import (
     GENERATION_FILE,
     REQUIRED_FIELDS,
     TRAINING_DATE,
-    Message,
     TemplateRenderer,
     Tools,
 )
@@ -30,7 +29,7 @@ from toolkit.data.chat.sources import (
     read_template,
     tokenizer_template,
 )
-from toolkit.data.sft.messages import EmptyAnswerError, answer_weights
+from toolkit.data.sft.messages import EmptyAnswerError, Message, answer_weights
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:

@@ -6,6 +6,8 @@ from typing import Any
 
 from toolkit.errors import UserError
 
+Message = dict[str, Any]
+Messages = tuple[Message, ...]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. Only the assistant's are answers; templates may have others."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -17,7 +19,7 @@ class EmptyAnswerError(UserError):
     """Raised when a row has an empty answer."""
 
 
-def parse_conversation(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+def parse_conversation(value: Any, where: str) -> Messages:
     """Parse a list of messages, a list of strings with alternating roles (LIMA), or either as JSON text (CSV).
 
     A list of pairs, a question and an answer each, is also valid.
@@ -31,13 +33,13 @@ def parse_conversation(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     return parse_messages(value, where)
 
 
-def parse_messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+def parse_messages(value: Any, where: str) -> Messages:
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: is {describe_type(value)}; it must be a list of messages with role and content")
     return tuple(_parse_message(message, f"{where}: message {i}") for i, message in enumerate(value, 1))
 
 
-def _parse_message(message: Any, where: str) -> dict[str, Any]:
+def _parse_message(message: Any, where: str) -> Message:
     """Parse a message with role and content. Other fields, such as tool calls, are kept for the template."""
     if not isinstance(message, dict):
         raise UserError(f"{where}: is {describe_type(message)}, not an object with role and content")
@@ -65,7 +67,7 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
     return {"role": role, "content": content, **fields}
 
 
-def _parse_weight(fields: dict[str, Any], where: str) -> None:
+def _parse_weight(fields: Message, where: str) -> None:
     """Set the loss weight, 0 or 1, if the message has it under any name."""
     for name, value in [(name, fields.pop(name)) for name in fields.keys() & _WEIGHTS]:
         weight = (value != 1) if name == "masked" else value
@@ -150,7 +152,7 @@ def map_arguments(item: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
     return changed if function is item else {**item, "function": changed}
 
 
-def answer_weights(messages: Sequence[dict[str, Any]], train_on: str) -> list[int]:
+def answer_weights(messages: Sequence[Message], train_on: str) -> list[int]:
     """Return the loss weight of each answer: 0 masks the answer, 1 (the default) trains on it."""
     for number, message in enumerate(messages, 1):
         weight, role = message.get("weight"), message.get("role")

@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.data.sft.messages import (
     EmptyAnswerError,
+    Messages,
     describe_columns,
     describe_type,
     parse_conversation,
@@ -17,6 +18,7 @@ from toolkit.data.sft.messages import (
 )
 from toolkit.errors import UserError, did_you_mean
 
+Values = dict[str, Any]  # of a row, by column
 # Column names by meaning. The first schema whose columns are present is used.
 CONVERSATION = ("messages", "conversations")
 QUESTION = ("instruction", "prompt")
@@ -46,7 +48,7 @@ class Record:
         tools: Tools available to the assistant, for the template; None without a tools column.
     """
 
-    messages: tuple[dict[str, Any], ...] | None
+    messages: Messages | None
     text: str | None
     where: str
     tools: list[dict[str, Any]] | None = None
@@ -146,7 +148,7 @@ def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: 
     return [_complete(prompt, answer, values, where, not i) for i, answer in enumerate(answers)]
 
 
-def unread_columns(row: dict[str, Any], columns: dict[str, str] | None, parse: Callable[[Any], Any]) -> set[str]:
+def unread_columns(row: Values, columns: dict[str, str] | None, parse: Callable[[Any], Any]) -> set[str]:
     """Return the columns that have a value and are not read: without them, ``parse`` returns the same."""
 
     def is_read(column: str) -> bool:
@@ -160,7 +162,7 @@ def unread_columns(row: dict[str, Any], columns: dict[str, str] | None, parse: C
     return present - {column for column in known if is_read(column)}
 
 
-def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: str) -> dict[str, Any]:
+def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: str) -> Values:
     if not isinstance(row, dict):
         raise UserError(f"{where}: is {describe_type(row)}, not an object; every row needs {schemas}")
     for name, hint in _REFUSED.items():
@@ -172,9 +174,7 @@ def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: 
     return values
 
 
-def _make_record(
-    messages: tuple[dict[str, Any], ...] | None, text: str | None, values: dict[str, Any], where: str
-) -> Record:
+def _make_record(messages: Messages | None, text: str | None, values: Values, where: str) -> Record:
     """Return a record with the row's system message and tools."""
     if messages and values.get("system"):
         messages = _add_system_message(messages, require_string(values["system"], f"{where}: system"), where)
@@ -184,7 +184,7 @@ def _make_record(
     return Record(messages, text, where, tools)
 
 
-def _parse_rated(values: dict[str, Any], where: str) -> Completion:
+def _parse_rated(values: Values, where: str) -> Completion:
     label = values["label"]
     label = {"true": True, "false": False, "1": True, "0": False}.get(str(label).lower().removesuffix(".0"))
     if label is None:
@@ -199,7 +199,7 @@ def _parse_rated(values: dict[str, Any], where: str) -> Completion:
     return _complete(messages[:n_prompt], messages[n_prompt:], values, where, label)
 
 
-def _split_texts(texts: list[str], values: dict[str, Any], where: str) -> list[Completion]:
+def _split_texts(texts: list[str], values: Values, where: str) -> list[Completion]:
     n = len(os.path.commonprefix(texts))
     while n and not texts[0][n - 1].isspace():
         n -= 1
@@ -209,11 +209,11 @@ def _split_texts(texts: list[str], values: dict[str, Any], where: str) -> list[C
     return [Completion(record, not i, n) for i, record in enumerate(records)]
 
 
-def _parse_answer(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+def _parse_answer(value: Any, where: str) -> Messages:
     return ({"role": "assistant", "content": value},) if isinstance(value, str) else parse_messages(value, where)
 
 
-def _parse_prompt(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
+def _parse_prompt(values: Values, question: str, where: str) -> Messages:
     parse = _parse_prompt_messages if isinstance(values[question], list) else _build_user_message
     earlier = parse_conversation(values["history"], f"{where}: history") if values.get("history") else ()
     return (*earlier, *parse(values, question, where))
@@ -228,7 +228,7 @@ def _common_messages(answers: list[Any], where: str) -> tuple[Any, list[Any]]:
     return answers[0][:n], [answer[n:] for answer in answers]
 
 
-def _complete(prompt: Any, answer: Any, values: dict[str, Any], where: str, is_good: bool) -> Completion:
+def _complete(prompt: Any, answer: Any, values: Values, where: str, is_good: bool) -> Completion:
     if not prompt:
         raise UserError(f"{where}: has an empty prompt; fix or remove this row")
     if answer[-1]["role"] != "assistant":
@@ -237,7 +237,7 @@ def _complete(prompt: Any, answer: Any, values: dict[str, Any], where: str, is_g
     return Completion(_make_record((*masked, *answer), None, values, where), is_good)
 
 
-def _add_system_message(messages: tuple[dict[str, Any], ...], system: str, where: str) -> tuple[dict[str, Any], ...]:
+def _add_system_message(messages: Messages, system: str, where: str) -> Messages:
     if messages[0]["role"] != "system":
         return ({"role": "system", "content": system}, *messages)
     if messages[0]["content"].strip() != system.strip():
@@ -245,7 +245,7 @@ def _add_system_message(messages: tuple[dict[str, Any], ...], system: str, where
     return messages
 
 
-def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> dict[str, Any]:
+def _map_columns(row: Values, where: str, columns: dict[str, str]) -> Values:
     """Return the row's values by known column name. A mapped column replaces its synonyms."""
     values = {name: row[name] for name in KNOWN_COLUMNS if name in row}
     for name, column in columns.items():
@@ -256,7 +256,7 @@ def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> di
     return values | {name: row[column] for name, column in columns.items()}
 
 
-def _find_column(values: dict[str, Any], group: tuple[str, ...], where: str) -> str | None:
+def _find_column(values: Values, group: tuple[str, ...], where: str) -> str | None:
     names = [name for name in group if values.get(name) is not None]
     if len(names) > 1:
         raise UserError(
@@ -265,7 +265,7 @@ def _find_column(values: dict[str, Any], group: tuple[str, ...], where: str) -> 
     return names[0] if names else None
 
 
-def _build_turn(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
+def _build_turn(values: Values, question: str, where: str) -> Messages:
     """Build a user and an assistant message. The question and the answer may also be lists of messages."""
     answer = _find_column(values, ANSWER, where)
     if answer is None:
@@ -283,14 +283,14 @@ def _build_turn(values: dict[str, Any], question: str, where: str) -> tuple[dict
     return (*prompt_messages, {"role": "assistant", "content": completion})
 
 
-def _parse_prompt_messages(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
+def _parse_prompt_messages(values: Values, question: str, where: str) -> Messages:
     name = _find_column(values, INPUT, where)
     if name is not None and values[name] != "":
         raise UserError(f"{where}: has both {name} and a {question} of messages; move it into a message or remove it")
     return parse_messages(values[question], f"{where}: {question}")
 
 
-def _build_user_message(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
+def _build_user_message(values: Values, question: str, where: str) -> Messages:
     name = _find_column(values, INPUT, where)
     instruction = require_string(values[question], f"{where}: {question}")
     extra = "" if name is None else require_string(values[name], f"{where}: {name}")

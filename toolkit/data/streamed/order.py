@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import bisect
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toolkit.data.base import State
 from toolkit.data.order import shuffled_index
 from toolkit.data.streamed.reader import StreamReader
 from toolkit.data.streamed.stream import CopyId, SegmentCounts
@@ -70,7 +71,7 @@ class SegmentRows:
             self._open[segment] = store, copy
         return self._open[segment]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {**self.__dict__, "_open": {}}
 
 
@@ -117,7 +118,7 @@ class StreamedRows:
         segment, row = (row_id >> ROW_BITS, row_id & ((1 << ROW_BITS) - 1)) if row_id else (self.first, 0)
         return self.segments.read(segment, row)
 
-    def order(self, seed: int, state: dict[str, Any]) -> StreamOrder:
+    def order(self, seed: int, state: State) -> StreamOrder:
         """Return the sample order, see :func:`toolkit.data.base.sample_order`."""
         return StreamOrder(self, seed, state)
 
@@ -141,7 +142,7 @@ class StreamOrder:
             number of ``rows`` if reading has begun. {} at the start of a run.
     """
 
-    def __init__(self, rows: StreamedRows, seed: int, state: dict[str, Any]) -> None:
+    def __init__(self, rows: StreamedRows, seed: int, state: State) -> None:
         self.rows, self.seed = rows, seed
         # (epoch, index) and start position of the next segment. The lists below have the segments reached so far.
         self._next: tuple[tuple[int, int], int] = (
@@ -173,7 +174,7 @@ class StreamOrder:
             row_ids[is_here] = (segment << ROW_BITS) | shuffled
         return row_ids
 
-    def state(self, position: int) -> dict[str, Any]:
+    def state(self, position: int) -> State:
         epoch_index, start = self._next
         rows = self._begun[1] if epoch_index == self._begun[0] else None
         if position < start:  # else nothing was read, or all segments up to here were consumed

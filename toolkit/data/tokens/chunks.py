@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from toolkit.data.base import State
 from toolkit.data.cache import CRC_FILE
 from toolkit.errors import DataError, one_line
 from toolkit.io.safe_parse import read_json
@@ -121,10 +122,10 @@ class ChunkedArray:
             for first in (begin + i * (end - begin - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)):
                 yield self.read(first, first + _SAMPLE)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_verified")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         self.__dict__.update(state)
         self._reset_files()
 

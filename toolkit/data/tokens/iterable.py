@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from toolkit.data.base import PreparedData, Report
+from toolkit.data.base import PreparedData, Report, State
 from toolkit.data.tokens.in_memory import InMemoryDataset
 from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, hash_rows, read_row, require_shifted
 from toolkit.errors import DataError, UserError
@@ -91,13 +91,13 @@ class IterableRows:
 
     # ---- position to row
 
-    def order(self, seed: int, state: dict[str, Any]) -> IterableRows:
+    def order(self, seed: int, state: State) -> IterableRows:
         """Seek to the resume point in ``state``, or to the beginning. ``seed`` is not used."""
         self._is_open, self.note = True, ""
         self._items: Iterator[Any] | None = None
         self._epoch, self._epoch_start = state.get("epoch", 0), state.get("epoch_start", 0)
         self._next = self._epoch_start
-        self._resume_points: list[dict[str, Any]] = []
+        self._resume_points: list[State] = []
         self._expected = {position: hash_rows([row]) for position, row in enumerate(self.first)}
         if state:
             self._expected[state["place"]] = state["hash"]
@@ -114,7 +114,7 @@ class IterableRows:
         """Return the positions; the iterable defines the order."""
         return positions.astype(np.int64)
 
-    def state(self, position: int) -> dict[str, Any]:
+    def state(self, position: int) -> State:
         """Return the last resume point at or before ``position``, or {} if there is none."""
         points = (point for point in self._resume_points[::-1] if point["place"] <= position)
         point = next(points, {})
@@ -173,7 +173,7 @@ class IterableRows:
         _set_epoch(epoch, self._source)
         return iter(self._source)
 
-    def _source_state(self) -> dict[str, Any] | None:
+    def _source_state(self) -> State | None:
         """Return a JSON-serializable copy of the iterable's ``state_dict()``, or None."""
         if not (hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")):
             return None
@@ -182,7 +182,7 @@ class IterableRows:
         except (TypeError, ValueError):  # such as tensors
             return None
 
-    def _load(self, state: dict[str, Any]) -> bool:
+    def _load(self, state: State) -> bool:
         """Restore the iterable from ``state``. Return whether the next row matches the saved hash."""
         name = type(self._source).__name__
         if "state" not in state or self._initial is None:
@@ -243,7 +243,7 @@ class DataLoaderRows(IterableRows):
         self._allow_duplicates, self._rank_infos = allow_duplicates, [self.rank_info()]
         self.key = "DataLoader"  # its rows depend on the rank; order() compares them
 
-    def order(self, seed: int, state: dict[str, Any]) -> DataLoaderRows:
+    def order(self, seed: int, state: State) -> DataLoaderRows:
         """Seek as in :meth:`IterableRows.order`, but by reading all rows of this rank again."""
         super().order(seed, {})
         for generator, state_before in self._generators:
@@ -263,7 +263,7 @@ class DataLoaderRows(IterableRows):
             self.note = f"DataLoader: reads {self._row:,} rows again that were trained on; {_RECOMMENDED}"
         return self
 
-    def state(self, position: int) -> dict[str, Any]:
+    def state(self, position: int) -> State:
         """Return the position, the number of ranks, and a hash of the first rows of all ranks."""
         first = hashlib.sha256("".join(key for key, *_ in self._rank_infos).encode()).hexdigest()
         return {"position": position, "ranks": len(self._rank_infos), "hash": first}

@@ -39,7 +39,7 @@ def read_rope(
     for key, value in rope.items():
         hint = f"a {_kind(config_json)} has the same RoPE in all layers"
         require_key(not isinstance(value, dict), key, value, hint)
-    read = {
+    read: Fields = {
         key: rope.get(key, config_json.get(top_level[key], default))
         for key, default in ((_THETA, default_theta), (_PARTIAL, default_partial))
     }
@@ -84,8 +84,8 @@ def read_rope_by_layer(config_json: Fields, *, local: str | None, default_theta:
             f"config.json: rope_theta {top_level!r}: transformers 4 applies it to all layers, 5 only to full-attention "
             "layers; write rope_parameters, with rope_theta in full_attention and in sliding_attention"
         )
-    base = full.get(_THETA, top_level)
-    local_base = sliding.get(_THETA, config_json.get(local, default_local) if local else default_local)
+    base: Any = full.get(_THETA, top_level)
+    local_base: Any = sliding.get(_THETA, config_json.get(local, default_local) if local else default_local)
     _require_numbers({_THETA: base})
     _require_numbers({local or _THETA: local_base})
     original = full.get(_ORIGINAL, config_json.get("max_position_embeddings"))

@@ -30,7 +30,7 @@ ALIASES = {"stablelm-zephyr-3b": "stablelm-3b-4e1t", "stablelm-2-zephyr-1_6b": "
 def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",))
     parallel, norm_qk = config_json.get("use_parallel_residual", False), config_json.get("qk_layernorm", False)
-    config_json = {"num_key_value_heads": 32} | config_json
+    config_json = {"num_key_value_heads": 32, **config_json}
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=50304, block_size=4096, **hf_config.LAYER_NORM),
         **hf_rope.read_rope(config_json, partial="partial_rotary_factor", default_partial=0.25),

@@ -22,7 +22,7 @@ ALIASES: dict[str, str] = {}
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"), layer_types=(None,))
-    config_json = {"norm_epsilon": 1e-5, "num_key_value_heads": 2} | config_json
+    config_json = {"norm_epsilon": 1e-5, "num_key_value_heads": 2, **config_json}
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=49152, block_size=4096, norm_eps="norm_epsilon", tied=True),
         **hf_rope.read_rope(config_json),
