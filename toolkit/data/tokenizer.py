@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.tokenizer_growth import require_bounded
 from toolkit.errors import UserError, one_line
 from toolkit.io.paths import require_inside
 from toolkit.io.safe_parse import parse_json, read_bounded
@@ -30,12 +30,10 @@ FILE_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "generation_config.json",
 )  # fmt: skip
-
-
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # organization/name, or just name
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-
-
+_REPLACEMENT = re.compile(r'"pattern":\{"(String|Regex)":"(.*?)"\},"content":"(.*?)"\}')
+_MAX_GROWTH = 100_000  # of a text by all replacements, one after another
 _PARALLEL = "TOKENIZERS_PARALLELISM"  # the library reads it on each call
 
 
@@ -74,7 +72,8 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
-        require_bounded(self._tokenizer)
+        for part in ("normalizer", "decoder"):
+            _require_bounded(part, getattr(self._tokenizer, part))
         # Disable the file's truncation and padding settings.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -272,6 +271,16 @@ def _translate_panic(name: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{name}: tokenizer.json: the tokenizers library fails on a text: {one_line(error)}") from None
+
+
+def _require_bounded(name: str, part: Any) -> None:
+    """Raise ValueError if replacements could expand a text without limit: 40 that double it make 1 TB of a letter."""
+    replacements = [] if part is None else _REPLACEMENT.findall(part.__getstate__().decode())
+    growth = math.prod(  # a regular expression may match nothing, between all characters
+        1 + len(new) if kind == "Regex" or not old else max(1, len(new) / len(old)) for kind, old, new in replacements
+    )
+    if growth > _MAX_GROWTH:
+        raise ValueError(f"tokenizer.json: its {name} can make a text {growth:.3g} times as long")
 
 
 def _read_tokenizer_files(folder: Path) -> dict[str, bytes]:
