@@ -14,7 +14,6 @@ _ROPE: Fields = {
 }  # fmt: skip
 
 CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:

@@ -14,12 +14,11 @@ _FIXED: Fields = {
 }  # fmt: skip
 
 CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     # transformers ignores the last two
-    hf_config.require_hf(config_json, hidden_act=("silu",), use_qk_norm=(False,), use_parallel_block=(True,))
+    hf_config.require_silu(config_json, use_qk_norm=(False,), use_parallel_block=(True,))
     if (types := config_json.get("layer_types")) is None:
         every = config_json.get("sliding_window_pattern", 4)
         types = hf_config.every_nth_is_full(config_json["num_hidden_layers"], every)

@@ -59,8 +59,7 @@ _DEFAULTS: Fields = {
 def from_hf_config(config_json: Fields) -> ModelConfig:
     is_v3 = config_json["model_type"] == "deepseek_v3"
     config_json = _DEFAULTS[config_json["model_type"]] | config_json
-    hf_config.require_hf(
-        config_json, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,),
+    hf_config.require_silu(config_json, attention_bias=(False,), mlp_bias=(False,),
         moe_layer_freq=(1,), rope_interleave=(True, None), scoring_func=("sigmoid" if is_v3 else "softmax",),
         topk_method=("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy"),
         norm_topk_prob=(True, False) if is_v3 else (False, None),

@@ -10,7 +10,6 @@ from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
 
 CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
 
 _MOE: Fields = {
     "mlp_class_name": "LLaMAMoE", "router_scores": "biased_softmax", "norm_topk_prob": True,
@@ -28,7 +27,7 @@ _ALIASES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_silu(config_json)
     aliases = {name: config_json[alias] for alias, name in _ALIASES.items() if alias in config_json}
     config_json = {"rms_norm_eps": 1e-5} | _DEFAULTS[config_json["model_type"]] | aliases | config_json
     return ModelConfig(

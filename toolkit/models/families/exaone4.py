@@ -21,11 +21,10 @@ CONFIGS = [
         sliding_window_size=4096, sliding_window_indices=[1, 1, 1, 0] * 16, rope_indices=[0, 0, 0, -1] * 16, **_FIXED,
     ),
 ]  # fmt: skip
-ALIASES: dict[str, str] = {}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_silu(config_json)
     is_hybrid = config_json.get("sliding_window", 4096) is not None
     if (types := config_json.get("layer_types")) is None:  # patterns such as LLLG come with layer_types
         every = config_json.get("sliding_window_pattern", 4) if is_hybrid else 1

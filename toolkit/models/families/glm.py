@@ -9,13 +9,12 @@ _ARCHITECTURES = {"glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM"}
 _POST_NORMS = ("post_attention_norm", "post_mlp_norm")
 
 CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
 
 _DEFAULTS: Fields = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_silu(config_json)
     return ModelConfig(
         **hf_config.read_decoder(_DEFAULTS | config_json, vocab_size=151552, block_size=131072),
         **hf_rope.read_rope(config_json, partial="partial_rotary_factor", default_partial=0.5),

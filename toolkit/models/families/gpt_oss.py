@@ -40,11 +40,10 @@ CONFIGS = [
     _gpt_oss("gpt-oss-20b", 24, 2880, 64, 8, 2880, n_expert=32),
     _gpt_oss("gpt-oss-120b", 36, 2880, 64, 8, 2880, n_expert=128),
 ]
-ALIASES: dict[str, str] = {}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(True,), swiglu_alpha=(1.702,))
+    hf_config.require_silu(config_json, attention_bias=(True,), swiglu_alpha=(1.702,))
     config_json = _DEFAULTS | config_json
     if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
         config_json["rope_parameters"] = _ROPE

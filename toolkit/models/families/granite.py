@@ -21,7 +21,7 @@ _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multip
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_silu(config_json)
     fields = hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048)
     fields |= {name: float(config_json.get(name, 1.0)) for name in _MULTIPLIERS}
     return ModelConfig(**fields, **hf_rope.read_rope(config_json), **hf_config.read_biases(config_json))

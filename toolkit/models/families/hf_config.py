@@ -27,6 +27,11 @@ def require_hf(config_json: Fields, **allowed: tuple[Any, ...]) -> None:
             require_key(value in values, key, value, f"{of_model} {listed}")
 
 
+def require_silu(config_json: Fields, **allowed: tuple[Any, ...]) -> None:
+    """Like :func:`require_hf`, for a model whose activation is SiLU."""
+    require_hf(config_json, hidden_act=("silu",), **allowed)
+
+
 def model_name(config_json: Fields) -> str:
     """Return the last component of ``_name_or_path``, or an empty string."""
     return str(config_json.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]

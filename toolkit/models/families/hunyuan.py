@@ -9,12 +9,11 @@ from toolkit.models.families.hf_keys import is_positive, require_key
 _FIXED: Fields = {"norm_qk": True, "norm_qk_after_rope": True}
 
 CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     # transformers ignores the last two
-    hf_config.require_hf(config_json, hidden_act=("silu",), use_qk_norm=(True,), use_cla=(False,))
+    hf_config.require_silu(config_json, use_qk_norm=(True,), use_cla=(False,))
     fields = hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=290943, block_size=2048)
     biases = hf_config.read_biases({**config_json, "mlp_bias": False})
     return ModelConfig(**fields, **_read_rope(config_json), **biases, **_FIXED)

@@ -117,7 +117,7 @@ ALIASES = {
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_silu(config_json)
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048),
         **hf_rope.read_rope(config_json),

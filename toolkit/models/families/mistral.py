@@ -39,7 +39,7 @@ ALIASES = {
 def from_hf_config(config_json: Fields) -> ModelConfig:
     if config_json["model_type"] != "ministral":
         hf_config.require_hf(config_json, layer_types=(None,))
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_silu(config_json)
     if config_json["model_type"] == "ministral3":
         return _read_ministral3(config_json)
     return ModelConfig(

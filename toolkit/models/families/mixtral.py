@@ -25,7 +25,7 @@ ALIASES = {"Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B-v0.1"}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",), router_jitter_noise=(0, None), layer_types=(None,))
+    hf_config.require_silu(config_json, router_jitter_noise=(0, None), layer_types=(None,))
     config_json = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, **config_json}
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=32000, block_size=131072),

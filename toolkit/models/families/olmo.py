@@ -36,7 +36,7 @@ ALIASES = {
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
+    hf_config.require_silu(config_json, attention_bias=(False,))
     kind, n_layer = config_json["model_type"], config_json["num_hidden_layers"]
     fields = hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=50304, block_size=2048)
     if kind != "olmo3":

@@ -62,7 +62,7 @@ _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # names in early config fil
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), layer_types=(None,))
+    hf_config.require_silu(config_json, attention_bias=(False,), layer_types=(None,))
     return ModelConfig(
         **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=32064, block_size=4096),
         **hf_config.read_windows(config_json),

@@ -59,7 +59,7 @@ ALIASES = {
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_silu(config_json)
     return ModelConfig(
         **hf_config.read_decoder({"num_key_value_heads": 32} | config_json, vocab_size=151936, block_size=32768),
         **read_windows(config_json),

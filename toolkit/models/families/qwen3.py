@@ -30,7 +30,7 @@ ALIASES = {
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
+    hf_config.require_silu(config_json, attention_bias=(False,))
     config_json = {"head_dim": 128, "num_key_value_heads": 32, **config_json}
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),

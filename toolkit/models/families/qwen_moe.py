@@ -66,7 +66,7 @@ _DEFAULTS: Fields = {
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     is_qwen2 = config_json["model_type"] == "qwen2_moe"
-    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
+    hf_config.require_silu(config_json, attention_bias=(False,))
     # transformers 5 writes this alias
     alias = {"num_experts": n} if (n := config_json.get("num_local_experts")) is not None else {}
     config_json = _DEFAULTS[config_json["model_type"]] | alias | config_json

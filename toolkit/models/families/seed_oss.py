@@ -18,7 +18,7 @@ ALIASES = {"Seed-OSS-36B-Instruct": "Seed-OSS-36B-Base"}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_silu(config_json)
     sizes = {"head_dim": 128, "num_key_value_heads": 8} | config_json
     output = config_json.get("attention_out_bias", False)
     return ModelConfig(

@@ -20,7 +20,7 @@ ALIASES = {"SmolLM3-3B-Base": "SmolLM3-3B"}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,))
+    hf_config.require_silu(config_json, attention_bias=(False,), mlp_bias=(False,))
     n_layer, every = config_json["num_hidden_layers"], config_json.get("no_rope_layer_interval", 4)
     rotated = config_json.get("no_rope_layers")  # 1: the layer uses RoPE
     if rotated is None:

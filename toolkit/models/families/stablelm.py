@@ -28,7 +28,7 @@ ALIASES = {"stablelm-zephyr-3b": "stablelm-3b-4e1t", "stablelm-2-zephyr-1_6b": "
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_silu(config_json)
     parallel, norm_qk = config_json.get("use_parallel_residual", False), config_json.get("qk_layernorm", False)
     config_json = {"num_key_value_heads": 32, **config_json}
     return ModelConfig(

@@ -17,8 +17,6 @@ CONFIGS = [
     ),
 ]  # fmt: skip
 
-ALIASES: dict[str, str] = {}
-
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"), layer_types=(None,))
