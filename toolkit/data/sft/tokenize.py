@@ -136,18 +136,26 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
     """
     counts, last_line = Counts(), time.perf_counter()
     offsets, sources, numbers, labels = array("q", [0]), array("q"), array("q"), array("q")
-    tokenize = _tokenize_row if config.kind == "answers" else _tokenize_completions
+    tokenize = _tokenize_record if config.kind == "answers" else _tokenize_completions
     unread: set[str] = set()
     for position, source in enumerate(config.sources):
         for number, row in source.rows():
             counts.samples += 1
-            for ids, mask, *label in tokenize(config, row, position, number, counts):
+            try:
+                parsed = config.parse(row, describe_row(source, number))
+            except EmptyAnswerError as error:
+                if not config.skip_empty:
+                    raise
+                counts.equal += isinstance(error, EqualAnswersError)
+                counts.empty += not isinstance(error, EqualAnswersError)
+                continue
+            unread |= unread_columns(row, config.columns, partial(config.parse, where=""))
+            for ids, mask, *label in tokenize(config, parsed, position, number, counts):
                 writer.add(ids, mask)
                 labels.extend(label)
                 offsets.append(writer.n_tokens)
                 sources.append(position)
                 numbers.append(number)
-            unread |= unread_columns(row, config.columns, partial(config.parse, where=""))
             if time.perf_counter() - last_line > HEARTBEAT:
                 report(f"Data: tokenized {counts.samples:,} samples")
                 last_line = time.perf_counter()
@@ -158,18 +166,10 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
     return counts, {name: np.asarray(values, np.int64) for name, values in arrays.items()}
 
 
-def _tokenize_row(
-    config: SFTConfig, row: Any, source: int, number: int, counts: Counts
+def _tokenize_record(
+    config: SFTConfig, record: Record, source: int, number: int, counts: Counts
 ) -> list[tuple[list[int], list[bool]]]:
     """Tokenize a row into pieces that fit: usually one, or none if the row is dropped."""
-    where = describe_row(config.sources[source], number)
-    try:
-        record: Record = config.parse(row, where)
-    except EmptyAnswerError:
-        if not config.skip_empty:
-            raise
-        counts.empty += 1
-        return []
     counts.conversations += record.messages is not None
     counts.unanswered += (record.messages or ({},))[-1].get("role") == "user"
     encoding = tokenize_record(record, config)
@@ -177,7 +177,7 @@ def _tokenize_row(
     limit = config.max_seq_length + 1
     is_long = len(encoding.ids) > limit
     if is_long and config.on_long == "error":
-        raise _too_long(where, len(encoding.ids), limit, "truncate, drop or split")
+        raise _too_long(record.where, len(encoding.ids), limit, "truncate, drop or split")
     if is_long and config.on_long == "drop":
         counts.too_long += 1
         return []
@@ -194,31 +194,23 @@ def _tokenize_row(
 
 
 def _tokenize_completions(
-    config: SFTConfig, row: Any, source: int, number: int, counts: Counts
+    config: SFTConfig, completions: list[Completion], source: int, number: int, counts: Counts
 ) -> list[tuple[list[int], list[bool], int]]:
     """Tokenize a row of preferences into completions with their prompt; none if the row is dropped.
 
     Both completions of a pair keep equally many tokens of the prompt.
     """
-    where = describe_row(config.sources[source], number)
-    try:
-        completions = config.parse(row, where)
-    except EmptyAnswerError as error:
-        if not config.skip_empty:
-            raise
-        counts.equal += isinstance(error, EqualAnswersError)
-        counts.empty += not isinstance(error, EqualAnswersError)
-        return []
-    counts.conversations += completions[0].record.messages is not None
+    first = completions[0].record
+    counts.conversations += first.messages is not None
     encodings = [_tokenize_completion(completion, config) for completion in completions]
     if len(encodings) > 1 and encodings[0].ids == encodings[1].ids:
         name = "the tokenizer" if config.template is None else config.template.name
-        raise UserError(f"{where}: {name} renders chosen and rejected as the same tokens; fix or remove this row")
+        raise UserError(f"{first.where}: {name} renders chosen and rejected as the same tokens; fix or remove this row")
     longest, limit = max(len(encoding.ids) for encoding in encodings), config.max_seq_length + 1
     counts.measure(longest, source, number)
     if longest > limit:
         if config.on_long == "error":
-            raise _too_long(where, longest, limit, "truncate or drop")
+            raise _too_long(first.where, longest, limit, "truncate or drop")
         if config.on_long == "drop":
             counts.too_long += 1
             return []
