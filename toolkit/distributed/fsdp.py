@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.precision import FSDPPrecision
 from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -86,7 +86,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Complete the gradient reduction, then clip. Called once per optimizer step."""
         self._complete_gradients(module)
         self.precision.unscale_gradients(optimizer)
@@ -94,7 +94,7 @@ class ShardedStrategy(ParallelStrategy):
         clip_grads_with_norm_([shard_of(p) for p in module.parameters()], max_norm, norm)
         return norm
 
-    def gradient_norm(self, module: nn.Module) -> torch.Tensor:
+    def gradient_norm(self, module: nn.Module) -> Tensor:
         """Complete the gradient reduction and return the norm. Called once per optimizer step."""
         self._complete_gradients(module)
         return self._norm(module)
@@ -121,7 +121,7 @@ class ShardedStrategy(ParallelStrategy):
         """
         parameters = [p for p in self._replicated if p.requires_grad]
         if parameters:
-            gradients: list[torch.Tensor] = []
+            gradients: list[Tensor] = []
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -130,7 +130,7 @@ class ShardedStrategy(ParallelStrategy):
             for gradient, total in zip(gradients, sums, strict=True):
                 gradient.copy_(total / ranks.layout().loss_ranks)
 
-    def _norm(self, module: nn.Module) -> torch.Tensor:
+    def _norm(self, module: nn.Module) -> Tensor:
         """Return the total gradient norm, an fp32 scalar on this rank's device, equal on all ranks."""
         norm = self._norm_of_replica(module)
         if self._layout.replicate * self._layout.tensor > 1:
@@ -138,9 +138,9 @@ class ShardedStrategy(ParallelStrategy):
             dist.all_reduce(norm, op=dist.ReduceOp.MAX)
         return norm
 
-    def _norm_of_replica(self, module: nn.Module) -> torch.Tensor:
+    def _norm_of_replica(self, module: nn.Module) -> Tensor:
         replicated, cuts, pipeline = {id(p) for p in self._replicated}, cuts_of(module), pipeline_of(module)
-        gradients: dict[tuple[bool, bool], list[torch.Tensor]] = {}  # by whether sharded, and cut by tensor parallelism
+        gradients: dict[tuple[bool, bool], list[Tensor]] = {}  # by whether sharded, and cut by tensor parallelism
         for name, parameter in module.named_parameters():
             is_copy = pipeline is not None and parameter is pipeline.tied_copy
             if (gradient := shard_of(parameter).grad) is not None and not is_copy:
@@ -157,7 +157,7 @@ class ShardedStrategy(ParallelStrategy):
         total = whole + cut
         return (total if pipeline is None else ranks.sum_over_ranks(total, "pipeline")).sqrt()
 
-    def _sum_of_squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+    def _sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:
             return torch.zeros((), device=self.root_device)
         norms = tensor_norms(gradients, torch.float32)  # on the CPU if gradients are offloaded
@@ -271,7 +271,7 @@ class GradientSync(BackwardSyncControl):
                 module.set_reshard_after_backward(is_last)
 
 
-def gather_head(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def gather_head(model: Any) -> tuple[Tensor, Tensor | None]:
     """Return the unsharded weight and bias of a GPT's head outside its forward pass, until :func:`release_head`."""
     if (unit := _head_unit(model)) is not None:
         unit.unshard()

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -54,7 +54,7 @@ class Stage(nn.Module):
             [*map(pipeline.model.get_submodule, ends), *(pipeline.model.blocks[i] for i in layers)]
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         model, inputs = self._pipeline.model, dict(next(self.inputs))
         labels, logits_to_keep = inputs.get("labels"), inputs.pop("logits_to_keep", 0)
         with self._pipeline.autocast():
@@ -92,7 +92,7 @@ class Pipeline:
         self._remove_other_stages({layer for part in layers.values() for layer in part})
         self.dtype = next(model.blocks[layers[indices[0]][0]].parameters()).dtype  # of the residual stream
         self.stages = [Stage(self, i, layers[i]) for i in indices]
-        self._losses: list[torch.Tensor] = []
+        self._losses: list[Tensor] = []
         self._scale = 1.0
         self._built: tuple[Any, Any] = (None, None)
         model.reusable_loss = schedule == "zbv"  # inputs and weights get their gradients in two backward passes
@@ -101,7 +101,7 @@ class Pipeline:
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs errors that are raised
 
     @property
-    def tied_copy(self) -> torch.Tensor | None:
+    def tied_copy(self) -> Tensor | None:
         """The last stage's copy of a tied embedding; None on other ranks."""
         return self.model.lm_head.weight if self.model.config.tie_embeddings and self.has_last else None
 
@@ -124,7 +124,7 @@ class Pipeline:
             if hasattr(model.lm_head, "lora"):
                 model.lm_head.lora = nn.ModuleDict()
 
-    def accumulate(self, micro_batches: list[Inputs], scale: float) -> torch.Tensor:
+    def accumulate(self, micro_batches: list[Inputs], scale: float) -> Tensor:
         """Run the forward and backward passes of a step; all micro-batches have one shape.
 
         Differentiates ``scale`` times the loss sum. Returns the loss sum, an fp32 scalar: zero except on the
@@ -167,7 +167,7 @@ class Pipeline:
             self._built = key, build(local, n_micro_batches, loss_fn=self._scaled_loss, scale_grads=False)
         return self._built[1]
 
-    def _scaled_loss(self, loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def _scaled_loss(self, loss: Tensor, _: Tensor) -> Tensor:
         self._losses.append(loss.detach().clone())
         return loss * self._scale
 
@@ -191,9 +191,7 @@ class Pipeline:
             work.wait()
         gradient += received.to(gradient.device)
 
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Return what GPT's forward returns, without gradients, through the stages one after the other.
 
         Logits are the same on all ranks. The loss is zero except on the last stage's rank.
@@ -225,11 +223,11 @@ class Pipeline:
         dist.broadcast(logits, owner, group=self._group)
         return logits
 
-    def _residual_stream(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _residual_stream(self, tokens: Tensor) -> Tensor:
         """Return an empty tensor, (B, T, n_embd), for tokens (B, T)."""
         return torch.empty(*tokens.shape, self.model.config.n_embd, dtype=self.dtype, device=tokens.device)
 
-    def _pass_on(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def _pass_on(self, x: Tensor, index: int) -> Tensor:
         """Send the output of a stage to the rank of the next one."""
         source, target = self._owners[index], self._owners[index + 1]
         if source != target and self.rank == source:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from toolkit.distributed.mesh import Layout
@@ -93,14 +94,14 @@ def all_reduce_and_gather(numbers: Sequence[int], **values: int) -> tuple[dict[s
     return dict(zip(values, sums, strict=True)), everywhere
 
 
-def sum_over_ranks(tensor: torch.Tensor, *dimensions: str) -> torch.Tensor:
+def sum_over_ranks(tensor: Tensor, *dimensions: str) -> Tensor:
     """Sum a tensor in place, on its device, over all ranks, or over the ranks of :func:`group`."""
     if is_distributed():
         dist.all_reduce(tensor, group=group(*dimensions) if dimensions else None)
     return tensor
 
 
-def sum_together(tensors: Sequence[torch.Tensor], *dimensions: str) -> list[torch.Tensor]:
+def sum_together(tensors: Sequence[Tensor], *dimensions: str) -> list[Tensor]:
     """Return the fp32 sums of tensors over the ranks of :func:`group`, with one all-reduce."""
     flat = sum_over_ranks(torch.cat([tensor.flatten().float() for tensor in tensors]), *dimensions)
     sums = flat.split([tensor.numel() for tensor in tensors])

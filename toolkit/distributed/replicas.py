@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from toolkit.distributed.ranks import all_gather_object, global_rank, is_distributed, layout
 from toolkit.errors import GuardError, join_first
@@ -12,7 +13,7 @@ from toolkit.private_torch import local_shard
 _CHUNK = 1 << 22  # elements per addition; an int64 copy is 32 MiB
 
 
-def checksum(tensor: torch.Tensor) -> tuple[int, int]:
+def checksum(tensor: Tensor) -> tuple[int, int]:
     """Return two sums over a tensor's bits: plain, and weighted by position (detects swapped elements)."""
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     plain = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -28,9 +29,7 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
 _CAUSE = "; this is an error in the strategy, not in your settings or data"
 
 
-def require_equal_replicas(
-    parameters: Mapping[str, torch.Tensor], sizes: dict[str, int], cut: Container[str] = ()
-) -> None:
+def require_equal_replicas(parameters: Mapping[str, Tensor], sizes: dict[str, int], cut: Container[str] = ()) -> None:
     """Compare the checksums of all parameters over the ranks. Collective; raises GuardError on every rank.
 
     Args:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from toolkit.config import AUTO
@@ -88,7 +89,7 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
-def all_reduce(tensor: torch.Tensor, op: str | dist.ReduceOp = "sum") -> torch.Tensor:
+def all_reduce(tensor: Tensor, op: str | dist.ReduceOp = "sum") -> Tensor:
     """Reduce a tensor over all ranks, in place, and return it; every rank calls this.
 
     Args:
@@ -107,7 +108,7 @@ def all_reduce(tensor: torch.Tensor, op: str | dist.ReduceOp = "sum") -> torch.T
     return tensor.div_(ranks.world_size())
 
 
-def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+def all_gather(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all ranks in rank order. Shape and dtype must be equal. Every rank calls this."""
     if not ranks.is_distributed():
         return [tensor]
@@ -117,7 +118,7 @@ def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     return gathered
 
 
-def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     """Broadcast rank ``src``'s tensor to all ranks, in place, and return it. Every rank calls this."""
     if ranks.is_distributed():
         dist.broadcast(tensor, src)

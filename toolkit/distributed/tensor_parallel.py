@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from toolkit.distributed import ranks
@@ -70,11 +70,11 @@ class Cut(NamedTuple):
             start += section
         return ranges
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
+    def take(self, whole: Tensor) -> Tensor:
         """Return the local tensor."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         """Return the complete tensor. Collective over the tensor group."""
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.n_ranks)]
         dist.all_gather(parts, local.contiguous(), group=ranks.group("tensor"))
@@ -138,7 +138,7 @@ def cuts_of(module: nn.Module) -> dict[str, Cut]:
 
 def split_model(
     model: GPT, size: int, rank: int = 0, group: Any = None
-) -> Callable[[Callable[[str, torch.Size], torch.Tensor]], Callable[[str, torch.Size], torch.Tensor]]:
+) -> Callable[[Callable[[str, torch.Size], Tensor]], Callable[[str, torch.Size], Tensor]]:
     """Divide a model on the meta device in place: this rank computes its part of each layer.
 
     Args:
@@ -158,7 +158,7 @@ def split_model(
         model.config, n_head=model.config.n_head // size, n_query_groups=model.config.n_query_groups // size
     )  # sizes of the KV cache and of attention's kernels
 
-    def part_of(value_of: Callable[[str, torch.Size], torch.Tensor]) -> Callable[[str, torch.Size], torch.Tensor]:
+    def part_of(value_of: Callable[[str, torch.Size], Tensor]) -> Callable[[str, torch.Size], Tensor]:
         return lambda name, shape: (
             cuts[name].take(value_of(name, cuts[name].shape)) if name in cuts else value_of(name, shape)
         )
@@ -241,7 +241,7 @@ class _Split:
                 norm.heads //= self.size
                 norm.normalized_shape = tuple(norm.weight.shape)
 
-    def _gather_logits(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def _gather_logits(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         width = output.size(-1)
         return reduce(F.pad(output, (self.rank * width, (self.size - 1 - self.rank) * width)), self.group)
 
@@ -251,10 +251,10 @@ class _RowLinear(nn.Linear):
 
     group: Any
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
+    def project(self, x: Tensor) -> Tensor:
         return reduce(F.linear(x, self.weight), self.group)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.project(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -262,13 +262,13 @@ class _RowLinear(nn.Linear):
 class _RowLoRALinear(LoRAMixin, _RowLinear):
     """A :class:`_RowLinear` with adapters, whose A also has a part of the columns."""
 
-    def base_weight(self) -> torch.Tensor:
+    def base_weight(self) -> Tensor:
         return self.weight
 
-    def _hidden(self, dropped: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _hidden(self, dropped: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
         return reduce(super()._hidden(dropped, a, dtype), self.group)
 
-    def _row_norms(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _row_norms(self, a: Tensor, b: Tensor) -> Tensor:
         return reduce(super()._row_norms(a, b).square(), self.group).sqrt()
 
 
@@ -278,15 +278,13 @@ class _Embedding(nn.Embedding):
     group: Any
     first: int
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         ids, is_elsewhere = _local_ids(input, self.first, self.weight.size(0))
         y = F.embedding(ids, self.weight)
         return reduce(y.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.group)
 
 
-def _loss_and_grad_(
-    group: Any, first: int, logits: torch.Tensor, at: torch.Tensor, needs_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss_and_grad_(group: Any, first: int, logits: Tensor, at: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
     """:data:`toolkit.models.cross_entropy.LossKernel` over a vocabulary of which this rank has the tokens from
     ``first``. Exact for any loss.
     """
@@ -302,19 +300,19 @@ def _loss_and_grad_(
     return exponentials, losses
 
 
-def _local_ids(ids: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_ids(ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
     """Return the indices of tokens among the ``size`` tokens from ``first``, and a mask of the others, with index 0."""
     ids = ids - first
     is_elsewhere = (ids < 0) | (ids >= size)
     return ids.masked_fill(is_elsewhere, 0), is_elsewhere
 
 
-def copy(x: torch.Tensor, group: Any) -> torch.Tensor:
+def copy(x: Tensor, group: Any) -> Tensor:
     """Return x. Its gradient is summed over the group, because each rank computes with a part of a layer."""
     return x if group is None else _Copy.apply(x, group)
 
 
-def reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+def reduce(x: Tensor, group: Any) -> Tensor:
     """Return the sum of x over the group. The gradient is the output's, which all ranks have."""
     return x if group is None else _Reduce.apply(x, group)
 
@@ -340,7 +338,7 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
-def _all_reduce(x: torch.Tensor, group: Any, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+def _all_reduce(x: Tensor, group: Any, operation: Any = dist.ReduceOp.SUM) -> Tensor:
     if group is not None:
         dist.all_reduce(x, operation, group)
     return x
@@ -352,7 +350,7 @@ def reduce_gradients(module: nn.Module, device: torch.device) -> None:
     If the ranks use a parameter for different heads or rows, its gradient is the sum. Otherwise all ranks have the same
     gradient, and the mean makes it bit-equal (N4) even if a kernel is not deterministic.
     """
-    cuts, gradients, sizes = cuts_of(module), list[torch.Tensor](), list[int]()
+    cuts, gradients, sizes = cuts_of(module), list[Tensor](), list[int]()
     for name, parameter in module.named_parameters() if cuts else ():
         if canonical_name(name) not in cuts and parameter.grad is not None:
             gradients.append(local_shard(parameter.grad))

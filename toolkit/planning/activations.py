@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from toolkit.config import ActivationCheckpointing
@@ -146,7 +147,7 @@ class _Storages(TorchDispatchMode):
             return True
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, Tensor):
                 continue
             key, storage = _key(tensor), tensor.untyped_storage()
             if key in self._weights or (key in self._storages and not self._storages[key][0].expired()):
@@ -165,7 +166,7 @@ class _Storages(TorchDispatchMode):
         return sizes
 
 
-def _key(tensor: torch.Tensor) -> int:
+def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 

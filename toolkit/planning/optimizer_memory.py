@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
@@ -187,9 +187,9 @@ class _Probe:
             parameter.grad = torch.zeros_like(parameter)
             optimizer = self.cls([{"params": [parameter], **self.groups}], lr=1e-3, **self.options)
             optimizer.step()
-            state = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor)]
+            state = [v for v in optimizer.state[parameter].values() if isinstance(v, Tensor)]
             self._cache[key] = sum(v.numel() * self._itemsize(v, parameter) for v in state)
         return self._cache[key]
 
-    def _itemsize(self, value: torch.Tensor, parameter: torch.Tensor) -> int:
+    def _itemsize(self, value: Tensor, parameter: Tensor) -> int:
         return BF16 if self.has_bf16_moments and value.shape == parameter.shape else value.element_size()

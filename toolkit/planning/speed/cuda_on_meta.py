@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -33,16 +34,16 @@ class _CudaOnMeta(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # trained weights, as in autocast
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # trained weights, as in autocast
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         inputs: tuple[list[Any], dict[str, Any]] = list(args), dict(kwargs or {})
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             device = func(*args)
             return CUDA if device == META else device
-        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return args[0].is_meta
         name = getattr(func, "__name__", "")
         inputs = tree_map_only(torch.device, lambda d: META if d.type == "cuda" else d, inputs)
@@ -50,9 +51,9 @@ class _CudaOnMeta(TorchFunctionMode):
             inputs[1]["device"] = META
         if torch.is_autocast_enabled("cuda") and "out" not in inputs[1]:
             if name in _LOWER:
-                inputs = tree_map_only(torch.Tensor, self._cast_down, inputs)
+                inputs = tree_map_only(Tensor, self._cast_down, inputs)
             elif name in _FP32:
-                inputs = tree_map_only(torch.Tensor, _cast_up, inputs)
+                inputs = tree_map_only(Tensor, _cast_up, inputs)
         if func is F.scaled_dot_product_attention:
             return _attention(*inputs[0], **inputs[1])
         if func is F.dropout:
@@ -61,7 +62,7 @@ class _CudaOnMeta(TorchFunctionMode):
             return rms_norm_on_cuda(*inputs[0], **inputs[1])
         return func(*inputs[0], **inputs[1])
 
-    def _cast_down(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast_down(self, tensor: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype("cuda")
         if not tensor.is_floating_point() or tensor.dtype == dtype:
             return tensor
@@ -72,32 +73,30 @@ class _CudaOnMeta(TorchFunctionMode):
         return self._casts[id(tensor)][1]
 
 
-def _cast_up(tensor: torch.Tensor) -> torch.Tensor:
+def _cast_up(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
+def _dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
     """Apply dropout with a kernel that saves a boolean mask."""
     return torch.native_dropout(x, p, training)[0]
 
 
-def rms_norm_on_cuda(
-    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
+def rms_norm_on_cuda(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Apply layer norm, which has the same memory traffic and saves the same tensors."""
     return torch.native_layer_norm(x, shape, weight, None, eps or 1e-6)[0]
 
 
 def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Choose the kernel as CUDA does: flash for 16 bits without a mask, otherwise memory-efficient."""
     if attn_mask is None and q.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]

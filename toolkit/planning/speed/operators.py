@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
         quantized: Bytes of 4-bit weights, by the storage of the placeholder tensor.
     """
 
-    def __init__(self, gradients: Iterable[torch.Tensor] = (), quantized: dict[int, int] | None = None) -> None:
+    def __init__(self, gradients: Iterable[Tensor] = (), quantized: dict[int, int] | None = None) -> None:
         super().__init__()
         self.ops: list[Op] = []
         self.layer: int | None = None
@@ -92,8 +92,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_meta]
-        outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor) and t.is_meta]
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and t.is_meta]
+        outputs = [t for t in tree_iter(out) if isinstance(t, Tensor) and t.is_meta]
         if not inputs and not outputs:
             return out
         name = func._schema.name.split("::")[1]
@@ -116,12 +116,12 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
         return out
 
-    def _storage(self, tensor: torch.Tensor) -> int:
+    def _storage(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         self._alive[storage._cdata] = storage
         return storage._cdata
 
-    def _access(self, tensor: torch.Tensor) -> Access:
+    def _access(self, tensor: Tensor) -> Access:
         key = self._storage(tensor)
         sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         size = tensor.element_size() * math.prod(sizes)  # expanded dimensions are read once
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
             return "accumulate"
         return "other" if any(part in name for part in _KERNELS) else "fusable"
 
-    def _dequantize(self, tensor: torch.Tensor) -> None:
+    def _dequantize(self, tensor: Tensor) -> None:
         """Record the kernel that dequantizes a 4-bit weight to 16 bits for a matmul."""
         packed = self._quantized.get(self._storage(tensor))
         if packed is not None:
@@ -145,14 +145,14 @@ class Recorder(TorchDispatchMode):
             self.ops.append(Op("dequantize_4bit", "other", self.layer, self.is_backward, reads, writes))
 
 
-def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator writes in place."""
     written: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
         is_write = argument.alias_info is not None and argument.alias_info.is_write
         if is_write and argument.name != "grads":  # optimizers write them under a gradient scaler only
             written.append(args[i] if i < len(args) else kwargs.get(argument.name))
-    return [t for t in tree_iter(written) if isinstance(t, torch.Tensor)]
+    return [t for t in tree_iter(written) if isinstance(t, Tensor)]
 
 
 def _flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
@@ -127,8 +127,8 @@ def _follow_blocks(model: GPT, recorder: Recorder) -> None:
     A block's backward pass begins with the gradient of its output and ends with the gradient of its input.
     """
 
-    def enter(layer: int | None) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
+    def enter(layer: int | None) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
             recorder.layer = layer
 
         return hook
