@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,13 @@ _DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES
 class DDPTrainer(Trainer):
     """:class:`Trainer` with ``strategy="ddp"``, under OpenLanguageModel's name."""
 
-    def __init__(self, *arguments: Any, strategy: str = "ddp", **options: Any) -> None:
-        super().__init__(*arguments, strategy=strategy, **options)
+    __init__ = partialmethod(Trainer.__init__, strategy="ddp")
 
 
 class FSDPTrainer(Trainer):
     """:class:`Trainer` with ``strategy="fsdp"``, under OpenLanguageModel's name."""
 
-    def __init__(self, *arguments: Any, strategy: str = "fsdp", **options: Any) -> None:
-        super().__init__(*arguments, strategy=strategy, **options)
+    __init__ = partialmethod(Trainer.__init__, strategy="fsdp")
 
 
 def HFTokenizer(name: str | Path) -> Tokenizer:

@@ -80,10 +80,11 @@ def _check_names(file: ForeignConfig, group: str) -> None:
 def _translate_key(file: ForeignConfig, group: str, key: str) -> tuple[Options, str]:
     """Return the options that a key sets, and the outcome for display."""
     rule, key_value, name = FORMATS[group][key], OptionValue(file.source, file.groups[group][key]), f"{group}.{key}"
-    overrides = [file.override(option) for option in rule.options]
+    names = rule.options.split()
+    overrides = [file.override(option) for option in names]
     if overrides and all(overrides):
         return {}, f": overridden by {overrides[0]}"
-    if both := [option for option in rule.options if option in file.toolkit_options and option not in file.overrides]:
+    if both := [option for option in names if option in file.toolkit_options and option not in file.overrides]:
         raise UserError(f"{key_value.display(name)}: the file also sets {both[0]}; keep one of them")
     try:
         result = rule.apply(file, key_value.value)

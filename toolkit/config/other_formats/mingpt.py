@@ -32,40 +32,38 @@ def _snapshot_path(file: ForeignConfig, path: str) -> Options:
 
 
 DATA = {
-    "path": Rule(text, ("data.path",)),
-    "block_size": Rule(COUNT, ("model_config.block_size", "train.max_seq_length"), _block_size),
-    "train_split": Rule(FRACTION, ("data.train_split",), note="the end of the text is held out"),
-    "truncate": Rule(FRACTION, ("data.truncate",)),
+    "path": Rule(text, "data.path"),
+    "block_size": Rule(COUNT, "model_config.block_size train.max_seq_length", _block_size),
+    "train_split": Rule(FRACTION, "data.train_split", note="the end of the text is held out"),
+    "truncate": Rule(FRACTION, "data.truncate"),
 }
 GPT = {
-    "model_type": Rule(text, ("model_name",)),
-    "n_layer": Rule(COUNT, ("model_config.n_layer",)),
-    "n_head": Rule(COUNT, ("model_config.n_head",)),
-    "n_embd": Rule(COUNT, ("model_config.n_embd",)),
+    "model_type": Rule(text, "model_name"),
+    "n_layer": Rule(COUNT, "model_config.n_layer"),
+    "n_head": Rule(COUNT, "model_config.n_head"),
+    "n_embd": Rule(COUNT, "model_config.n_embd"),
 }
 OPTIMIZER = {
-    "weight_decay": Rule(NOT_NEGATIVE, ("optimizer.weight_decay",)),
-    "learning_rate": Rule(POSITIVE, ("train.learning_rate",)),
+    "weight_decay": Rule(NOT_NEGATIVE, "optimizer.weight_decay"),
+    "learning_rate": Rule(POSITIVE, "train.learning_rate"),
 }
 TRAINER = {
     "max_epochs": Rule(
-        COUNT, ("train.epochs",), _max_epochs, "a minGPT epoch reads each token block_size times, in overlapping rows"
+        COUNT, "train.epochs", _max_epochs, "a minGPT epoch reads each token block_size times, in overlapping rows"
     ),
     "batch_size": BATCH_SIZE,
-    "data_loader_workers": Rule(COUNT_OR_ZERO, ("data.num_workers",)),
+    "data_loader_workers": Rule(COUNT_OR_ZERO, "data.num_workers"),
     "grad_norm_clip": CLIP_NORM,
-    "snapshot_path": Rule(text, ("resume", "out_dir"), _snapshot_path, "checkpoints are folders in --out_dir"),
+    "snapshot_path": Rule(text, "resume out_dir", _snapshot_path, "checkpoints are folders in --out_dir"),
     "save_every": Rule(
         COUNT,
-        ("train.save_interval",),
+        "train.save_interval",
         lambda file, epochs: (
             "no effect: the steps per epoch are unknown before the data is read; a run saves after each fifth and "
             "every 10 minutes, or every --train.save_interval steps"
         ),
     ),
-    "use_amp": Rule(
-        {True: "auto", False: "32-true"}, ("precision",), note="auto: bf16-mixed on CUDA, 32-true on a CPU"
-    ),
+    "use_amp": Rule({True: "auto", False: "32-true"}, "precision", note="auto: bf16-mixed on CUDA, 32-true on a CPU"),
 }
 IMPLIED: dict[str, Options] = {
     "data_config": {"data": "CharText"},

@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     Args:
         read: Option values by key value, or a function that checks and converts a key's value. Its ValueError states
             what the value must be.
-        options: The options that the key sets. If flags set all of them, the key is ignored.
+        options: The options that the key sets, separated by spaces. If flags set all of them, the key is ignored.
         convert: Returns the options, or why the key sets none; raises ValueError with the fix. Default: the one option
             has the value.
         note: Text to add to the line that reports the key.
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
     """
 
     read: Mapping[Any, Any] | Callable[[Any], Any]
-    options: tuple[str, ...]
+    options: str
     convert: Convert | None = None
     note: str = ""
     fixes: Mapping[str, str] = {}
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
             ValueError: the value is invalid or cannot be honored; the message is the fix.
         """
         value = self.read(value) if callable(self.read) else self._look_up(self.read, value)
-        return {self.options[0]: value} if self.convert is None else self.convert(file, value)
+        return {self.options: value} if self.convert is None else self.convert(file, value)
 
     def _look_up(self, choices: Mapping[Any, Any], value: Any) -> Any:
         if type(value) in (str, bool) and value in choices:
@@ -123,5 +123,5 @@ def _per_device(file: ForeignConfig, size: int) -> Options:
     return {"train.micro_batch_size": size, "train.global_batch_size": size * file.world_size() * accumulation}
 
 
-BATCH_SIZE = Rule(COUNT, ("train.micro_batch_size", "train.global_batch_size"), _per_device, "it is per device")
-CLIP_NORM = Rule(NOT_NEGATIVE, ("train.max_norm",))
+BATCH_SIZE = Rule(COUNT, "train.micro_batch_size train.global_batch_size", _per_device, "it is per device")
+CLIP_NORM = Rule(NOT_NEGATIVE, "train.max_norm")
