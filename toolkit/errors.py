@@ -4,7 +4,7 @@ import difflib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class CommandError(Exception):
@@ -93,6 +93,13 @@ def require_bitsandbytes(option: str) -> None:
     """Raise a UserError if bitsandbytes, which ``option`` needs, is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"{option}: needs bitsandbytes; run: pip install 'bitsandbytes>=0.48'")
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def one_line(text: object) -> str:

@@ -1,9 +1,8 @@
 """Describe Hugging Face hub errors in one line: what is wrong and what to do."""
 
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from toolkit.errors import one_line
+from toolkit.errors import UserError, causes_of, one_line
 
 
 def hub_error_types() -> tuple[type[BaseException], ...]:
@@ -40,19 +39,23 @@ def describe_hub_error(
     where, hub = f"--push_to_hub {repo_id}" if is_upload else f"{option}repo_id {repo_id}", hub_url()
     page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
     verb, noun = ("write to", "upload") if is_upload else ("read", "download")
-    causes = list(iterate_causes(error))
+    causes = list(causes_of(error))
+
+    def has(kind: type[BaseException]) -> bool:
+        return any(isinstance(cause, kind) for cause in causes)
+
     status = next((e.response.status_code for e in causes if isinstance(e, errors.HfHubHTTPError)), None)
     login = "log in with `hf auth login` or set HF_TOKEN"
-    if any(isinstance(e, errors.GatedRepoError) for e in causes):
+    if has(errors.GatedRepoError):
         return f"{where}: is gated; accept its license at {page}, then {login} to a token of that account"
-    if any(isinstance(e, errors.RepositoryNotFoundError) for e in causes) and not is_upload:
+    if has(errors.RepositoryNotFoundError) and not is_upload:
         return f"{where}: no such {kind} at {hub}, or a private one; check the name, or {login}"
-    if any(isinstance(e, errors.RevisionNotFoundError) for e in causes):
+    if has(errors.RevisionNotFoundError):
         see = hint or f"see {page}/tree/main"
         return f"{option or '--'}revision {revision}: no such branch, tag or commit of {repo_id}; {see}"
     if status in (401, 403):
         return f"{where}: {hub} refuses the token (status {status}); {login} to one that may {verb} it"
-    if any(isinstance(e, errors.OfflineModeIsEnabled) for e in causes):
+    if has(errors.OfflineModeIsEnabled):
         return f"{where}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, which disables {noun}s; unset it"
     if isinstance(error, (KeyError, TypeError, ValueError)) and status is None:
         return f"{where}: {hub} does not answer like a hub; check HF_ENDPOINT"
@@ -61,10 +64,14 @@ def describe_hub_error(
     return f"{where}: {tried}; check the network, or HF_ENDPOINT if you use a mirror"
 
 
-def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+def require_repo_id(repo_id: str, option: str) -> None:
+    """Raise UserError unless ``repo_id`` may be a name on the hub."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{option} {repo_id}: not a valid hub name; give USER/NAME or ORGANIZATION/NAME") from error
 
 
 def hub_url() -> str:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, causes_of, one_line
 from toolkit.io.safe_parse import MAX_BYTES
 
 P = ParamSpec("P")
@@ -40,7 +40,6 @@ _jitter = random.SystemRandom()  # keeps the state of `random` unchanged for the
 _DENIED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403", "401")
 _REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301")
 _FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge", "507")
-_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
 _UNREACHABLE = (
     "EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "ConnectionRefusedError",
     "ConnectionClosedError", "ReadTimeoutError", "ServerDisconnectedError",
@@ -269,7 +268,7 @@ def describe(error: BaseException, url: str) -> tuple[str, bool]:
     ``url`` is the requested URL or local path.
     """
     scheme, is_remote, _ = url.partition("://")
-    chain, (code, status) = list(_chain(error)), _response_code(error)
+    chain, (code, status) = list(causes_of(error)), _response_code(error)
     names = {type(e).__name__ for e in chain}
     if isinstance(error, ImportError):
         install = f"run: pip install {PACKAGES[scheme]}" if PACKAGES.get(scheme) else "install the package for it"
@@ -289,7 +288,7 @@ def describe(error: BaseException, url: str) -> tuple[str, bool]:
         fix = "; check its permissions" if isinstance(error, PermissionError) else ""
         reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
         return f"cannot be read: {reason[:200]}{fix}", not isinstance(error, FileNotFoundError | PermissionError)
-    if name := next((name for name in names if name in _NO_CREDENTIALS or "Credential" in name), None):
+    if name := next((name for name in names if name == "ProfileNotFound" or "Credential" in name), None):
         return (
             f"no credentials ({name}); set the storage's in the environment, such as AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or name a profile with AWS_PROFILE"
@@ -309,15 +308,9 @@ def describe(error: BaseException, url: str) -> tuple[str, bool]:
     return f"the storage failed ({reason}{f', HTTP status {status}' if status else ''}); try again later", True
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _response_code(error: BaseException) -> tuple[str, int]:
     """Return the error code and HTTP status of a storage response, or ("", 0) if there is none."""
-    for cause in _chain(error):
+    for cause in causes_of(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)

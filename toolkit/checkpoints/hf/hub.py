@@ -19,7 +19,7 @@ from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits,
 from toolkit.checkpoints.hf.sums import find_changed, write_sums
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.store import disk_full_reason, require_new_folder
-from toolkit.data.hub_errors import describe_hub_error, hub_error_types
+from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object
@@ -100,17 +100,13 @@ def download(
 
 def _look_up(repo_id: str, revision: str) -> Repository:
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     if repo_id == "list":
         raise UserError(
             "repo_id list: give a model name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct; "
             "`toolkit pretrain list` prints the named architectures"
         )
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise UserError(f"repo_id {repo_id}: not a valid hub name; give organization/name") from error
+    require_repo_id(repo_id, "repo_id")
     with _hub_errors(repo_id, revision):
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
         if not info.sha:

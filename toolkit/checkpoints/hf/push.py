@@ -1,6 +1,5 @@
 """Upload an exported folder to the Hugging Face hub."""
 
-import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.hf.hub import TIMEOUT
-from toolkit.data.hub_errors import describe_hub_error, hub_error_types, hub_url
+from toolkit.data.hub_errors import describe_hub_error, hub_error_types, hub_url, require_repo_id
 from toolkit.errors import UserError, require_option
 
 
@@ -20,18 +19,13 @@ def require_target(repo_id: str | None, private: bool) -> None:
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     if repo_id is None:
         require_option(private, "private", "false", "has no effect without --push_to_hub; remove it")
         return
     where = f"--push_to_hub {repo_id}"
-    try:
-        validate_repo_id(repo_id)
-        is_valid = re.fullmatch(r"[^/]+/[^/]+", repo_id) is not None
-    except HFValidationError:
-        is_valid = False
-    if not is_valid:
+    require_repo_id(repo_id, "--push_to_hub")
+    if "/" not in repo_id:
         raise UserError(f"{where}: not a valid hub name; give USER/NAME or ORGANIZATION/NAME")
     if get_token() is None:
         raise UserError(f"{where}: needs a token that may write; set HF_TOKEN, or log in with `hf auth login`")

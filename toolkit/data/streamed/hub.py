@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from toolkit.data.hub_errors import describe_hub_error, hub_error_types
+from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
 from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import parse_yaml, read_bounded
@@ -39,12 +39,8 @@ class Repository(NamedTuple):
 def open_repository(repo_id: str, revision: str) -> Repository:
     """Resolve a branch, tag or commit to a commit hash."""
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise UserError(f"--data.repo_id {repo_id}: not a valid hub name; use organization/name") from error
+    require_repo_id(repo_id, "--data.repo_id")
     with _hub_errors(repo_id, revision):
         commit = HfApi().dataset_info(repo_id, revision=revision, timeout=_TIMEOUT).sha
         if not commit:

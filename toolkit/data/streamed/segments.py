@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from toolkit.data.streamed.files import RetryingFile, SourceFile
 from toolkit.data.text.documents import CHUNK_CHARS, TextChunk, cut_text
-from toolkit.errors import UserError, join_first, one_line
+from toolkit.errors import UserError, causes_of, join_first, one_line
 from toolkit.io.safe_parse import MAX_ROW
 from toolkit.io.storage import StorageError
 
@@ -84,15 +84,10 @@ def read_part(file: SourceFile, part: Part, column: str) -> Iterator[TextChunk]:
         except UserError as error:
             raise BrokenFileError(str(error)) from error
         except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow raises OSError or ValueError
-            if (cause := _storage_error(error)) is not None:
-                raise cause from error
+            for cause in causes_of(error):
+                if isinstance(cause, StorageError):
+                    raise cause from error
             raise BrokenFileError(one_line(error)[:200]) from error
-
-
-def _storage_error(error: BaseException | None) -> StorageError | None:
-    while error is not None and not isinstance(error, StorageError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[TextChunk]:
