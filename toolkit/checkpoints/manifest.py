@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.atomic import write_atomic
-from toolkit.io.checksums import Checksum, check_entries, checksum_files, find_damage
+from toolkit.io.checksums import Checksum, Checksums, check_entries, checksum_files, find_damage
 from toolkit.io.safe_parse import MAX_BYTES, open_regular, parse_json
 
 COMPLETE = "COMPLETE"
@@ -33,7 +33,7 @@ def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
     write_atomic(folder / COMPLETE, f"{text}\n".encode())
 
 
-def read_manifest(folder: Path) -> dict[str, Checksum] | None:
+def read_manifest(folder: Path) -> Checksums | None:
     """Return {relative path: checksum} from a folder's manifest; None if it is missing or empty."""
     path = folder / COMPLETE
     try:
@@ -53,7 +53,7 @@ def manifest_bytes(folder: Path) -> bytes:
         return file.read(MAX_SIZE + 1)
 
 
-def parse_manifest(content: bytes, path: Path | str) -> dict[str, Checksum]:
+def parse_manifest(content: bytes, path: Path | str) -> Checksums:
     """Parse a manifest into {relative path: checksum}. Error messages name ``path``."""
     try:
         if len(content) > MAX_SIZE:

@@ -17,7 +17,7 @@ from toolkit.checkpoints.lock import LOCK, detect_lost_lock
 from toolkit.checkpoints.manifest import COMPLETE, replace_in_manifest, write_manifest
 from toolkit.errors import UserError
 from toolkit.io.atomic import NO_SPACE, sync, sync_tree
-from toolkit.io.checksums import Checksum, checksum_files
+from toolkit.io.checksums import Checksum, Checksums, checksum_files
 from toolkit.io.safe_parse import read_json
 from toolkit.io.tempfiles import TMP, remove, sweep, temporary_path
 
@@ -85,7 +85,7 @@ def file_names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def sync_and_checksum(folder: Path, names: Collection[str]) -> dict[str, Checksum]:
+def sync_and_checksum(folder: Path, names: Collection[str]) -> Checksums:
     """Sync files and their folders to disk. Return {name: checksum}."""
     paths = [folder / name for name in names]
 

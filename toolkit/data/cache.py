@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 from toolkit.data.base import Report
 from toolkit.errors import DataError, UserError
-from toolkit.io.checksums import Checksum, check_entries, checksum_files, find_damage
+from toolkit.io.checksums import Checksum, Checksums, check_entries, checksum_files, find_damage
 from toolkit.io.locks import lock
 from toolkit.io.paths import user_cache
 from toolkit.io.tempfiles import remove, sweep, temporary_prefix
@@ -138,7 +138,7 @@ def read_manifest(folder: Path, key: str) -> dict[str, Any]:
     return manifest
 
 
-def read_checksums(folder: Path) -> dict[str, Checksum]:
+def read_checksums(folder: Path) -> Checksums:
     if not (folder / CHECKSUMS).is_file():
         raise ValueError(f"{CHECKSUMS} is missing")
     content = json.loads((folder / CHECKSUMS).read_bytes())

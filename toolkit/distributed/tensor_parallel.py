@@ -31,6 +31,7 @@ from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.config import ModelConfig
 from toolkit.models.cross_entropy import cross_entropy_
 from toolkit.models.gpt import GPT
+from toolkit.models.init import ParameterValue
 from toolkit.models.lora_layers import LoRALinear, LoRAMixin
 from toolkit.models.mlp import GptNeoxMLP, LLaMAMLP
 from toolkit.models.norm import LayerNormPerHead
@@ -136,9 +137,7 @@ def cuts_of(module: nn.Module) -> dict[str, Cut]:
     return getattr(module, _CUTS, {})
 
 
-def split_model(
-    model: GPT, size: int, rank: int = 0, group: Any = None
-) -> Callable[[Callable[[str, torch.Size], Tensor]], Callable[[str, torch.Size], Tensor]]:
+def split_model(model: GPT, size: int, rank: int = 0, group: Any = None) -> Callable[[ParameterValue], ParameterValue]:
     """Divide a model on the meta device in place: this rank computes its part of each layer.
 
     Args:
@@ -158,7 +157,7 @@ def split_model(
         model.config, n_head=model.config.n_head // size, n_query_groups=model.config.n_query_groups // size
     )  # sizes of the KV cache and of attention's kernels
 
-    def part_of(value_of: Callable[[str, torch.Size], Tensor]) -> Callable[[str, torch.Size], Tensor]:
+    def part_of(value_of: ParameterValue) -> ParameterValue:
         return lambda name, shape: (
             cuts[name].take(value_of(name, cuts[name].shape)) if name in cuts else value_of(name, shape)
         )

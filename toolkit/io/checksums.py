@@ -27,7 +27,10 @@ class Checksum(TypedDict):
     """CRC-32 of each 64 MiB chunk, in hexadecimal."""
 
 
-def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
+Checksums = dict[str, Checksum]  # by file name
+
+
+def checksum_files(folder: Path, names: Iterable[str]) -> Checksums:
     """Compute {name: checksum} for files in a folder. Names are relative paths."""
     names = list(names)
     sizes = {name: _size(Path(folder) / name) for name in names}
@@ -68,7 +71,7 @@ def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
     return damaged
 
 
-def check_entries(files: Any) -> dict[str, Checksum]:
+def check_entries(files: Any) -> Checksums:
     """Validate names and checksums read from a file, and return them.
 
     Raises:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from toolkit.models.config import ModelConfig
 
+ParameterValue = Callable[[str, torch.Size], Tensor]
+"""Maps a parameter's name and shape to its value."""
 STD = 0.02
 XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.8 - 0.5)), "beta": 0.5, "eps": -1e-6}
 NORMS = (
@@ -59,9 +61,7 @@ class Materializer:
         device: Device for meta parameters; others keep their device. Dtypes and ties are preserved.
     """
 
-    def __init__(
-        self, model: nn.Module, value_of: Callable[[str, torch.Size], Tensor], device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, model: nn.Module, value_of: ParameterValue, device: torch.device | str = "cpu") -> None:
         self._value_of, self._device = value_of, device
         # for tied parameters the last name wins: transformer.wte.weight
         self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
@@ -122,7 +122,7 @@ def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") 
         materialize(module)
 
 
-def weight_initializer(model: nn.Module, seed: int) -> Callable[[str, torch.Size], Tensor]:
+def weight_initializer(model: nn.Module, seed: int) -> ParameterValue:
     """Return a function that maps a parameter's name and shape to its initial value."""
     config = cast(ModelConfig, model.config)
     return lambda name, shape: draw(name, shape, seed=seed, config=config)

@@ -11,7 +11,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.head import Head, LoRAHead
-from toolkit.models.init import parameter_generator
+from toolkit.models.init import ParameterValue, parameter_generator
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import Adapter, LoRALinear, LoRAMixin
 
@@ -86,9 +86,7 @@ def initial_magnitude(weight: Tensor) -> Tensor:
     return torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
 
 
-def adapter_values(
-    model: nn.Module, seed: int, weight_of: Callable[[str], Tensor]
-) -> Callable[[str, torch.Size], Tensor]:
+def adapter_values(model: nn.Module, seed: int, weight_of: Callable[[str], Tensor]) -> ParameterValue:
     """Return a function that maps an adapter parameter's name and shape to its initial value.
 
     Call this before a strategy wraps the model. Parameters may be on the meta device. ``weight_of`` maps a name such as

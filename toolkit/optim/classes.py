@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from toolkit.config import AUTO, CommandDefaults, OptimizerArgs
 from toolkit.distributed.shards import is_sharded
@@ -25,9 +26,9 @@ UNSUPPORTED = {
 }
 
 
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+def optimizer_class(name: str) -> type[Optimizer]:
     """Return an optimizer class by case-insensitive name, from ``torch.optim``, :data:`HYBRID` or an extension."""
-    base = torch.optim.Optimizer
+    base = Optimizer
     classes = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)} | HYBRID
     match = next((n for n in classes if n.lower() == name.lower()), None)
     if match is None and name in (added := registered("optimizers", classes)):
@@ -46,7 +47,7 @@ def resolve_optimizer(
     args: OptimizerArgs,
     precision: str,
     defaults: CommandDefaults,
-    user_class: type[torch.optim.Optimizer] | None = None,
+    user_class: type[Optimizer] | None = None,
 ) -> dict[str, Any]:
     """Return the optimizer's resolved options, including ``name``.
 
@@ -82,9 +83,9 @@ def build_optimizer(
     learning_rate: float,
     precision: str,
     no_decay: frozenset[str],
-    user_class: type[torch.optim.Optimizer] | None = None,
+    user_class: type[Optimizer] | None = None,
     in_blocks: Mapping[str, tuple[int, ...]] | None = None,
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """Build the optimizer from :func:`resolve_optimizer`'s options, fused if the class and device support it.
 
     It is not fused under 16-mixed: a fused optimizer unscales the gradients itself, after clipping. ``no_decay`` and

@@ -30,7 +30,7 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.gpt import GPT, Block
-from toolkit.models.init import Materializer, weight_initializer
+from toolkit.models.init import Materializer, ParameterValue, weight_initializer
 from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
@@ -219,7 +219,7 @@ def _values(
     adapters: Tensors | None,
     device: torch.device,
     storage: torch.dtype | None,
-) -> Callable[[str, torch.Size], Tensor]:
+) -> ParameterValue:
     """Return a function from name and shape to weight. Without FSDP, quantized layers get their weights immediately.
 
     ``storage`` is the dtype in which FSDP stores 4-bit weights; None without FSDP.

@@ -25,7 +25,7 @@ from toolkit.checkpoints.weights import Tensors
 from toolkit.data.base import State
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, PeerLostError, join_first
-from toolkit.io.checksums import Checksum
+from toolkit.io.checksums import Checksum, Checksums
 from toolkit.planning.limits import Progress
 
 
@@ -82,7 +82,7 @@ class PendingSave:
         self._report = report
         self._tmp: Path | None = None
         self._error: Exception | None = None
-        self._checksums: dict[str, Checksum] | OSError = {}  # of this rank's files
+        self._checksums: Checksums | OSError = {}  # of this rank's files
         is_rank0 = ranks.global_rank() == 0
         with self._raise_on_all_ranks():
             self._tmp = ranks.run_with_heartbeat(
@@ -130,7 +130,7 @@ class PendingSave:
         except Exception as error:
             self._error = error
 
-    def _checksum_local(self, tmp: Path) -> dict[str, Checksum] | OSError:
+    def _checksum_local(self, tmp: Path) -> Checksums | OSError:
         """Return the checksums of this rank's files; other ranks may still be writing."""
         rank = ranks.global_rank()
         names = file_names(tmp) if rank == 0 or self._shards else []
@@ -174,9 +174,9 @@ class PendingSave:
         if self._tmp is not None and ranks.global_rank() == 0:
             discard(self._tmp)
 
-    def _checksums_of_all(self) -> dict[str, Checksum]:
+    def _checksums_of_all(self) -> Checksums:
         """Gather the checksums of all ranks' files. Collective."""
-        checksums: dict[str, Checksum] = {}
+        checksums: Checksums = {}
         for rank, rank_checksums in enumerate(ranks.all_gather_object(self._checksums)):
             if isinstance(rank_checksums, OSError):
                 raise RuntimeError(f"rank {rank} could not read {self._tmp}: {rank_checksums}") from rank_checksums

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from toolkit.checkpoints.store import FINAL
 from toolkit.config import AUTO, TrainingCommand, none_if_auto
@@ -214,13 +215,13 @@ def _read_data(
     return ready
 
 
-def _read_optimizer(value: Any) -> tuple[dict[str, Any], type[torch.optim.Optimizer] | None]:
+def _read_optimizer(value: Any) -> tuple[dict[str, Any], type[Optimizer] | None]:
     """Return the options of ``--optimizer``, and the class if it is not from torch.optim."""
     if value is None:
         return {}, None
     if inspect.isclass(value) or isinstance(value, str):
         value = {"name": value}
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, Optimizer):
         raise UserError(
             f"optimizer {type(value).__name__}: give the class; the run builds the optimizer from the sharded weights"
         )
@@ -228,7 +229,7 @@ def _read_optimizer(value: Any) -> tuple[dict[str, Any], type[torch.optim.Optimi
     cls = values.get("name")
     if not inspect.isclass(cls):
         return values, None
-    if not issubclass(cls, torch.optim.Optimizer):
+    if not issubclass(cls, Optimizer):
         raise UserError(f"optimizer {cls.__name__}: must be a class derived from torch.optim.Optimizer")
     name = cls.__name__
     if getattr(torch.optim, name, None) is cls:

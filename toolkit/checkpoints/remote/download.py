@@ -21,7 +21,7 @@ from toolkit.checkpoints.manifest import (
     manifest_bytes,
     parse_manifest,
 )
-from toolkit.io.checksums import CHUNK, Checksum, find_damage
+from toolkit.io.checksums import CHUNK, Checksums, find_damage
 from toolkit.io.storage import Storage
 
 _THREADS = 4  # each holds one chunk in memory
@@ -64,7 +64,7 @@ def download(
     os.rename(partial, target)
 
 
-def remote_manifest(storage: Storage, folder: str) -> dict[str, Checksum]:
+def remote_manifest(storage: Storage, folder: str) -> Checksums:
     """Return {relative path: checksum} of a remote checkpoint."""
     return parse_manifest(_read_complete(storage, folder), f"{_location(storage, folder)}/{COMPLETE}")
 
@@ -82,7 +82,7 @@ def _location(storage: Storage, folder: str) -> str:
     return f"{storage.url}/{folder}" if folder else storage.url
 
 
-def fetch_files(storage: Storage, folder: str, files: dict[str, Checksum], target: Path | None) -> dict[str, str]:
+def fetch_files(storage: Storage, folder: str, files: Checksums, target: Path | None) -> dict[str, str]:
     """Download and verify a checkpoint's files in several threads. Return {damaged file: reason}.
 
     Files are written to ``target``, and chunks that are intact there are not requested. If ``target`` is None, files
@@ -115,14 +115,14 @@ def fetch_files(storage: Storage, folder: str, files: dict[str, Checksum], targe
     return damage
 
 
-def _chunks(files: dict[str, Checksum]) -> Iterator[tuple[str, int, int, str]]:
+def _chunks(files: Checksums) -> Iterator[tuple[str, int, int, str]]:
     """Yield (name, start, stop, CRC-32) of each chunk, in bytes."""
     for name, entry in sorted(files.items()):
         for index, crc32 in enumerate(entry["crc32"]):
             yield name, index * CHUNK, min(entry["size"], (index + 1) * CHUNK), crc32
 
 
-def _reuse(files: dict[str, Checksum], source: Path, partial: Path) -> None:
+def _reuse(files: Checksums, source: Path, partial: Path) -> None:
     """Hard-link intact files of ``source`` into ``partial``."""
     if not source.is_dir():
         return

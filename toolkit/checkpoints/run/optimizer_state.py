@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from toolkit.checkpoints.run.sharded import ShardReader, is_sharded
 from toolkit.checkpoints.scratch import SMALL_NUMEL
@@ -89,7 +90,7 @@ class _LocalParameter:
         return values.view(rows, row)[:, self.cut.columns].flatten() if self.cut.dim else values
 
 
-def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def group_values(module: nn.Module, optimizer: Optimizer) -> State:
     """Return ``param_groups`` with parameter names, and ``param_groups_by_rank`` if values differ between ranks.
 
     Collective.
@@ -112,7 +113,7 @@ def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 def load_optimizer(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     saved: Any,
     file: Path,
     folder: Path,
@@ -219,7 +220,7 @@ def _lazy(value: Any) -> Any:
     return _LazyTensor(value.shape, value.dtype, lambda start, stop: value.reshape(-1)[start:stop])
 
 
-def _local_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[_LocalParameter]:
+def _local_parameters(module: nn.Module, optimizer: Optimizer) -> list[_LocalParameter]:
     """Return the optimizer's parameters, in the same order on every rank."""
     groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names: dict[int, list[str]] = {}
@@ -237,7 +238,7 @@ def _local_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> li
 
 
 def _load_groups(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     saved: State,
     parts: dict[str, _LocalParameter],
     elsewhere: set[str],
@@ -275,7 +276,7 @@ def _load_groups(
             group[key] = value.to(device).clone() if isinstance(value, Tensor) else value
 
 
-def _create_state(optimizer: torch.optim.Optimizer, part: _LocalParameter) -> State:
+def _create_state(optimizer: Optimizer, part: _LocalParameter) -> State:
     """Return a parameter's initial optimizer state, created by a step with lr 0 on a copy of the parameter."""
     twin = nn.Parameter(part.parameter.detach().clone())
     twin.grad = torch.zeros_like(twin)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.optim import Optimizer
 
 from toolkit.checkpoints.run.optimizer_state import SEPARATOR, Entries, group_values
 from toolkit.checkpoints.run.pieces import Pieces, as_pieces
@@ -36,7 +37,7 @@ from toolkit.optim.bf16 import MASTER
 
 
 def full_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str], offload: bool = True
+    module: nn.Module, optimizer: Optimizer, tied: dict[str, str], offload: bool = True
 ) -> tuple[Tensors, State]:
     """Return the weights by canonical name, and the optimizer state by parameter name.
 
@@ -113,7 +114,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def sharded_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str], offload: bool = True
+    module: nn.Module, optimizer: Optimizer, tied: dict[str, str], offload: bool = True
 ) -> tuple[Tensors, Tensors, State]:
     """Return this rank's shards of weights (by name) and optimizer (by ``parameter|key``), and a dict of the rest.
 
@@ -147,7 +148,7 @@ def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) 
     _without_warnings(set_model_state_dict, module, weights)
 
 
-def adapter_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, State]:
+def adapter_state(module: nn.Module, optimizer: Optimizer) -> tuple[Tensors, State]:
     """Return the adapters and their optimizer state, by canonical name, in CPU memory.
 
     torch's functions would also gather the base model.
@@ -161,7 +162,7 @@ def adapter_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
     return weights, {"adapters": state, **_group_state(module, optimizer, state)}
 
 
-def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> Entries:
+def _optimizer_state(module: nn.Module, optimizer: Optimizer, options: StateDictOptions) -> Entries:
     if not any(map(is_sharded, module.parameters())):
         state: Entries = _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
         return state
@@ -171,7 +172,7 @@ def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, option
 
 def _parameter_states(
     parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     options: StateDictOptions,
     cuts: dict[str, Cut],
 ) -> Entries:
@@ -197,7 +198,7 @@ def _gather(value: Any, options: StateDictOptions, cut: Cut | None = None) -> An
     return value if cut is None or options.full_state_dict else Pieces.of(value, cut)
 
 
-def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> State:
+def _group_state(module: nn.Module, optimizer: Optimizer, state: State) -> State:
     """Return the optimizer's param_groups and the names of parameters without state. ``state`` is of all stages."""
     groups = group_values(module, optimizer)
     names = [name for group in groups["param_groups"] for name in group["params"]]
@@ -212,7 +213,7 @@ def _with_masters(weights: Tensors, state: Entries, tied: dict[str, str]) -> tup
     return weights | masters, rest
 
 
-def _has_no_state(optimizer: torch.optim.Optimizer) -> bool:
+def _has_no_state(optimizer: Optimizer) -> bool:
     """Whether the optimizer state is empty. torch's functions would then run a step to create it."""
     return not any(optimizer.state.values())
 

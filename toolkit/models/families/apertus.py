@@ -37,7 +37,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(config, "ApertusForCausalLM", hidden_act="xielu", **rope)
 
 
-def _mlp(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+def _mlp(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     names = {"fc.weight": "up_proj.weight", "proj.weight": "down_proj.weight"}
     names |= {name: f"act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
     return [tables.one_to_one(f"{native}.mlp.{n}", f"{hf}.mlp.{h}") for n, h in names.items()]

@@ -131,7 +131,7 @@ def is_unused(name: str, config: ModelConfig) -> bool:
     return config.family == "deepseek_v3" and layer is not None and int(layer[1]) >= config.n_layer
 
 
-def _attention(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+def _attention(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     sizes, native, hf = config.latent_attention, f"{native}.attn", f"{hf}.self_attn"
     assert sizes is not None
     nope, rope, rank = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], sizes["kv_lora_rank"]
@@ -148,7 +148,7 @@ def _attention(config: ModelConfig, native: str, hf: str) -> list[tables.WeightM
     return maps + tables.linear(f"{native}.proj", f"{hf}.o_proj", False)
 
 
-def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     native, hf = f"{native}.mlp", f"{hf}.mlp"
     maps = tables.linear(f"{native}.gate", f"{hf}.gate", False)
     if config.router_scores == "sigmoid":

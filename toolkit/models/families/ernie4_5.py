@@ -84,7 +84,7 @@ def _layers(config: ModelConfig) -> list[int]:
     return [i for i in range(config.n_layer) if config.has_experts(i)]
 
 
-def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     native, hf = f"{native}.mlp", f"{hf}.mlp"
     maps = tables.linear(f"{native}.gate", f"{hf}.gate", False)
     bias = f"{hf}.moe_statics.e_score_correction_bias"

@@ -73,7 +73,7 @@ def _is_new_architecture(config: ModelConfig) -> bool:
     return not config.shared_attention_norm or 1 < config.n_query_groups < config.n_head
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+def weight_map(config: ModelConfig) -> tables.WeightMap:
     by_group = tables.interleave_groups(config.n_head, config.n_query_groups, config.head_size)
     maps = tables.embedding_and_head(config, "transformer.word_embeddings.weight", "lm_head")
     for i in range(config.n_layer):

@@ -87,7 +87,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
     }
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+def weight_map(config: ModelConfig) -> tables.WeightMap:
     transposed = tables.transpose()
     maps = tables.embedding_and_head(config, "transformer.wte.weight", "lm_head")
     maps.append(tables.one_to_one("transformer.wpe.weight", "transformer.wpe.weight"))

@@ -93,7 +93,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
     }
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+def weight_map(config: ModelConfig) -> tables.WeightMap:
     per_head = tables.interleave_groups(config.n_head, config.n_head, config.head_size)
     maps = tables.embedding_and_head(config, "gpt_neox.embed_in.weight", "embed_out")
     for i in range(config.n_layer):

@@ -78,7 +78,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(config, "GptOssForCausalLM", **values)
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+def weight_map(config: ModelConfig) -> tables.WeightMap:
     sinks = [
         tables.one_to_one(f"transformer.h.{i}.attn.sinks", f"model.layers.{i}.self_attn.sinks")
         for i in range(config.n_layer)
@@ -86,7 +86,7 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     return tables.decoder_weights(config, moe=_experts) + sinks
 
 
-def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     """Map the experts of a layer. Hugging Face transposes the weights and interleaves gate and up elementwise."""
     native_part, hf_part = f"{native}.mlp.experts", f"{hf}.mlp.experts"
     gate_up = tuple(f"{native_part}.{name}" for name in ("fc_1", "fc_2"))

@@ -51,7 +51,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(config, "MixtralForCausalLM", **experts)
 
 
-def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     maps = tables.linear(f"{native}.mlp.gate", f"{hf}.block_sparse_moe.gate", False)
     names = {"fc_1": "w1", "fc_2": "w3", "proj": "w2"}
     return maps + tables.experts(config, f"{native}.mlp.experts", f"{hf}.block_sparse_moe.experts", names)

@@ -41,7 +41,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
     )  # fmt: skip
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+def weight_map(config: ModelConfig) -> tables.WeightMap:
     maps = [
         tables.one_to_one("transformer.wte.weight", "model.embed_tokens.weight"),
         *tables.linear("lm_head", "lm_head", True),

@@ -38,7 +38,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
     )  # fmt: skip
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+def weight_map(config: ModelConfig) -> tables.WeightMap:
     maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
     for i in range(config.n_layer):
         native, hf = f"transformer.h.{i}", f"model.layers.{i}"

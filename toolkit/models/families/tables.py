@@ -51,6 +51,11 @@ class WeightMapping:
         return tensors
 
 
+WeightMap = list[WeightMapping]
+PartMap = Callable[[ModelConfig, str, str], WeightMap]
+"""Maps a part of a block by its native and its Hugging Face prefix."""
+
+
 def split_rows(*sizes: int) -> Transform:
     """Split a tensor along its first axis into tensors with ``sizes`` rows."""
     return Transform(lambda tensors: list(tensors[0].split(sizes)), _concat)
@@ -146,7 +151,7 @@ def stack_experts() -> Transform:
     return Transform(lambda tensors: list(tensors[0].unbind()), from_hf)
 
 
-def experts(config: ModelConfig, native: str, hf: str, projections: dict[str, str]) -> list[WeightMapping]:
+def experts(config: ModelConfig, native: str, hf: str, projections: dict[str, str]) -> WeightMap:
     """Map the experts of one layer. Native tensors are stacked; Hugging Face has one tensor per expert.
 
     ``native`` and ``hf`` are name prefixes. ``projections`` maps native to Hugging Face projection names.
@@ -163,13 +168,13 @@ def one_to_one(native: str, hf: str, *transforms: Transform) -> WeightMapping:
     return WeightMapping((native,), (hf,), transforms)
 
 
-def linear(native: str, hf: str, bias: bool, *weight_transforms: Transform) -> list[WeightMapping]:
+def linear(native: str, hf: str, bias: bool, *weight_transforms: Transform) -> WeightMap:
     """Map the weight and optional bias of a linear layer or norm."""
     maps = [one_to_one(f"{native}.weight", f"{hf}.weight", *weight_transforms)]
     return [*maps, one_to_one(f"{native}.bias", f"{hf}.bias")] if bias else maps
 
 
-def embedding_and_head(config: ModelConfig, embedding: str, head: str) -> list[WeightMapping]:
+def embedding_and_head(config: ModelConfig, embedding: str, head: str) -> WeightMap:
     """Map embedding and LM head. Tied weights are mapped once, under the embedding's names."""
     maps = [one_to_one("transformer.wte.weight", embedding)]
     return maps if config.tie_embeddings else [*maps, one_to_one("lm_head.weight", f"{head}.weight")]
@@ -179,7 +184,7 @@ def embedding_and_head(config: ModelConfig, embedding: str, head: str) -> list[W
 GATED = {"fc_1": "gate_proj", "fc_2": "up_proj", "proj": "down_proj"}
 
 
-def qwen_experts(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
+def qwen_experts(config: ModelConfig, native: str, hf: str) -> WeightMap:
     """Map an MoE layer with the most common names, with or without a shared expert."""
     maps = linear(f"{native}.mlp.gate", f"{hf}.mlp.gate", False)
     maps += experts(config, f"{native}.mlp.experts", f"{hf}.mlp.experts", GATED)
@@ -190,7 +195,7 @@ def qwen_experts(config: ModelConfig, native: str, hf: str) -> list[WeightMappin
     return maps
 
 
-def queries_keys_values(config: ModelConfig, native: str, hf: str, rope_pairs: bool = False) -> list[WeightMapping]:
+def queries_keys_values(config: ModelConfig, native: str, hf: str, rope_pairs: bool = False) -> WeightMap:
     """Map a layer's fused QKV projection to separate projections with the most common names.
 
     ``rope_pairs``: see :func:`decoder_weights`.
@@ -210,7 +215,7 @@ def queries_keys_values(config: ModelConfig, native: str, hf: str, rope_pairs: b
 
 def _attention(
     config: ModelConfig, native: str, hf: str, norms: dict[str, str], fused: bool, rope_pairs: bool
-) -> list[WeightMapping]:
+) -> WeightMap:
     if fused:
         maps = linear(f"{native}.attn.qkv", f"{hf}.self_attn.qkv_proj", config.bias or config.attn_bias)
     else:
@@ -233,11 +238,11 @@ def _has_norm_bias(config: ModelConfig) -> bool:
     return config.norm_class_name == "LayerNorm" and config.norm_bias
 
 
-def _mlp(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
+def _mlp(config: ModelConfig, native: str, hf: str) -> WeightMap:
     return [m for n, h in GATED.items() for m in linear(f"{native}.mlp.{n}", f"{hf}.mlp.{h}", config.bias)]
 
 
-def fused_mlp(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
+def fused_mlp(config: ModelConfig, native: str, hf: str) -> WeightMap:
     """Map a gated MLP to one whose gate and up projections are fused (Phi-3, GLM-4). Without biases."""
     gate_up = f"{native}.mlp.fc_1.weight", f"{native}.mlp.fc_2.weight"
     join = join_rows(config.intermediate_size, config.intermediate_size)
@@ -251,10 +256,10 @@ def decoder_weights(
     fused: bool = False,
     rope_pairs: bool = False,
     norms: dict[str, str] | None = None,
-    mlp: Callable[[ModelConfig, str, str], list[WeightMapping]] = _mlp,
-    moe: Callable[[ModelConfig, str, str], list[WeightMapping]] = qwen_experts,
-    attention: Callable[[ModelConfig, str, str], list[WeightMapping]] | None = None,
-) -> list[WeightMapping]:
+    mlp: PartMap = _mlp,
+    moe: PartMap = qwen_experts,
+    attention: PartMap | None = None,
+) -> WeightMap:
     """Return the weight map of a model with Llama's weight names. Parts may be missing or added.
 
     Args:
