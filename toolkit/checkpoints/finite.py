@@ -1,5 +1,6 @@
 """N7 finite-or-stop for checkpoints: check weights and optimizer state for NaN and Inf."""
 
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -75,3 +76,9 @@ def require_finite(folder: Path) -> None:
 def nonfinite_warning(names: list[str], folder: object) -> str:
     """Return a one-line warning about converted tensors that contain NaN or Inf."""
     return f"warning: NaN or Inf in {len(names)} tensor(s) of {folder}: {join_first(names)}"
+
+
+def warn_nonfinite(names: list[str], folder: object) -> None:
+    """Print the warning of :func:`nonfinite_warning`, if any."""
+    if names:
+        print(nonfinite_warning(names, folder), file=sys.stderr)

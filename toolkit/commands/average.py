@@ -11,11 +11,10 @@ def setup(out_dir: str, checkpoint_dirs: str, verify_checkpoint: bool = True) ->
         checkpoint_dirs: Two or more checkpoints, separated by commas: folders, or names below checkpoints/.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    import sys
     from pathlib import Path
 
     from toolkit.checkpoints.average import average
-    from toolkit.checkpoints.finite import nonfinite_warning
+    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.errors import require_option
 
@@ -25,6 +24,6 @@ def setup(out_dir: str, checkpoint_dirs: str, verify_checkpoint: bool = True) ->
     if verify_checkpoint:
         for folder in folders:
             require_intact_model(folder)
-    if nonfinite := average(folders, Path(out_dir)):
-        print(nonfinite_warning(nonfinite, out_dir), file=sys.stderr)
+    nonfinite = average(folders, Path(out_dir))
+    warn_nonfinite(nonfinite, out_dir)
     print(f"wrote {out_dir}: the mean of {len(folders)} checkpoints")

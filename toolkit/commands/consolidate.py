@@ -11,10 +11,9 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
         out_dir: The new folder.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    import sys
     from pathlib import Path
 
-    from toolkit.checkpoints.finite import nonfinite_warning
+    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.remote.cached import local_copy
     from toolkit.checkpoints.run.consolidate import consolidate
@@ -28,6 +27,6 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
     source = folder if is_sharded(folder / WEIGHTS) else find_checkpoint_dir(checkpoint_dir)
     if verify_checkpoint:
         require_intact_model(source)
-    if nonfinite := consolidate(source, Path(out_dir)):
-        print(nonfinite_warning(nonfinite, out_dir), file=sys.stderr)
+    nonfinite = consolidate(source, Path(out_dir))
+    warn_nonfinite(nonfinite, out_dir)
     print(f"wrote {out_dir}")

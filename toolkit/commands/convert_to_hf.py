@@ -42,7 +42,7 @@ def setup(
     import torch
 
     from toolkit.checkpoints.adapters import has_adapters_only
-    from toolkit.checkpoints.finite import nonfinite_warning
+    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_model, read_model_config
     from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers, verify_hf
     from toolkit.checkpoints.hf.push import push_folder, require_target
@@ -65,8 +65,7 @@ def setup(
 
     check = compare if verify else None
     nonfinite = export_hf(folder, out_dir, target_dtype, merge, base_checkpoint_dir, check, family_options)
-    if nonfinite:
-        print(nonfinite_warning(nonfinite, out_dir), file=sys.stderr)
+    warn_nonfinite(nonfinite, out_dir)
     if not (Path(out_dir) / "tokenizer.json").exists():
         print(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}", file=sys.stderr)
     print(f"wrote {out_dir}")

@@ -21,12 +21,12 @@ def setup(
     from pathlib import Path
 
     from toolkit.checkpoints.export_litgpt import export_litgpt
-    from toolkit.checkpoints.finite import nonfinite_warning
+    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_model
 
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
-    if nonfinite := export_litgpt(folder, Path(out_dir), merge, base_checkpoint_dir):
-        print(nonfinite_warning(nonfinite, out_dir), file=sys.stderr)
+    nonfinite = export_litgpt(folder, Path(out_dir), merge, base_checkpoint_dir)
+    warn_nonfinite(nonfinite, out_dir)
     if not (Path(out_dir) / "tokenizer.json").exists():
         print(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}", file=sys.stderr)
     print(f"wrote {out_dir}")

@@ -27,7 +27,7 @@ def setup(
     import sys
     from pathlib import Path
 
-    from toolkit.checkpoints.finite import nonfinite_warning
+    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.hf.push import push_folder, require_target
     from toolkit.checkpoints.peft.export_peft import export_peft
@@ -38,8 +38,7 @@ def setup(
     if verify_checkpoint:
         require_intact_model(folder, base_checkpoint_dir)
     exported = export_peft(folder, Path(out_dir), base_checkpoint_dir, base_model)
-    if exported.nonfinite:
-        print(nonfinite_warning(exported.nonfinite, out_dir), file=sys.stderr)
+    warn_nonfinite(exported.nonfinite, out_dir)
     print(f"wrote {out_dir}")
     print(f"base_model_name_or_path: {exported.base}")
     if not exported.has_known_base:

@@ -24,12 +24,11 @@ def setup(
         verify: Compare the logits with and without merging, in float32.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    import sys
     from pathlib import Path
 
     import torch
 
-    from toolkit.checkpoints.finite import nonfinite_warning
+    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.merge import logit_difference, merge_in_place, merge_to
     from toolkit.checkpoints.store import WEIGHTS
@@ -52,8 +51,7 @@ def setup(
     else:
         merged = merge_to(folder, target, base_checkpoint_dir, target_dtype)
         print(f"wrote {out_dir}")
-    if merged.nonfinite:
-        print(nonfinite_warning(merged.nonfinite, target), file=sys.stderr)
+    warn_nonfinite(merged.nonfinite, target)
     print(f"base: {merged.info.base}, fingerprint {merged.info.base_hash[:16]}")
     if merged.info.quantize is not None:
         print(f"trained on that base quantized to {merged.info.quantize}; merged into the unquantized weights")
