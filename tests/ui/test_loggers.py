@@ -12,7 +12,7 @@ import pytest
 from toolkit.config import LogArgs
 from toolkit.errors import UserError
 from toolkit.ui import loggers
-from toolkit.ui.loggers import COLUMNS, MetricsCSV, check_loggers, log_metrics, make_loggers, read_metrics
+from toolkit.ui.loggers import COLUMNS, MetricsCSV, check_loggers, log_metrics, make_loggers, read_metrics, rows_crc
 
 HEADER = "step,tokens,loss,learning_rate,grad_norm,tokens_per_sec,mfu,peak_memory_gb,val_loss,val_ppl,val_bpb,seconds"
 
@@ -96,6 +96,17 @@ def test_missing_file_is_created_on_resume(path):
     write_steps(path, 6, resume_step=5)
     assert path.read_text().startswith(HEADER) and steps(path) == [6]
     assert read_metrics(path.with_name("none.csv")) == []
+
+
+def test_crc_of_rows_stays_when_a_resume_adds_columns(path):
+    csv = MetricsCSV(path, None)
+    csv.write({"step": 1, "loss": 2.0})
+    csv.close()
+    crc = rows_crc(path, 1)
+    MetricsCSV(path, 1, ["slowest_rank"]).close()
+    assert rows_crc(path, 1) == crc
+    path.write_text(path.read_text().replace("2.0", "3.0"))
+    assert rows_crc(path, 1) != crc
 
 
 def test_new_run_starts_a_new_file(path):

@@ -94,7 +94,8 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 def rows_crc(path: Path, count: int) -> int:
     """Return the CRC-32 of the first ``count`` rows of metrics.csv; 0 if it cannot be read."""
     with suppress(OSError, ValueError):
-        return zlib.crc32(b"".join(read_bounded(path, "log").splitlines(keepends=True)[1 : count + 1]))
+        rows = read_bounded(path, "log").splitlines()[1 : count + 1]
+        return zlib.crc32(b"\n".join(row.rstrip(b",") for row in rows))  # a later launch may add columns, empty here
     return 0
 
 
