@@ -64,29 +64,39 @@ def update_bytes(setup: MemoryInputs, model: GPT) -> float:
     needs, no_decay, groups = 0.0, no_decay_params(model), dict[tuple[bool, bool], list[nn.Parameter]]()
     for name, parameter in trained.items():
         groups.setdefault((name in no_decay, name in main), []).append(parameter)
+    orthogonalization = _orthogonalization_bytes(setup, model, main, shards)
     if has_bf16_moments or (setup.has_masters and not setup.sums_in_fp32):
         widened = {is_main: int(setup.has_masters and not setup.sums_in_fp32) for _, is_main in groups}  # per element
+        rounded = 0
         if has_bf16_moments:
+            rounded = FP32 + 1 + FP32 + BF16
             for is_main in widened:
                 moments = state_bytes(setup.optimizer, torch.float32, (256, 256), setup.optimizer_class, is_main)
                 widened[is_main] += int(moments // (BF16 * 256 * 256))
-            needs += (FP32 + 1 + FP32 + BF16) * largest
         limit = 1 if setup.in_backward else UPDATE_CHUNK
-        parts = [(widened[key[1]], part) for key, group in groups.items() for part in chunks(group, size, limit)]
-        needs += FP32 * max(n * sum(map(size, part)) for n, part in parts)
-    elif setup.optimizer["name"] == "Adafactor" and shards > 1:
+        for (_, is_main), group in groups.items():
+            for sizes in (list(map(size, part)) for part in chunks(group, size, limit)):
+                after = max(orthogonalization * is_main, rounded * max(sizes))  # rounding follows the update
+                needs = max(needs, FP32 * widened[is_main] * sum(sizes) + after)
+        return needs
+    if setup.optimizer["name"] == "Adafactor" and shards > 1:
         parts = [(1, part) for group in groups.values() for part in chunks(group, size)]
         needs += setup.weight_bytes * max(sum(map(size, part)) for _, part in parts)
     elif _is_foreach(setup) and not setup.has_masters:
         elements = largest if setup.in_backward else max(sum(map(size, group)) for group in groups.values())
         needs += (FP32 if setup.lora is not None else setup.weight_bytes) * elements
-    if setup.optimizer["name"] == Muon.__name__:
-        shapes = muon_shapes(setup, model)
-        n_copies, product = (3, FP32) if setup.device == "cpu" else (2, BF16)
-        iterations = max((n_copies * FP32 * r * c + 2 * product * min(r, c) ** 2 for r, c in shapes), default=0)
-        gathered = max((model.get_parameter(name).numel() for name in main), default=0) if shards > 1 else 0
-        needs += iterations + (FP32 + product) * gathered
-    return needs
+    return needs + orthogonalization
+
+
+def _orthogonalization_bytes(setup: MemoryInputs, model: GPT, main: set[str], shards: int) -> float:
+    """Return the temporary memory of Muon's iterations, in a chunk of its matrices; 0 for other optimizers."""
+    if setup.optimizer["name"] != Muon.__name__:
+        return 0.0
+    shapes = muon_shapes(setup, model)
+    n_copies, product = (3, FP32) if setup.device == "cpu" else (2, BF16)
+    iterations = max((n_copies * FP32 * r * c + 2 * product * min(r, c) ** 2 for r, c in shapes), default=0)
+    gathered = max((model.get_parameter(name).numel() for name in main), default=0) if shards > 1 else 0
+    return iterations + (FP32 + product) * gathered
 
 
 def _is_foreach(setup: MemoryInputs) -> bool:

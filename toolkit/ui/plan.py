@@ -91,7 +91,7 @@ def _learning_rates(schedule: Any) -> dict[str, Any]:
 
 def _format_learning_rates(rates: dict[str, Any]) -> str:
     """Return ``cosine, 8.0e-06 at step 1, 4.0e-04 at step 50, 4.0e-05 at step 1,000  ▁▄██▇▆...``."""
-    points = [f"{format_learning_rate(rate)} at step {step:,}" for step, rate in rates["by_step"].items()]
+    points = [f"{format_learning_rate(rate)} at step {int(step):,}" for step, rate in rates["by_step"].items()]
     bars = "".join("▁▂▃▄▅▆▇█"[round(7 * rate / max(rates["curve"]))] for rate in rates["curve"])
     return f"{', '.join([rates['schedule'], *points])}  {bars}"
 
