@@ -5,7 +5,6 @@ import sys
 from toolkit.cli import main
 from toolkit.data.streamed import segments
 
-segments.SEGMENT_BYTES = 4000
-
-if __name__ == "__main__":
+if __name__ == "__main__":  # not where only its path is imported
+    segments.SEGMENT_BYTES = 4000
     sys.exit(main(sys.argv[1:]))
