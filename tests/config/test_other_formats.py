@@ -272,7 +272,7 @@ def test_what_cannot_be_honored_is_an_error_unless_a_flag_overrides_it(parse):
             ["--train.micro_batch_size", "2", "--train.global_batch_size", "4"],
         ),
         ("training: {bf16: 1}", "file0.yaml: training.bf16: 1: must be true or false", ["--precision", "32-true"]),
-        ("model: {num_layers: 4, split_layer: 1}", "split_layer: 1: the latent enters in the middle", None),
+        ("model: {num_layers: 4, split_layer: 1}", "split_layer: 1: must be half of num_layers", None),
         ("data: {dataset_name: wikitext}", "wikitext: use --data HuggingFaceText --data.repo_id wikitext", None),
         (
             "distributed: {fsdp_state_dict_type: local_state_dict}",

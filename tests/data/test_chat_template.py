@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.data.chat import sandbox_process
+from toolkit.data.chat.renderer import TRAINING_DATE
 from toolkit.data.chat.template import ChatTemplate, encode_text, prompt_styles
 from toolkit.data.sft.schemas import to_record
 from toolkit.data.tokenizer import Tokenizer, train_bpe
@@ -669,6 +670,9 @@ def test_hermes_renders_tools_as_qwen3(templates, make):
             expected = qwen3.render(messages, tools=tools).replace("<think>\n\n</think>\n\n", "")
             assert hermes.render(messages, tools=tools) == expected
             assert hermes.render(messages[:-1], True, tools) == qwen3.render(messages[:-1], True, tools)
+    openai = [{**m, "role": m["role"].replace("tool", "function"), "content": m["content"] or None} for m in CALLS]
+    values = {"messages": openai, "tools": TOOLS, **tokenizer.special_tokens}
+    assert hermes._call_jinja(values, TRAINING_DATE) == hermes.render(CALLS, tools=TOOLS)  # as transformers renders
     assert "".join(parts(hermes, LONG_CALLS)) == "".join(parts(qwen3, LONG_CALLS)).replace(
         "<think>\n\n</think>\n\n", ""
     )

@@ -1,6 +1,7 @@
 """Where text begins with bos and ends with eos, in each way that it becomes tokens."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from toolkit.data.sft.tokenize import _tokenize_completion
 from toolkit.data.streamed import segments, stream
 from toolkit.data.streamed.stream import Source, Stream
 from toolkit.data.text import documents
-from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.data.tokenizer import Tokenizer, train_bpe, train_bpe
 from toolkit.errors import UserError
 from toolkit.inference.text import encode_prompt
 from toolkit.models.families import get_config
@@ -109,8 +110,15 @@ def test_documents_are_what_transformers_makes_of_them(byte_level_dir, sentencep
     check_each(check, [(kind, folder) for kind in KINDS for folder in (byte_level_dir, sentencepiece_dir)])
 
 
+def test_bos_that_only_the_post_processor_names_is_found(byte_level_dir, tmp_path):
+    """A folder with nothing but tokenizer.json, as the tokenizers library saves it."""
+    shutil.copy(byte_level_dir / "tokenizer.json", tmp_path)
+    alone, whole = Tokenizer.load(tmp_path), Tokenizer.load(byte_level_dir)
+    assert alone.adds_bos and alone.bos_id == whole.bos_id and alone.encode("hat") == whole.encode("hat")
+
+
 def test_neither_end_is_doubled(bos, without_bos, prepare):
-    marked = [f"<s>{TEXTS[0]}</s>", *(f"{text}</s>" for text in TEXTS[1:])]
+    marked = [f"<s>{TEXTS[0]}</s>", f"{TEXTS[1]}</s>\n", *(f"{text}</s>" for text in TEXTS[2:])]
 
     def check(kind, tokenizer):
         texts = marked if tokenizer is bos else [text.removeprefix("<s>") for text in marked]
@@ -166,7 +174,7 @@ def test_option_chooses_another_rule_and_bos_is_said(bos, without_bos, prepare):
             plain, ["Data: documents begin without bos, as in toolkit 0.1.0 (--data.add_bos null)"]
         )  # fmt: skip
         with pytest.raises(UserError, match=r"^--data.add_bos true: .*no bos token"):
-            run(bos.with_files({"tokenizer_config.json": b'{"eos_token": "</s>"}'}), True)
+            run(train_bpe(["hat"], 300), True)
 
     check_each(check, KINDS)
 

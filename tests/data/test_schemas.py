@@ -103,6 +103,8 @@ def test_columns_are_mapped_by_name():
         ({"text": 3}, "text: is a number; it must be a string"),
         ({"messages": []}, "messages: is an empty list"),
         ({"prompt": "q", "completion": "a", "tools": "weather"}, "tools: is a string, not a list of tools"),
+        ({"prompt": "q", "completion": "a", "tools": '[{"a": 1, "a": 2}]'}, "a list of tools: duplicate key a"),
+        ({"prompt": "q", "completion": "a", "tools": '[{"a": NaN}]'}, "a list of tools: NaN is not JSON"),
         ({"prompt": "q", "completion": "a", "tools": "[" * 10**5}, "tools: is a string, not a list of tools"),
         ({"prompt": "q", "completion": "a", "tools": {"name": "weather"}}, "tools: is an object; it must be a list"),
         ({"prompt": "q", "completion": "a", "tools": ["weather"]}, "tools: tool 1 is a string; it must be an object"),

@@ -25,7 +25,7 @@ class AddedBos(NamedTuple):
     eos: int
 
     def without_loss(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Mask the loss of these tokens: validation measures the text."""
+        """Mask the loss of added bos tokens: validation measures the text."""
         is_added = (row["input_ids"] == self.eos) & (row["labels"] == self.bos)
         return row | {"labels": row["labels"].masked_fill(is_added, IGNORE_INDEX)}
 

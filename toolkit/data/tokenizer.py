@@ -241,6 +241,10 @@ class Tokenizer:
             return token_id
         if which == "eos" and not any(self._settings.values()):
             return next((i for t in _COMMON_EOS if (i := self._tokenizer.token_to_id(t)) is not None), None)
+        if which == "bos":  # the file's post-processor may add one that no setting names
+            with _translate_panic(self.name):
+                ids, text = (self._tokenizer.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+            return ids[0] if ids[1 : len(text) + 1] == text and len(ids) > len(text) else None
         return None
 
     def _detect_adds_bos(self) -> bool:

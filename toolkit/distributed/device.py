@@ -47,7 +47,7 @@ def precision_hint(accelerator: str, precision: str) -> str | None:
     """Return a line that suggests bf16-mixed if it would be much faster on this CPU; otherwise None."""
     if (accelerator, precision) != ("cpu", "32-true") or not private_torch.has_fast_bf16():
         return None
-    return "faster on this CPU, with other numbers: --precision bf16-mixed (AMX)"
+    return "faster on this CPU (AMX), but with other numbers: --precision bf16-mixed"
 
 
 def pick_precision(

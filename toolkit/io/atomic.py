@@ -15,6 +15,8 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def file_error(path: Path, error: OSError) -> UserError:
     """Return a one-line error for a failed operation on ``path``, with a fix."""
     hint = "free some space" if error.errno in NO_SPACE else "check the path and its permissions"
+    if error.errno == errno.ELOOP:
+        return UserError(f"{path}: is a symbolic link, which is not followed; replace it with a file")
     return UserError(f"{path}: {error.strerror or error}; {hint}")
 
 

@@ -25,7 +25,7 @@ _MAX_DIGITS = 300  # a longer number overflows a float; model_max_length has up 
 
 
 def no_follow(path: str | Path, flags: int) -> int:
-    """Open a file of a run, whoever made its folder: a link, whose target would be changed, is an OSError.
+    """Open a file without following a symbolic link. Raise OSError for a link.
 
     An opener for :func:`open`. It never blocks.
     """

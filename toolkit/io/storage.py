@@ -111,7 +111,10 @@ class Storage:
     def read(self, name: str, start: int | None = None, stop: int = MAX_BYTES["log"] + 1) -> bytes | None:
         """Return the bytes of an object from ``start`` to ``stop``. Return None if the object does not exist."""
         try:
-            return self.fs.cat_file(self._path(name), start=start, end=stop)
+            content = self.fs.cat_file(self._path(name), start=start, end=stop)
+            if len(content) - MAX_BYTES["log"] == 1 and not start:  # the default limit
+                raise self.error(f"{name} has more than {MAX_BYTES['log']:,} bytes; move it away")
+            return content
         except FileNotFoundError as error:
             return _missing(error, None)
         except OSError as error:

@@ -39,4 +39,4 @@ def use_own_tokenizer(args: RunArgs) -> RunArgs:
 
 
 def download_hint(repository: str) -> str:
-    return f"`toolkit download {repository} --tokenizer_only` downloads that of the architecture"
+    return f"`toolkit download {repository} --tokenizer_only` downloads the architecture's tokenizer"

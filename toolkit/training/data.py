@@ -40,7 +40,7 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Report) -> Prepa
     elif args.base_dir is not None and not (is_tokens and not (args.base_dir / "tokenizer.json").is_file()):
         tokenizer = Tokenizer.load(args.base_dir, "checkpoint_dir")
     if (repository := own_repository(args)) is not None:
-        report(f"note: trains a tokenizer on the data; {download_hint(repository)}")
+        report(f"note: training a new tokenizer on the data; {download_hint(repository)}")
     elif args.tokenizer_dir != getattr(args.requested, "tokenizer_dir", args.tokenizer_dir):
         report(f"Tokenizer: {args.tokenizer_dir}")
     options: dict[str, Any] = {"tokenizer": tokenizer, "max_seq_length": seq_length or 0, "report": report}

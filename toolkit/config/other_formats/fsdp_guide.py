@@ -134,8 +134,8 @@ def _dataset(file: ForeignConfig, name: str) -> Options:
 
 def _split_layer(file: ForeignConfig, layer: int) -> str:
     if layer != (file.find("model", "num_layers") or 0) // 2:
-        raise ValueError("the latent enters in the middle: set half of num_layers")
-    return "always so"
+        raise ValueError("must be half of num_layers: the latent enters in the middle")
+    return "fixed"
 
 
 def _betas(file: ForeignConfig, _: float) -> Options:
@@ -144,7 +144,7 @@ def _betas(file: ForeignConfig, _: float) -> Options:
 
 
 _LATENT = "model_config.family_options"
-_ALWAYS = partial(Rule, {True: True}, "", _unset("always so"))
+_ALWAYS = partial(Rule, {True: True}, "", _unset("fixed"))
 _DROPOUT = Rule(NOT_NEGATIVE, "", _unset("no effect, there is no dropout"))
 MODEL = {
     "vocab_size": Rule(COUNT, "", _unset("no effect, the data defines it")),
@@ -185,7 +185,7 @@ TRAINING = {
     "eval_every": Rule(COUNT, "eval.interval"),
     "save_every": Rule(COUNT, "train.save_interval"),
     "checkpoint_dir": Rule(text, "out_dir"),
-    "beta_kl": Rule(partial(number, "1, the paper's", lambda n: n == 1), "", _unset("always so")),
+    "beta_kl": Rule(partial(number, "1, the paper's", lambda n: n == 1), "", _unset("fixed")),
     "kappa_free_bits": Rule(
         NOT_NEGATIVE,
         f"{_LATENT}.free_bits",

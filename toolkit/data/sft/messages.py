@@ -1,10 +1,11 @@
 """Parse the messages and tools of a row."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
@@ -69,7 +70,7 @@ def _parse_message(message: Any, where: str) -> Message:
 
 def _parse_weight(fields: Message, where: str) -> None:
     """Set the loss weight, 0 or 1, if the message has it under any name."""
-    for name, value in [(name, fields.pop(name)) for name in fields.keys() & _WEIGHTS]:
+    for name, value in [(name, fields.pop(name)) for name in sorted(fields.keys() & _WEIGHTS)]:
         weight = (value != 1) if name == "masked" else value
         if value not in (0, 1) or fields.setdefault("weight", int(weight)) != weight:
             hint = "must be 0 or false (masked), or 1 or true (trained), and agree with other names of the weight"
@@ -78,11 +79,24 @@ def _parse_weight(fields: Message, where: str) -> None:
 
 def _parse_json_cell(text: str, where: str, what: str) -> Any:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise UserError(f"{where}: is a string, not {what}") from None
+        value = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = f": {one_line(error)}" if text.strip()[:1] in ("{", "[") else ""
+        raise UserError(f"{where}: is a string, not {what}{reason}") from None
     require_unicode(value, where)
     return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON text. Raise ValueError for a duplicate key, of which the last would count."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"duplicate key {Counter(name for name, _ in pairs).most_common(1)[0][0]}; remove one")
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _join_parts(parts: list[Any], where: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, AnyStr, Protocol
 
+from toolkit.data.sft.messages import unique_keys
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.safe_parse import MAX_ROW, bounded_lines
 
@@ -243,7 +244,7 @@ def _parse_json(text: str, path: Path, line: int | None = None, hint: str = "") 
     """Parse a file, or one line. The error message for invalid JSON ends with ``hint``."""
     first = line or 1
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         where = f"{path} line {first + error.lineno - 1:,}"
         raise UserError(f"{where}: invalid JSON: {error.msg} at column {error.colno}{hint}") from error
@@ -251,13 +252,6 @@ def _parse_json(text: str, path: Path, line: int | None = None, hint: str = "") 
         where = f"{path}" if line is None else f"{path} line {line:,}"
         reason = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise UserError(f"{where}: invalid JSON: {reason}") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f"duplicate key {Counter(name for name, _ in pairs).most_common(1)[0][0]}; remove one")
-    return values
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -189,10 +189,16 @@ def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer, ends: Doc
     and writing. Without this overlap, the library's threads are about as fast.
     """
     assert tokenizer.eos_id is not None  # checked by the callers
+    eos = tokenizer.special_tokens["eos_token"]
+
+    def _without_line_end(chunk: TextChunk) -> str:
+        """Return the text, without white space after an eos that ends the document."""
+        text = chunk.text.rstrip()
+        return text if ends and chunk.ends_document and text.endswith(eos) else chunk.text
 
     def encode(chunks: list[TextChunk], starts: bool) -> Tokenized:
         ids: list[int] = []
-        encoded = tokenizer.encode_batch([chunk.text for chunk in chunks], bos=False)
+        encoded = tokenizer.encode_batch([_without_line_end(chunk) for chunk in chunks], bos=False)
         for chunk, part in zip(chunks, encoded, strict=True):
             before, after = tokenizer.missing_ends(part if ends else [], starts and ends == "bos", chunk.ends_document)
             ids += before + part + after

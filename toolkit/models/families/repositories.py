@@ -1,6 +1,6 @@
 """Hub repositories of the named configurations."""
 
-# Organization, and prefixes of the names of its models. The hub has other names for those with a slash
+# Organization, and prefixes of the names of its models. `_RENAMED` lists models whose hub name differs.
 _ORGANIZATIONS = """
 meta-llama Llama-
 codellama CodeLlama-
