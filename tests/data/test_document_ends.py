@@ -20,7 +20,7 @@ from toolkit.data.sft.tokenize import _tokenize_completion
 from toolkit.data.streamed import segments, stream
 from toolkit.data.streamed.stream import Source, Stream
 from toolkit.data.text import documents
-from toolkit.data.tokenizer import Tokenizer, train_bpe, train_bpe
+from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 from toolkit.inference.text import encode_prompt
 from toolkit.models.families import get_config
@@ -174,7 +174,8 @@ def test_option_chooses_another_rule_and_bos_is_said(bos, without_bos, prepare):
             plain, ["Data: documents begin without bos, as in toolkit 0.1.0 (--data.add_bos null)"]
         )  # fmt: skip
         with pytest.raises(UserError, match=r"^--data.add_bos true: .*no bos token"):
-            run(train_bpe(["hat"], 300), True)
+            eos_only = {"tokenizer_config.json": b'{"eos_token": "<|endoftext|>"}'}
+            run(train_bpe(["hat"], 300).with_files(eos_only), True)
 
     check_each(check, KINDS)
 
