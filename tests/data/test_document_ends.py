@@ -174,8 +174,8 @@ def test_option_chooses_another_rule_and_bos_is_said(bos, without_bos, prepare):
             plain, ["Data: documents begin without bos, as in toolkit 0.1.0 (--data.add_bos null)"]
         )  # fmt: skip
         with pytest.raises(UserError, match=r"^--data.add_bos true: .*no bos token"):
-            eos_only = {"tokenizer_config.json": b'{"eos_token": "<|endoftext|>"}'}
-            run(train_bpe(["hat"], 300).with_files(eos_only), True)
+            files = {"tokenizer.json": train_bpe(["hat"], 300).files["tokenizer.json"]}
+            run(Tokenizer(files, "without bos"), True)
 
     check_each(check, KINDS)
 
