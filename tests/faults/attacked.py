@@ -95,7 +95,7 @@ class Server:
 
     @contextmanager
     def watched(self) -> Iterator[list[float]]:
-        """Ask /health all the time, from a process of its own; the seconds of each answer, at the end."""
+        """Ask /health all the time, from another process; the seconds of each answer, at the end."""
         seconds: list[float] = []
         watch = subprocess.Popen([sys.executable, "-c", WATCH, self.address], stdout=subprocess.PIPE, text=True)
         try:

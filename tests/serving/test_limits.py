@@ -144,7 +144,7 @@ def test_long_stop_texts_take_linear_time():
 
 
 def serve(scenario):
-    """Run the scenario, a coroutine function that is called with the server and its port, beside the server."""
+    """Run the scenario, a coroutine function that is called with the server and its port."""
 
     async def run():
         listener = server.open_socket("127.0.0.1", 0)

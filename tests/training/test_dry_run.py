@@ -76,7 +76,7 @@ def test_rank_0_prints_once_and_every_process_ends(corpus, tmp_path):
 
 
 def test_several_nodes_are_rehearsed_on_one_machine(corpus, tmp_path, capsys, monkeypatch):
-    """Without a launcher: rank 0's rows are read here, and the plan is that of all devices."""
+    """Without a launcher: rank 0's rows are read here, and the plan is for all devices."""
     words = ["pretrain", "pico-llama", *text_data(corpus), *SHORT, "--out_dir", str(tmp_path / "out"), "--dry_run"]
     words += ["--devices", "4", "--num_nodes", "2", "--train.global_batch_size", "16"]
     assert main(words) == 0

@@ -9,7 +9,7 @@ from typing import IO, Any
 def open_missing_streams() -> None:
     """Open /dev/null for standard streams that are None or closed: services and ``>&-`` have none.
 
-    Otherwise, a closed descriptor would become that of the next file, which libraries' output would damage.
+    Otherwise the next file would get a closed descriptor's number, and libraries' output would damage it.
     """
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:

@@ -257,7 +257,7 @@ def has_limit(train: TrainArgs) -> bool:
 
 
 def with_default_limit(args: RunArgs) -> RunArgs:
-    """Set the default length if the run has no limit. That of a named architecture needs the data's vocabulary."""
+    """Set the default length if the run has no limit. A named architecture's length needs the data's vocabulary."""
     if has_limit(args.train):
         return args
     epochs = args.objective.epochs or args.defaults.epochs

@@ -59,7 +59,7 @@ class Connection(H11Protocol):
     """A connection that ends if the server waits for its client, in CLIENT_TIMEOUT to twice that time.
 
     The server waits for the rest of a request, or for the client to read. If there are too many connections, a new one
-    ends the oldest of them that is not being answered, so that new clients, such as those of /health, always get in.
+    ends the oldest of them that is not being answered, so that new clients, such as checks of /health, always get in.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
