@@ -97,6 +97,15 @@ def test_rank_unresponsive_before_the_first_step_ends_the_run(tmp_path):
 
 
 @pytest.mark.slow
+def test_rank_unresponsive_while_data_is_prepared_ends_the_run(tmp_path):
+    process = pretrain("--devices", "2", "--timeout", "0.05", *failing(tmp_path, 1, "preparing"))
+    read_until(process, "preparing\n")
+    started = time.monotonic()
+    ended(process, 1, "no answer from rank 1 for 0.05 minutes")
+    assert time.monotonic() - started < 50  # the start-up limit is 60 s
+
+
+@pytest.mark.slow
 def test_timeout_applies_to_every_process_group(tmp_path):
     program = """
 import sys, time, torch

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from toolkit.config import AUTO, Auto
 from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.lifeline import Lifeline
-from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, is_in_torchrun, open_store, run_key_prefix
+from toolkit.distributed.rendezvous import DATA_TIMEOUT_S, STARTUP_TIMEOUT_S, is_in_torchrun, open_store, run_key_prefix
 from toolkit.distributed.shutdown import ShutdownCoordinator, children, first_line, name_ranks
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import PeerLostError, UserError
@@ -111,7 +111,7 @@ class RunGroup:
             self._wait_for(lifeline.ADDRESS, what)
         self.shutdown.lifeline = self._query_store(lambda: Lifeline(store, host, port, rank))
         try:
-            self._wait_for_ranks("here", what)
+            self._wait_for_ranks("here", what, STARTUP_TIMEOUT_S)
         except TimeoutError as error:
             raise UserError(f"{address}: {error} did not connect {limit}; {hint}") from None
 
@@ -150,7 +150,7 @@ class RunGroup:
         if self._store is None or lifeline is None:
             return  # one process
         try:  # torch's own wait does not detect a failed rank
-            self._wait_for_ranks("ready", "for all ranks to have the data")
+            self._wait_for_ranks("ready", "for all ranks to have the data", DATA_TIMEOUT_S)
         except TimeoutError as error:
             waited = f"for {self.timeouts.first / 60:g} minutes"
             hint = "raise --timeout if it needs longer (see troubleshooting: hanging)"
@@ -170,8 +170,8 @@ class RunGroup:
                 f"{ranks.world_size()} are connected; give the numbers that the launcher uses"
             )
 
-    def _wait_for_ranks(self, name: str, what: str) -> None:
-        """Wait until all ranks reach this point; rank 0 enforces the timeout."""
+    def _wait_for_ranks(self, name: str, what: str, at_least: float) -> None:
+        """Wait until all ranks reach this point. Rank 0 enforces the timeout: ``at_least`` (s) for its children."""
         store = self._store
         assert store is not None
         self._query_store(lambda: store.set(f"{name}/{self.world.global_rank}", ""))
@@ -179,7 +179,7 @@ class RunGroup:
             return self._wait_for(name, what)
         started, others = time.monotonic(), range(1, self.world.world_size)
         for rank in others:
-            seconds = max(self.timeouts.first, STARTUP_TIMEOUT_S if rank <= len(children) else 0)
+            seconds = max(self.timeouts.first, at_least if rank <= len(children) else 0)
             try:
                 self._wait_for(f"{name}/{rank}", what, started + seconds)
             except TimeoutError:

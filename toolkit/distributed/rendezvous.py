@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 FAILED = "failed"  # the key of the first failure before the rendezvous
 STARTUP_TIMEOUT_S = 60.0  # for a process of this run to start, regardless of --timeout
+DATA_TIMEOUT_S = 20.0  # for one that has started to read the prepared data
 CONNECT_TIMEOUT_S = 10.0  # for a failed process to reach the store before it prints its message
 
 
