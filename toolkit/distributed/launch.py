@@ -170,7 +170,7 @@ class RunGroup:
                 f"{ranks.world_size()} are connected; give the numbers that the launcher uses"
             )
 
-    def _wait_for_ranks(self, name: str, what: str, at_least: float) -> None:
+    def _wait_for_ranks(self, name: str, what: str, at_least: float = 0.0) -> None:
         """Wait until all ranks reach this point. Rank 0 enforces the timeout: ``at_least`` (s) for its children."""
         store = self._store
         assert store is not None
