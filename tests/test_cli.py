@@ -6,6 +6,7 @@ import itertools
 import os
 import pty
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -343,21 +344,38 @@ def test_s3_signals_in_the_first_moments_are_reported(number, code, line):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ImportError("numpy:\n\nOriginal error was: lib.so: failed to map segment from shared object\n"),
-        OSError(24, "Too many open files", "lib.py"),
-    ],
-)
-def test_limits_of_the_shell_are_one_line(error, monkeypatch, capsys):
-    def fail(*args):
-        raise error
+def test_limits_of_the_shell_are_one_line(monkeypatch, capsys):
+    numpy = ImportError("numpy:\n\nOriginal error was: lib.so: failed to map segment from shared object\n")
+    torch = RuntimeError("alloc_cpu.cpp:124: Error code 12 (Cannot allocate memory)")
+    python = SystemError("error return without exception set")
+    raise_limit, full = "raise the limit of this shell: ulimit -v (now 1048576)\n", "out of CPU memory; set TOOLKIT_"
 
-    monkeypatch.setattr("toolkit.cli.dispatch._check_before_torch", fail)
-    assert cli.main(["pretrain"]) == 1
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and "raise the limits of this shell: ulimit -n, ulimit -v" in shown, shown
+    def check(error: Exception, max_bytes: int, code: int, line: str) -> None:
+        def fail(*args):
+            raise error
+
+        monkeypatch.setattr("toolkit.cli.dispatch._check_before_torch", fail)
+        monkeypatch.setattr("resource.getrlimit", lambda kind: (max_bytes, max_bytes))
+        monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
+        assert cli.main(["pretrain"]) == code
+        shown = capsys.readouterr().err
+        assert line in shown and (shown.count("\n") == 1) == bool(line) and (line or "ulimit" not in shown), shown
+
+    files = OSError(24, "Too many open files", "lib.py")
+    cases = [(files, resource.RLIM_INFINITY, 2, "raise the limit of this shell: ulimit -n\n")]
+    cases += [(error, 2**30, 2, raise_limit) for error in (MemoryError(), numpy, torch, python)]
+    cases += [(error, resource.RLIM_INFINITY, 1, full) for error in (MemoryError(), torch)]
+    cases += [(error, resource.RLIM_INFINITY, 1, "") for error in (numpy, python)]  # a traceback
+    check_each(check, [*cases, (ValueError(), 2**30, 1, "")])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems may not limit the address space")
+@pytest.mark.parametrize("size", slow_except([700_000], [500_000, 700_000, 850_000, 1_000_000]))
+def test_little_address_space_is_one_line(size, tmp_path):
+    words = f"ulimit -v {size}; exec {shlex.quote(sys.executable)} -m toolkit pretrain --train.max_steps 1"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    line = f"toolkit pretrain: out of memory; raise the limit of this shell: ulimit -v (now {size})\n"
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 OUTPUT = [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]]

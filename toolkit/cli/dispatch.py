@@ -3,8 +3,8 @@
 import difflib
 import importlib
 import io
+import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -22,7 +22,7 @@ from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line
 from toolkit.io.atomic import NO_SPACE
 from toolkit.io.streams import SafeOutput, open_missing_streams
 
-_LIMITED = re.compile(r".*(failed to map segment|annot allocate memory|Too many open files).*")
+_IMPORT_BYTES = 1_100_000_000  # address space that importing torch takes; with less, OpenBLAS may retry forever
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM
 
 
@@ -75,8 +75,8 @@ def run(name: str, argv: list[str]) -> int:
         setup = importlib.import_module(module).setup
         if (arguments := parse(name, setup, positionals, argv)) is not None:
             _check_before_torch(name, arguments)
-            if sys.stderr.isatty():
-                sys.meta_path.insert(0, _TorchImportNote())
+            if "torch" not in sys.modules:
+                sys.meta_path.insert(0, _BeforeTorchImport())
             setup(**arguments)
         return 0
     except TerminatedError:
@@ -85,13 +85,19 @@ def run(name: str, argv: list[str]) -> int:
         return _end(program, "interrupted", INTERRUPTED)
     except CommandError as error:
         return _end(program, error, error.exit_code)
-    except MemoryError:
-        return _end(program, "out of CPU memory; set TOOLKIT_TRACEBACK=1 to see where", 1)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (EPIPE, *NO_SPACE):
             raise  # of stdout; or of a file, where no one expects it
-        if (limited := _LIMITED.search(str(error))) is not None:
-            return _end(program, f"{limited[0]}; raise the limits of this shell: ulimit -n, ulimit -v", 1)
+        if "Too many open files" in str(error):
+            return _end(program, f"{error}; raise the limit of this shell: ulimit -n", 2)
+        is_memory_error = isinstance(error, MemoryError) or "annot allocate memory" in str(error)
+        # Imports fail in these ways, too, when they run out of address space.
+        is_unclear = isinstance(error, SystemError) or "failed to map segment" in str(error)
+        if (is_memory_error or is_unclear) and math.isfinite(limit := _max_address_space()):
+            sys.unraisablehook = lambda _: None  # exit handlers run out of memory, too
+            return _end(program, f"out of memory; raise the limit of this shell: ulimit -v (now {limit // 1024})", 2)
+        if is_memory_error:
+            return _end(program, "out of CPU memory; set TOOLKIT_TRACEBACK=1 to see where", 1)
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
         return _end(program, f"{type(error).__name__}: {error}", 1, is_internal=True)
@@ -111,13 +117,26 @@ def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
         require_bitsandbytes(f"--quantize {values['quantize']}")
 
 
-class _TorchImportNote(MetaPathFinder):
-    """Prints a line when the import of torch begins, which takes seconds."""
+def _max_address_space() -> float:
+    """Return the limit of the address space (``ulimit -v``) in bytes; inf if there is none."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+class _BeforeTorchImport(MetaPathFinder):
+    """Checks the address space before torch is imported, and prints a line on a terminal: the import takes seconds."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname.startswith("torch."):  # "torch" alone is also looked for without an import
+            if _max_address_space() < _IMPORT_BYTES:
+                raise MemoryError
             sys.meta_path.remove(self)
-            print_once("loading PyTorch")
+            if sys.stderr.isatty():
+                print_once("loading PyTorch")
 
 
 def _terminate(number: int, frame: object) -> None:
