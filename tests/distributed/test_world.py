@@ -49,6 +49,7 @@ READ = {
     "two of the GPUs": (2, 1, 4, {}, (2, 1, 0, 0, "toolkit", True)),
     "processes on a CPU": (3, "auto", None, {}, (3, 1, 0, 0, "toolkit", True)),
     "second node": (2, 2, 2, TWO, (2, 2, 1, 0, "toolkit", True)),
+    "second node, IPv6": (2, 2, 2, TWO | {"MASTER_ADDR": "fe80::1%eth0"}, (2, 2, 1, 0, "toolkit", True)),
     "second node, one device": (1, 2, None, TWO, (1, 2, 1, 0, "toolkit", False)),
     "torchrun": ("auto", "auto", 2, torchrun(3), (2, 2, 1, 1, "torchrun", False)),
     "torchrun and the same flags": (2, 2, None, torchrun(2), (2, 2, 1, 0, "torchrun", False)),
@@ -190,8 +191,11 @@ def test_contradictions_are_one_line_errors(case):
 
 
 UNREAD = {
-    "PET_NNODES": "Kubeflow", "SKYPILOT_NUM_NODES": "SkyPilot", "OMPI_COMM_WORLD_SIZE": "Open MPI", "PMI_SIZE": "MPICH",
-}  # fmt: skip
+    "PET_NNODES": "Kubeflow .*; start torchrun -m toolkit",
+    "SKYPILOT_NUM_NODES": r"SkyPilot .*; use --num_nodes \$SKYPILOT_NUM_NODES, NODE_RANK=\$SKYPILOT_NODE_RANK, MASTER_",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI .*; start one process per node with --num_nodes, NODE_RANK, MASTER_ADDR and MAST",
+    "PMI_SIZE": "MPICH .*; start one process per node with --num_nodes, NODE_RANK, MASTER_ADDR and MASTER_PORT",
+}
 SUBSETS = [names for n in range(1, len(UNREAD) + 1) for names in combinations(UNREAD, n)]
 
 

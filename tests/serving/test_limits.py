@@ -3,7 +3,9 @@
 import asyncio
 import json
 import random
+import signal
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +18,12 @@ from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.inference.batcher import Sampling
 
 pytest.importorskip("starlette")
-import uvicorn
+from pydantic import ValidationError
 
 from toolkit.serving import server
 from toolkit.serving.answer import StopFinder
 from toolkit.serving.app import Service, make_app
+from toolkit.serving.protocol import ApiError, ChatBody, CompletionBody
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
 
@@ -37,11 +40,11 @@ def service():
 
 
 def post(service, path: str, body: bytes) -> tuple[int, dict]:
-    """The status and the parsed body of the application's response."""
-    sent = []
+    """The status and the parsed body of the application's response. The body arrives in two parts."""
+    sent, parts = [], [body[len(body) // 2 :], body[: len(body) // 2]]
 
     async def receive():
-        return {"type": "http.request", "body": body}
+        return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
 
     async def send(message):
         sent.append(message)
@@ -65,8 +68,14 @@ def test_large_hostile_bodies_are_refused_in_little_time_with_a_short_answer(ser
         status, answer = post(service, path, body)
         assert status == 400 and message in answer["error"]["message"], answer
         assert len(json.dumps(answer)) < 4000 and time.process_time() - started_at < 2
+        with suppress(ApiError):
+            try:
+                bodies[path].model_validate_json(body)
+            except ValidationError as error:
+                assert error.error_count() < 10
 
     text, chat = "/v1/completions", "/v1/chat/completions"
+    bodies = {text: CompletionBody, chat: ChatBody}
     check_each(
         check,
         [
@@ -76,6 +85,7 @@ def test_large_hostile_bodies_are_refused_in_little_time_with_a_short_answer(ser
             (text, b"prompt", b"1", "131072 tokens, but must have fewer than 8192"),
             (text, b"prompt", b'"a"', "prompt.0: Input should be a valid integer", b",1"),
             (text, b"stop", b'"a"', "at most 4 items"),
+            (text, b"stop", b"1", "stop.0: Input should be a valid string"),
             (chat, b"messages", b"{}", "messages.0.role: Field required"),
             (chat, b"messages", b'{"role": "user", "content": ""}', "messages: List should have at most 2048 items"),
             (chat, b"messages", b'{"role": "user", "content": [{}]}', "content.0.type: Field required"),
@@ -143,29 +153,34 @@ def test_long_stop_texts_take_linear_time():
 # ---- connections
 
 
-def serve(scenario):
-    """Run the scenario, a coroutine function that is called with the server and its port."""
+@pytest.fixture
+def serve(monkeypatch):
+    """Return a function that runs a scenario, a coroutine function that is called with the server and its port."""
 
-    async def run():
-        listener = server.open_socket("127.0.0.1", 0)
-        options = {"http": server.Connection, "lifespan": "off", "log_level": "error", "backlog": server.ACCEPTS}
-        running = server.Server(uvicorn.Config(respond, **options))
-        running.stop_requests = lambda: None
-        task = asyncio.ensure_future(running.serve([listener]))
+    async def run(running, sockets, scenario):
+        task = asyncio.ensure_future(running.serve(sockets))
         try:
-            await scenario(running, listener.getsockname()[1])
+            await scenario(running, sockets[0].getsockname()[1])
         finally:
-            running.should_exit = True
-            await task
+            running.handle_exit(signal.SIGINT, None)
+            await asyncio.wait_for(task, 60)
 
-    with restore_handlers_on_exit():
-        asyncio.run(run())
+    def start(scenario):
+        monkeypatch.setattr(server.gc, "freeze", lambda: None)  # this process runs other tests, too
+        monkeypatch.setattr(server.Server, "run", lambda self, sockets: asyncio.run(run(self, sockets, scenario)))
+        with restore_handlers_on_exit(), pytest.raises(KeyboardInterrupt):
+            server.run_server(respond, server.open_socket("127.0.0.1", 0), 0, lambda: None)
+
+    return start
 
 
 async def respond(scope, receive, send):
-    """Read the request; answer /late after a second, /long with 20 MB."""
+    """Read the request; answer /late after a second, /long with 20 MB, /keep with nothing."""
     while (await receive()).get("more_body"):
         pass
+    if scope["path"] == "/keep":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        return await send({"type": "http.response.body", "body": b""})
     await asyncio.sleep(scope["path"] == "/late")
     await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
     for _ in range(20 if scope["path"] == "/long" else 1):
@@ -185,7 +200,7 @@ async def get(port, path, pause=0.0) -> int:
     return size
 
 
-def test_clients_that_neither_send_nor_read_are_disconnected(monkeypatch):
+def test_clients_that_neither_send_nor_read_are_disconnected(serve, monkeypatch):
     """Others are not, however long their answers take."""
     monkeypatch.setattr(server, "CLIENT_TIMEOUT", 0.2)
 
@@ -203,6 +218,7 @@ def test_clients_that_neither_send_nor_read_are_disconnected(monkeypatch):
     async def scenario(running, port):
         starts = b"", HEAD, HEAD + b"100\r\n\r\n", b"GET /long HTTP/1.1\r\nHost: localhost\r\n\r\n"
         steps = [(start, b"") for start in starts] + [(b"GET / HTTP/1.1\r\nX: ", b"y"), (starts[2], b"y")]
+        steps.append((b"GET /keep HTTP/1.1\r\nHost: localhost\r\n\r\n", b"y"))  # the next request
         await asyncio.gather(*(is_disconnected(running, port, *step) for step in steps))
         sizes = await asyncio.gather(get(port, b"/late"), get(port, b"/long", pause=0.05))
         assert sizes[0] > 10**6 and sizes[1] > 20 * 10**6
@@ -210,7 +226,7 @@ def test_clients_that_neither_send_nor_read_are_disconnected(monkeypatch):
     serve(scenario)
 
 
-def test_new_clients_get_in_when_there_are_too_many_connections(monkeypatch):
+def test_new_clients_get_in_when_there_are_too_many_connections(serve, monkeypatch):
     monkeypatch.setattr(server.resource, "getrlimit", lambda kind: (64, 64))
 
     async def scenario(running, port):
@@ -223,5 +239,18 @@ def test_new_clients_get_in_when_there_are_too_many_connections(monkeypatch):
         assert 10 < len(running.server_state.connections) < 30
         for writer in half_open:
             writer.close()
+
+    serve(scenario)
+
+
+def test_a_client_in_the_middle_of_a_request_does_not_delay_the_end(serve, monkeypatch):
+    monkeypatch.setattr(server, "CLIENT_TIMEOUT", 10_000)
+    opened = []
+
+    async def scenario(running, port):
+        opened.append(await asyncio.open_connection("127.0.0.1", port))
+        opened[0][1].write(HEAD + b"100\r\n\r\n{")
+        while not any(connection.cycle for connection in running.server_state.connections):
+            await asyncio.sleep(0.01)
 
     serve(scenario)

@@ -184,6 +184,7 @@ def test_stop_texts_end_an_answer_and_are_not_part_of_it(client):
         ("ei", "zw", "stop"),
         (["nothing", "i 🎉", "🎉"], "zwe", "stop"),
         (["ei x", "x"], "zwei 🎉", "stop"),
+        ("🎉x", "zwei 🎉", "stop"),  # held until the end
         ("z", "", "stop"),
     ):
         answer, chunks = chat(client, "2", stop=stop), list(chat(client, "2", stop=stop, stream=True))
