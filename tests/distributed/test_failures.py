@@ -102,7 +102,7 @@ def test_rank_unresponsive_while_data_is_prepared_ends_the_run(tmp_path):
     read_until(process, "preparing\n")
     started = time.monotonic()
     ended(process, 1, "no answer from rank 1 for 0.05 minutes")
-    assert 6 < time.monotonic() - started < 50  # between --timeout, 3 s, and the start-up limit, 60 s
+    assert 15 < time.monotonic() - started < 50  # a limit of 20 s, neither --timeout nor the 60 s of a start
 
 
 @pytest.mark.slow
