@@ -99,6 +99,7 @@ class Server:
         seconds: list[float] = []
         watch = subprocess.Popen([sys.executable, "-c", WATCH, self.address], stdout=subprocess.PIPE, text=True)
         try:
+            seconds.append(float(watch.stdout.readline()))  # it has started, on a busy machine too
             yield seconds
         finally:
             watch.terminate()

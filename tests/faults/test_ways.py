@@ -1,9 +1,13 @@
 """One trial of each way of killing, stopping, of failing disks and of resuming; ``make test-faults`` makes many."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from tests.faults.core import Trial
-from tests.faults.ways import make
+from tests.faults.core import Trial, Way
+from tests.faults.ways import WAYS, make
 
 TRIALS = [
     Trial("kill-calls", "ordinary", 300),
@@ -22,3 +26,16 @@ TRIALS = [
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 def test_the_promise_holds(trial):
     assert make(trial)["failure"] is None
+
+
+def test_trials_do_not_inherit_ignored_signals(monkeypatch):
+    def run(subject, seed, folder):
+        code = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
+        assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGHUP
+
+    monkeypatch.setitem(WAYS, "nohup", Way("nohup", "", "", list, lambda *_: [], run))
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert make(Trial("nohup", "", 0))["failure"] is None
+    finally:
+        signal.signal(signal.SIGHUP, previous)

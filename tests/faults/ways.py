@@ -1,6 +1,7 @@
 """The table of all ways, in the order of the page."""
 
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ WAYS: dict[str, Way] = {module.WAY.name: module.WAY for module in _MODULES}
 def make(trial: Trial) -> dict[str, Any]:
     """Make a trial in a temporary folder; return its line in the ledger."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    for number in (signal.SIGHUP, signal.SIGINT):  # nohup and a shell's & ignore them, which children inherit
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     try:
         return attempt(WAYS[trial.way], trial.subject, trial.seed, folder)
     finally:
