@@ -7,8 +7,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from helpers.cases import check_each
 
-from toolkit.data import CharText, LitData, PythonStdlib, SyntheticTokens, TextFiles
+from toolkit.data import CharText, HuggingFaceText, LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.data.text import python_stdlib
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
@@ -36,6 +37,23 @@ def test_options_have_the_same_default_in_all_modules():
     for module in MODULES:
         for option in fields(module):
             assert defaults.setdefault(option.name, option.default) == option.default, option.name
+
+
+def test_s5_the_default_vocabulary_has_the_key_of_its_value(corpus, tmp_path):
+    cache = {"cache_dir": str(tmp_path)}
+
+    def check(module, **options):
+        keys = [
+            module(**options, **size).prepare(tokenizer=None, max_seq_length=16, report=lambda line: None).content_key
+            for size in ({}, {"vocab_size": 4096}, {"vocab_size": 300})
+        ]
+        assert keys[0] == keys[1] != keys[2]
+
+    check_each(lambda module, options: check(module, **options), [
+        (TextFiles, {"train_data_path": str(corpus), **cache}),
+        (HuggingFaceText, {"path": str(corpus), "val_rows": 0, **cache}),
+        (SyntheticTokens, {}),
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(

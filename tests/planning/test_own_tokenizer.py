@@ -53,12 +53,18 @@ def test_it_is_taken_from_checkpoints_and_from_the_cache_of_the_hub(here):
     assert lines[0] == f"Tokenizer: {snapshot}"
     folder = write_tokenizer(Path("checkpoints") / TINY)
     mine = write_tokenizer(Path("checkpoints/EleutherAI/pythia-14m-deduped"))
+    sources = "{a: {weight: 1, data: {class_path: PythonStdlib, init_args: {vocab_size: 4096}}}}"
+    Path("mixture.yaml").write_text(f"data: {{class_path: Mixture, init_args: {{sources: {sources}}}}}")
     check_each(lambda words, expected: None if read(words).tokenizer_dir == expected else pytest.fail(words), [
         ("tiny-llama-1.1b", folder),
         ("TinyLlama-1.1B-Chat-v1.0 --data Alpaca2k", folder),
         ("EleutherAI/pythia-14m-deduped", mine),
         ("tiny-llama-1.1b --tokenizer_dir other", "other"),
         ("tiny-llama-1.1b --data TextFiles --data.train_data_path text.txt --data.vocab_size 300", None),
+        ("tiny-llama-1.1b --data PythonStdlib --data.vocab_size 4096", None),  # the default, but set
+        ("tiny-llama-1.1b --data HuggingFaceText --data.path text.txt --data.vocab_size 4096", None),
+        ("tiny-llama-1.1b --config mixture.yaml", None),
+        ("tiny-llama-1.1b --data HuggingFaceText --data.path text.txt", folder),
         ("tiny-llama-1.1b --model_config.vocab_size 300", None),
         ("tiny-llama-1.1b --data SyntheticTokens", None),
         ("pico-llama", None),

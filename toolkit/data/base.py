@@ -194,8 +194,17 @@ def require(ok: bool, name: str, value: Any, hint: str) -> None:
     require_option(ok, f"data.{name}", value, hint)
 
 
+def trained_vocabulary(module: Any) -> Any:
+    """Return the vocabulary of the tokenizer that a data module trains if it gets none; 0 if it never trains one.
+
+    The option has no default, so that a value that the user sets, also this one, is never replaced by a tokenizer.
+    """
+    size = getattr(module, "vocab_size", 0)
+    return 4096 if size is None else size
+
+
 def require_text_options(module: Any) -> None:
-    fraction, vocab_size, workers = module.val_fraction, module.vocab_size, module.num_workers
+    fraction, vocab_size, workers = module.val_fraction, trained_vocabulary(module), module.num_workers
     require(fraction is None or 0 <= fraction < 1, "val_fraction", fraction, "must be at least 0 and less than 1")
     is_valid = vocab_size == "characters" or vocab_size > 256
     require(is_valid, "vocab_size", vocab_size, "must be at least 257, the 256 bytes and <|endoftext|>, or characters")

@@ -77,8 +77,8 @@ class Mixture(DataModule):
 
     @property
     def vocab_size(self) -> Any:
-        """Vocabulary size option of the first source, if it has one."""
-        return getattr(next(iter(self.modules.values())), "vocab_size", None)
+        """Vocabulary size option of the first source; 0 if it has none."""
+        return getattr(next(iter(self.modules.values())), "vocab_size", 0)
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.config import ActivationCheckpointing, DDPArgs, FSDPArgs, Precision
+from toolkit.data.base import trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.config import ModelConfig
@@ -135,5 +136,5 @@ def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelCon
     if folder := args.tokenizer_dir or args.base_dir:
         tokenizer = Tokenizer.load(folder)
         return config.with_vocab_size(tokenizer.vocab_size)
-    size = getattr(args.data, "vocab_size", None)
-    return config.with_vocab_size(size if isinstance(size, int) else None)
+    size = trained_vocabulary(args.data)
+    return config.with_vocab_size(size or None if isinstance(size, int) else None)

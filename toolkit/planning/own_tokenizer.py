@@ -19,8 +19,8 @@ _TEXT = (HuggingFaceText, InstructionData, Mixture, PythonStdlib, TextFiles)
 
 def own_repository(args: RunArgs) -> str | None:
     """Return the hub repository of the architecture if the run needs its tokenizer."""
-    name, data, default = args.model_name, args.data, TextFiles.vocab_size
-    if getattr(data, "vocab_size", default) != default or getattr(args.model_config, "vocab_size", None):
+    name, data = args.model_name, args.data
+    if getattr(data, "vocab_size", None) or getattr(args.model_config, "vocab_size", None):
         return None  # the user wants another one
     if name is None or args.tokenizer_dir or args.base_dir or not isinstance(data, _TEXT):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require
+from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require, trained_vocabulary
 
 if TYPE_CHECKING:
     from toolkit.data.streamed.files import SourceFile
@@ -32,7 +32,7 @@ class HuggingFaceText(DataModule):
             all are kept.
         on_bad_shard: What to do about a file that cannot be read: end the run, or skip the rest of it.
         prepare_workers: Processes that tokenize ahead of the run, on each node.
-        vocab_size: Vocabulary size of the byte-level BPE tokenizer to train if there is no --tokenizer_dir.
+        vocab_size: Vocabulary size of the byte-level BPE tokenizer to train without --tokenizer_dir; 4096 by default.
         add_bos: Whether each document begins with bos. auto: if the tokenizer adds it; null: no, as in toolkit 0.1.0.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
@@ -50,7 +50,7 @@ class HuggingFaceText(DataModule):
     max_cache_gb: float | None = None
     on_bad_shard: Literal["error", "skip"] = "error"
     prepare_workers: int = 1
-    vocab_size: int = 4096
+    vocab_size: int | None = None
     add_bos: AddBos = AUTO
     cache_dir: str | None = None
     num_workers: int = 0
@@ -71,7 +71,7 @@ class HuggingFaceText(DataModule):
         budget = self.max_cache_gb
         require(budget is None or budget > 0, "max_cache_gb", budget, "must be positive")
         require(self.prepare_workers > 0, "prepare_workers", self.prepare_workers, "must be positive")
-        size = self.vocab_size
+        size = trained_vocabulary(self)
         require(size > 256, "vocab_size", size, "must be at least 257, for the 256 bytes and <|endoftext|>")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
         require(bool(self.text_column), "text_column", self.text_column, "must be given")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.base import PreparedData, Report, TokenDataset
+from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabulary
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
 from toolkit.data.document_ends import TAIL, added_bos, choose_ends
 from toolkit.data.streamed import segments
@@ -66,7 +66,7 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
         clean_up(cache_dir)
         source, tail = _source(text.files, text.options.text_column, text.options.skips_broken)
         source = replace(source, ends=choose_ends(text.options.add_bos, tokenizer, [tail], report))
-        stream = _open_stream(cache_dir, source, tokenizer, text.options.vocab_size, report)
+        stream = _open_stream(cache_dir, source, tokenizer, trained_vocabulary(text.options), report)
         prepared = _prepare_rows(text, stream, max_seq_length + 1, report)
     except StorageError as error:
         raise UserError(f"{text.where}: {error}") from error

@@ -18,6 +18,7 @@ from toolkit.data.base import (
     Report,
     Vocabulary,
     require_text_options,
+    trained_vocabulary,
 )
 from toolkit.errors import UserError
 
@@ -37,15 +38,15 @@ class PythonStdlib(DataModule):
     """The source code of Python's standard library, about 9 MB; each module is one document.
 
     Args:
-        vocab_size: Size of the byte-level BPE tokenizer to train without --tokenizer_dir; or characters, for a
-            character-level tokenizer.
+        vocab_size: Size of the byte-level BPE tokenizer to train without --tokenizer_dir, 4096 by default; or
+            characters, for a character-level tokenizer.
         val_fraction: Fraction of tokens held out for validation; 0 for none. Default 0.05.
         add_bos: Whether each document begins with bos. auto: if the tokenizer adds it; null: no, as in toolkit 0.1.0.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
 
-    vocab_size: Vocabulary = 4096
+    vocab_size: Vocabulary | None = None
     val_fraction: float | None = None
     add_bos: AddBos = AUTO
     cache_dir: str | None = None
@@ -65,7 +66,7 @@ class PythonStdlib(DataModule):
             train_option="--data PythonStdlib",
             val_option=f"--data.val_fraction {fraction}",
             val_fraction=fraction,
-            vocab_size=self.vocab_size,
+            vocab_size=trained_vocabulary(self),
             add_bos=self.add_bos,
             cache_dir=self.cache_dir,
         )

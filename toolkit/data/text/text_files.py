@@ -17,6 +17,7 @@ from toolkit.data.base import (
     Vocabulary,
     require,
     require_text_options,
+    trained_vocabulary,
 )
 from toolkit.errors import UserError
 
@@ -32,8 +33,8 @@ class TextFiles(DataModule):
         train_data_path: A file, a folder (recursive, without hidden files) or a glob such as 'books/*.txt'.
         val_data_path: Validation text, in the same form.
         val_fraction: Fraction of tokens held out for validation if val_data_path is not set; 0 for none. Default 0.05.
-        vocab_size: Size of the byte-level BPE tokenizer to train without --tokenizer_dir; or characters, for a
-            character-level tokenizer.
+        vocab_size: Size of the byte-level BPE tokenizer to train without --tokenizer_dir, 4096 by default; or
+            characters, for a character-level tokenizer.
         text_fraction: Fraction of the training text to use, from the start, such as 0.05 for a quick trial.
         add_bos: Whether each document begins with bos. auto: if the tokenizer adds it; null: no, as in toolkit 0.1.0.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
@@ -43,7 +44,7 @@ class TextFiles(DataModule):
     train_data_path: str
     val_data_path: str | None = None
     val_fraction: float | None = None
-    vocab_size: Vocabulary = 4096
+    vocab_size: Vocabulary | None = None
     text_fraction: float = 1.0
     add_bos: AddBos = AUTO
     cache_dir: str | None = None
@@ -75,7 +76,7 @@ class TextFiles(DataModule):
             train_option=train_option,
             val_option=f"--data.val_fraction {fraction}" if val is None else val_option,
             val_fraction=fraction,
-            vocab_size=self.vocab_size,
+            vocab_size=trained_vocabulary(self),
             text_fraction=self.text_fraction,
             add_bos=self.add_bos,
             cache_dir=self.cache_dir,

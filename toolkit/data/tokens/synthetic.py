@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import DataModule, PreparedData, Report, require
+from toolkit.data.base import DataModule, PreparedData, Report, require, trained_vocabulary
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -17,31 +17,31 @@ class SyntheticTokens(DataModule):
     """Random tokens, a pure function of seed and row.
 
     Args:
-        vocab_size: Number of distinct tokens, sampled uniformly.
+        vocab_size: Number of distinct tokens, sampled uniformly; 4096 by default.
         num_rows: Rows per epoch.
         seed: Seed of the random tokens.
         num_workers: Data loading processes; 0 uses the training process.
     """
 
-    vocab_size: int = 4096
+    vocab_size: int | None = None
     num_rows: int = 65536
     seed: int = 0
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_rows"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "must be greater than zero")
+        for name, value in (("vocab_size", trained_vocabulary(self)), ("num_rows", self.num_rows)):
+            require(value > 0, name, value, "must be greater than zero")
         for name in ("seed", "num_workers"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        block_size = max_seq_length + 1
-        options = f"synthetic {self.vocab_size} {self.num_rows} {self.seed} {block_size}"
+        block_size, vocab_size = max_seq_length + 1, trained_vocabulary(self)
+        options = f"synthetic {vocab_size} {self.num_rows} {self.seed} {block_size}"
         key = hashlib.sha256(options.encode()).hexdigest()
-        summary = f"{self.num_rows:,} rows of {max_seq_length:,} random tokens, vocabulary size {self.vocab_size:,}"
+        summary = f"{self.num_rows:,} rows of {max_seq_length:,} random tokens, vocabulary size {vocab_size:,}"
         report(f"Data: {summary}")
-        rows = SyntheticRows(self.vocab_size, self.num_rows, self.seed, block_size)
-        return PreparedData(rows, None, tokenizer, key, summary, self.vocab_size)
+        rows = SyntheticRows(vocab_size, self.num_rows, self.seed, block_size)
+        return PreparedData(rows, None, tokenizer, key, summary, vocab_size)
 
 
 @dataclass(frozen=True)
