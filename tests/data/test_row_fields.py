@@ -127,6 +127,9 @@ def test_other_names_of_the_loss_weight(template):
     ):
         with pytest.raises(UserError, match=f"message 2: .*{message}"):
             to_record({"messages": [user("q"), assistant("a", **fields)]}, "x")
+    for name, value in (("train", True), ("masked", False), ("weight", 1)):  # the error has the row's name
+        with pytest.raises(UserError, match=rf"message 1 \(user\): {name} {value}: .*; remove the {name}$"):
+            encode(template, {"messages": [{**user("q"), name: value}, assistant("a")]})
 
 
 def test_history_is_earlier_turns(prepare, tokenizer):
@@ -157,6 +160,30 @@ def test_columns_and_fields_that_are_not_read_are_named_once(prepare):
     ]
     assert prepare(rows, template=shows_names)[0][-2].endswith("id of messages")  # from the cache
     assert not any("not read" in line for line in prepare(rows[2:3])[0])
+
+
+def test_fields_of_a_tool_call_are_rendered_named_or_refused(prepare):
+    function = {"name": "f", "arguments": {"x": 1}, "strict": False}
+    call = {"id": "call_0", "type": "function", "function": function, "index": 0, "extra": {"y": [1]}, "note": None}
+    flat = {"name": "f", "arguments": {"x": 1}, "call_id": "call_0"}
+    named = ["call_id", "extra", "id", "index", "strict"]
+
+    def check(source, expected):
+        rows = [{"messages": [user("q"), assistant("", tool_calls=[part])]} for part in (call, {**call, "id": 7}, flat)]
+        lines = [line for line in prepare(rows, template=CALLS.replace("CALL", source))[0] if "not read" in line]
+        names = ", ".join(f"tool_calls.{name} of messages" for name in expected)
+        assert lines == ([f"Data: not read: {names}"] if expected else [])
+
+    reads_id = OBJECTS["tojson"] + "{{ call.id }}"
+    needs_id = OBJECTS["tojson"] + "{% if not (call.id or call.call_id) %}{{ raise_exception('no id') }}{% endif %}"
+    check_each(check, [
+        (OBJECTS["tojson"], named),
+        (reads_id, [name for name in named if name != "id"]),
+        (needs_id, [name for name in named if not name.endswith("id")]),
+        ("{{ call | tojson }}", []),
+    ])  # fmt: skip
+    with pytest.raises(UserError, match=r"does not render the tool_calls.arguments of message 2 \(assistant\)"):
+        check("{{ f.name }}", [])
 
 
 def test_columns_of_preferences_that_are_not_read_are_named(prepare):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.chat.sandbox_process import send_request
-from toolkit.data.sft.messages import ROLES, Message, map_arguments
+from toolkit.data.sft.messages import ROLES, WEIGHTS, Message, map_arguments
 from toolkit.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Tools = Sequence[dict[str, Any]] | None
 
 REQUIRED_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # text that must not be dropped
-_CHECKED_ELSEWHERE = {"role", "weight", "tool_calls", "instruction", "input"}  # the last two are parts of content
+_CHECKED_ELSEWHERE = {*WEIGHTS, "role", "tool_calls", "instruction", "input"}  # the last two are parts of content
 # Fixed date for templates in training, so that repeated and resumed runs produce the same tokens.
 TRAINING_DATE = datetime(2024, 7, 26)
 GENERATION_FILE = "generation_config.json"
@@ -97,7 +97,7 @@ class TemplateRenderer:
 
     def _clean(self, message: Message) -> Message:
         """Drop None values, which templates would render as text, and the loss weight, which is not rendered."""
-        cleaned = {key: value for key, value in message.items() if value is not None and key != "weight"}
+        cleaned = {key: value for key, value in message.items() if value is not None and key not in WEIGHTS}
         if cleaned.get("tool_calls") and self._concatenates_arguments:
             to_text = partial(json.dumps, ensure_ascii=False)
             cleaned["tool_calls"] = [map_arguments(call, to_text) for call in cleaned["tool_calls"]]
@@ -131,18 +131,18 @@ class TemplateRenderer:
                     f"{place} begins with a token of the template, {content!r:.30}: is it rendered already? Remove "
                     "such tokens, or provide the complete text in a column text"
                 )
-            for name in message.keys() - _CHECKED_ELSEWHERE:
-                if str(message[name] or "").strip() and (role, name) not in self._checked_fields:
+            for name, without in _optional_fields(message):
+                if (role, name) not in self._checked_fields:
                     self._checked_fields.add((role, name))
-                    if self._has_effect(messages, i, name, tools):
+                    if self._has_effect(messages, i, without, tools):
                         continue
-                    if name in REQUIRED_FIELDS:
+                    if name in (*REQUIRED_FIELDS, "tool_calls.arguments"):
                         raise self._error(f"the template does not render the {name} of {place}; {hint}, or remove it")
                     self.unread_fields.add(name)
 
-    def _has_effect(self, messages: Sequence[Message], i: int, name: str, tools: Tools) -> bool:
+    def _has_effect(self, messages: Sequence[Message], i: int, without: Message, tools: Tools) -> bool:
         """Whether a field changes the text, or would at the end: templates may drop thinking in earlier turns."""
-        without = {**messages[i], name: None, "instruction": None, "input": None}
+        without = {**without, "instruction": None, "input": None}
         try:
             return any(
                 self.render([*messages[: i + 1], *rest], tools=tools)
@@ -258,3 +258,16 @@ class TemplateRenderer:
             elif ids or after[start:end].strip():
                 break
         return [] if next_role else ids[:1]
+
+
+def _optional_fields(part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each field that a template may ignore, also in tool calls, and ``part`` without the field."""
+    for name, value in part.items():
+        if name == "tool_calls" and value:
+            for i, call in enumerate(value):
+                for field, without in _optional_fields(call):
+                    yield f"tool_calls.{field}", {**part, name: [*value[:i], without, *value[i + 1 :]]}
+        elif name == "function" and isinstance(value, dict):
+            yield from ((field, {**part, name: without}) for field, without in _optional_fields(value))
+        elif name not in _CHECKED_ELSEWHERE and value not in (None, [], {}, "function") and str(value).strip():
+            yield name, {key: other for key, other in part.items() if key != name}

@@ -13,7 +13,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 """Roles of messages. Only the assistant's are answers; templates may have others."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 # The loss weight, and other tools' names for it.
-_WEIGHTS = {"weight", "train", "training", "trainable", "loss_mask", "masked"}
+WEIGHTS = {"weight", "train", "training", "trainable", "loss_mask", "masked"}
 
 
 class EmptyAnswerError(UserError):
@@ -70,7 +70,8 @@ def _parse_message(message: Any, where: str) -> Message:
 
 def _parse_weight(fields: Message, where: str) -> None:
     """Set the loss weight, 0 or 1, if the message has it under any name."""
-    for name, value in [(name, fields.pop(name)) for name in sorted(fields.keys() & _WEIGHTS)]:
+    for name in sorted(fields.keys() & WEIGHTS):
+        value = fields[name]
         weight = (value != 1) if name == "masked" else value
         if value not in (0, 1) or fields.setdefault("weight", int(weight)) != weight:
             hint = "must be 0 or false (masked), or 1 or true (trained), and agree with other names of the weight"
@@ -172,6 +173,7 @@ def answer_weights(messages: Sequence[Message], train_on: str) -> list[int]:
         weight, role = message.get("weight"), message.get("role")
         if weight is not None and role != "assistant" and weight != (train_on == "all"):
             trained = "every message" if train_on == "all" else "answers only"
-            hint = f"--data.train_on {train_on} trains {trained}; remove the weight"
-            raise UserError(f"message {number} ({role}): weight {weight}: {hint}")
+            name = min(message.keys() & WEIGHTS - {"weight"}, default="weight")  # as in the row
+            hint = f"--data.train_on {train_on} trains {trained}; remove the {name}"
+            raise UserError(f"message {number} ({role}): {name} {message[name]}: {hint}")
     return [message.get("weight", 1) for message in messages if message.get("role") == "assistant"]
