@@ -285,9 +285,10 @@ UNBOUNDED = {  # reads without a limit, with the reason
     },
     "the user's cache": {
         "data/cache.py folder / MANIFEST", "data/cache.py folder / CHECKSUMS", "data/cache.py json.load(stamp)",
-        "data/cache.py path", "data/streamed/open.py error_file(stream.folder, number)", "data/streamed/reader.py file",
-        "data/streamed/reader.py error", "data/streamed/stream.py folder / SOURCE", "data/text/prepare.py key_file",
-        "data/streamed/stream.py self._counts_file(number)", "data/streamed/tokenize_worker.py sys.stdin.buffer",
+        "data/cache.py path", "data/streamed/open.py error_file(stream.folder, number)", "data/streamed/open.py saved",
+        "data/streamed/reader.py file", "data/streamed/reader.py error", "data/streamed/stream.py folder / SOURCE",
+        "data/text/prepare.py key_file", "data/streamed/stream.py self._counts_file(number)",
+        "data/streamed/tokenize_worker.py sys.stdin.buffer",
     },
     "what the user names or types": {
         "checkpoints/gguf/export_gguf.py path", "cli/parser.py Path(path)", "commands/chat.py sys.stdin",

@@ -127,6 +127,50 @@ def test_neither_end_is_doubled(bos, without_bos, prepare):
     check_each(check, [(kind, tokenizer) for kind in KINDS for tokenizer in (bos, without_bos)])
 
 
+def test_a_stream_doubles_no_end_of_a_document_that_it_has_not_seen(without_bos, prepare, monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 100)
+    monkeypatch.setattr("toolkit.data.streamed.open._FIRST_DOCUMENTS", 1)
+
+    def texts_of(add_bos, texts, tokenizer=without_bos):
+        """Return the text of all segments, prepared as by a worker."""
+        stream = prepare(HuggingFaceText, texts, tokenizer, add_bos=add_bos)[0].train.segments.reader.stream
+        worker, found = Stream.load(stream.folder), []
+        for number in range(len(stream.source.segments)):
+            n_tokens = worker.prepare(number).tokens
+            store = worker.open(number)
+            found += [] if store is None else store.tokens(0, n_tokens).tolist()
+        return worker.tokenizer.decode(found, False)
+
+    plain = [f"document number {i}" for i in range(30)]
+    mixed = plain[:5] + [f"{text}</s>\n" for text in plain[5:]]
+    expected = "".join(f"{text}</s>" for text in plain)
+    assert texts_of("auto", plain) == texts_of("auto", mixed) == expected
+    assert texts_of(None, mixed).count("</s>") == 30 + 25
+    trained = [text.replace("</s>", "<|endoftext|>") for text in mixed]
+    assert texts_of("auto", trained, None) == expected.replace("</s>", "<|endoftext|>")
+
+
+def test_s5_a_folder_of_a_stream_has_one_rule(without_bos, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+
+    def folder_of(add_bos):
+        data = HuggingFaceText(path=str(tmp_path / "a.jsonl"), add_bos=add_bos, val_rows=0, cache_dir=str(tmp_path))
+        prepared = data.prepare(tokenizer=without_bos, max_seq_length=T, report=lambda line: None)
+        keys.add(prepared.content_key)
+        return prepared.train.segments.reader.stream.folder
+
+    keys: set[str] = set()
+    folder, other = folder_of("auto"), folder_of(None)
+    assert folder != other and Stream.load(folder).source.ends == "later" and Stream.load(other).source.ends == ""
+    old = json.loads((folder / "source.json").read_text())
+    del old["ends"]  # as toolkit 0.1.0 wrote it
+    (folder / "source.json").write_text(json.dumps(old))
+    assert folder_of(None) == folder_of(None) == folder  # a run that is resumed finds its segments
+    copy = Stream.load(folder).copy_of(0)
+    assert folder_of("auto") == folder and Stream.load(folder).copy_of(0) == copy  # and so does a new run
+    assert folder_of(None) == other and len(keys) == 1
+
+
 def test_prompts_and_finetuning_text_have_one_of_each(bos):
     start, end, ids = bos.bos_id, bos.eos_id, bos.encode("hat", bos=False)
     pair = Completion(Record(None, "<s>hat</s>", "line 1"), prompt_length=4, is_good=True)

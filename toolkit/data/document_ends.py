@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 # What documents have: "bos": bos and eos; "eos": eos; "": eos, twice if the text ends with it, as in toolkit 0.1.0.
 # "eos" is used only if it gives other tokens than "", so that other caches keep their keys.
-DocumentEnds = Literal["bos", "eos", ""]
+# A stream looks at few documents: "later" is "eos" with the key of "", if none of these documents ends with eos.
+DocumentEnds = Literal["bos", "eos", "later", ""]
 TAIL = 64  # length of a document's end that shows whether it ends with eos
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from toolkit.io.storage import StorageError
 if TYPE_CHECKING:
     from toolkit.data.streamed.hugging_face_text import HuggingFaceText
 
+_FIRST_DOCUMENTS = 64  # to look at, for the key
 _MIN_SEGMENTS = 5  # in the cache budget: held-out, previous, current, next, and the one being written
 
 
@@ -64,8 +66,7 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         clean_up(cache_dir)
-        source, tail = _source(text.files, text.options.text_column, text.options.skips_broken)
-        source = replace(source, ends=choose_ends(text.options.add_bos, tokenizer, [tail], report))
+        source = _source(text, text.files, tokenizer, report)
         stream = _open_stream(cache_dir, source, tokenizer, trained_vocabulary(text.options), report)
         prepared = _prepare_rows(text, stream, max_seq_length + 1, report)
     except StorageError as error:
@@ -76,24 +77,26 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
     return prepared
 
 
-def _source(files: list[SourceFile], column: str, skips_broken: bool) -> tuple[Source, str]:
-    """Check the files. Return the source, and the end of its first document if that is short."""
+def _source(text: TextSource, files: list[SourceFile], tokenizer: Tokenizer | None, report: Report) -> Source:
+    """Check the files, and choose the ends of documents by the first ones."""
+    options, column = text.options, text.options.text_column
     if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
         segments.import_pyarrow()
     source = Source(files, column, segments.SEGMENT_BYTES, listing_hash(files))
     local = (i for i, file in enumerate(files) if file.kind == "parquet" and not is_url(file.url))
     footers = (segments.Part(i, 0, sys.maxsize) for i in local)  # empty parts: read only the footer
-    tail = ""
+    tails = list[str]()
     for part in (source.segments[0][0], *footers):
         try:
-            chunk = next(segments.read_part(files[part.file], part, column), None)
-            tail = tail or (chunk.text[-TAIL:] if chunk and chunk.ends_document else "")
+            chunks = islice(segments.read_part(files[part.file], part, column), _FIRST_DOCUMENTS)
+            tails.extend(chunk.text[-TAIL:] for chunk in chunks if chunk.ends_document)
         except segments.ColumnError as error:
             raise UserError(f"--data.text_column {column}: {files[part.file].name}: {error}") from error
         except segments.BrokenFileError as error:
-            if not skips_broken:  # before a tokenizer is trained
+            if not options.skips_broken:  # before a tokenizer is trained
                 raise UserError(f"--data: {describe_broken({files[part.file].name: str(error)})}") from error
-    return source, tail
+    ends = choose_ends(options.add_bos, tokenizer, tails, report)
+    return replace(source, ends=ends or ("" if options.add_bos is None else "later"))
 
 
 def _open_stream(
@@ -102,17 +105,19 @@ def _open_stream(
     """Open or create the stream. Without a tokenizer, train one on the first segment."""
     key = source.key(["trained", vocab_size] if tokenizer is None else tokenizer.fingerprint)
     folder = cache_dir / f"streamed-{key[:16]}"
+    # "later" has the key of "", as most of its tokens are the same, but a folder has one rule: that of toolkit 0.1.0
+    # stays with its runs until a run with "later" takes it over, with the segments that are prepared.
+    saved = folder / SOURCE
+    if not (source.ends or (saved.exists() and "ends" not in json.loads(saved.read_bytes()))):
+        folder = folder.with_name(f"{folder.name}-0.1.0")
     (folder / "locks").mkdir(parents=True, exist_ok=True)
-    if tokenizer is None:
-        with file_lock(folder / "locks" / "tokenizer"):
-            if (folder / SOURCE).exists():
-                return Stream.load(folder)
-            chunks = segment_texts(source, 0, {})
-            stream = Stream(folder, source, train_tokenizer(chunks, sys.maxsize, vocab_size, report))
-            stream.save()
-            return stream
-    stream = Stream(folder, source, tokenizer)
-    stream.save()
+    with file_lock(folder / "locks" / "tokenizer"):
+        if tokenizer is None and (folder / SOURCE).exists():
+            tokenizer = Stream.load(folder).tokenizer
+        elif tokenizer is None:
+            tokenizer = train_tokenizer(segment_texts(source, 0, {}), sys.maxsize, vocab_size, report)
+        stream = Stream(folder, source, tokenizer)
+        stream.save()
     return stream
 
 
@@ -188,8 +193,7 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
 
 def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_size: int, report: Report) -> RowSpans:
     """Tokenize validation segments until there are ``val_rows`` rows."""
-    source, _ = _source(files, text.options.text_column, text.options.skips_broken)
-    source = replace(source, ends=train.source.ends)
+    source = _source(text, files, train.tokenizer, lambda line: None)
     stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
     spans, n_left = list[tuple[int, int, int]](), text.options.val_rows
     for number in range(len(source.segments)):

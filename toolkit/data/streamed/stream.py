@@ -87,7 +87,8 @@ class Source:
 
     def key(self, tokenizer: list[Any] | str) -> str:
         """Return the cache key: the hex SHA-256 of everything that determines the tokens."""
-        inputs = [CODE_VERSION, self.identity, self.column, self.segment_bytes, tokenizer, *filter(None, [self.ends])]
+        ends = filter(None, [self.ends.replace("later", "")])
+        inputs = [CODE_VERSION, self.identity, self.column, self.segment_bytes, tokenizer, *ends]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
     def text_bytes(self, number: int) -> int:
@@ -107,15 +108,17 @@ class Stream:
             sweep(part)
 
     def save(self) -> None:
-        """Write the source and tokenizer for :meth:`load`, unless they exist."""
+        """Write the source and tokenizer for :meth:`load`. The source of toolkit 0.1.0 stays as it is for its rule."""
         with file_lock(self.folder / "locks" / "source"):
-            if not (self.folder / SOURCE).exists():
+            exists = (self.folder / SOURCE).exists()
+            if not exists:
                 tokenizer = self.folder / "tokenizer"
                 temporary = temporary_path(tokenizer)
                 self.tokenizer.save(temporary)
                 sync_tree(temporary)  # the source, which says that it is complete, must not survive without it
                 shutil.rmtree(tokenizer, ignore_errors=True)
                 temporary.rename(tokenizer)
+            if self.source.ends or not exists:
                 values = asdict(self.source)
                 write_json(self.folder / SOURCE, values | {"unit_bytes": values.pop("segment_bytes")})
 
