@@ -3,6 +3,7 @@ import math
 import torch
 from helpers.initialize import initialize
 
+from toolkit.models import init
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
@@ -48,6 +49,24 @@ def test_n3_initial_weights_do_not_depend_on_module_order():
     model.add_module("lm_head", head)  # now last
     initialize(model, 1)
     assert torch.equal(model.lm_head.weight, make().lm_head.weight)
+
+
+def test_n3_initial_weights_do_not_depend_on_threads_or_requested_parameters(monkeypatch):
+    """Matrices are drawn ahead of the requests, at most one per thread; a pipeline stage requests a part of them."""
+    model = make(meta=True, tie_embeddings=True)
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False) if "lm_head" not in name}
+    values = {name: draw(name, shape, seed=1, config=model.config) for name, shape in shapes.items()}
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        for names in (list(shapes), list(shapes)[10:], list(shapes)[::-1]):
+            drawn = []
+            monkeypatch.setattr(init, "draw", lambda name, *a, d=drawn, **k: d.append(name) or draw(name, *a, **k))
+            value_of, most_ahead = init.weight_initializer(model, 1), 0
+            for n, name in enumerate(names, start=1):
+                assert torch.equal(value_of(name, shapes[name]), values[name]), (threads, name)
+                most_ahead = max(most_ahead, len(drawn) - n)
+            if names == list(shapes):
+                assert most_ahead < threads and sorted(drawn) == sorted(shapes)
 
 
 def test_n10_tied_head_stays_one_tensor():

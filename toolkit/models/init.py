@@ -15,7 +15,10 @@ head is initialized under the embedding's name.
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -123,6 +126,37 @@ def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") 
 
 
 def weight_initializer(model: nn.Module, seed: int) -> ParameterValue:
-    """Return a function that maps a parameter's name and shape to its initial value."""
-    config = cast(ModelConfig, model.config)
-    return lambda name, shape: draw(name, shape, seed=seed, config=config)
+    """Return a function that maps a parameter's name and shape to its initial value.
+
+    Matrices are drawn before they are requested, in torch's number of threads: one thread draws 100 million values per
+    second, and a generator's values depend on their order. Request them in the order of ``model.named_parameters()``;
+    in another order they are equal, but drawn in one thread.
+    """
+    value_of = partial(draw, seed=seed, config=cast(ModelConfig, model.config))
+    # for tied parameters the last name wins, as in Materializer
+    names = {id(p): (name, p.shape) for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1}
+    matrices = _draw_ahead(value_of, names.values())
+
+    def next_value(name: str, shape: torch.Size) -> Tensor:
+        if len(shape) > 1:
+            for drawn_name, matrix in matrices:
+                if drawn_name == name:
+                    return matrix.result()
+                matrix.cancel()  # of another pipeline stage
+        return value_of(name, shape)
+
+    return next_value
+
+
+def _draw_ahead(
+    value_of: ParameterValue, names: Iterable[tuple[str, torch.Size]]
+) -> Iterator[tuple[str, Future[Tensor]]]:
+    """Yield names and values in order. At most one value per thread is in memory."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads) as pool:
+        ahead: deque[tuple[str, Future[Tensor]]] = deque()
+        for name, shape in names:
+            ahead.append((name, pool.submit(value_of, name, shape)))
+            if len(ahead) == threads:
+                yield ahead.popleft()
+        yield from ahead
