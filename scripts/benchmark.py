@@ -1,4 +1,4 @@
-"""Benchmark training speed and peak memory of a named model, compared with LitGPT and transformers' Trainer.
+"""Benchmark training speed and peak memory of a named model, compared with LitGPT, Trainer, and a plain PyTorch loop.
 
     python scripts/benchmark.py --model pythia-14m --seq_length 256 --batch_size 4 --precision 32-true \
         --peers litgpt,transformers --litgpt_python PATH --transformers_python PATH --rounds 3
@@ -6,8 +6,9 @@
 Every figure comes from a process of the real product: `toolkit pretrain`, `litgpt pretrain`, Trainer.train. All read
 the same random tokens, with the same number of threads, optimizer, and glibc settings (keep freed memory). Runs are
 interleaved (A B C A B C ...), so that machine slowdowns affect all products; ratios are computed within each round.
-`--matrix` runs all benchmarks of this folder, see benchmark_matrix.py.
-benchmark_products.py runs the products; tutorials/benchmarking.md describes how to create the peer environments.
+Each run is printed when it ends, and the table at the end. `--matrix` runs all benchmarks of this folder, see
+benchmark_matrix.py. benchmark_products.py runs the products; tutorials/benchmarking.md describes how to create the peer
+environments.
 """
 
 import argparse
@@ -19,28 +20,28 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, fields
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
+from benchmark_processes import MALLOC, RunFailedError, end_with_parent, exit_on_sigterm, run_script, take_turns
 from benchmark_products import (
     BETAS,
-    MALLOC,
     MAX_NORM,
     PEERS,
     PRODUCTS,
     SEED,
     WEIGHT_DECAY,
     Measurement,
-    RunFailedError,
     Work,
     litgpt_config,
-    take_turns,
-)  # fmt: skip
+    plain_config,
+)
 
 from toolkit import __version__
 from toolkit.errors import UserError, did_you_mean
@@ -54,7 +55,9 @@ NOTES_ON_TIME = [
     "LitGPT's (iter_time) and the Trainer's (callback) start after data loading.",
     "end to end: from the end of one step to the end of the next, including data loading and logging for all.",
     "LitGPT's own Tok/sec line is not used: it divides by a timestamp.",
-    "Memory: allocated on CUDA; on a CPU the resident set size, for LitGPT including its final save.",
+    "Memory: allocated on CUDA; on a CPU the resident set size.",
+    "MFU: (6 x weights in matrix products + 12 x layers x width x tokens) x tokens/s / the GPU's dense bf16 peak.",
+    "toolkit's run ends with its last step, LitGPT's without its final save.",
 ]
 NOTES_ON_SETTINGS = [
     f"AdamW, weight decay {WEIGHT_DECAY} (toolkit: matrices; Trainer: no biases and norms; LitGPT: everything), "
@@ -93,7 +96,7 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
     This process must stay small, because Linux includes the parent's memory at fork in a child's peak.
     """
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with_parent) as pool:
         return pool.submit(function, *arguments).result()
 
 
@@ -112,45 +115,100 @@ def versions(python: str, *packages: str) -> dict[str, str]:
 # -- Measuring -------------------------------------------------------------------------------------------------------
 
 
+def mfu_per_token(work: Work, config: ModelConfig) -> float | None:
+    """Return the MFU of one token per second; None if the device's peak is unknown, as on a CPU."""
+    if work.accelerator == "cpu" or work.precision == "32-true":
+        return None
+    import torch
+
+    from toolkit.models.gpt import GPT
+    from toolkit.planning.speed.flops import flops_per_token
+    from toolkit.planning.speed.gpus import peak_flops
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if (peak := peak_flops(device, work.precision)) is None:
+        return None
+    with torch.device("meta"):
+        model = GPT(config)
+    return flops_per_token(model, config, work.seq_length) / peak
+
+
+def prepare(folder: Path, work: Work, config: ModelConfig) -> float | None:
+    """Write the tokens, and return :func:`mfu_per_token`."""
+    write_tokens(folder, work, config.vocab_size)
+    return mfu_per_token(work, config)
+
+
 def run_round(
-    work: Work, config: ModelConfig, pythons: dict[str, str], folder: Path, turn_seconds: float
-) -> dict[str, Measurement]:
-    """Run each product once: sequentially, or alternating every ``turn_seconds``."""
+    work: Work, config: ModelConfig, pythons: dict[str, str], folder: Path, turn_seconds: float, deadline: float | None
+) -> Iterator[tuple[str, Measurement | RunFailedError]]:
+    """Run each product once, sequentially or alternating every ``turn_seconds``. Yield each when it ends."""
+
+    def run(product: str, shares: int) -> tuple[str, Measurement | RunFailedError]:
+        seconds = None if deadline is None else max(1.0, (deadline - time.monotonic()) / shares)
+        try:
+            return product, PRODUCTS[product](replace(work, max_seconds=seconds), config, folder, pythons[product])
+        except RunFailedError as error:
+            return product, error
+
     if turn_seconds == 0:
-        return {product: PRODUCTS[product](work, config, folder, python) for product, python in pythons.items()}
+        yield from map(run, pythons, range(len(pythons), 0, -1))
+        return
     with ThreadPoolExecutor(len(pythons)) as pool:
-        runs = {
-            product: pool.submit(PRODUCTS[product], work, config, folder, python) for product, python in pythons.items()
-        }
-        take_turns(runs.values(), turn_seconds)
-        return {product: run.result() for product, run in runs.items()}
+        runs = [pool.submit(run, product, 1) for product in pythons]
+        take_turns(runs, turn_seconds)
+        yield from (run.result() for run in as_completed(runs))
 
 
 def measure(
     work: Work, config: ModelConfig, pythons: dict[str, str], rounds: int, turn_seconds: float = 0
-) -> dict[str, list[Measurement]]:
-    """Run all products in each of ``rounds`` rounds.
+) -> tuple[dict[str, list[Measurement]], dict[str, str]]:
+    """Run all products in each of ``rounds`` rounds, and print each run when it ends.
+
+    Returns:
+        The runs of each product, and the reason for each peer that failed, which later rounds leave out.
 
     Raises:
         UserError: The products do not build the same model.
+        RunFailedError: toolkit failed.
     """
     measured: dict[str, list[Measurement]] = {name: [] for name in pythons}
+    failed: dict[str, str] = {}
+    deadline = None if work.max_seconds is None else time.monotonic() + work.max_seconds
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
-        in_own_process(write_tokens, folder, work, config.vocab_size)
+        mfu = in_own_process(prepare, folder, work, config)
         for number in range(1, rounds + 1):
-            for product, run in run_round(work, config, pythons, folder, turn_seconds).items():
+            started = time.monotonic()
+            able = {product: python for product, python in pythons.items() if product not in failed}
+            for product, run in run_round(work, config, able, folder, turn_seconds, deadline):
+                title = f"round {number}/{rounds} {product}"
+                if isinstance(run, RunFailedError):
+                    if product == "toolkit":
+                        raise run
+                    report(f"{title}: {run}")
+                    failed[product] = str(run).splitlines()[0]
+                    del measured[product]
+                    continue
+                run.mfu = None if mfu is None else run.tokens_per_sec * mfu
                 measured[product].append(run)
-                report(f"round {number}/{rounds} {product}: {run.tokens_per_sec:,.0f} tokens/s")
-                expected = measured["toolkit"][0].parameters
-                if run.parameters != expected:
+                report(f"{title}: {describe_run(run)}, {time.monotonic() - started:.0f} s")
+                started = time.monotonic()
+            parameters = {product: runs[-1].parameters for product, runs in measured.items()}
+            for product, count in parameters.items():
+                if count != parameters["toolkit"]:
                     raise UserError(
-                        f"--peers {product}: its model has {run.parameters:,} parameters, toolkit's {expected:,}: "
+                        f"--peers {product}: its model has {count:,} parameters, toolkit's {parameters['toolkit']:,}: "
                         f"the results are not comparable; remove it for --model {work.model}"
                     )
             for out_dir in ("toolkit", "litgpt", "litgpt-shipped", "trainer"):
                 shutil.rmtree(folder / out_dir, ignore_errors=True)
-    return measured
+    return measured, failed
+
+
+def describe_run(run: Measurement) -> str:
+    mfu = "" if run.mfu is None else f", MFU {run.mfu:.1%}"
+    return f"{run.tokens_per_sec:,.0f} tokens/s{mfu}, {run.peak_memory_gb:.2f} GB"
 
 
 def measure_case(
@@ -166,7 +224,7 @@ def measure_case(
     ``pythons`` and ``environments`` come from :func:`find_pythons`, ``config`` from :func:`choose_config`.
     """
     host = machine()  # before the runs increase the load
-    return build_report(work, measure(work, config, pythons, rounds, turn_seconds), environments, host)
+    return build_report(work, *measure(work, config, pythons, rounds, turn_seconds), environments, host)
 
 
 def summarize(values: list[float]) -> dict[str, Any]:
@@ -179,14 +237,20 @@ def compare(toolkit: list[Measurement], peer: list[Measurement], figure: str) ->
 
 
 def build_report(
-    work: Work, measured: dict[str, list[Measurement]], environments: dict[str, dict[str, str]], host: dict[str, Any]
+    work: Work,
+    measured: dict[str, list[Measurement]],
+    failed: dict[str, str],
+    environments: dict[str, dict[str, str]],
+    host: dict[str, Any],
 ) -> dict[str, Any]:
-    figures = [f.name for f in fields(Measurement) if f.name != "parameters"]
+    skipped = ["parameters"] + ["mfu"] * (measured["toolkit"][0].mfu is None)
+    figures = [f.name for f in fields(Measurement) if f.name not in skipped]
     return {
         "work": asdict(work),
         "machine": host,
         "environments": environments,
-        "notes": NOTES_ON_TIME if work.as_shipped else NOTES_ON_TIME + NOTES_ON_SETTINGS,
+        "notes": NOTES_ON_TIME + ([] if work.as_shipped else NOTES_ON_SETTINGS),
+        "failed": failed,
         "products": {
             product: {"parameters": runs[0].parameters}
             | {figure: summarize([getattr(run, figure) for run in runs]) for figure in figures}
@@ -225,21 +289,23 @@ def format_table(result: dict[str, Any]) -> str:
     settings = "each as shipped" if work["as_shipped"] else f"{work['precision']}, compiler {work['compiler']}"
     lines = [
         f"{work['model']}: {result['products']['toolkit']['parameters']:,} parameters; sequence {work['seq_length']}, "
-        f"batch {work['batch_size']}, {settings}; steps "
+        f"batch {work['batch_size']}, micro-batch {work['micro_batch_size'] or work['batch_size']}, {settings}; steps "
         f"{work['warmup_steps'] + 1} to {work['steps']}; {work['threads']} threads; {describe(host)}",
         "",
-        "| product | tokens/s | end to end | peak GB | toolkit / it | end to end |",
-        "|---|---|---|---|---|---|",
+        "| product | tokens/s | MFU | end to end | peak GB | toolkit / it | end to end |",
+        "|---|---|---|---|---|---|---|",
     ]
     for product, figures in result["products"].items():
         speeds = [spread(figures[name], ",.0f") for name in ("tokens_per_sec", "tokens_per_sec_end_to_end")]
         ratios = result["ratios"].get(product)
         names = ("tokens_per_sec", "tokens_per_sec_end_to_end")
         compared = [spread(ratios[name], ".2f") for name in names] if ratios else ["", ""]
+        speeds.insert(1, f"{figures['mfu']['median']:.1%}" if "mfu" in figures else "")
         memory = f"{figures['peak_memory_gb']['median']:.2f}"
         packages = ", ".join(f"{package} {version}" for package, version in result["environments"][product].items())
         name = f"{product} ({packages})"
         lines.append("| " + " | ".join([name, *speeds, memory, *compared]) + " |")
+    lines += [f"\n{product}: {reason}" for product, reason in result["failed"].items()]
     return "\n".join([*lines, "", "Medians (lowest to highest round).", *(f"- {note}" for note in result["notes"])])
 
 
@@ -270,8 +336,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", default="pythia-14m", help="a named architecture; `toolkit pretrain list` prints them")
     add("--seq_length", type=int, default=256, help="tokens per sequence (%(default)s)")
     add("--batch_size", type=int, default=4, help="sequences per step (%(default)s)")
+    add("--micro_batch_size", type=int, default=0, help="sequences per forward pass (default: --batch_size)")
     add("--precision", default="32-true", choices=PRECISIONS, help="for all products; bf16-master needs no --peers")
     add("--compiler", default="none", choices=["none", "torch"], help="for all products (%(default)s)")
+    add("--activation_checkpointing", default="none", choices=["none", "full"], help="full: not with LitGPT and plain")
+    add("--accelerator", default="auto", choices=["auto", "cpu"], help="auto: CUDA if available (%(default)s)")
     add("--steps", type=int, default=40, help="optimizer steps per run, including the warm-up (%(default)s)")
     add("--warmup_steps", type=int, default=10, help="first steps to exclude (%(default)s)")
     add("--rounds", type=int, default=3, help="runs of each product (%(default)s)")
@@ -282,6 +351,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="alternate between the products of a round every so many seconds, pausing the others; use several steps "
         "per turn; for machines with varying speed (default: run one product after the other)",
     )
+    add("--max_seconds", type=float, help="limit for all runs: each may take its share of the time left")
     add("--threads", type=int, default=usable_cpus(), help="OMP_NUM_THREADS of all products (%(default)s)")
     add("--model_config", metavar="JSON", default={}, type=json.loads, help="fields that override the architecture")
     add("--as_shipped", action="store_true", help="run each product with its own defaults, on the same tokens")
@@ -294,7 +364,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--format", default="table", choices=["table", "json"])
     add("--matrix", action="store_true", help="run all benchmarks instead; --matrix --help lists its options")
-    matrix = {"only": "PARTS", "out_dir": "DIR"}
+    matrix = {"only": "PARTS", "rows": "TITLES", "out_dir": "DIR"}
     for name, value in matrix.items():
         add(f"--{name}", metavar=value, help="with --matrix")
     add("--quick", action="store_true", help="with --matrix")
@@ -306,6 +376,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("seq_length", "batch_size", "rounds", "threads"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
+    if args.micro_batch_size < 0 or (args.micro_batch_size and args.batch_size % args.micro_batch_size):
+        raise UserError(f"--micro_batch_size {args.micro_batch_size}: must divide --batch_size {args.batch_size}")
     if not 1 <= args.warmup_steps < args.steps:
         raise UserError(f"--warmup_steps {args.warmup_steps}: must be at least 1 and less than --steps {args.steps}")
     args.peers = list(dict.fromkeys(filter(None, args.peers.split(","))))
@@ -332,6 +404,12 @@ def choose_config(args: argparse.Namespace) -> ModelConfig:
         raise UserError(f"--seq_length {args.seq_length}: {config.name} takes at most {config.block_size} tokens")
     if args.peers and args.precision == "bf16-master":
         raise UserError("--precision bf16-master: no peer has it; remove --peers, or use bf16-mixed or bf16-true")
+    if "plain" in args.peers:
+        plain_config(config)
+        if args.precision == "16-mixed":
+            raise UserError("--precision 16-mixed: not supported by the plain loop; use bf16-mixed or 32-true")
+    if args.activation_checkpointing == "full" and (others := [p for p in args.peers if p != "transformers"]):
+        raise UserError(f"--activation_checkpointing full: not supported with --peers {','.join(others)}; remove them")
     if any(peer.startswith("litgpt") for peer in args.peers):
         litgpt_config(config)
         if args.precision == "16-mixed":
@@ -348,6 +426,9 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
     pythons = {"toolkit": sys.executable}
     result = {"toolkit": versions(sys.executable, "toolkit", "torch", "lightning")}
     for peer in args.peers:
+        if peer == "plain":
+            pythons[peer], result[peer] = sys.executable, versions(sys.executable, "torch")
+            continue
         if peer == "transformers":
             flag, python, needed = "transformers_python", args.transformers_python, ["transformers", "accelerate"]
             hint = TRANSFORMERS_ENVIRONMENT
@@ -370,9 +451,10 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
 
 
 def main(argv: list[str] | None = None) -> int:
+    exit_on_sigterm()
     try:
         if "--matrix" in (words := sys.argv[1:] if argv is None else argv):
-            return subprocess.run([sys.executable, Path(__file__).with_name("benchmark_matrix.py"), *words]).returncode
+            return run_script([sys.executable, str(Path(__file__).with_name("benchmark_matrix.py")), *words])[0]
         args = parse(argv)
         config = choose_config(args)
         pythons, environments = find_pythons(args)

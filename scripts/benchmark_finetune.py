@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmark import compare, in_own_process, machine, report, spread, summarize, usable_cpus, versions
-from benchmark_products import MALLOC, CompletedRun, RunFailedError, find_parameters, read_csv, run_process
+from benchmark_processes import MALLOC, CompletedRun, RunFailedError, run_process
+from benchmark_products import find_parameters, read_csv
 from chatterbot_to_jsonl import conversations
 
 from toolkit.errors import UserError

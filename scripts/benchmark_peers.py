@@ -1,4 +1,4 @@
-"""The transformers side of scripts/benchmark.py: one Trainer run, in its own environment.
+"""The transformers peer of scripts/benchmark.py: one Trainer run, in its own environment.
 
     python benchmark_peers.py SETTINGS.json RESULT.json
 
@@ -6,7 +6,6 @@ Does not import toolkit. ``run_transformers`` in benchmark_products.py writes th
 """
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -37,7 +36,6 @@ class Clock(TrainerCallback):
     def __init__(self) -> None:
         self.begins: list[float] = []
         self.ends: list[float] = []
-        self.peak_memory_gb = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.begins.append(time.perf_counter())
@@ -46,14 +44,6 @@ class Clock(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # wait for the step to finish
         self.ends.append(time.perf_counter())
-        self.peak_memory_gb = peak_memory_gb()
-
-
-def peak_memory_gb() -> float:
-    """Return the peak memory in GB (1e9 bytes): allocated on CUDA, else the resident set size."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def main(settings_file: str, result_file: str) -> None:
@@ -61,7 +51,8 @@ def main(settings_file: str, result_file: str) -> None:
     torch.manual_seed(settings["seed"])
     config = AutoConfig.from_pretrained(settings["config_dir"])
     config.use_cache = False
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     precision = settings["precision"]
     if precision == "bf16-true" and not settings["as_shipped"]:
         model = model.to(torch.bfloat16)
@@ -80,7 +71,9 @@ def main(settings_file: str, result_file: str) -> None:
     arguments = TrainingArguments(
         output_dir=settings["out_dir"],
         max_steps=settings["steps"],
-        per_device_train_batch_size=settings["batch_size"],
+        per_device_train_batch_size=settings["micro_batch_size"],
+        gradient_accumulation_steps=settings["batch_size"] // settings["micro_batch_size"],
+        gradient_checkpointing=settings["activation_checkpointing"] == "full",
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         eval_strategy="no",
@@ -96,7 +89,7 @@ def main(settings_file: str, result_file: str) -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "begins": clock.begins,
         "ends": clock.ends,
-        "peak_memory_gb": clock.peak_memory_gb,
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 without CUDA
         "optimizer": str(arguments.optim.value),
     }
     Path(result_file).write_text(json.dumps(result))

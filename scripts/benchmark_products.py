@@ -7,24 +7,24 @@ import csv
 import json
 import os
 import re
-import resource
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmark_processes import MALLOC, CompletedRun, RunFailedError, run_process, tail
 
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of, get_config
 
 SEED, LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 42, 4e-4, 0.1, (0.9, 0.95), 1.0
+# `litgpt` without its final save, which cannot be disabled and takes minutes for a large model
+LITGPT = (
+    "from litgpt import pretrain; pretrain.save_checkpoint = lambda *_, **__: None; "
+    "from litgpt.__main__ import main; main()"
+)
 
 # The fields shared by ModelConfig and LitGPT's Config (0.5.13).
 LITGPT_FIELDS = {
@@ -40,26 +40,17 @@ LITGPT_FIELDS = {
 # Fields that LitGPT infers from the name, takes as an option (tie_embeddings), or lacks (router_aux_loss_coef).
 LITGPT_INFERS = {"family", "norm_offset", "norm_affine", "tie_embeddings", "router_aux_loss_coef"}
 
-# The glibc settings of disable_malloc_trim in toolkit/distributed/memory.py, for the peers.
-MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
-    "MALLOC_TOP_PAD_": str(1 << 28),
-}
-QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "LITDATA_DISABLE_VERSION_CHECK": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
-}
-
 
 @dataclass
 class Work:
     """The workload of a run.
 
-    ``model_config``: fields that override the named architecture. ``as_shipped``: use each product's defaults, except
-    for model, tokens, batch and steps.
+    Args:
+        batch_size: Sequences per step.
+        model_config: Fields that override the named architecture.
+        as_shipped: Use each product's defaults, except for model, tokens, batch and steps.
+        micro_batch_size: Sequences per forward pass; 0: ``batch_size``.
+        max_seconds: Limit for one run of one product, None: no limit.
     """
 
     model: str
@@ -72,6 +63,14 @@ class Work:
     threads: int
     model_config: dict[str, Any] = field(default_factory=dict)
     as_shipped: bool = False
+    micro_batch_size: int = 0
+    activation_checkpointing: str = "none"
+    accelerator: str = "auto"
+    max_seconds: float | None = None
+
+    @property
+    def micro(self) -> int:
+        return self.micro_batch_size or self.batch_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -86,18 +85,7 @@ class Measurement:
     tokens_per_sec: float
     tokens_per_sec_end_to_end: float
     peak_memory_gb: float
-
-
-@dataclass
-class CompletedRun:
-    """The output and peak memory (GB) of a successful process."""
-
-    output: str
-    peak_memory_gb: float
-
-
-class RunFailedError(RuntimeError):
-    """A product failed; the message contains the end of its output."""
+    mfu: float | None = None
 
 
 def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
@@ -107,7 +95,8 @@ def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> M
         python, "-m", "toolkit", "pretrain", work.model, f"--out_dir={out_dir}",
         "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.split_names=null", "--data.num_workers=0",
         f"--train.max_steps={work.steps}", f"--train.max_seq_length={work.seq_length}",
-        f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.batch_size}",
+        f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.micro}",
+        f"--train.activation_checkpointing={work.activation_checkpointing}", "--devices=1",
         "--train.log_interval=1", "--train.save_interval=0", "--eval.interval=0", "--eval.final_validation=false",
         f"--seed={SEED}",
     ]  # fmt: skip
@@ -120,8 +109,30 @@ def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> M
     if get_config(work.model).vocab_size is None:
         command.append(f"--model_config.vocab_size={config.vocab_size}")
     command += [f"--model_config.{name}={json.dumps(value)}" for name, value in work.model_config.items()]
-    done = run_process("toolkit", command, folder, work.threads, {})
-    return read_toolkit(out_dir / "logs" / "metrics.csv", done.output, work)
+    metrics = out_dir / "logs" / "metrics.csv"
+    # its last save is not measured, and takes minutes for a large model
+    done = run(work, "toolkit", command, folder, is_done=lambda: has_step(metrics, work.steps))
+    return read_toolkit(metrics, done.output, work)
+
+
+def run(
+    work: Work, product: str, command: list[str], folder: Path, is_done: Callable[[], bool] = lambda: False
+) -> CompletedRun:
+    """Run a product with the allocator settings, device and limit of ``work``."""
+    is_peer = product != "toolkit" and not work.as_shipped
+    gpu = "" if work.accelerator == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    extra = (MALLOC if is_peer else {}) | {"CUDA_VISIBLE_DEVICES": gpu}
+    if product == "litgpt" and work.compiler == "none" and not work.as_shipped:
+        extra["TORCH_COMPILE_DISABLE"] = "1"
+    return run_process(product, command, folder, work.threads, extra, max_seconds=work.max_seconds, is_done=is_done)
+
+
+def has_step(metrics: Path, step: int) -> bool:
+    """Whether metrics.csv has the complete row of a step."""
+    if not metrics.is_file():
+        return False
+    text = metrics.read_text()
+    return text.endswith("\n") and text.splitlines()[-1].startswith(f"{step},")
 
 
 def read_toolkit(metrics: Path, output: str, work: Work) -> Measurement:
@@ -146,11 +157,11 @@ def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, sh
     out_dir = folder / ("litgpt-shipped" if shipped else "litgpt")
     optimizer = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": BETAS}
     command = [
-        python, "-m", "litgpt", "pretrain", config.name, f"--out_dir={out_dir}",
+        python, "-c", LITGPT, "pretrain", config.name, f"--out_dir={out_dir}",
         f"--model_config={json.dumps(litgpt_config(config))}",
         "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.num_workers=0",
         f"--train.max_tokens={work.steps * work.tokens_per_step}", f"--train.max_seq_length={work.seq_length}",
-        f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.batch_size}",
+        f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.micro}",
         f"--train.tie_embeddings={str(config.tie_embeddings).lower()}", "--train.log_interval=1",
         "--train.lr_warmup_steps=1", f"--train.save_interval={10 * work.steps}",
         f"--eval.interval={10 * work.steps}", "--eval.max_iters=1", "--eval.initial_validation=false",
@@ -161,8 +172,7 @@ def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, sh
             f"--train.max_norm={MAX_NORM}", "--optimizer",
             json.dumps({"class_path": "torch.optim.AdamW", "init_args": optimizer}), f"--precision={work.precision}",
         ]  # fmt: skip
-    eager = {} if shipped or work.as_shipped or work.compiler == "torch" else {"TORCH_COMPILE_DISABLE": "1"}
-    done = run_process(out_dir.name, command, folder, work.threads, eager | peer_allocator(work))
+    done = run(work, out_dir.name, command, folder)
     (metrics,) = (out_dir / "logs").rglob("metrics.csv")
     return read_litgpt(metrics, done, work)
 
@@ -173,14 +183,18 @@ def run_litgpt_shipped(work: Work, config: ModelConfig, folder: Path, python: st
 
 
 def read_litgpt(metrics: Path, done: CompletedRun, work: Work) -> Measurement:
-    """Read LitGPT's CSV log: ``iter_time``, and ``time`` since the start. One iteration is one step."""
-    rows = read_csv(metrics)
-    ends = {int(row["iter"]): float(row["time"]) for row in rows}
+    """Read LitGPT's CSV log: ``iter_time``, and ``time`` since the start.
+
+    An iteration is a micro-batch. If a step has several, ``iter_time`` is the last one's, and ``time`` is used instead.
+    """
+    rows, per_step = read_csv(metrics), work.batch_size // work.micro
+    ends = {int(row["iter"]) // per_step: float(row["time"]) for row in rows}
     times = [float(row["iter_time"]) for row in rows if int(row["iter"]) > work.warmup_steps]
+    speed = work.tokens_per_step / median(times) if per_step == 1 else end_to_end(ends, work)
     on_cuda = re.search(r"Memory Used\s*: ([\d.]+) GB", done.output)
     return Measurement(
         parameters=find_parameters(r"Total parameters: ([\d,]+)", done.output, "LitGPT"),
-        tokens_per_sec=work.tokens_per_step / median(times),
+        tokens_per_sec=speed,
         tokens_per_sec_end_to_end=end_to_end(ends, work),
         peak_memory_gb=float(on_cuda[1]) if on_cuda else done.peak_memory_gb,
     )
@@ -204,32 +218,49 @@ def litgpt_config(config: ModelConfig) -> dict[str, Any]:
     return litgpt_values | {"rope_base": int(config.rope_base)}  # an integer in LitGPT
 
 
+def plain_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that benchmark_plain.py reads.
+
+    Raises:
+        UserError: The plain loop does not implement the architecture.
+    """
+    if config.family not in ("gpt2", "llama"):
+        raise UserError(f"--model {config.name}: the plain loop implements GPT-2 and Llama only; remove this peer")
+    return config.to_dict()
+
+
+def run_plain(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
+    """Run the plain PyTorch loop of benchmark_plain.py on the same tokens."""
+    return run_worker(work, "plain", folder, python, {"config": plain_config(config)})
+
+
 def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
     """Run transformers' Trainer on the same tokens, with benchmark_peers.py."""
-    config_dir, settings, result = folder / "hf", folder / "settings.json", folder / "result.json"
+    config_dir = folder / "hf"
     config_dir.mkdir(exist_ok=True)
     (config_dir / "config.json").write_text(json.dumps(family_of(config).to_hf_config(config)))
-    settings.write_text(
-        json.dumps(
-            asdict(work) | {
-                "config_dir": str(config_dir), "out_dir": str(folder / "trainer"),
-                "tokens": str(folder / "tokens.npy"), "seed": SEED, "learning_rate": LEARNING_RATE,
-                "weight_decay": WEIGHT_DECAY, "betas": BETAS, "max_norm": MAX_NORM,
-            }
-        )
-    )  # fmt: skip
-    worker = Path(__file__).resolve().parent / "benchmark_peers.py"
-    command = [python, str(worker), str(settings), str(result)]
-    run_process("transformers", command, folder, work.threads, peer_allocator(work))
-    return read_transformers(json.loads(result.read_text()), work)
+    rest = {"config_dir": str(config_dir), "out_dir": str(folder / "trainer")}
+    return run_worker(work, "transformers", folder, python, rest)
 
 
-def peer_allocator(work: Work) -> dict[str, str]:
-    """Return the variables that make glibc keep freed memory as in toolkit; empty if products run as shipped."""
-    return {} if work.as_shipped else MALLOC
+WORKERS = {"plain": "benchmark_plain.py", "transformers": "benchmark_peers.py"}
 
 
-def read_transformers(result: dict[str, Any], work: Work) -> Measurement:
+def run_worker(work: Work, peer: str, folder: Path, python: str, rest: dict[str, Any]) -> Measurement:
+    """Run a script that reads its settings from a file and writes the times of its steps to another."""
+    settings, result = folder / f"{peer}-settings.json", folder / f"{peer}-result.json"
+    equal = {
+        "tokens": str(folder / "tokens.npy"), "seed": SEED, "learning_rate": LEARNING_RATE,
+        "weight_decay": WEIGHT_DECAY, "betas": BETAS, "max_norm": MAX_NORM,
+    }  # fmt: skip
+    settings.write_text(json.dumps(asdict(work) | {"micro_batch_size": work.micro} | equal | rest))
+    script = Path(__file__).resolve().parent / WORKERS[peer]
+    done = run(work, peer, [python, str(script), str(settings), str(result)], folder)
+    values = json.loads(result.read_text())
+    return read_steps(values | {"peak_memory_gb": values["peak_memory_gb"] or done.peak_memory_gb}, work)
+
+
+def read_steps(result: dict[str, Any], work: Work) -> Measurement:
     """Convert the recorded times to rates."""
     steps = list(zip(result["begins"], result["ends"], strict=True))[work.warmup_steps :]
     return Measurement(
@@ -263,73 +294,6 @@ PRODUCTS: dict[str, Callable[[Work, ModelConfig, Path, str], Measurement]] = {
     "litgpt": run_litgpt,
     "litgpt-shipped": run_litgpt_shipped,
     "transformers": run_transformers,
+    "plain": run_plain,
 }
 PEERS = [name for name in PRODUCTS if name != "toolkit"]
-
-
-RUNNING: list[int] = []
-"""Process IDs of the running products."""
-
-
-def take_turns(runs: Collection[Future[Measurement]], seconds: float) -> None:
-    """Alternate between the products every ``seconds``, pausing the others, until all runs end.
-
-    If ``seconds`` cover several steps, the pauses do not affect a product's median step.
-    """
-    try:
-        while not all(run.done() for run in runs):
-            for pid in RUNNING[:] or [0]:  # 0: none has started yet
-                end = time.monotonic() + seconds
-                while pid in (*RUNNING, 0) and time.monotonic() < end:
-                    for process in RUNNING[:]:
-                        send_signal(process, signal.SIGCONT if process == pid else signal.SIGSTOP)
-                    time.sleep(0.05)
-                    if not pid:
-                        break
-    except BaseException:
-        for process in RUNNING[:]:
-            send_signal(process, signal.SIGKILL)
-        raise
-
-
-def send_signal(process: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # it has ended
-        os.kill(process, number)
-
-
-def run_process(product: str, command: list[str], folder: Path, threads: int, extra: dict[str, str]) -> CompletedRun:
-    """Run a product in ``folder`` and wait for it.
-
-    Raises:
-        UserError: toolkit reported a user error (exit code 2).
-        RunFailedError: The process failed.
-    """
-    inherited = {k: v for k, v in os.environ.items() if k not in MALLOC and k != "PYTHONPATH"}
-    environment = inherited | QUIET | {"OMP_NUM_THREADS": str(threads)} | extra
-    log = folder / f"{product}.log"
-    with open(log, "wb") as file:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        RUNNING.append(process.pid)
-        try:
-            # wait4: getrusage(RUSAGE_CHILDREN) would return the maximum over all children so far.
-            _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:
-            process.kill()
-            raise
-        finally:
-            RUNNING.remove(process.pid)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    output = log.read_text(errors="replace")
-    if process.returncode == 2 and product == "toolkit":
-        raise UserError(output.strip().splitlines()[-1])
-    if process.returncode:
-        raise RunFailedError(f"{product} failed with exit code {process.returncode}; its output ends:\n{tail(output)}")
-    return CompletedRun(output, rss_gb(usage))
-
-
-def rss_gb(usage: resource.struct_rusage) -> float:
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
-
-
-def tail(output: str, lines: int = 15) -> str:
-    return "\n".join(output.splitlines()[-lines:])

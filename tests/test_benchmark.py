@@ -4,25 +4,34 @@ import csv
 import ctypes
 import itertools
 import json
+import math
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, list_names
+from toolkit.models.gpt import GPT
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import benchmark  # noqa: E402
 import benchmark_finetune as finetune  # noqa: E402
+import benchmark_plain as plain  # noqa: E402
+import benchmark_processes as processes  # noqa: E402
 import benchmark_products as products  # noqa: E402
 
 WORK = products.Work("pythia-14m", 10, 2, "32-true", "none", steps=4, warmup_steps=2, threads=1)
@@ -55,15 +64,42 @@ def test_litgpt_results_use_iteration_times(tmp_path):
     ]
     metrics = write_csv(tmp_path / "metrics.csv", rows)
     output = "Total parameters: 1,234\n| - Tok/sec       : 0.02 tok/s\n"
-    one = products.read_litgpt(metrics, products.CompletedRun(output, 1.5), WORK)
+    one = products.read_litgpt(metrics, processes.CompletedRun(output, 1.5), WORK)
     assert one == products.Measurement(1234, pytest.approx(20 / 3), pytest.approx(20 / 4.5), 1.5)
-    on_cuda = products.CompletedRun(output + "| - Memory Used   : 7.25 GB\n", 1.5)
+    on_cuda = processes.CompletedRun(output + "| - Memory Used   : 7.25 GB\n", 1.5)
     assert products.read_litgpt(metrics, on_cuda, WORK).peak_memory_gb == 7.25
+
+
+def test_litgpt_results_with_several_micro_batches_use_the_time_between_steps(tmp_path):
+    ends = [(2, 9.0), (4, 19.0), (6, 23.0), (8, 28.0)]
+    metrics = write_csv(tmp_path / "metrics.csv", [{"iter": i, "iter_time": 0.1, "time": end} for i, end in ends])
+    done = processes.CompletedRun("Total parameters: 1,234", 1.5)
+    one = products.read_litgpt(metrics, done, replace(WORK, micro_batch_size=1))
+    assert one.tokens_per_sec == one.tokens_per_sec_end_to_end == pytest.approx(20 / 4.5)
+
+
+def test_plain_loop_trains_the_same_model(tmp_path):
+    """As many parameters as toolkit's, without the padded vocabulary; micro-batches add up to the batch."""
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 300, (12, 17)))
+    work = replace(WORK, batch_size=4, steps=3)
+    settings = vars(work) | {"tokens": str(tmp_path / "tokens.npy"), "seed": 1, "learning_rate": 1e-2, "max_norm": 1.0}
+    settings |= {"weight_decay": 0.1, "betas": [0.9, 0.95]}
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "head_size": 8, "intermediate_size": 64, "vocab_size": 300}
+    for name, groups in (("gpt2", 4), ("tiny-llama-1.1b", 2)):
+        values = get_config(name).to_dict() | sizes | {"n_query_groups": groups, "padded_vocab_size": 300}
+        config = ModelConfig(**values)
+        settings["config"] = products.plain_config(config)
+        runs = [plain.train(settings | {"micro_batch_size": micro}, "cpu") for micro in (4, 2)]
+        assert runs[0]["losses"] == pytest.approx(runs[1]["losses"], rel=1e-4)
+        assert runs[0]["losses"][0] == pytest.approx(math.log(384), abs=0.1)
+        assert runs[0]["parameters"] == sum(p.numel() for p in GPT(config).parameters())
+    with pytest.raises(products.UserError, match="the plain loop implements GPT-2 and Llama only"):
+        products.plain_config(get_config("pythia-14m"))
 
 
 def test_trainer_results_exclude_the_warm_up():
     result = {"begins": [0, 10, 21, 26], "ends": [9, 20, 25, 28], "parameters": 7, "peak_memory_gb": 2.0}
-    one = products.read_transformers(result, WORK)
+    one = products.read_steps(result, WORK)
     assert one == products.Measurement(7, pytest.approx(20 / 3), pytest.approx(20 / 4), 2.0)
 
 
@@ -75,7 +111,7 @@ def test_litgpt_finetuning_counts_optimizer_steps(tmp_path):
         rows.append({"iter": "", "tokens": "", "time": time, "lengths": 10 * i})
         rows.append({"iter": i, "tokens": 8 * i, "time": "", "lengths": ""})
     output = "Number of trainable parameters: 1,234\nNumber of non-trainable parameters: 5\n"
-    one = finetune.read_litgpt(write_csv(tmp_path / "metrics.csv", rows), products.CompletedRun(output, 1.5))
+    one = finetune.read_litgpt(write_csv(tmp_path / "metrics.csv", rows), processes.CompletedRun(output, 1.5))
     # steps 5 and 6 count: 16 inputs in 4 and in 8 seconds
     assert one == finetune.Measurement(1234, 6 * 16, 3.0, 7.5, 6.0, 1.5)
 
@@ -90,11 +126,15 @@ def test_ratio_is_computed_within_each_round():
 
 
 @pytest.mark.slow
-def test_products_alternate_and_must_build_the_same_model(monkeypatch):
+def test_products_alternate_and_must_build_the_same_model(monkeypatch, capsys):
     turns = []
 
     def product(name, parameters):
         def run(work, config, folder, python):
+            if name == "litgpt":
+                assert "toolkit: 1 tokens/s, 1.00 GB" in capsys.readouterr().err  # printed when it ended
+            if parameters == 0:
+                raise processes.RunFailedError("litgpt was not done after 3 s")
             assert (folder / "tokens.npy").is_file() and (folder / "tokens" / "index.json").is_file()
             turns.append(name)
             return products.Measurement(parameters, 1.0, 1.0, 1.0)
@@ -108,6 +148,9 @@ def test_products_alternate_and_must_build_the_same_model(monkeypatch):
     monkeypatch.setitem(benchmark.PRODUCTS, "litgpt", product("litgpt", 6))
     with pytest.raises(products.UserError, match="--peers litgpt: its model has 6 parameters, toolkit's 5"):
         benchmark.measure(WORK, config, {"toolkit": "", "litgpt": ""}, rounds=1)
+    monkeypatch.setitem(benchmark.PRODUCTS, "litgpt", product("litgpt", 0))
+    measured, failed = benchmark.measure(WORK, config, {"toolkit": "", "litgpt": ""}, rounds=2)
+    assert len(measured.pop("toolkit")) == 2 and not measured and failed == {"litgpt": "litgpt was not done after 3 s"}
 
 
 @pytest.mark.slow
@@ -118,12 +161,12 @@ def test_products_in_turns_run_alone(tmp_path):
 
     def run(name):
         command = [sys.executable, "-c", code, str(names), name]
-        return products.run_process(name, command, tmp_path, threads=1, extra={})
+        return processes.run_process(name, command, tmp_path, threads=1, extra={})
 
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run, name) for name in "AB"]
-        products.take_turns(runs, seconds=0.5)
-    assert all(run.result() for run in runs) and products.RUNNING == []
+        processes.take_turns(runs, seconds=0.5)
+    assert all(run.result() for run in runs) and processes.RUNNING == []
     written = names.read_text()
     assert len(written) == 200
     assert sum(a != b for a, b in itertools.pairwise(written)) < 20, written
@@ -137,7 +180,7 @@ def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     disable_malloc_trim("cpu")
     numbers = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}  # malloc.h
-    assert {numbers[name]: int(value) for name, value in products.MALLOC.items()} == asked
+    assert {numbers[name]: int(value) for name, value in processes.MALLOC.items()} == asked
 
 
 @pytest.mark.parametrize(
@@ -150,6 +193,9 @@ def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
         ("--model gpt2 --peers litgpt", "LitGPT does not support learned positions"),
         ("--seq_length 4096", "takes at most 2048 tokens"),
         ("--steps 10 --warmup_steps 10", "--warmup_steps 10: must be"),
+        ("--model pythia-14m --peers plain", "the plain loop implements GPT-2 and Llama only"),
+        ("--micro_batch_size 3", "--micro_batch_size 3: must divide --batch_size 4"),
+        ("--activation_checkpointing full --peers plain --model gpt2", "not supported with --peers plain"),
         ("--batch_size 0", "--batch_size 0: must be at least 1"),
         ("--batchsize 4", "--batchsize"),
         ('--model_config {"n_layers":2}', "--model_config n_layers: is not a field of the architecture; did you mean"),
@@ -165,19 +211,21 @@ def test_as_shipped_products_get_only_the_work(monkeypatch, tmp_path):
     """The same model, tokens and steps; no setting that a README does not name."""
     commands = {}
 
-    def run_process(product, command, folder, threads, extra):
+    def run_process(product, command, folder, threads, extra, **_):
         commands[product] = " ".join(command)
         if product == "transformers":
             commands[product] += Path(command[2]).read_text()
-        assert extra == ({} if work.as_shipped or product == "toolkit" else products.MALLOC | extra)
-        raise products.RunFailedError
+        assert (processes.MALLOC.items() <= extra.items()) is not (work.as_shipped or product == "toolkit")
+        raise processes.RunFailedError
 
     monkeypatch.setattr(products, "run_process", run_process)
     config = get_config("pythia-14m")
     for as_shipped in (False, True):
         work = replace(WORK, as_shipped=as_shipped, model_config={"n_layer": 2})
-        for run in products.PRODUCTS.values():
-            with pytest.raises(products.RunFailedError):
+        for product, run in products.PRODUCTS.items():
+            if product == "plain":
+                continue  # the loop has no pythia
+            with pytest.raises(processes.RunFailedError):
                 run(work, config, tmp_path, "python")
         for product in ("toolkit", "litgpt"):
             for option in ("--precision", "--optimizer", "--train.max_norm"):
@@ -187,9 +235,72 @@ def test_as_shipped_products_get_only_the_work(monkeypatch, tmp_path):
 
 
 def test_failed_peer_is_reported_with_the_end_of_its_output(tmp_path):
-    with pytest.raises(products.RunFailedError, match="exit code 3.*\nlast words"):
+    with pytest.raises(processes.RunFailedError, match="exit code 3.*\nlast words"):
         command = [sys.executable, "-c", "import sys; print('last words'); sys.exit(3)"]
-        products.run_process("litgpt", command, tmp_path, 1, {})
+        processes.run_process("litgpt", command, tmp_path, 1, {})
+
+
+def children(folder: Path) -> list[str]:
+    """Return the command lines of the running processes that name ``folder``."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            lines.append(file.read_text())
+    return [line for line in lines if str(folder) in line]
+
+
+def wait_until(condition, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_killed_benchmark_ends_its_children(tmp_path):
+    script = (
+        f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\nimport benchmark_processes as p\nfrom pathlib import Path\n"
+        "p.exit_on_sigterm()\nfolder = Path(sys.argv[1])\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(600)', str(folder / 'child')]\n"
+        "p.run_process('toolkit', command, folder, 1, {})"
+    )
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.DEVNULL)
+        wait_until(lambda: children(tmp_path / "child"))
+        parent.send_signal(number)
+        parent.wait()
+        wait_until(lambda: not children(tmp_path / "child"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_benchmark_prints_each_run_and_leaves_no_process_when_killed(tmp_path):
+    command = "--model pico-llama --seq_length 16 --batch_size 2 --steps 4 --warmup_steps 2 --rounds 100 --threads 1"
+    command += " --peers plain --accelerator cpu --max_seconds 600"
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPTS / "benchmark.py"), *command.split()],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    for line, product in zip(process.stderr, ("toolkit", "plain"), strict=False):
+        assert re.fullmatch(rf"round 1/100 {product}: [\d,]+ tokens/s, [\d.]+ GB, \d+ s\n", line), line
+        if product == "plain":
+            break
+    wait_until(lambda: children(tmp_path))  # of the second round
+    process.kill()
+    process.wait()
+    wait_until(lambda: not children(tmp_path))
+
+
+def test_run_ends_when_it_is_done_or_out_of_time(tmp_path):
+    command = [sys.executable, "-c", "import time; print('last words', flush=True); time.sleep(600)", str(tmp_path)]
+    log = tmp_path / "litgpt.log"
+    done = processes.run_process("litgpt", command, tmp_path, 1, {}, is_done=lambda: log.stat().st_size > 0)
+    assert done.output == "last words\n" and not children(tmp_path)
+    with pytest.raises(processes.RunFailedError, match="litgpt was not done after 0 s"):
+        processes.run_process("litgpt", command, tmp_path, 1, {}, max_seconds=0.1)
+    assert not children(tmp_path)
 
 
 def test_litgpt_gets_only_known_fields():

@@ -22,12 +22,14 @@ def fakes(tmp_path, monkeypatch):
         "import sys, pathlib\nprint('| a |')\npathlib.Path(sys.argv[-1]).write_text('{\"a\": 1}')\n"
     )
     (tmp_path / "bad.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(matrix, "SCRIPTS", tmp_path)
 
     def reading(args):
         """Two that run and one that does not."""
         yield matrix.Run("good", ["good.py", "--x", "a b"])
         yield matrix.Run("bad", ["bad.py"])
+        yield matrix.Run("slow", ["slow.py"], max_seconds=0.1)
         yield matrix.Run("peer", [], reason="no environment")
 
     monkeypatch.setitem(matrix.PARTS, "reading", reading)
@@ -37,9 +39,10 @@ def fakes(tmp_path, monkeypatch):
 def test_report_has_every_result_or_its_reason(fakes, tmp_path):
     out = tmp_path / "out"
     assert matrix.main(["--matrix", "--only", "reading", "--out_dir", str(out)]) == 0
-    good, bad, peer = json.loads((out / "benchmark.json").read_text())["parts"]["reading"]
+    good, bad, slow, peer = json.loads((out / "benchmark.json").read_text())["parts"]["reading"]
     assert (good["values"], good["command"], good["not_run"]) == ({"a": 1}, "good.py --x 'a b'", None)
-    assert "exit code 3" in bad["not_run"] and peer["not_run"] == "no environment"
+    assert "exit code 3" in bad["not_run"] and slow["not_run"] == "slow.py was not done after 0 s"
+    assert peer["not_run"] == "no environment"
     page = (out / "benchmark.md").read_text()
     for text in (
         "## Reading\n\nTwo that run",
@@ -48,6 +51,14 @@ def test_report_has_every_result_or_its_reason(fakes, tmp_path):
         "not run: no env",
     ):
         assert text in page, text
+
+
+def test_rows_and_seconds_select_what_runs(fakes, tmp_path):
+    words = ["--matrix", "--only", "reading", "--rows", "good,ba", "--max_seconds", "1", "--out_dir", str(tmp_path)]
+    assert matrix.main(words) == 0
+    results = json.loads((tmp_path / "benchmark.json").read_text())["parts"]["reading"]
+    assert [result["title"] for result in results] == ["good", "bad"]
+    assert {result["not_run"] for result in results} == {"no time left, see --max_seconds"}
 
 
 def test_unknown_parts_are_refused(capfd):
@@ -87,7 +98,7 @@ def test_parts_use_options_that_their_scripts_have(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_quick_matrix_runs(tmp_path):
-    only = "training,preparation,checkpoints,startup,reading"
+    only = "training,cuda,preparation,checkpoints,startup,reading"
     assert benchmark.main(["--matrix", "--quick", "--only", only, "--threads", "1", "--out_dir", str(tmp_path)]) == 0
     parts = json.loads((tmp_path / "benchmark.json").read_text())["parts"]
     for name in only.split(","):
