@@ -265,19 +265,32 @@ def build_report(
 
 
 def machine() -> dict[str, Any]:
-    """Describe the CPU and its load average over the last minute."""
+    """Describe the CPU, its load average over the last minute, the first GPU, and the commit of this checkout."""
     model = ""
     if (info := Path("/proc/cpuinfo")).is_file():
         match = re.search(r"model name\s*: (.+)", info.read_text())
         model = match[1] if match else ""
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return {"cpu": model or platform.processor(), "cpus": usable_cpus(), "system": platform.system(), "load": load}
+    return {
+        "cpu": model or platform.processor(), "cpus": usable_cpus(), "system": platform.system(), "load": load,
+        "gpu": first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+        "commit": first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+    }  # fmt: skip
+
+
+def first_line(*command: str) -> str:
+    """Return the first line that a command prints; empty if it fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True)
+    return "" if done.returncode else done.stdout.partition("\n")[0]
 
 
 def describe(host: dict[str, Any], packages: dict[str, str] | None = None) -> str:
     """Format the result of :func:`machine` and package versions as one line."""
-    line = f"{host['cpu']}, {host['cpus']} CPUs, load before {host['load']}"
-    return "; ".join([line, ", ".join(map(" ".join, packages.items()))] if packages else [line])
+    parts = [host["gpu"], f"{host['cpu']}, {host['cpus']} CPUs, load before {host['load']}"]
+    parts += [f"commit {host['commit']}" if host["commit"] else "", ", ".join(map(" ".join, (packages or {}).items()))]
+    return "; ".join(filter(None, parts))
 
 
 def usable_cpus() -> int:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from inspect import cleandoc
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -127,13 +128,14 @@ def cuda(args: argparse.Namespace) -> Iterator[Run]:
     for micro in (2, 4) if is_large else (1,):
         title = f"8B, 4,096 tokens, micro-batch {micro} x {8 // micro}, bf16-true, full recomputation"
         rows[title] = f"{FULL_8B} --micro_batch_size {micro}", 180
+    size = " (tiny)" if args.quick else ""
     for title, (options, seconds) in rows.items():
         options, _, peers = options.partition(" --peers ")
         words = ["benchmark.py", "--compiler", "torch", "--rounds", "1", "--format", "json", *options.split()]
         words += _tiny(words) if args.quick else []
         chosen = [peer for peer in peers.split(",") if peer in able]
         words += _peer_words(args, chosen)
-        yield Run(title, [*words, "--max_seconds", str(seconds)], None, reason, seconds + 20)
+        yield Run(title + size, [*words, "--max_seconds", str(seconds)], None, reason, seconds + 20)
         for peer in peers.split(","):
             if reason is None and peer in reasons:
                 yield Run(f"{title}: {peer}", [], reason=reasons[peer])
@@ -145,7 +147,7 @@ def cuda(args: argparse.Namespace) -> Iterator[Run]:
     ):
         words = ["benchmark_gpu.py", *options.split()]
         words += _tiny(words) if args.quick else []
-        yield Run(title, words, reason=reason, max_seconds=240)
+        yield Run(title + size, words, reason=reason, max_seconds=240)
 
 
 def _tiny(words: list[str]) -> list[str]:
@@ -287,7 +289,7 @@ def format_report(parts: dict[str, list[Result]], host: dict[str, Any], packages
     """Format all results as a Markdown page."""
     lines = ["# Benchmarks", "", describe(host, packages)]
     for name, results in parts.items():
-        lines += ["", f"## {name.capitalize()}", "", str(PARTS[name].__doc__)]
+        lines += ["", f"## {name.capitalize()}", "", cleandoc(str(PARTS[name].__doc__))]
         for result in results:
             body = f"not run: {result.not_run}" if result.not_run else result.markdown
             lines += ["", f"### {result.title}", "", body]
