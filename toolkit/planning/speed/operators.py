@@ -49,6 +49,7 @@ class Op:
         reads, writes: Accessed tensors on the device.
         flops: FLOPs of products and attention.
         is_16_bit: Whether a product has 16-bit inputs.
+        is_aligned: Whether the rows of a product's inputs and output begin at multiples of 16 bytes.
         head_size: Head size of attention.
         launches: Number of kernels.
     """
@@ -61,6 +62,7 @@ class Op:
     writes: tuple[Access, ...] = ()
     flops: float = 0.0
     is_16_bit: bool = True
+    is_aligned: bool = True
     head_size: int = 0
     launches: int = 1
 
@@ -112,7 +114,8 @@ class Recorder(TorchDispatchMode):
         kind = self._kind(name, flops, mutated)
         floats = [t.dtype.itemsize for t in inputs if t.is_floating_point()]
         head_size = inputs[0].size(-1) if kind == "attention" and inputs[0].ndim else 0
-        op = Op(name, kind, self.layer, self.is_backward, reads, writes, flops, min(floats, default=4) == 2, head_size)
+        is_16_bit, is_aligned = min(floats, default=4) == 2, all(map(_is_aligned, (*inputs, *outputs)))
+        op = Op(name, kind, self.layer, self.is_backward, reads, writes, flops, is_16_bit, is_aligned, head_size)
         self.ops.append(op)
         return out
 
@@ -143,6 +146,11 @@ class Recorder(TorchDispatchMode):
             key = (self._storage(tensor), 0)
             reads, writes = (Access(key, -1, packed),), (Access(key, 0, 2 * tensor.numel()),)
             self.ops.append(Op("dequantize_4bit", "other", self.layer, self.is_backward, reads, writes))
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    strides = (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 < stride)
+    return all(stride * tensor.element_size() % 16 == 0 for stride in strides)
 
 
 def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -1,9 +1,9 @@
 """Predict the time of a training step on a GPU: a roofline over the operators that the run dispatches.
 
-An operator takes the maximum of bytes / memory bandwidth, FLOPs / rate of its kind, and the minimum kernel time. The
-host launches operators ahead of the GPU; if launching takes longer than the kernels of a micro-step, the difference is
-added. Nothing is measured: the constants are below and in ``gpus.py``. tutorials/predicted_speed.md compares
-predictions with published figures.
+An operator takes the maximum of bytes / memory bandwidth and FLOPs / rate of its kind, and the time to start a kernel.
+The host launches operators ahead of the GPU; if launching takes longer than the kernels of a micro-step, the difference
+is added. The constants are below and in ``gpus.py``. tutorials/predicted_speed.md compares predictions with
+measurements and published figures.
 """
 
 from collections import Counter
@@ -25,18 +25,22 @@ from toolkit.planning.speed.fusion import fuse
 from toolkit.planning.speed.gpus import GpuSpec
 from toolkit.planning.speed.links import Communication, communication
 from toolkit.planning.speed.operators import Op
-from toolkit.planning.speed.trace import Trace, trace_micro_step, trace_update
+from toolkit.planning.speed.trace import LOSS, Trace, trace_micro_step, trace_update
 
 BANDWIDTH_SHARE = 0.88
 """Fraction of the data sheet's bandwidth: large copies reached 3.0 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
+EAGER_SHARE = 0.6
+"""The same for element-wise operators and reductions that are not compiled: fits an eager step of GPT-2 on an H100."""
+LOSS_READS = 3
+"""Reads of the logits by the compiled loss: maximum, sum and gradient. A row exceeds the registers."""
 FP32_SHARE = 0.75
 """Fraction of the fp32 peak that matrix products reach."""
 SMALL_HEAD_SHARE = 0.65
 """Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100: 395 of 617 TFLOP/s)."""
-MIN_KERNEL_S = 3e-6
-"""Minimum seconds per kernel, including the gap to the next one."""
-HOST_OPERATOR, HOST_VIEW = 9e-6, 2e-6
-"""Host seconds per operator (Python, autograd and launch), and per view."""
+KERNEL_S = 3e-6
+"""Seconds to start and end a kernel."""
+HOST_OPERATOR, HOST_VIEW = 18e-6, 4e-6
+"""Host seconds per operator (Python, autograd and launch), and per view: measured on a Xeon, with tiny tensors."""
 HOST_GRAPH, HOST_COMPILED = 80e-6, 5e-6
 """Host seconds to enter a compiled block (guards, saved tensors), and per kernel of the block."""
 HOST_UNIT = 1e-3
@@ -149,14 +153,17 @@ def seconds(op: Op, gpu: GpuSpec) -> float:
         return 0.0
     rate = FP32_SHARE * gpu.fp32
     if op.is_16_bit:
-        rate = gpu.peak * gpu.kernels.products
+        rate = gpu.peak * (gpu.kernels.products if op.is_aligned else gpu.kernels.unaligned)
         if op.kind == "attention":
             rate = gpu.peak * (gpu.kernels.backward if op.is_backward else gpu.kernels.forward)
     if op.kind == "attention":
         rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
         rate *= gpu.kernels.masked if "efficient" in op.name else 1.0
         rate *= gpu.kernels.flash if op.name.startswith("flash_attention") else 1.0
-    return max(op.bytes / (gpu.bandwidth * BANDWIDTH_SHARE), op.flops / rate, MIN_KERNEL_S * op.launches)
+    reads = sum(access.bytes for access in op.reads) if op.layer == LOSS else 0
+    is_eager = op.kind == "fusable" and op.name != "fused"
+    bandwidth = gpu.bandwidth * (EAGER_SHARE if is_eager else BANDWIDTH_SHARE)
+    return max((op.bytes + (LOSS_READS - 1) * reads) / bandwidth, op.flops / rate) + KERNEL_S * op.launches
 
 
 def _gpu_times(trace: Trace, ops: Iterable[Op], gpu: GpuSpec) -> dict[str, float]:
