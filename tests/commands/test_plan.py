@@ -265,7 +265,7 @@ def test_the_table_has_a_line_for_each_part(capsys):
     shown = capsys.readouterr().out
     assert re.search(r"\nStrategy   fsdp FULL_SHARD, one unit per block, 8 shards \(", shown)
     assert "\n           micro batch auto: a device's share" in shown
-    assert "\nCompiler   torch (auto: rows of one length, " in shown
+    assert "\nCompiler   torch (auto: compilation takes about " in shown
     assert "\nLength     2,471,362,560 tokens: 20 tokens per active parameter, at most 4 epochs" in shown
     assert all(
         f"\n  {part} " in shown for part in ("weights", "gradients", "optimizer", "unsharded_unit", "activations")

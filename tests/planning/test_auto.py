@@ -1,7 +1,9 @@
 """What "auto" chooses: the strategy and the micro-batch, from the memory that the run needs."""
 
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
 from toolkit.planning.run_args import run_args
+from toolkit.planning.speed import micro_step
 
 DDP = {"strategy": "ddp"}
 
@@ -130,25 +133,47 @@ def test_micro_batches_of_runs(config_of):
 def test_compilers_of_runs(config_of):
     def check(options: dict, place: dict, is_ragged: bool, steps: int | None, chosen: tuple[str, str]) -> None:
         config = config_of({"train.max_seq_length": 512} | options, **{"devices": 1} | place)
-        assert choose_compiler(config, is_ragged=is_ragged, steps=steps) == chosen
+        name, reason = choose_compiler(config, config.model, is_ragged=is_ragged, steps=steps)
+        assert name == chosen[0] and re.fullmatch(chosen[1], reason), (name, reason)
 
     wrapped = {"strategy": "fsdp", "fsdp.auto_wrap": "size"}
+    short, long = r"auto: compilation takes about 10 s and saves about \d s", r"auto: .* saves about [\d,]{3,} s"
     check_each(
         check,
         [
-            ({}, {}, False, 2000, ("torch", "auto: rows of one length, 2,000 steps")),
+            ({}, {}, False, 100_000, ("torch", long)),
             ({}, {"devices": 8}, False, None, ("torch", "auto: rows of one length")),
-            ({}, {}, False, 100, ("none", "auto: 100 steps are too few to repay compilation")),
-            ({}, {}, True, 2000, ("none", "auto: rows differ in length")),
-            ({"train.max_time": 5.0}, {}, False, None,
-             ("none", "auto: --train.max_time 5.0 is too short to repay compilation")),
+            ({}, {}, False, 100, ("none", short)),
+            ({}, {}, True, 100_000, ("none", "auto: rows differ in length")),
+            ({"train.max_time": 0.2}, {}, False, None, ("none", short)),
+            ({"train.max_time": 0.2}, {}, False, 100_000, ("none", short)),
+            ({"train.max_time": 60.0}, {}, False, None, ("torch", long)),
             ({"module": nn.Linear(1, 1), "strategy": "ddp"}, {}, False, None, ("none", "auto: a user-provided model")),
             (wrapped, {"devices": 2}, False, None, ("none", "auto: --fsdp.auto_wrap size")),
-            ({}, {"device": "cpu"}, False, 10**6, ("none", "auto: on cpu")),
             ({"compiler": "torch"}, {"device": "cpu"}, True, 1, ("torch", "")),
             ({"compiler": "none"}, {}, False, 2000, ("none", "")),
         ],
     )  # fmt: skip
+
+
+def test_a_cpu_predicts_nothing_before_it_starts(config_of, monkeypatch):
+    monkeypatch.setattr(micro_step, "trace_micro_step", lambda *_: pytest.fail("traced"))
+    config = config_of({}, devices=1, device="cpu")
+    assert choose_compiler(config, config.model, is_ragged=False, steps=10**6) == ("none", "auto: on cpu")
+
+
+def test_compilation_is_weighed_in_seconds_of_the_gpu(config_of):
+    """Not in steps: a slow GPU needs fewer of them; an unknown GPU counts as an A100."""
+
+    config = config_of({"train.max_seq_length": 512}, devices=1)
+
+    def min_steps(gpu: str) -> int:
+        on_gpu = replace(config, devices=replace(config.devices, gpu=gpu))
+        possible = (2**i for i in range(14))
+        return next(n for n in possible if choose_compiler(on_gpu, config.model, is_ragged=False, steps=n)[0] != "none")
+
+    assert min_steps("NVIDIA A100-SXM4-80GB") == min_steps("GTX 9999") == min_steps("")
+    assert min_steps("Tesla T4") < min_steps("NVIDIA H100 80GB HBM3")
 
 
 def test_the_length_of_a_run_is_planned_before_its_data_is_read():

@@ -41,6 +41,7 @@ from toolkit.planning.speed.trace import LOSS, trace_micro_step, trace_update
 from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
 B, T = 2, 128
+LONG = {"max_steps": 10**5}
 SINGLE = StrategyPlan("single", None, Layout(), "")
 
 
@@ -398,12 +399,12 @@ def planned_run(**options):
 def test_changes_that_auto_would_not_take_are_not_suggested():
     """To compile a short run; and what it would take instead of fp32 is."""
 
-    for train, changed in ({}, "torch"), ({"max_steps": 50}, "none"):
+    for train, changed in (LONG, "torch"), ({"max_steps": 50}, "none"):
         plan = planned_run(compiler="none", train=train)
         ((_, args),) = _compiler(plan)
         assert plan_run(args, plan.config.devices).compiler[0] == changed
     assert [text for text, _ in _precision(planned_run(precision="32-true"))] == ["--precision bf16-mixed"]
-    plan = planned_run()
+    plan = planned_run(train=LONG)
     assert not list(_precision(plan)) and not list(_compiler(plan))
     assert plan_run(plan.config.args, plan.config.devices).compiler[0] == plan.compiler[0] == "torch"
 

@@ -287,7 +287,7 @@ class RunOptions:
         ddp: DDP options.
         pipeline: Pipeline parallelism options.
         compiler: How to compile the blocks: auto, none, torch (torch.compile), or an extension's compiler. auto:
-            torch on CUDA, if all rows have the same length and the run has more than 100 steps; otherwise none.
+            torch on CUDA, if all rows have the same length and it saves more time than it takes; otherwise none.
         deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
         logger_name: Loggers in addition to logs/metrics.csv: tensorboard, wandb, mlflow, trackio, or several separated
             by commas; csv adds none.

@@ -1,35 +1,72 @@
 """Choose the compiler if ``--compiler`` is "auto": pure functions of the resolved run."""
 
+import math
+
 from toolkit.config import AUTO, TrainArgs
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
+from toolkit.errors import UserError
 from toolkit.extension import registered
-from toolkit.planning.resolve import ResolvedConfig
+from toolkit.models.config import ModelConfig
+from toolkit.planning.resolve import ResolvedConfig, memory_inputs
 
-MIN_STEPS, MIN_MINUTES = 100, 10
-"""Minimum run length that repays about a minute of compilation. Estimates, not measured on CUDA."""
+COMPILE_S, COMPILE_LAYER_S = 5.0, 0.9
+"""Seconds to compile a kind of block, and per layer. On an H100 the first step of GPT-2 (12 layers) took 16 s, and 25 s
+with 1.1B parameters (22 layers)."""
+TYPICAL_GPU = "A100"
+"""Stands for a GPU whose speed is unknown."""
 
 
-def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | None) -> tuple[str, str]:
+def choose_compiler(
+    config: ResolvedConfig, model: ModelConfig | None, *, is_ragged: bool, steps: int | None
+) -> tuple[str, str]:
     """Return the compiler of a run, and the reason if ``--compiler`` is "auto".
 
-    On CUDA it is torch if all rows have the same length and the run is long. On a CPU nothing is compiled: the gain was
-    7 % at most, after hundreds of steps. ``steps`` counts the complete run, so a resumed run makes the same choice.
+    On CUDA it is torch if all rows have the same length and the predicted gain exceeds the time to compile. On a CPU
+    nothing is compiled: the gain was 7 % at most, after hundreds of steps.
+
+    Args:
+        model: The architecture, with the vocabulary size; None for a user-provided module.
+        is_ragged: Whether row lengths vary.
+        steps: Optimizer steps of the complete run, so that a resumed run makes the same choice; None if unknown.
     """
     if config.args.compiler != AUTO:
         return config.args.compiler, ""
-    minutes = config.args.train.max_time
-    reasons = {
-        f"on {config.device}": config.device != "cuda",
-        **_uncompiled(config),
-        "rows differ in length": is_ragged,
-        f"{steps} steps are too few to repay compilation": steps is not None and steps <= MIN_STEPS,
-        f"--train.max_time {minutes} is too short to repay compilation": minutes is not None and minutes < MIN_MINUTES,
-    }
+    on_other = {f"on {config.device}": config.device != "cuda"}
+    reasons = {**on_other, **_uncompiled(config), "rows differ in length": is_ragged}
     against = next((reason for reason, holds in reasons.items() if holds), None)
     if against is not None:
         return "none", f"auto: {against}"
-    return "torch", "auto: rows of one length" + ("" if steps is None else f", {steps:,} steps")
+    seconds = _saved_seconds(config, model, steps)
+    if seconds is None:
+        return "torch", "auto: rows of one length"
+    saved, needed = seconds
+    reason = f"auto: compilation takes about {needed:,.0f} s and saves about {saved:,.0f} s"
+    return "torch" if saved > needed else "none", reason
+
+
+def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int | None) -> tuple[float, float] | None:
+    """Return the seconds that compilation saves in a run, and those it takes; None if they cannot be predicted."""
+    from toolkit.planning.sample_model import one_layer_of_each_kind  # not before it is needed: slow on a CPU
+    from toolkit.planning.speed.gpus import GPUS, find_gpu
+    from toolkit.planning.speed.micro_step import micro_step_seconds
+
+    minutes = config.args.train.max_time
+    if model is None or (steps is None and minutes is None):
+        return None
+    try:
+        gpu = find_gpu(config.devices.gpu)[1]
+    except UserError:
+        gpu = GPUS[TYPICAL_GPU]
+    setup = memory_inputs(config, model)
+    try:
+        eager, compiled = (micro_step_seconds(setup, is_compiled, gpu) for is_compiled in (False, True))
+    except (NotImplementedError, RuntimeError, TypeError):  # operators that cannot be counted without a GPU
+        return None
+    run = math.inf if steps is None else steps * config.batch.accumulation * eager
+    run = run if minutes is None else min(run, 60 * minutes)
+    _, layers = one_layer_of_each_kind(model, n_first=0)
+    return run * (1 - compiled / eager), COMPILE_S * len(layers) + COMPILE_LAYER_S * sum(layers)
 
 
 def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -47,7 +48,6 @@ class RunPlan:
         model: The architecture, with the vocabulary size.
         memory: The memory of one device.
         units: Description of the FSDP units; None for other strategies.
-        compiler: The compiler, and the reason if ``--compiler`` is "auto".
         steps: Optimizer steps of the run; None if unknown.
         length: Description of the length of a named architecture without a limit.
     """
@@ -58,9 +58,13 @@ class RunPlan:
     parameters: Parameters
     memory: Memory
     units: str | None = None
-    compiler: tuple[str, str] = ("none", "")
     steps: int | None = None
     length: str = ""
+
+    @cached_property
+    def compiler(self) -> tuple[str, str]:
+        """The compiler, and the reason if ``--compiler`` is "auto"."""
+        return choose_compiler(self.config, self.model, is_ragged=has_ragged_rows(self.args.data), steps=self.steps)
 
     @property
     def seq_length(self) -> int:
@@ -121,8 +125,7 @@ def plan_resolved(args: RunArgs, config: ResolvedConfig, steps: int | None = Non
         part = model_of(model, args.lora, config.strategy.layout.tensor)
         units = describe_units(plan_units(part, config.fsdp, (Block,), config.strategy.engine == "fsdp2"), config.fsdp)
     steps = steps or planned_steps(args.train, config.max_seq_length or model.block_size)
-    compiler = choose_compiler(config, is_ragged=has_ragged_rows(args.data), steps=steps)
-    return RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units, compiler, steps)
+    return RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units, steps)
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:

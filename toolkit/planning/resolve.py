@@ -44,7 +44,7 @@ class DeviceSpec:
     """The devices of a run: ``devices`` per node of type ``device`` ("cuda", "cpu" or "mps").
 
     ``memory`` is bytes per device; infinity if unknown. ``has_bf16``: whether the GPU supports bfloat16; None checks
-    this machine's GPU, and assumes True if it has none.
+    this machine's GPU, and assumes True if it has none. ``gpu``: its name; empty if unknown.
     """
 
     device: str
@@ -52,11 +52,14 @@ class DeviceSpec:
     num_nodes: int
     memory: float = math.inf
     has_bf16: bool | None = None
+    gpu: str = ""
 
     @classmethod
     def of_this_machine(cls, device: str, devices: int = 1, num_nodes: int = 1) -> DeviceSpec:
         """Return devices with this machine's memory. CPU memory is divided among the processes."""
-        return cls(device, devices, num_nodes, device_memory(device) / (devices if device == "cpu" else 1))
+        memory = device_memory(device) / (devices if device == "cpu" else 1)
+        gpu = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
+        return cls(device, devices, num_nodes, memory, gpu=gpu)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ def resolve_compiler(config: ResolvedConfig, state: StartState, device: torch.de
     """
     if config.args.compiler != AUTO:
         return config
-    name, reason = choose_compiler(config, is_ragged=state.longest_ragged > 0, steps=state.limits.total_steps)
+    is_ragged, steps = state.longest_ragged > 0, state.limits.total_steps
+    choice = choose_compiler(config, state.model.config, is_ragged=is_ragged, steps=steps)
+    name, reason = ranks.broadcast_from_rank0(choice)  # nodes may have different GPUs
     if name != "none" and (errors := [e for e in ranks.all_gather_object(compile_error(device)) if e]):
         name, reason = "none", f"auto: torch.compile fails: {errors[0]}"
     return replace(config, args=replace(config.args, compiler=name), reasons={**config.reasons, "compiler": reason})

@@ -1,13 +1,9 @@
-"""Predict the time of a training step on a GPU: a roofline over the operators that the run dispatches.
+"""Predict the time of a training step on a GPU: its micro-steps, update and communication.
 
-An operator takes the maximum of bytes / memory bandwidth and FLOPs / rate of its kind, and the time to start a kernel.
-The host launches operators ahead of the GPU; if launching takes longer than the kernels of a micro-step, the difference
-is added. The constants are below and in ``gpus.py``. tutorials/predicted_speed.md compares predictions with
-measurements and published figures.
+If the host takes longer to launch a micro-step than the GPU to run it, the difference is added.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,30 +17,11 @@ from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import memory_inputs
 from toolkit.planning.sample_model import model_of
 from toolkit.planning.speed.flops import flops_per_token
-from toolkit.planning.speed.fusion import fuse
 from toolkit.planning.speed.gpus import GpuSpec
 from toolkit.planning.speed.links import Communication, communication
-from toolkit.planning.speed.operators import Op
-from toolkit.planning.speed.trace import LOSS, Trace, trace_micro_step, trace_update
+from toolkit.planning.speed.micro_step import BANDWIDTH_SHARE, gpu_times, host_seconds, seconds, traced_kernels
+from toolkit.planning.speed.trace import trace_update
 
-BANDWIDTH_SHARE = 0.88
-"""Fraction of the data sheet's bandwidth: large copies reached 3.0 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
-EAGER_SHARE = 0.6
-"""The same for element-wise operators and reductions that are not compiled: fits an eager step of GPT-2 on an H100."""
-LOSS_READS = 3
-"""Reads of the logits by the compiled loss: maximum, sum and gradient. A row exceeds the registers."""
-FP32_SHARE = 0.75
-"""Fraction of the fp32 peak that matrix products reach."""
-SMALL_HEAD_SHARE = 0.65
-"""Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100: 395 of 617 TFLOP/s)."""
-KERNEL_S = 3e-6
-"""Seconds to start and end a kernel."""
-HOST_OPERATOR, HOST_VIEW = 18e-6, 4e-6
-"""Host seconds per operator (Python, autograd and launch), and per view: measured on a Xeon, with tiny tensors."""
-HOST_GRAPH, HOST_COMPILED = 80e-6, 5e-6
-"""Host seconds to enter a compiled block (guards, saved tensors), and per kernel of the block."""
-HOST_UNIT = 1e-3
-"""Host seconds for the hooks of an FSDP unit, per forward or backward pass."""
 HOST_STEP = 1e-3
 """Seconds per step in which the GPU waits: the host reads loss and norm before it launches the next forward pass."""
 
@@ -116,16 +93,13 @@ def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
         gpu = gpu._replace(kernels=kernels._replace(forward=forward, backward=backward, flash=1.0))
     model = model_of(plan.model, setup.lora, setup.tensor)
     is_compiled = plan.compiler[0] == "torch"
-    has_gradients = batch.accumulation > 1 and setup.strategy.kind != "fsdp"
-    trace = trace_micro_step(setup, has_gradients, is_compiled)
-    if is_compiled:
-        trace = trace._replace(ops=fuse(trace.ops, lambda op: op.layer is not None))
-    times = _gpu_times(trace, trace.ops, gpu)
+    trace = traced_kernels(setup, is_compiled)
+    times = gpu_times(trace, trace.ops, gpu)
     once = sum(trace.times(op) * seconds(op, gpu) for op in trace.ops if op.kind == "accumulate")
     times["memory_bound"] -= once / batch.accumulation  # the first micro-batch has nothing to add to
     times["memory_bound"] += _sharding_seconds(setup, model, gpu)
-    forward = sum(_gpu_times(trace, (op for op in trace.ops if not op.is_backward), gpu).values())
-    busy, host = sum(times.values()), _host_seconds(trace, setup, is_compiled)
+    forward = sum(gpu_times(trace, (op for op in trace.ops if not op.is_backward), gpu).values())
+    busy, host = sum(times.values()), host_seconds(trace, setup, is_compiled)
     devices, nodes = config.devices.devices, config.devices.num_nodes
     links = communication(setup, model, gpu, devices, nodes, max(forward, host / 2), max(busy - forward, host / 2))
     optimizer, estimated = _update_seconds(setup, model, plan, gpu)
@@ -145,46 +119,6 @@ def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
         return result
     flops = flops_per_token(model_of(plan.model, setup.lora), plan.model, plan.seq_length)
     return replace(result, mfu=flops * result.tokens_per_sec / (gpu.peak * setup.strategy.layout.world_size))
-
-
-def seconds(op: Op, gpu: GpuSpec) -> float:
-    """Return the time of an operator on the GPU."""
-    if op.kind == "view":
-        return 0.0
-    rate = FP32_SHARE * gpu.fp32
-    if op.is_16_bit:
-        rate = gpu.peak * (gpu.kernels.products if op.is_aligned else gpu.kernels.unaligned)
-        if op.kind == "attention":
-            rate = gpu.peak * (gpu.kernels.backward if op.is_backward else gpu.kernels.forward)
-    if op.kind == "attention":
-        rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
-        rate *= gpu.kernels.masked if "efficient" in op.name else 1.0
-        rate *= gpu.kernels.flash if op.name.startswith("flash_attention") else 1.0
-    reads = sum(access.bytes for access in op.reads) if op.layer == LOSS else 0
-    is_eager = op.kind == "fusable" and op.name != "fused"
-    bandwidth = gpu.bandwidth * (EAGER_SHARE if is_eager else BANDWIDTH_SHARE)
-    return max((op.bytes + (LOSS_READS - 1) * reads) / bandwidth, op.flops / rate) + KERNEL_S * op.launches
-
-
-def _gpu_times(trace: Trace, ops: Iterable[Op], gpu: GpuSpec) -> dict[str, float]:
-    """Return GPU seconds by kind of operator."""
-    times = {"products": 0.0, "attention": 0.0, "memory_bound": 0.0}
-    kinds = {"product": "products", "attention": "attention"}
-    for op in ops:
-        times[kinds.get(op.kind, "memory_bound")] += trace.times(op) * seconds(op, gpu)
-    return times
-
-
-def _host_seconds(trace: Trace, setup: MemoryInputs, is_compiled: bool) -> float:
-    """Return the host seconds to launch a micro-step."""
-    total = 0.0
-    for op in trace.ops:
-        in_graph = is_compiled and op.layer is not None
-        cost = HOST_VIEW if op.kind == "view" else HOST_COMPILED if in_graph else HOST_OPERATOR
-        total += trace.times(op) * cost
-    n_layer = sum(trace.counts)
-    total += 2 * HOST_GRAPH * n_layer * is_compiled
-    return total + 2 * HOST_UNIT * n_layer * (setup.strategy.kind == "fsdp")
 
 
 def _sharding_seconds(setup: MemoryInputs, model: GPT, gpu: GpuSpec) -> float:

@@ -1,0 +1,86 @@
+"""Predict the time of a micro-step: a roofline over the operators that the run dispatches.
+
+An operator takes the maximum of bytes / memory bandwidth and FLOPs / rate of its kind, and the time to start a kernel.
+The host launches operators ahead of the GPU. The constants are below and in ``gpus.py``; tutorials/predicted_speed.md
+compares predictions with measurements and published figures.
+"""
+
+from collections.abc import Iterable
+
+from toolkit.planning.memory_inputs import MemoryInputs
+from toolkit.planning.speed.fusion import fuse
+from toolkit.planning.speed.gpus import GpuSpec
+from toolkit.planning.speed.operators import Op
+from toolkit.planning.speed.trace import LOSS, Trace, trace_micro_step
+
+BANDWIDTH_SHARE = 0.88
+"""Fraction of the data sheet's bandwidth: large copies reached 3.0 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
+EAGER_SHARE = 0.6
+"""The same for element-wise operators and reductions that are not compiled: fits an eager step of GPT-2 on an H100."""
+LOSS_READS = 3
+"""Reads of the logits by the compiled loss: maximum, sum and gradient. A row exceeds the registers."""
+FP32_SHARE = 0.75
+"""Fraction of the fp32 peak that matrix products reach."""
+SMALL_HEAD_SHARE = 0.65
+"""Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100: 395 of 617 TFLOP/s)."""
+KERNEL_S = 3e-6
+"""Seconds to start and end a kernel."""
+HOST_OPERATOR, HOST_VIEW = 18e-6, 4e-6
+"""Host seconds per operator (Python, autograd and launch), and per view: measured on a Xeon, with tiny tensors."""
+HOST_GRAPH, HOST_COMPILED = 80e-6, 5e-6
+"""Host seconds to enter a compiled block (guards, saved tensors), and per kernel of the block."""
+HOST_UNIT = 1e-3
+"""Host seconds for the hooks of an FSDP unit, per forward or backward pass."""
+
+
+def micro_step_seconds(setup: MemoryInputs, is_compiled: bool, gpu: GpuSpec) -> float:
+    """Return the seconds of a micro-step on one device, without communication."""
+    trace = traced_kernels(setup, is_compiled)
+    return max(sum(gpu_times(trace, trace.ops, gpu).values()), host_seconds(trace, setup, is_compiled))
+
+
+def traced_kernels(setup: MemoryInputs, is_compiled: bool) -> Trace:
+    """Return the operators of a micro-step that adds to the gradients of earlier ones, fused as torch.compile does."""
+    has_gradients = setup.accumulation > 1 and setup.strategy.kind != "fsdp"
+    trace = trace_micro_step(setup, has_gradients, is_compiled)
+    return trace._replace(ops=fuse(trace.ops, lambda op: op.layer is not None)) if is_compiled else trace
+
+
+def seconds(op: Op, gpu: GpuSpec) -> float:
+    """Return the time of an operator on the GPU."""
+    if op.kind == "view":
+        return 0.0
+    rate = FP32_SHARE * gpu.fp32
+    if op.is_16_bit:
+        rate = gpu.peak * (gpu.kernels.products if op.is_aligned else gpu.kernels.unaligned)
+        if op.kind == "attention":
+            rate = gpu.peak * (gpu.kernels.backward if op.is_backward else gpu.kernels.forward)
+    if op.kind == "attention":
+        rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
+        rate *= gpu.kernels.masked if "efficient" in op.name else 1.0
+        rate *= gpu.kernels.flash if op.name.startswith("flash_attention") else 1.0
+    reads = sum(access.bytes for access in op.reads) if op.layer == LOSS else 0
+    is_eager = op.kind == "fusable" and op.name != "fused"
+    bandwidth = gpu.bandwidth * (EAGER_SHARE if is_eager else BANDWIDTH_SHARE)
+    return max((op.bytes + (LOSS_READS - 1) * reads) / bandwidth, op.flops / rate) + KERNEL_S * op.launches
+
+
+def gpu_times(trace: Trace, ops: Iterable[Op], gpu: GpuSpec) -> dict[str, float]:
+    """Return GPU seconds by kind of operator."""
+    times = {"products": 0.0, "attention": 0.0, "memory_bound": 0.0}
+    kinds = {"product": "products", "attention": "attention"}
+    for op in ops:
+        times[kinds.get(op.kind, "memory_bound")] += trace.times(op) * seconds(op, gpu)
+    return times
+
+
+def host_seconds(trace: Trace, setup: MemoryInputs, is_compiled: bool) -> float:
+    """Return the host seconds to launch a micro-step."""
+    total = 0.0
+    for op in trace.ops:
+        in_graph = is_compiled and op.layer is not None
+        cost = HOST_VIEW if op.kind == "view" else HOST_COMPILED if in_graph else HOST_OPERATOR
+        total += trace.times(op) * cost
+    n_layer = sum(trace.counts)
+    total += 2 * HOST_GRAPH * n_layer * is_compiled
+    return total + 2 * HOST_UNIT * n_layer * (setup.strategy.kind == "fsdp")
