@@ -345,6 +345,9 @@ def main(argv: list[str] | None = None) -> int:
             # write after each row, so that an interrupted run keeps its results
             (args.out_dir / "benchmark.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
             (args.out_dir / "benchmark.md").write_text(format_report(parts, host, packages), encoding="utf-8")
+    if not any(parts.values()):
+        report(f"benchmark: --rows {','.join(args.rows)}: in no title of the parts {','.join(parts)}")
+        return 2
     report(f"wrote {args.out_dir}/benchmark.md and benchmark.json")
     return 0
 

@@ -97,7 +97,7 @@ def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> M
         f"--train.max_steps={work.steps}", f"--train.max_seq_length={work.seq_length}",
         f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.micro}",
         f"--train.activation_checkpointing={work.activation_checkpointing}", "--devices=1",
-        "--train.log_interval=1", "--train.save_interval=0", "--eval.interval=0", "--eval.final_validation=false",
+        f"--accelerator={work.accelerator}", "--train.log_interval=1", "--train.save_interval=0", "--eval.interval=0", "--eval.final_validation=false",
         f"--seed={SEED}",
     ]  # fmt: skip
     if not work.as_shipped:

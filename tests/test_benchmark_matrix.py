@@ -53,12 +53,14 @@ def test_report_has_every_result_or_its_reason(fakes, tmp_path):
         assert text in page, text
 
 
-def test_rows_and_seconds_select_what_runs(fakes, tmp_path):
+def test_rows_and_seconds_select_what_runs(fakes, tmp_path, capsys):
     words = ["--matrix", "--only", "reading", "--rows", "good,ba", "--max_seconds", "1", "--out_dir", str(tmp_path)]
     assert matrix.main(words) == 0
     results = json.loads((tmp_path / "benchmark.json").read_text())["parts"]["reading"]
     assert [result["title"] for result in results] == ["good", "bad"]
     assert {result["not_run"] for result in results} == {"no time left, see --max_seconds"}
+    assert matrix.main([*words[:3], "--rows", "gpt3", "--out_dir", str(tmp_path)]) == 2
+    assert "--rows gpt3: in no title of the parts reading" in capsys.readouterr().err
 
 
 def test_unknown_parts_are_refused(capfd):
