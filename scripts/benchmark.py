@@ -471,7 +471,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parse(argv)
         config = choose_config(args)
         pythons, environments = find_pythons(args)
-        work = Work(**{f.name: getattr(args, f.name) for f in fields(Work)})
+        work = Work(**{f.name: getattr(args, f.name) for f in fields(Work) if hasattr(args, f.name)})
         result = measure_case(work, config, pythons, environments, args.rounds, args.turn_seconds)
         print(json.dumps(result, indent=2) if args.format == "json" else format_table(result))
         return 0

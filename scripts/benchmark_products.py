@@ -20,7 +20,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of, get_config
 
 SEED, LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 42, 4e-4, 0.1, (0.9, 0.95), 1.0
-# `litgpt` without its final save, which cannot be disabled and takes minutes for a large model
+# `litgpt` without its final save, which has no option
 LITGPT = (
     "from litgpt import pretrain; pretrain.save_checkpoint = lambda *_, **__: None; "
     "from litgpt.__main__ import main; main()"
@@ -51,6 +51,7 @@ class Work:
         as_shipped: Use each product's defaults, except for model, tokens, batch and steps.
         micro_batch_size: Sequences per forward pass; 0: ``batch_size``.
         max_seconds: Limit for one run of one product, None: no limit.
+        saves: Include the final save of toolkit and LitGPT, which takes minutes for a large model.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Work:
     activation_checkpointing: str = "none"
     accelerator: str = "auto"
     max_seconds: float | None = None
+    saves: bool = False
 
     @property
     def micro(self) -> int:
@@ -97,8 +99,8 @@ def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> M
         f"--train.max_steps={work.steps}", f"--train.max_seq_length={work.seq_length}",
         f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.micro}",
         f"--train.activation_checkpointing={work.activation_checkpointing}", "--devices=1",
-        f"--accelerator={work.accelerator}", "--train.log_interval=1", "--train.save_interval=0", "--eval.interval=0", "--eval.final_validation=false",
-        f"--seed={SEED}",
+        f"--accelerator={work.accelerator}", "--train.log_interval=1", "--train.save_interval=0",
+        "--eval.interval=0", "--eval.final_validation=false", f"--seed={SEED}",
     ]  # fmt: skip
     if not work.as_shipped:
         command += [
@@ -110,8 +112,7 @@ def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> M
         command.append(f"--model_config.vocab_size={config.vocab_size}")
     command += [f"--model_config.{name}={json.dumps(value)}" for name, value in work.model_config.items()]
     metrics = out_dir / "logs" / "metrics.csv"
-    # its last save is not measured, and takes minutes for a large model
-    done = run(work, "toolkit", command, folder, is_done=lambda: has_step(metrics, work.steps))
+    done = run(work, "toolkit", command, folder, is_done=lambda: not work.saves and has_step(metrics, work.steps))
     return read_toolkit(metrics, done.output, work)
 
 
@@ -157,7 +158,7 @@ def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, sh
     out_dir = folder / ("litgpt-shipped" if shipped else "litgpt")
     optimizer = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": BETAS}
     command = [
-        python, "-c", LITGPT, "pretrain", config.name, f"--out_dir={out_dir}",
+        python, *(["-m", "litgpt"] if work.saves else ["-c", LITGPT]), "pretrain", config.name, f"--out_dir={out_dir}",
         f"--model_config={json.dumps(litgpt_config(config))}",
         "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.num_workers=0",
         f"--train.max_tokens={work.steps * work.tokens_per_step}", f"--train.max_seq_length={work.seq_length}",

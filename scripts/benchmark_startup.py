@@ -22,7 +22,7 @@ from benchmark_products import PRODUCTS, Work
 
 from toolkit.models.families import get_config
 
-WORK = Work("pythia-14m", 32, 1, "32-true", "none", steps=2, warmup_steps=1, threads=1)
+WORK = Work("pythia-14m", 32, 1, "32-true", "none", steps=2, warmup_steps=1, threads=1, saves=True)
 
 
 def seconds(action: Callable[[], Any]) -> float:
