@@ -133,7 +133,7 @@ def has_fast_bf16() -> bool:
 
 
 def record_memory_history(enabled: bool = True) -> None:
-    """Record the last 100,000 CUDA allocations with Python stacks, or stop recording. Not tested on CUDA."""
+    """Record the last 100,000 CUDA allocations with Python stacks, or stop recording."""
     if enabled:
         torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
     else:

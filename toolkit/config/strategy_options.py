@@ -38,7 +38,7 @@ class FSDPArgs:
             them once per step; sharded: each device reduces them after every micro-batch and keeps its shard. auto:
             sharded if unsharded gradients do not fit in device memory.
         cpu_offload: Keep the shards of weights, gradients and optimizer state in CPU memory, and clip and update there;
-            also on one GPU. Much slower; not tested on CUDA.
+            also on one GPU. Much slower; not tested on several GPUs.
     """
 
     sharding_strategy: Literal["auto", "HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = AUTO

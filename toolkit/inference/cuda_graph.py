@@ -1,4 +1,4 @@
-"""Launch a step of many small kernels as one CUDA graph. Not tested on CUDA."""
+"""Launch a step of many small kernels as one CUDA graph."""
 
 from collections.abc import Callable
 

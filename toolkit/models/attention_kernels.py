@@ -3,7 +3,6 @@
 FlashAttention supports document bounds, sliding windows and grouped queries; attention sinks are applied to its output.
 FlexAttention is compiled and supports soft-capping. Neither materializes scores or masks, repeats keys or values, or
 computes masked blocks. :mod:`toolkit.models.attention_dispatch` chooses the kernel and checks it on the device first.
-Not tested on CUDA.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def choose_cross_entropy(
 
     The compiled kernel reads the logits twice and writes a 16-bit gradient; torch's kernels read and write fp32 six
     times. Before its first use it is compared with :func:`cross_entropy_` on a few rows, which syncs the device once
-    per process. On a CPU it is slower than :func:`cross_entropy_`. Not tested on CUDA.
+    per process. On a CPU it is slower than :func:`cross_entropy_`.
     """
     can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and has_values(logits)
     if not can_run or importlib.util.find_spec("triton") is None:

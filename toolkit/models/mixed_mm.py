@@ -44,8 +44,7 @@ def has_values(tensor: Tensor) -> bool:
 def _check_fp32_results(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether matmuls with ``out_dtype`` match matmuls of fp32 factors.
 
-    Older versions of torch do not support accumulation into fp32. Syncs the device once per process. Not tested on
-    CUDA.
+    Older versions of torch do not support accumulation into fp32. Syncs the device once per process.
     """
     generator = torch.Generator().manual_seed(0)
     a, b, start = (torch.randn(64, 64, generator=generator, dtype=torch.float32).to(device) for _ in range(3))

@@ -3,7 +3,7 @@
 torch's fused Adam and AdamW divide gradients by ``grad_scale`` and skip the update if ``found_inf`` is set, as for
 ``torch.amp.GradScaler``. :class:`FusedUpdate` uses this to clip without a pass over the gradients, and the host reads
 norm and loss while the update runs. :class:`Update` divides in the same way, so updates of fp32 weights are equal with
-and without a gradient callback. Not tested on CUDA.
+and without a gradient callback.
 """
 
 import math

