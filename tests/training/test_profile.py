@@ -16,7 +16,7 @@ from toolkit.cli.parser import parse
 from toolkit.commands import COMMANDS, TRAINING
 from toolkit.config import ProfilerArgs
 from toolkit.errors import UserError
-from toolkit.training import throughput
+from toolkit.training import garbage, throughput
 from toolkit.training.callbacks.profile import Profile, format_shares
 from toolkit.training.trace import Shares, compute_shares
 from toolkit.training.trainer import run_training
@@ -78,10 +78,11 @@ def test_shares_of_a_cpu_trace():
 
 
 def test_table_of_many_ranks_shows_those_that_wait_least():
-    shares = {rank: Shares(0.5, 0.01 * ((rank * 7) % 100), 0, 0.5, 0, 1.0) for rank in range(100)}
+    shares = {rank: Shares(0.5, 0.01 * ((rank * 7) % 100), 0, 0.5, 0, 0.25, 1.0) for rank in range(100)}
     head, *rows, note = format_shares(shares)
     assert [int(row.split()[0]) for row in rows] == sorted(sorted(shares, key=lambda r: r * 7 % 100)[:8])
     assert "8 of 100 ranks" in note and head.startswith("rank  compute")
+    assert head.endswith("garbage collection  s/step") and all(row.endswith("25.0%       1") for row in rows)
 
 
 # ---- options
@@ -132,7 +133,8 @@ def read_csv(path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_profiled_run_is_bit_equal_and_a_resumed_one_profiles_its_own_steps(corpus, tmp_path, capsys):
+def test_profiled_run_is_bit_equal_and_a_resumed_one_profiles_its_own_steps(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(garbage, "STEPS_BETWEEN_COLLECTIONS", 1)
     options = {"profile": True, "profiler": ProfilerArgs(wait=1, warmup=1, active=2, record_shapes=True)}
     flat = {"lr_schedule": "constant", "lr_warmup_steps": 0}
     run_training(arguments(corpus, tmp_path / "plain", train=flat | {"max_steps": 8}))
@@ -165,6 +167,7 @@ def test_profiled_run_is_bit_equal_and_a_resumed_one_profiles_its_own_steps(corp
     values = {name: float(value) for name, value in shares.items()}
     assert values["communication"] == 0 < values["compute"] < 1 and values["step_s"] > 0
     assert sum(values[name] for name in ("compute", "data_wait", "host")) == pytest.approx(1)
+    assert 0 < values["garbage_collection"] < 1
 
 
 def test_disk_that_cannot_be_written_does_not_end_the_run(corpus, tmp_path, capsys):

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import gc
+import time
 from types import TracebackType
 
 STEPS_BETWEEN_COLLECTIONS = 20
+MAX_STEPS_BETWEEN_FULL_COLLECTIONS = 1000
+"""Bounds the memory of cycles that outlive a young collection, in runs that rarely validate or save."""
+
+MAX_FREEZES = 3
+"""The first step, validation and save create objects that last. Later ones would freeze cycles that soon die."""
 
 
 class GarbageCollection:
     """Context that replaces automatic garbage collection by :meth:`collect`, from the first call until exit.
 
-    Automatic collection runs at different times on each rank, and every time all ranks wait. Objects that exist at the
-    first collection are frozen; later collections skip them.
+    Automatic collection runs at different times on each rank, and every time all ranks wait. A full collection visits
+    all objects: hundreds of thousands after ``torch.compile``, half a second. So steps collect young objects only, and
+    objects that exist at the first full collections are frozen; later collections skip them.
     """
 
     def __enter__(self) -> GarbageCollection:
-        self._calls, self._was_enabled = 0, gc.isenabled()
+        self._steps = self._full_collections = 0
+        self._seconds = self._first_at = 0.0
+        self._was_enabled = gc.isenabled()
         # Do not unfreeze objects that the program froze. Python 3.12 starts with some hundred frozen ones.
         self._can_freeze = gc.get_freeze_count() < 1000
         return self
@@ -27,12 +36,27 @@ class GarbageCollection:
         if self._was_enabled:
             gc.enable()
 
-    def collect(self, *, is_due: bool = True) -> None:
-        """Collect if ``is_due`` or every STEPS_BETWEEN_COLLECTIONS calls. The first call freezes all objects."""
-        is_first, self._calls = self._calls == 0, self._calls + 1
-        if is_first or is_due or self._calls % STEPS_BETWEEN_COLLECTIONS == 0:
-            gc.collect()
+    @property
+    def share(self) -> float:
+        """Fraction of the time since the first collection that later collections took."""
+        return self._seconds / (time.perf_counter() - self._first_at) if self._full_collections else 0.0
+
+    def collect(self, *, is_full: bool = True) -> None:
+        """Collect all objects if ``is_full``, and in the first call; otherwise young ones, in every 20th call."""
+        self._steps += 1
+        is_first = self._full_collections == 0
+        is_full = is_full or is_first or self._steps == MAX_STEPS_BETWEEN_FULL_COLLECTIONS
+        if not is_full and self._steps % STEPS_BETWEEN_COLLECTIONS:
+            return
+        started_at = time.perf_counter()
+        gc.collect(2 if is_full else 1)
+        if is_full:
+            if self._can_freeze and self._full_collections < MAX_FREEZES:
+                gc.freeze()
+            self._steps, self._full_collections = 0, self._full_collections + 1
+        ended_at = time.perf_counter()
         if is_first:
             gc.disable()
-            if self._can_freeze:
-                gc.freeze()
+            self._first_at = ended_at
+        else:
+            self._seconds += ended_at - started_at

@@ -140,7 +140,7 @@ class Run(Launch):
     def overlap(self) -> None:
         """Do host work while the device computes a step."""
         self.reader.start_copy()
-        self.garbage.collect(is_due=False)
+        self.garbage.collect(is_full=False)
 
 
 def resolve_run(args: RunArgs, callbacks: Sequence[Callback] = ()) -> tuple[ResolvedConfig, WorldInfo, list[Callback]]:

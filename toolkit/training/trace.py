@@ -32,6 +32,7 @@ class Shares:
         data_wait: The training loop waits for the next batch.
         host: Everything else: Python, kernel launches, callbacks, logging.
         hidden_communication: Collectives that overlap with compute; part of ``compute``.
+        garbage_collection: Python's garbage collections after the first step, of the run's time since then.
         step_s: Seconds per step.
     """
 
@@ -40,18 +41,19 @@ class Shares:
     data_wait: float
     host: float
     hidden_communication: float
+    garbage_collection: float
     step_s: float
 
 
-def read_shares(path: Path, n_steps: int) -> Shares:
+def read_shares(path: Path, n_steps: int, garbage_collection: float) -> Shares:
     """Read a trace and return the time breakdown of its first ``n_steps`` steps."""
     if path.stat().st_size > MAX_TRACE_BYTES:
         raise ValueError(f"{path} is too large to be read during the run; open it in ui.perfetto.dev")
     with gzip.open(path) as file:
-        return compute_shares(json.load(file)["traceEvents"], n_steps)
+        return compute_shares(json.load(file)["traceEvents"], n_steps, garbage_collection)
 
 
-def compute_shares(events: Iterable[Event], n_steps: int) -> Shares:
+def compute_shares(events: Iterable[Event], n_steps: int, garbage_collection: float = 0.0) -> Shares:
     """Return the time breakdown of the first ``n_steps`` steps from trace events."""
     ranges = [event for event in events if event.get("ph") == "X"]
     named = [event for event in ranges if _category(event) == "user_annotation"]
@@ -81,6 +83,7 @@ def compute_shares(events: Iterable[Event], n_steps: int) -> Shares:
         data_wait=(used - busy) / seconds,
         host=(end - start - used) / seconds,
         hidden_communication=(computed + in_collectives - busy - blocked) / seconds,
+        garbage_collection=garbage_collection,
         step_s=seconds / n_steps / 1e6,
     )
 

@@ -61,7 +61,7 @@ class Profile(Callback):
             profiler.profile(
                 activities=activities,
                 schedule=profiler.schedule(wait=args.wait, warmup=args.warmup, active=args.active, repeat=1),
-                on_trace_ready=lambda _: self._write(trainer.progress.step),
+                on_trace_ready=lambda _: self._write(trainer.progress.step, trainer.run.garbage.share),
                 record_shapes=args.record_shapes,
                 with_stack=args.with_stack,
             )
@@ -115,8 +115,8 @@ class Profile(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / f"{name}{ranks.global_rank():04d}.{suffix}"
 
-    def _write(self, step: int) -> None:
-        """Write this rank's files. ``step`` is the last completed step of the run."""
+    def _write(self, step: int, garbage_collection: float) -> None:
+        """Write this rank's files. ``step`` is the last completed step; see Shares for ``garbage_collection``."""
         assert self._profiler is not None
         if (n_steps := min(step, self._last) - self._first + 1) < 1:
             return  # the run ended before the first active step
@@ -127,7 +127,7 @@ class Profile(Callback):
             table = averages.table(sort_by=self._self_time, row_limit=100, max_name_column_width=80)
             self._path("rank-", "txt").write_text(table)
             self._operators = format_operators(averages, self._self_time, n_steps)
-            self._result = read_shares(trace, n_steps)
+            self._result = read_shares(trace, n_steps, garbage_collection)
         except Exception as error:  # a profiling failure must not end the run
             self._result = f"{type(error).__name__}: {error}"
 
