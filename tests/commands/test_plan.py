@@ -72,6 +72,14 @@ def test_plans_for_gpus_that_are_not_present(capsys):
     assert plan(capsys, "finetune_lora", "meta-llama/Llama-2-7b-hf")["precision"] == "bf16-true"
 
 
+def test_tf32_is_named_where_it_would_be_faster(capsys):
+    cases = [([], False), (["--precision", "32-true"], True), (["--precision", "32-true", "--speed", "A100"], True),
+             (["--precision", "32-true", "--speed", "T4"], False), (["--accelerator", "cpu"], False)]  # fmt: skip
+    for flags, expected in cases:
+        assert main(["plan", "pretrain", "pico-llama", *flags]) == 0
+        assert ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1" in capsys.readouterr().out) == expected, flags
+
+
 def test_flags_and_yaml_are_those_of_the_run(capsys, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("lora_mlp: true\ntrain:\n  micro_batch_size: 2\n  max_seq_length: 256\n")

@@ -44,6 +44,38 @@ def test_bf16_is_advised_where_the_cpu_multiplies_it_fast(monkeypatch):
         assert precision_hint("cpu", "bf16-mixed") is precision_hint("cuda", "32-true") is None
 
 
+LIBRARIES = """
+import sys, warnings
+from unittest import mock
+
+import torch
+from lightning.fabric.accelerators.cuda import _check_cuda_matmul_precision
+from torch._inductor.compile_fx import _warn_tf32_disabled
+
+from toolkit.distributed import fabric
+
+warnings.simplefilter("always")
+gpu = dict(is_available=lambda: True, get_device_capability=lambda *_: (9, 0), get_device_name=lambda _: "H100")
+for quiet in (lambda: None, fabric._quiet_libraries):
+    with mock.patch.object(fabric, "_quiet_libraries", quiet):
+        fabric.single_device_fabric("cpu", "bf16-mixed")
+    with mock.patch.multiple(torch.cuda, **gpu):
+        _check_cuda_matmul_precision.__wrapped__(torch.device("cuda"))
+        _warn_tf32_disabled.__wrapped__()
+    # Inductor until torch 2.12
+    warnings.warn_explicit("\\nOnline softmax is disabled on the fly", UserWarning, "lowering.py", 1)
+    print("----", file=sys.stderr)
+"""
+
+
+def test_messages_of_libraries_about_our_settings_are_not_shown():
+    done = subprocess.run([sys.executable, "-c", LIBRARIES], capture_output=True, text=True, check=True)
+    shown, quiet, _ = done.stderr.split("----\n")
+    for text in ("bfloat16 Automatic Mixed", "using a CUDA device", "TensorFloat32 tensor cores", "Online softmax"):
+        assert text in shown
+    assert quiet == ""
+
+
 def test_masks_are_needed_for_windows_shorter_than_the_rows():
     llama, gemma = get_config("pico-llama"), get_config("gemma-2-2b")
     window = gemma.sliding_window_size

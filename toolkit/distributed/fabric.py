@@ -1,6 +1,7 @@
 """Build Lightning's Fabric."""
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -46,10 +47,18 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) 
 
     auto is bf16-true on CUDA GPUs with bfloat16, because mixed precision casts all weights in every forward pass.
     """
+    _quiet_libraries()
     device = pick_accelerator(accelerator)
     disable_malloc_trim(device)
     options, plugins = _precision_options(pick_precision(precision, device, on_cuda="bf16-true"))
     return Fabric(accelerator=device, devices=1, plugins=plugins, **options)
+
+
+def _quiet_libraries() -> None:
+    """Hide messages of Lightning and Inductor about settings that this project chooses."""
+    for name in ("lightning.fabric", "lightning.pytorch"):  # Fabric logs to both
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r"\s*(Online softmax is disabled|TensorFloat32 tensor cores)")
 
 
 def _precision_options(precision: Precision) -> tuple[dict[str, Any], list[Any]]:
@@ -112,7 +121,7 @@ def build_fabric(
         block_classes: Module classes. Each instance becomes one FSDP unit.
         groups: Extension options by group name.
     """
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it logs a banner on every rank
+    _quiet_libraries()
     ranks.set_layout(plan.layout)
     options, plugins = _precision_options(precision)
     if plan.kind == "single":

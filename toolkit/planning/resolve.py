@@ -61,6 +61,13 @@ class DeviceSpec:
         gpu = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
         return cls(device, devices, num_nodes, memory, gpu=gpu)
 
+    @property
+    def is_ampere(self) -> bool:
+        """Whether the devices are GPUs with bfloat16 and TF32: Ampere and later."""
+        if self.device == "cuda" and self.has_bf16 is None and torch.cuda.is_available():
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+        return self.device == "cuda" and self.has_bf16 is not False
+
 
 @dataclass(frozen=True)
 class ResolvedConfig:
@@ -247,8 +254,7 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
 def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
     """Return the precision of the run. "auto" picks one that the other options support."""
     on_cuda: Precision = "bf16-mixed" if args.lora is None else "bf16-true"
-    has_bf16 = True if devices.has_bf16 is None and not torch.cuda.is_available() else devices.has_bf16
-    precision = pick_precision(args.precision, devices.device, on_cuda, has_bf16)
+    precision = pick_precision(args.precision, devices.device, on_cuda, devices.is_ampere)
     if (args.precision, precision) == (AUTO, "16-mixed") and (args.quantize is not None or args.fsdp.cpu_offload):
         return "32-true"  # they do not support 16-mixed
     return precision
