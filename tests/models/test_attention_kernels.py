@@ -203,6 +203,7 @@ def test_kernels_are_chosen_by_architecture():
         (WINDOWS, flash, flash),
         (SINKS, sinks, sinks),
         (SOFTCAP, flex, flex),
+        (SOFTCAP | {"head_size": 8}, None, None),
         ({"head_size": 264}, None, None),
         (WINDOWS | {"head_size": 20}, None, None),
     ):
@@ -286,7 +287,8 @@ def test_models_with_kernels_match_models_with_masks_on_cuda(name, is_compiled):
     bounds = document_bounds(documents).to(ids.device)
     found = []
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the self-check must pass
+        for text in (".*attention masks are used instead", "Mismatch dtype"):  # the self-check; unfused RMSNorm
+            warnings.filterwarnings("error", text)
         for model.uses_kernels in (False, True):
             if is_compiled and model.uses_kernels:
                 for block in model.blocks:

@@ -475,8 +475,8 @@ def test_gpu_masters_learn_as_fp32_weights_do(name):
             model.bfloat16()
         dtype = "bf16" if precision == "bf16-master" and name not in ("SGD", "AdamW8bit", "Adafactor") else AUTO
         options = resolve_optimizer(OptimizerArgs(name=name, state_dtype=dtype), precision, PRETRAIN)
-        inside = [n for n, _ in model.named_parameters() if n.startswith("transformer.h.")]
-        optimizer = build_optimizer(model, options, 1e-3, precision, no_decay_params(model), in_blocks=inside)
+        in_blocks = block_params(model, (Block,))
+        optimizer = build_optimizer(model, options, 1e-3, precision, no_decay_params(model), in_blocks=in_blocks)
         for _ in range(20):
             loss, n = model(ids, ids)
             (loss / ids.numel()).backward()

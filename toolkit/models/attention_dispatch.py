@@ -19,6 +19,9 @@ from toolkit.private_torch import has_no_data
 DEVICES: tuple[str, ...] = ("cuda",)
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 256
+MIN_FLEX_WIDTH = 16
+"""Smallest head of FlexAttention, whose products are Triton's ``tl.dot``. Rows may have any length."""
+
 TOLERANCE = 0.02
 """Maximum relative error in the self-check. bf16 rounds to 0.004; a wrong mask, scale or sink causes more than 0.1."""
 
@@ -43,7 +46,7 @@ def kernel_of(config: ModelConfig, has_documents: bool, has_context: bool = Fals
     if width > MAX_WIDTH or width % 8:
         return None
     if config.attention_logit_softcapping is not None:
-        return KernelChoice("flex", for_causal=True)
+        return KernelChoice("flex", for_causal=True) if width >= MIN_FLEX_WIDTH else None
     has_windows = any(config.window(layer) is not None for layer in range(config.n_layer))
     if has_documents or has_windows or config.attention_sinks or has_context:
         return KernelChoice("flash", for_causal=config.attention_sinks or has_context)
