@@ -1,4 +1,6 @@
 import math
+import threading
+import time
 
 import torch
 from helpers.initialize import initialize
@@ -61,12 +63,16 @@ def test_n3_initial_weights_do_not_depend_on_threads_or_requested_parameters(mon
         for names in (list(shapes), list(shapes)[10:], list(shapes)[::-1]):
             drawn = []
             monkeypatch.setattr(init, "draw", lambda name, *a, d=drawn, **k: d.append(name) or draw(name, *a, **k))
+            n_threads = threading.active_count()
             value_of, most_ahead = init.weight_initializer(model, 1), 0
             for n, name in enumerate(names, start=1):
                 assert torch.equal(value_of(name, shapes[name]), values[name]), (threads, name)
                 most_ahead = max(most_ahead, len(drawn) - n)
             if names == list(shapes):
                 assert most_ahead < threads and sorted(drawn) == sorted(shapes)
+                until = time.monotonic() + 60  # the threads end while the function is kept, as FSDP's strategy does
+                while threading.active_count() > n_threads:
+                    assert time.monotonic() < until
 
 
 def test_n10_tied_head_stays_one_tensor():

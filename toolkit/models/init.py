@@ -153,10 +153,10 @@ def _draw_ahead(
 ) -> Iterator[tuple[str, Future[Tensor]]]:
     """Yield names and values in order. At most one value per thread is in memory."""
     threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads) as pool:
-        ahead: deque[tuple[str, Future[Tensor]]] = deque()
-        for name, shape in names:
-            ahead.append((name, pool.submit(value_of, name, shape)))
-            if len(ahead) == threads:
-                yield ahead.popleft()
-        yield from ahead
+    pool, ahead = ThreadPoolExecutor(threads), deque[tuple[str, Future[Tensor]]]()
+    for name, shape in names:
+        if len(ahead) == threads:
+            yield ahead.popleft()
+        ahead.append((name, pool.submit(value_of, name, shape)))
+    pool.shutdown(wait=False)  # its threads end after the last value
+    yield from ahead
