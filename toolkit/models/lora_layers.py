@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.models.aligned import aligned_size
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.mixed_mm import matmul_dtype
 
 
 class Adapter(nn.Module):
@@ -80,7 +82,7 @@ class LoRAMixin(nn.Module):
 
     def low_rank(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return factors (..., R) and (out, R) whose product is added to the output. R is the sum of the ranks."""
-        a, b = self._factors()
+        a, b = _aligned(*self._factors(), dtype)
         return self._hidden(self._drop(x), a, dtype), b.to(dtype)
 
     def merged(self, weight: Tensor) -> Tensor:
@@ -99,6 +101,7 @@ class LoRAMixin(nn.Module):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             norms = self._row_norms(a, b)
         # Section 4.3 of the paper: the norms are constants. Scales are near 1, where bf16 has steps of 1/256: use fp32.
+        a, b = _aligned(a, b, plain.dtype)
         hidden = self._hidden(dropped, a, plain.dtype)
         y = self._row_scales(norms) * _addmm(dropped_plain, hidden, b.to(plain.dtype))
         if dropped_plain is not plain:
@@ -147,6 +150,12 @@ class LoRALinear(LoRAMixin, nn.Linear):
 
     def base_weight(self) -> Tensor:
         return self.weight
+
+
+def _aligned(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Pad the rank R of A, (R, in), and B, (out, R); see :mod:`toolkit.models.aligned`."""
+    padding = aligned_size(a.size(0), a.device, matmul_dtype(a, dtype)) - a.size(0)
+    return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)
 
 
 def _addmm(y: Tensor, hidden: Tensor, b: Tensor) -> Tensor:

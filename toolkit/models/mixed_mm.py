@@ -35,6 +35,13 @@ def _has_fp32_results(a: Tensor) -> bool:
     return not has_values(a) or _check_fp32_results(a.device, a.dtype)
 
 
+def matmul_dtype(x: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype of matmuls of x in ``dtype``, by default its own: autocast's if it is enabled."""
+    device = x.device.type
+    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_autocast else dtype or x.dtype
+
+
 def has_values(tensor: Tensor) -> bool:
     """Return False for meta tensors and FakeTensors, which are used to estimate costs."""
     return type(tensor) is Tensor and not tensor.is_meta

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.models.aligned import AlignedLinear, aligned_size
 from toolkit.models.config import ModelConfig
 from toolkit.models.labels import IGNORE_INDEX
+from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.models.mlp import LLaMAMLP
 
 
@@ -143,13 +145,13 @@ class LLaMAMoE(nn.Module):
         self.n_expert_per_token, self.norm_topk_prob = config.n_expert_per_token, config.norm_topk_prob
         self.n_groups, self.n_topk_groups = config.n_expert_groups, config.n_topk_groups
         self.scaling, self.has_sigmoid = config.routed_scaling_factor, config.router_scores == "sigmoid"
-        self.gate = nn.Linear(config.n_embd, config.n_expert, bias=config.bias)
+        self.gate = AlignedLinear(config.n_embd, config.n_expert, bias=config.bias)
         self.experts = Experts(config)
         self.shared_expert = self.shared_expert_gate = None
         if config.shared_expert_intermediate_size is not None:
             self.shared_expert = LLaMAMLP(config, config.shared_expert_intermediate_size)
             if config.shared_expert_gate:
-                self.shared_expert_gate = nn.Linear(config.n_embd, 1, bias=config.bias)
+                self.shared_expert_gate = AlignedLinear(config.n_embd, 1, bias=config.bias)
         correction = torch.zeros(config.n_expert, dtype=torch.float32) if config.router_scores != "softmax" else None
         self.register_buffer("correction", correction)
 
@@ -165,8 +167,12 @@ class LLaMAMoE(nn.Module):
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """(B, T, n_embd) -> (B, T, n_embd); with ``token_mask`` (B, T) also :func:`load_balancing_loss`, (B,)."""
         probabilities, weights, topk_indices = self._route(x)
-        outputs = self.experts(x.to(_matmul_dtype(x)).flatten(0, -2), topk_indices.flatten(0, -2))  # (B * T, k, n_embd)
-        y = torch.bmm(weights.flatten(0, -2).unsqueeze(1).to(outputs.dtype), outputs).view(x.shape)
+        outputs = self.experts(x.to(matmul_dtype(x)).flatten(0, -2), topk_indices.flatten(0, -2))  # (B * T, k, n_embd)
+        weights = weights.flatten(0, -2).to(outputs.dtype)
+        if aligned_size(weights.size(1), x.device, weights.dtype) == weights.size(1):
+            y = torch.bmm(weights.unsqueeze(1), outputs).view(x.shape)
+        else:
+            y = (weights.unsqueeze(2) * outputs).sum(1, dtype=weights.dtype).view(x.shape)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             y = y + (shared if self.shared_expert_gate is None else torch.sigmoid(self.shared_expert_gate(x)) * shared)
@@ -204,13 +210,6 @@ class LLaMAMoE(nn.Module):
             -1, group_scores.topk(self.n_topk_groups).indices, True
         )
         return groups.masked_fill(~selected.unsqueeze(-1), float("-inf")).flatten(-2)
-
-
-def _matmul_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype for grouped_mm on x. Autocast does not cover our custom grouped_mm op."""
-    device = x.device.type
-    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_autocast else x.dtype
 
 
 def load_balancing_loss(probabilities: Tensor, topk_indices: Tensor, token_mask: Tensor) -> Tensor:
