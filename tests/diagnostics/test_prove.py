@@ -18,7 +18,9 @@ from toolkit.diagnostics.prove_runs import RUNS
 from toolkit.errors import CommandError
 from toolkit.models.quantize import quantize_linears
 
-NEEDS_CUDA = {row.name for row in KERNELS if row.name.startswith(("flash", "flex"))} | {"loss, compiled", "CUDA graph"}
+NEEDS_CUDA = {row.name for row in KERNELS if row.name.startswith(("flash", "flex"))} | {
+    "loss, compiled", "loss, compiled, odd vocabulary", "CUDA graph"
+}  # fmt: skip
 
 
 def results_of(path):

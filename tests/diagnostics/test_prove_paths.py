@@ -47,6 +47,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "inference/decode.py:has_fixed_shapes": ("CUDA graph",),
     "inference/decode.py:tokens_per_read": ("CUDA graph",),
     "inference/load.py:load_checkpoint": "only chooses the dtype",
+    "models/aligned.py:needs_alignment": ("loss, compiled, odd vocabulary",),
     "models/attention.py:sdpa_supports_gqa": ("attention, grouped", "attention, masks", "attention, fp32"),
     "models/attention_dispatch.py:choose_kernel": FLASH,
     "models/cross_entropy.py:choose_cross_entropy": ("loss, compiled",),

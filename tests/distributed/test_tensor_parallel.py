@@ -27,11 +27,12 @@ GEMMA = {
 }  # fmt: skip
 MODELS = {
     "llama": {"tie_embeddings": False}, "tied": {"tie_embeddings": True}, "neox": NEOX, "gemma": GEMMA,
-    "qk-norm": {"family": "qwen3", "norm_qk": True},
+    "qk-norm": {"family": "qwen3", "norm_qk": True}, "odd": {"tie_embeddings": True, "padded_vocab_size": 524},
 }  # fmt: skip
 TENSOR = ["--tensor_parallel_size", "2"]
 CHECKPOINTING = "--train.activation_checkpointing"
 SHARDED = ["--fsdp.state_dict_type", "sharded"]
+PADDED = "padding on a CPU"
 # name: (model, flags, ranks, nodes)
 LAYOUTS = {name: (name, [], 2, 1) for name in MODELS} | {
     "2x2": ("llama", [], 4, 1),
@@ -41,6 +42,7 @@ LAYOUTS = {name: (name, [], 2, 1) for name in MODELS} | {
     "full": ("llama", [CHECKPOINTING, "full"], 2, 1),
     "selective": ("neox", [CHECKPOINTING, "selective"], 2, 1),
     "compiled": ("gemma", ["--compiler", "torch"], 2, 1),
+    "2x2-odd": ("odd", [], 4, 1),
 }
 
 
@@ -64,7 +66,8 @@ def runs(tmp_path_factory, shared_flags, request):
     groups = {1: [Case(f"{name}-1", flags(MODELS[name]), look_at="gradients") for name in models], 2: [], 4: []}
     for name, (model, options, size, nodes) in wanted.items():
         words = [*flags(MODELS[model]), *TENSOR, *options]
-        groups[size].append(Case(name, words, nodes=nodes, look_at="gradients"))
+        fault = PADDED if model == "odd" else None
+        groups[size].append(Case(name, words, nodes=nodes, fault=fault, look_at="gradients"))
     if "llama" in wanted:
         groups[2].append(Case("counted", [*flags(MODELS["llama"]), *TENSOR], look_at="collectives"))
     for size, cases in groups.items():

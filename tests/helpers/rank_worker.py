@@ -39,6 +39,7 @@ from toolkit.distributed import fsdp, fsdp1, ranks, strategy
 from toolkit.distributed.shards import shard_of, sharded_values
 from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import GuardError
+from toolkit.models import aligned
 from toolkit.models.mlp import LLaMAMLP
 from toolkit.planning import resolve
 from toolkit.private_torch import local_shard
@@ -236,6 +237,8 @@ def broken(kind: str):
         return mock.patch.object(resolve, "pick_precision", lambda *args: "16-mixed")
     if kind == "compile with the eager backend":  # no fault: dynamo without the compile time
         return mock.patch.object(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    if kind == "padding on a CPU":  # no fault: matmuls are padded as on CUDA
+        return mock.patch.object(aligned, "needs_alignment", lambda device, dtype: True)
     if kind == "offload on a CPU":  # no fault: the code of offloaded shards, without pinned memory and streams
         stack = ExitStack()
         stack.enter_context(mock.patch.object(strategy, "OFFLOADING", ("cpu",)))

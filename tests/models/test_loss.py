@@ -273,7 +273,7 @@ def test_a_chunk_is_at_most_eight_launches_on_cuda(monkeypatch):
     """Meta tensors take CUDA's path; with a bias, bf16 weights or autocast. The compiled kernel counts as two: losses
     and gradient (test_compiled_loss_on_cuda). On the meta device addmm_fp32_ needs one launch more."""
 
-    def kernel(logits, targets, ignored, bias, softcap, dtype):
+    def kernel(logits, targets, ignored, bias, softcap, dtype, padding):
         return logits.sum(1), logits.to(dtype)
 
     monkeypatch.setattr(loss_module, "choose_cross_entropy", lambda *_: kernel)
@@ -293,14 +293,19 @@ def test_a_chunk_is_at_most_eight_launches_on_cuda(monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_kernel():
-    """Compiled for the CPU: the same values."""
+    """Compiled for the CPU: the same values, with padding as well."""
     logits, targets, ignored, bias = logits_of(12)
-    for arguments in ((ignored, bias, 0.7, torch.bfloat16), (ignored, None, None, torch.bfloat16)):
+    targets.clamp_(max=VOCAB - 4)
+    kernels = set()
+    for arguments in ((ignored, bias, 0.7, torch.bfloat16), (ignored, bias, 0.7, torch.bfloat16, 3)):
         torch.compiler.reset()
+        metrics.reset()
         losses, grad = torch.compile(cross_entropy.pointwise_cross_entropy)(logits, targets, *arguments)
         expected_losses, expected = cross_entropy_(logits.clone(), targets, *arguments)
         torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(grad, expected, rtol=8e-3, atol=1e-7)
+        kernels.add(metrics.generated_kernel_count)
+    assert len(kernels) == 1  # padded columns take no kernel
 
 
 def test_a_compiled_kernel_that_fails_or_differs_is_not_used(monkeypatch):
@@ -316,7 +321,7 @@ def test_a_compiled_kernel_that_fails_or_differs_is_not_used(monkeypatch):
         monkeypatch.setattr(torch, "compile", lambda function, kernel=kernel: kernel)
         is_good = kernel is cross_entropy.pointwise_cross_entropy
         with contextlib.nullcontext() if is_good else pytest.warns(UserWarning, match="fails its check: "):
-            chosen = cross_entropy._checked_kernel(torch.device("cpu"), VOCAB, True, 0.7, torch.bfloat16)
+            chosen = cross_entropy._checked_kernel(torch.device("cpu"), VOCAB, True, 0.7, torch.bfloat16, 3)
         assert chosen is (kernel if is_good else cross_entropy_)
     cross_entropy._checked_kernel.cache_clear()
 

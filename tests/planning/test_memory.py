@@ -18,7 +18,7 @@ from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.stages import STAGES_PER_RANK
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
-from toolkit.models import attention
+from toolkit.models import aligned, attention
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.config import ModelConfig
@@ -26,12 +26,14 @@ from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.distillation import DistillationLoss, DistillationOptions
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
+from toolkit.models.head import Head
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.planning import activations
+from toolkit.planning.activations import logits_bytes
 from toolkit.planning.memory import count_parameters, plan_memory
 from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.optimizer_memory import state_bytes
@@ -524,6 +526,24 @@ def test_a_frozen_model_has_weights_and_at_the_loss_logits(precision):
     assert two.frozen_model == planned.frozen_model / 2
     large = replace(with_frozen, frozen=replace(frozen, intermediate_size=200_000))
     assert plan_memory(large).total > plan_memory(large).frozen_model + 2 * 512 * 3 * 200_000 * setup.compute_bytes
+
+
+def test_a_padded_copy_of_the_head_is_planned(monkeypatch):
+    """FSDP's 16-bit weights are copied to pad an odd vocabulary; mixed precision has a 16-bit copy anyway."""
+    monkeypatch.setattr(aligned, "needs_alignment", lambda device, dtype: dtype.itemsize == 2)
+    for precision, copies in (("bf16-mixed", 0), ("bf16-true", 1)):
+        planned, measured = {}, {}
+        for size in (20_001, 20_032):
+            config = replace(CONFIGS["llama"], vocab_size=size, padded_vocab_size=size)
+            setup = replace(sharded(setup_of("llama", precision), 2), config=config)
+            head, x = Head(config.n_embd, size, bias=False), torch.randn(256, config.n_embd, dtype=setup.dtype)
+            head, x, labels = head.to(setup.dtype), x.requires_grad_(), torch.arange(256)
+            with torch.autocast("cpu", enabled=setup.is_mixed), LiveBytes([head.weight, x, labels]) as live:
+                head.loss(x, labels, None, False).backward()
+            planned[size], measured[size] = logits_bytes(setup), live.peak
+        copy = copies * 2 * 20_032 * config.n_embd
+        assert planned[20_001] - planned[20_032] == copy
+        assert measured[20_001] - measured[20_032] == pytest.approx(copy, abs=0.05 * planned[20_032])
 
 
 def test_adapters_are_sharded_with_their_block():

@@ -77,7 +77,8 @@ def test_equal_blocks_are_traced_once_and_count_exactly(kind, monkeypatch):
 
 def test_n8_flops_of_the_operators_are_those_of_the_formula():
     for name in ("pico-llama", "gpt2"):
-        setup = setup_of(name)
+        # an odd vocabulary is padded on CUDA, which the formula does not count
+        setup = setup_of(name, model={"vocab_size": 512, "padded_vocab_size": 512})
         model = model_on_meta(setup.config)
         trace = trace_micro_step(setup, has_gradients=False)
         products = total(trace, lambda op: op.flops, "product")

@@ -33,6 +33,7 @@ from toolkit.io.safe_parse import read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import families
 from toolkit.models.gpt import GPT
+from toolkit.models.head import pad_head
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import resolve_weight_dtype
 
@@ -130,6 +131,7 @@ def load_model(
     weights |= {name: tensor.to(device) for name, tensor in adapters.items()}
     model.load_state_dict(weights, strict=not tied, assign=True)
     model.tie_weights()
+    pad_head(model)
     return model
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from toolkit.diagnostics.prove_row import Machine, Outcome, Row, relative_difference
 from toolkit.errors import CommandError, require_bitsandbytes
 from toolkit.inference.generate import generate
+from toolkit.models.aligned import aligned_size
 from toolkit.models.attention import fused_attention
 from toolkit.models.attention_dispatch import TOLERANCE, KernelCase, largest_error
 from toolkit.models.cross_entropy import choose_cross_entropy, cross_entropy_
@@ -70,13 +71,15 @@ def _sdpa(groups: int, is_masked: bool, has_cudnn: bool, dtype: torch.dtype | No
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def _head_loss(is_compiled: bool, softcap: float, machine: Machine) -> Outcome:
-    labels = torch.randint(0, 512, (300,), generator=torch.Generator().manual_seed(0))
+def _head_loss(is_compiled: bool, vocab_size: int, machine: Machine) -> Outcome:
+    softcap = 30.0
+    labels = torch.randint(0, vocab_size, (300,), generator=torch.Generator().manual_seed(0))
     labels[::7] = -100
     if is_compiled:
         machine.require_cuda()
-        logits = torch.empty(8, 512, device=machine.device)
-        if choose_cross_entropy(logits, None, softcap, torch.bfloat16) is cross_entropy_:
+        size = aligned_size(vocab_size, machine.device, torch.bfloat16)
+        logits = torch.empty(8, size, device=machine.device)
+        if choose_cross_entropy(logits, None, softcap, torch.bfloat16, size - vocab_size) is cross_entropy_:
             raise CommandError("the compiled kernel fails its check, or Triton is missing")
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
@@ -86,7 +89,7 @@ def _head_loss(is_compiled: bool, softcap: float, machine: Machine) -> Outcome:
     def chunked(x: Tensor, weight: Tensor) -> Tensor:
         return head_loss(x, weight, None, labels.to(x.device), softcap=softcap, compiled=is_compiled)
 
-    return _compare(machine, chunked, exact, (300, 64), (512, 64))
+    return _compare(machine, chunked, exact, (300, 64), (vocab_size, 64))
 
 
 def _mixed_mm(machine: Machine) -> Outcome:
@@ -154,8 +157,11 @@ KERNELS = [
     Row("attention, grouped", _FP64, _FP32, partial(_sdpa, 2, False, False, None)),
     Row("attention, masks", _FP64, _FP32, partial(_sdpa, 2, True, False, None)),
     Row("attention, fp32", _FP64, "--accelerator cpu", partial(_sdpa, 2, False, False, torch.float32)),
-    Row("loss", _FP64, _FP32, partial(_head_loss, False, 30.0)),
-    Row("loss, compiled", _FP64, f"{_BY_ITSELF} the uncompiled loss", partial(_head_loss, True, 30.0)),
+    Row("loss", _FP64, _FP32, partial(_head_loss, False, 512)),
+    *(
+        Row(name, _FP64, f"{_BY_ITSELF} the uncompiled loss", partial(_head_loss, True, size))
+        for name, size in {"loss, compiled": 512, "loss, compiled, odd vocabulary": 509}.items()
+    ),
     Row("fp32 products", "of 16-bit factors against fp64", f"{_BY_ITSELF} 16-bit results", _mixed_mm),
     Row("experts", _FP64, _FP32, _experts),
     Row("4-bit layer", _FP64, "finetune_lora without --quantize", _linear_4bit),

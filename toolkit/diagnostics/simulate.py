@@ -26,7 +26,7 @@ from toolkit.distributed.fsdp import FullyShardedStrategy
 from toolkit.distributed.pipeline import Pipeline, pipeline_of
 from toolkit.distributed.shards import shard_of
 from toolkit.errors import UserError
-from toolkit.models import loss
+from toolkit.models import aligned, loss
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.context_parallel import OPAQUE, ContextGroup
 from toolkit.models.gpt import Block
@@ -151,8 +151,9 @@ def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
     except ImportError as error:
         raise UserError(f"--simulate: this build of torch lacks {error.name}; install torch from pytorch.org") from None
     ranks.set_layout(layout)
-    device, chunk_rows = torch.device(setup.device), loss.chunk_rows
+    device, chunk_rows, needs_alignment = torch.device(setup.device), loss.chunk_rows, aligned.needs_alignment
     setattr(loss, "chunk_rows", lambda vocab_size, _: chunk_rows(vocab_size, device))  # noqa: B010
+    setattr(aligned, "needs_alignment", lambda _, dtype: needs_alignment(device, dtype))  # noqa: B010
     if device.type == "cuda":
         setattr(F, "rms_norm", rms_norm_on_cuda)  # noqa: B010  # a CPU's saves more
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -192,7 +192,8 @@ class _Split:
         embedding.__class__ = _Embedding
         head.register_forward_hook(self._gather_logits)
         self.model.transformer.ln_f.register_forward_hook(lambda module, args, output: copy(output, self.group))
-        self.model.compiled_loss = partial(cross_entropy_, kernel=partial(_loss_and_grad_, self.group, first))
+        kernel = partial(_loss_and_grad_, self.group, first, embedding.weight.size(0))
+        self.model.compiled_loss = partial(cross_entropy_, kernel=kernel)
 
     def _parameter(self, owner: nn.Module, key: str, dim: int = 0, sections: tuple[int, ...] = ()) -> None:
         """Replace a parameter by a meta tensor of the local size, and record its cut."""
@@ -283,12 +284,14 @@ class _Embedding(nn.Embedding):
         return reduce(y.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.group)
 
 
-def _loss_and_grad_(group: Any, first: int, logits: Tensor, at: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """:data:`toolkit.models.cross_entropy.LossKernel` over a vocabulary of which this rank has the tokens from
+def _loss_and_grad_(
+    group: Any, first: int, size: int, logits: Tensor, at: Tensor, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """:data:`toolkit.models.cross_entropy.LossKernel` over a vocabulary of which this rank has ``size`` tokens from
     ``first``. Exact for any loss.
     """
     logits -= _all_reduce(logits.amax(1, keepdim=True), group, dist.ReduceOp.MAX)
-    at, is_elsewhere = _local_ids(at, first, logits.size(1))
+    at, is_elsewhere = _local_ids(at, first, size)
     targets = logits.gather(1, at).masked_fill_(is_elsewhere, 0)
     exponentials = logits.exp_()
     total, targets = _all_reduce(torch.stack((exponentials.sum(1, keepdim=True), targets)), group)

@@ -10,6 +10,7 @@ from toolkit.config import Accelerator
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import pick_accelerator
 from toolkit.models.gpt import GPT
+from toolkit.models.head import pad_head
 from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import Quantize, quantize_linears
 
@@ -73,4 +74,5 @@ def load_quantized(
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(device, None if is_adapter(name) else dtype)
+    pad_head(model)
     return model

@@ -4,12 +4,13 @@ All implementations return the loss per row in nats, (rows,) fp32, zero if ignor
 summed loss with respect to the logits before bias and soft-capping: softmax - one-hot, times the derivative of the cap,
 1 - tanh^2. Arguments:
 
-    logits: (rows, vocabulary), fp32, without the bias.
+    logits: (rows, vocabulary), fp32, without the bias. The last ``padding`` columns are ignored and have no gradient.
     targets: (rows,), int64.
     ignored: (rows,), bool: rows with zero loss and gradient; None if no row is ignored.
     bias: (vocabulary,) or None.
     softcap: Soft cap of the logits z, softcap * tanh(z / softcap), or None.
     dtype: Gradient dtype; None to skip the gradient.
+    padding: Number of columns to ignore.
 """
 
 import functools
@@ -39,6 +40,7 @@ def cross_entropy_(
     bias: Tensor | None,
     softcap: float | None,
     dtype: torch.dtype | None,
+    padding: int = 0,
     kernel: LossKernel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the losses and the gradient. Overwrites ``logits``. ``kernel`` replaces the device's default."""
@@ -49,6 +51,8 @@ def cross_entropy_(
         logits.div_(softcap).tanh_()
         slope = None if dtype is None else 1 - logits.square()
         logits.mul_(softcap)
+    if padding:  # after the cap, which would make it finite
+        logits[:, -padding:] = -torch.inf
     at = (targets if ignored is None else targets.where(~ignored, 0))[:, None]
     kernel = kernel or (_loss_and_grad_single_exp_ if logits.device.type == "cpu" else _loss_and_grad_)
     grad, losses = kernel(logits, at, dtype is not None)
@@ -88,6 +92,7 @@ def pointwise_cross_entropy(
     bias: Tensor | None,
     softcap: float | None,
     dtype: torch.dtype,
+    padding: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Variant of :func:`cross_entropy_` that torch.compile fuses into one kernel."""
     z = logits if bias is None else logits + bias
@@ -95,19 +100,21 @@ def pointwise_cross_entropy(
     if softcap is not None:
         tanh = torch.tanh(z / softcap)
         z, slope = tanh * softcap, 1 - tanh.square()
+    columns = torch.arange(z.size(1), device=z.device)
+    if padding:
+        z = z.where(columns < z.size(1) - padding, -torch.inf)
     largest = z.amax(1, keepdim=True)
     exponentials = (z - largest).exp()
     total = exponentials.sum(1, keepdim=True)
     at = targets.where(~ignored, 0)[:, None]
     losses = (total.log() + largest - z.gather(1, at)).squeeze(1).masked_fill(ignored, 0.0)
-    is_target = torch.arange(z.size(1), device=z.device) == at
-    grad = exponentials / total - is_target.to(z.dtype)
+    grad = exponentials / total - (columns == at).to(z.dtype)
     grad = grad if slope is None else grad * slope
     return losses, grad.masked_fill(ignored[:, None], 0.0).to(dtype)
 
 
 def choose_cross_entropy(
-    logits: Tensor, bias: Tensor | None, softcap: float | None, dtype: torch.dtype
+    logits: Tensor, bias: Tensor | None, softcap: float | None, dtype: torch.dtype, padding: int = 0
 ) -> CrossEntropy:
     """Return the compiled kernel if it works on this device, else :func:`cross_entropy_`.
 
@@ -118,12 +125,12 @@ def choose_cross_entropy(
     can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and has_values(logits)
     if not can_run or importlib.util.find_spec("triton") is None:
         return cross_entropy_
-    return _checked_kernel(logits.device, logits.size(1), bias is not None, softcap, dtype)
+    return _checked_kernel(logits.device, logits.size(1), bias is not None, softcap, dtype, padding)
 
 
 @functools.cache
 def _checked_kernel(
-    device: torch.device, vocab_size: int, has_bias: bool, softcap: float | None, dtype: torch.dtype
+    device: torch.device, vocab_size: int, has_bias: bool, softcap: float | None, dtype: torch.dtype, padding: int
 ) -> CrossEntropy:
     # for other numbers of rows than in this check, torch compiles once more
     kernel = torch.compile(pointwise_cross_entropy)
@@ -131,11 +138,11 @@ def _checked_kernel(
     rows = 8
     logits = (4 * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float32)).to(device)
     bias = torch.randn(vocab_size, generator=generator, dtype=torch.float32).to(device) if has_bias else None
-    targets = torch.randint(0, vocab_size, (rows,), generator=generator).to(device)
+    targets = torch.randint(0, vocab_size - padding, (rows,), generator=generator).to(device)
     ignored = torch.arange(rows, device=device) == 1
     try:
-        losses, grad = kernel(logits, targets, ignored, bias, softcap, dtype)
-        expected_losses, expected = cross_entropy_(logits, targets, ignored, bias, softcap, dtype)
+        losses, grad = kernel(logits, targets, ignored, bias, softcap, dtype, padding)
+        expected_losses, expected = cross_entropy_(logits, targets, ignored, bias, softcap, dtype, padding)
         torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(grad.float(), expected.float(), rtol=2e-2, atol=1e-6)  # type: ignore[union-attr]
     except Exception as error:  # compilation can fail in many ways; fall back to the uncompiled version

@@ -80,8 +80,11 @@ class DistillationLoss(RowLoss):
         bias: Tensor | None,
         softcap: float | None,
         dtype: torch.dtype | None,
+        padding: int,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute losses and gradients of the next rows, see :mod:`toolkit.models.cross_entropy`."""
+        size = logits.size(1) - padding
+        padded, logits, bias = logits, logits[:, :size], None if bias is None else bias[:size]
         weight, losses = self.options.label_weight, []
         for rows in _chunks(logits.size(0), chunk_rows(CHUNK_TENSORS * logits.size(1), logits.device)):
             z, masked = logits[rows], None if ignored is None else ignored[rows]
@@ -90,7 +93,7 @@ class DistillationLoss(RowLoss):
                 z.clone(), targets[rows], masked, bias, softcap, wants_grad, kernel=_loss_and_grad_
             )
             slope = _cap(z, bias, softcap, dtype is not None)
-            divergences = self._diverge(z, self._teacher_logits(rows, z.size(1)), dtype is not None)
+            divergences = self._diverge(z, self._teacher_logits(rows, size, padding), dtype is not None)
             if masked is not None:
                 divergences.masked_fill_(masked, 0.0)
             self.sums += torch.stack([divergences.sum(), label_losses.sum()])
@@ -106,14 +109,17 @@ class DistillationLoss(RowLoss):
             if label_grad is not None:
                 z.add_(label_grad, alpha=weight)
         self._start += logits.size(0)
-        return torch.cat(losses), None if dtype is None else logits.to(dtype)
+        # the padding is zero, a product with zero rows
+        return torch.cat(losses), None if dtype is None else padded.to(dtype)
 
-    def _teacher_logits(self, rows: slice, size: int) -> Tensor:
+    def _teacher_logits(self, rows: slice, size: int, padding: int) -> Tensor:
         """Return the teacher's logits of some of the next rows, (rows, size) fp32."""
         rows = slice(self._start + rows.start, self._start + rows.stop)
-        logits = self.hidden.new_empty(rows.stop - rows.start, size, dtype=torch.float32)
-        common = logits[:, : self.vocab_size]
-        _logits([self._product], rows, common)
+        padded_size = self._product.matrix.size(0)
+        width = max(size + padding, padded_size)
+        logits = self.hidden.new_empty(rows.stop - rows.start, width, dtype=torch.float32)
+        _logits([self._product], rows, logits[:, :padded_size])
+        common, logits = logits[:, : self.vocab_size], logits[:, :size]
         _cap(common, self._bias, self.softcap, needs_slope=False)
         logits[:, self.vocab_size :] = common.amin(1, keepdim=True)
         return logits

@@ -2,12 +2,13 @@
 
 from torch import Tensor, nn
 
+from toolkit.models.aligned import AlignedLinear, aligned_rows
 from toolkit.models.cross_entropy import CrossEntropy
 from toolkit.models.lora_layers import LoRALinear
 from toolkit.models.loss import RowLoss, head_loss
 
 
-class Head(nn.Linear):
+class Head(AlignedLinear):
     """A linear layer with a second forward method, :meth:`loss`. FSDP gathers its weights for both."""
 
     def loss(
@@ -29,3 +30,11 @@ class Head(nn.Linear):
 
 class LoRAHead(LoRALinear, Head):
     """A head with adapters."""
+
+
+def pad_head(model: nn.Module) -> None:
+    """Give the head's weight zero rows at the end of its storage: matmuls in its dtype then need no padded copy."""
+    for head in model.modules():
+        if isinstance(head, Head):
+            weight = head.weight
+            weight.data = aligned_rows(weight.data, weight.dtype)[: weight.size(0)]

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from toolkit.models.aligned import aligned_rows
 from toolkit.models.cross_entropy import LARGEST_EXACT_LOSS, CrossEntropy, choose_cross_entropy, cross_entropy_
 from toolkit.models.labels import IGNORE_INDEX
-from toolkit.models.mixed_mm import addmm_fp32_, mm_out_fp32
+from toolkit.models.mixed_mm import addmm_fp32_, matmul_dtype, mm_out_fp32
 from toolkit.private_torch import has_no_data
 
 # Maximum logits and rows per chunk. CPU: fits the caches. CUDA: the gradient of the head, (vocabulary, n_embd) in fp32,
@@ -87,8 +88,7 @@ def head_loss(
         autocast. Softmax and sums are fp32. Logits and the weight's gradient are unrounded fp32 if the device supports
         16-bit matmuls with fp32 output.
     """
-    device_type = x.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+    dtype = matmul_dtype(weight)
     tensors = (bias, x, weight, *(low_rank or ()))
     needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
     function = _HeadLogProbs if log_probs else _ReusableHeadLoss if reusable else _HeadLoss
@@ -176,25 +176,27 @@ def _losses_and_grads(
         _Product(factors[i], factors[i + 1], factor_needs_grad[i], factor_needs_grad[i + 1], dtype, supervised, ignored)
         for i in range(0, len(factors), 2)
     ]
-    bias = None if bias is None else bias.detach()
+    padded_size = products[0].matrix.size(0)
+    padding = padded_size - vocab_size
+    bias = None if bias is None else F.pad(bias.detach(), (0, padding))
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias_needs_grad else None
     all_losses = [torch.zeros(0, dtype=torch.float32, device=device)]  # the default dtype may be bf16
     grad_dtype = dtype if any(needs_grad) else None
     chunks = _chunks(targets.numel(), chunk_rows(vocab_size, device))
     # one buffer for all chunks: a new allocation for each would cost a page fault per 4 KiB
     rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    buffer = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
+    buffer = torch.empty(rows, padded_size, dtype=torch.float32, device=device)
     cross_entropy: CrossEntropy = cross_entropy_
     if isinstance(compiled, RowLoss):
         cross_entropy = compiled.start(dtype, supervised, ignored)
     elif callable(compiled):
         cross_entropy = compiled
     elif compiled and grad_dtype is not None:
-        cross_entropy = choose_cross_entropy(buffer, bias, softcap, grad_dtype)
+        cross_entropy = choose_cross_entropy(buffer, bias, softcap, grad_dtype, padding)
     for chunk in chunks:
         logits = _logits(products, chunk, buffer[: chunk.stop - chunk.start])
         masked = None if ignored is None else ignored[chunk]
-        losses, grad_logits = cross_entropy(logits, targets[chunk], masked, bias, softcap, grad_dtype)
+        losses, grad_logits = cross_entropy(logits, targets[chunk], masked, bias, softcap, grad_dtype, padding)
         if device.type == "cpu" and cross_entropy is cross_entropy_ and not has_no_data(losses):
             _replace_inexact(losses, products, chunk, targets, bias, softcap)
         all_losses.append(losses)
@@ -207,6 +209,7 @@ def _losses_and_grads(
         if grad_bias is not None:
             grad_bias += grad_logits.sum(0, dtype=torch.float32)
         del grad_logits  # before the next chunk's is computed
+    grad_bias = None if grad_bias is None else grad_bias[:vocab_size]
     grads = [grad_bias, *(grad for product in products for grad in product.gradients())]
     return torch.cat(all_losses), supervised, grads
 
@@ -238,6 +241,8 @@ def _replace_inexact(
 class _Product:
     """A term ``x @ matrix.T`` of the logits. Accumulates the gradients of both factors over chunks.
 
+    ``self.matrix`` is padded, see :func:`toolkit.models.aligned.aligned_rows`.
+
     Args:
         x: (..., k).
         matrix: (vocabulary, k).
@@ -261,12 +266,12 @@ class _Product:
         rows = (rows if supervised is None else rows[supervised]).to(dtype)
         # 0 times a non-finite value is not 0
         self.rows = rows if ignored is None else rows.masked_fill(ignored[:, None], 0)
-        self.matrix = matrix.detach().to(dtype)
-        self._shape, self._kept = x.shape, supervised
+        self.matrix = aligned_rows(matrix.detach(), dtype)
+        self._shape, self._kept, self._size = x.shape, supervised, matrix.size(0)
         self._grad_x = x.new_empty(rows.shape) if x_needs_grad else None
         # uninitialized, because the first chunk overwrites it
         make = torch.empty_like if rows.size(0) else torch.zeros_like
-        self._grad_matrix = make(matrix, dtype=torch.float32) if matrix_needs_grad else None
+        self._grad_matrix = make(self.matrix, dtype=torch.float32) if matrix_needs_grad else None
 
     def add_gradients(self, chunk: slice, grad_logits: Tensor) -> None:
         """Accumulate the gradients of a chunk of rows. The first call must be for the first chunk."""
@@ -284,7 +289,7 @@ class _Product:
                 n = math.prod(self._shape[:-1])
                 grad = grad.new_zeros(n, grad.size(1)).index_copy_(0, self._kept, grad)
             grad = grad.view(self._shape)
-        return grad, self._grad_matrix
+        return grad, None if self._grad_matrix is None else self._grad_matrix[: self._size]
 
 
 def _supervised_rows(targets: Tensor) -> tuple[Tensor | None, Tensor | None]:

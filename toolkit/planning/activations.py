@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from toolkit.config import ActivationCheckpointing
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.aligned import aligned_size
 from toolkit.models.config import ModelConfig
 from toolkit.models.distillation import CHUNK_TENSORS
 from toolkit.models.gpt import GPT, Block
@@ -174,14 +175,16 @@ def logits_bytes(setup: MemoryInputs) -> float:
     """Return the bytes of the chunked cross-entropy: one chunk of logits, and the gradients of head and input.
 
     See models/loss.py. The head's gradient accumulates in fp32; under 16-bit compute, each chunk's gradient is 16-bit.
-    The input is cast and masked.
+    The input is cast and masked. FSDP's 16-bit weights are copied if their rows are padded, see models/aligned.py.
     """
     config, c, n = setup.config, setup.compute_bytes, setup.tokens
-    vocabulary, head = config.padded_vocab_size // setup.tensor, _head_elements(setup)
-    rows = min(chunk_rows(vocabulary, torch.device(setup.device)), n)
+    size, vocabulary = config.padded_vocab_size // setup.tensor, _computed_vocabulary(setup)
+    head = vocabulary * config.n_embd
+    rows = min(chunk_rows(size, torch.device(setup.device)), n)
     chunk = rows * vocabulary * (FP32 + (c if c != FP32 else 0))
     trained = head * (FP32 + (c if c != FP32 else 0)) if setup.lora is None else 0
-    rounded = head * c if setup.is_mixed else 0
+    is_copied = setup.is_mixed or (setup.strategy.kind == "fsdp" and vocabulary > size)
+    rounded = head * c if is_copied else 0
     return chunk + trained + rounded + n * config.n_embd * (2 * c + setup.weight_bytes)
 
 
@@ -205,9 +208,10 @@ def frozen_forward_bytes(setup: MemoryInputs, model: GPT) -> float:
 
 def kept_loss_bytes(setup: MemoryInputs) -> float:
     """Return the bytes that the loss keeps until its backward pass: the gradients of head and input."""
-    trained = FP32 * _head_elements(setup) if setup.lora is None else 0
+    trained = FP32 * _computed_vocabulary(setup) * setup.config.n_embd if setup.lora is None else 0
     return trained + setup.tokens * setup.config.n_embd * setup.compute_bytes
 
 
-def _head_elements(setup: MemoryInputs) -> int:
-    return setup.config.padded_vocab_size // setup.tensor * setup.config.n_embd
+def _computed_vocabulary(setup: MemoryInputs) -> int:
+    dtype = AUTOCAST.get(setup.precision, setup.dtype)
+    return aligned_size(setup.config.padded_vocab_size // setup.tensor, torch.device(setup.device), dtype)

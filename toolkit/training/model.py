@@ -30,6 +30,7 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.gpt import GPT, Block
+from toolkit.models.head import pad_head
 from toolkit.models.init import Materializer, ParameterValue, weight_initializer
 from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
@@ -141,6 +142,7 @@ def build_model(
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     if isinstance(module, GPT):
+        pad_head(module)
         module.seed = args.seed
         if ranks.layout().context > 1:
             module.context = ContextGroup.of(ranks.group("context"))
