@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import shutil
 import types
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from helpers.initialize import add_lora, initialize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from toolkit import cli
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.distributed.tensor_parallel import _loss_and_grad_
 from toolkit.inference.generate import generate
@@ -22,7 +24,7 @@ from toolkit.models.cross_entropy import pointwise_cross_entropy
 from toolkit.models.distillation import DistillationLoss, DistillationOptions
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.head import pad_head
+from toolkit.models.head import Head, pad_head
 from toolkit.models.lora import adapted_on_meta
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.loss import head_loss
@@ -183,6 +185,44 @@ def test_files_and_generation_do_not_depend_on_padding(tmp_path):
     loaded.tie_weights()
     with padding():
         assert list(generate(loaded, prompt, max_new_tokens=20, temperature=0)) == tokens
+
+
+@pytest.mark.slow
+def test_a_checkpoint_from_before_resumes_with_padding(tmp_path, monkeypatch):
+    """In 16 bits: without a copy of the weight, and with the optimizer's state of unpadded runs."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["pico-llama", "--accelerator", "cpu", "--devices", "1", "--precision", "bf16-true"]
+    flags += [
+        "--model_config.padded_vocab_size",
+        "301",
+        "--data",
+        "SyntheticTokens",
+        "--data.vocab_size",
+        "300",
+        "--train.global_batch_size",
+        "4",
+    ]
+    flags += ["--train.micro_batch_size", "2", "--train.max_seq_length", "16", "--compiler", "none"]
+    storages = []
+
+    def pretrain(folder, steps):
+        limit = ["--train.max_steps", str(steps), "--resume", "auto"]
+        assert cli.main(["pretrain", *flags, "--out_dir", folder, *limit]) == 0
+
+    pretrain("plain", 2)
+    shutil.copytree("plain", "padded")
+    pretrain("plain", 4)
+    forward = Head.loss
+    monkeypatch.setattr(
+        Head, "loss", lambda self, *args: storages.append(self.weight.untyped_storage().size()) or forward(self, *args)
+    )
+    with padding():
+        pretrain("padded", 4)
+    assert set(storages) == {320 * 64 * 2}
+    plain, padded = (torch.load(f"{name}/final/lit_model.pth") for name in ("plain", "padded"))
+    for name, weight in plain.items():
+        assert padded[name].shape == weight.shape
+        torch.testing.assert_close(padded[name], weight, rtol=0.02, atol=1e-3)
 
 
 class Matmuls(TorchDispatchMode):
