@@ -17,7 +17,7 @@ import torch
 from toolkit.diagnostics.prove_kernels import KERNELS
 from toolkit.diagnostics.prove_row import Machine, NotRunError, Row
 from toolkit.diagnostics.prove_runs import RUNS
-from toolkit.errors import CommandError, one_line
+from toolkit.errors import CommandError, UserError, one_line
 from toolkit.io.atomic import write_json
 
 ROWS: list[Row] = [*KERNELS, *RUNS]
@@ -69,7 +69,7 @@ def _run(row: Row, machine: Machine) -> dict[str, Any]:
             figure, tolerance = row.run(machine)
         if not math.isfinite(figure):
             raise CommandError("the difference is not finite")
-    except NotRunError as reason:
+    except (NotRunError, UserError) as reason:
         return {"result": "not run", "reason": str(reason)}
     except subprocess.TimeoutExpired:
         return {"result": "not run", "reason": "no time left"}
