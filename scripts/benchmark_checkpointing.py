@@ -43,6 +43,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented  # continues with the operators on the parts of an fp8 tensor
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._ignored:

@@ -36,7 +36,7 @@ def commands_of(*names: str) -> list[str]:
 
 BLOCKS = commands_of(
     "distributed", "launching", "strategies", "plans", "predicted_speed", "sharded_checkpoints", "cluster",
-    "parallelism", "context_parallel", "pipeline_parallel", "troubleshooting", "slow", "prove",
+    "parallelism", "context_parallel", "pipeline_parallel", "troubleshooting", "slow", "prove", "precision",
 )  # fmt: skip
 FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert", "export")
 PREFERENCES = commands_of("preferences")

@@ -91,8 +91,13 @@ def require_option(ok: bool, name: str, value: object, hint: str) -> None:
 
 def require_bitsandbytes(option: str) -> None:
     """Raise a UserError if bitsandbytes, which ``option`` needs, is not installed."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"{option}: needs bitsandbytes; run: pip install 'bitsandbytes>=0.48'")
+    require_package(option, "bitsandbytes", "0.48")
+
+
+def require_package(option: str, name: str, version: str) -> None:
+    """Raise a UserError if the package ``name``, which ``option`` needs, is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise UserError(f"{option}: needs {name}; run: pip install '{name}>={version}'")
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:

@@ -100,6 +100,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def inner_shard(tensor: Any) -> Any:
+    """Return the local tensor object of a DTensor, of which ``to_local`` returns a view."""
+    return tensor._local_tensor
+
+
 def allocate(module: nn.Module, device: torch.device) -> None:
     """Allocate all meta tensors; ``to_empty`` would also replace the others."""
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)

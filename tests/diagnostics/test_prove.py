@@ -100,6 +100,7 @@ def test_runs_on_a_cpu(tmp_path):
     reasons = {row["name"]: row["reason"] for row in results_of(tmp_path / "rows.json").values() if row["reason"]}
     assert reasons == {
         "fp16 scaler": "needs CUDA",
+        "fp8 all-gather": "one GPU",
         "FSDP": "one GPU",
         "collectives": "one GPU",
         "planned memory": "needs CUDA",

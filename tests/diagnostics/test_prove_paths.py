@@ -51,6 +51,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "models/attention.py:sdpa_supports_gqa": ("attention, grouped", "attention, masks", "attention, fp32"),
     "models/attention_dispatch.py:choose_kernel": FLASH,
     "models/cross_entropy.py:choose_cross_entropy": ("loss, compiled",),
+    "models/fp8.py:require_fp8": ("fp8, tensorwise", "fp8, rowwise", "fp8 all-gather"),
     "models/loss.py:_is_small_gpu": STATISTICS,
     "models/loss.py:chunk_rows": ("loss",),
     "models/mixed_mm.py:_has_fp32_results": ("fp32 products",),

@@ -40,6 +40,7 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
 FSDP1 = {"strategy": "fsdp1"}
 CONTEXT = {"context_parallel_size": 2}
+FP8, BF16_MIXED = {"train.fp8": "tensorwise"}, {"precision": "bf16-mixed"}
 DISTILLATION = {"objective": Distillation("teacher")}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
 PIPELINE, MICRO, LLAMA = {"pipeline_parallel_size": 2}, {"devices": 2, "micro": 8}, get_config("mini-llama")
@@ -175,6 +176,13 @@ CASES = [
      "--fsdp.cpu_offload true is not supported with --precision 16-mixed: loss scaling needs gradients on the device"),
     ({"optimizer.options": {"fused": True}}, CUDA | MIXED,
      "--optimizer.options fused is not supported with --precision 16-mixed"),
+    (FP8 | NF4 | LORA, BF16_MIXED,
+     "--train.fp8 tensorwise is not supported with finetune_lora: torchao replaces plain linear layers, not layers"),
+    (FP8, {},
+     "--train.fp8 tensorwise is not supported with --precision 32-true: the other layers compute in bf16; use "
+     "bf16-mixed or bf16-true"),
+    (FP8 | SPLIT, FSDP | BF16_MIXED,
+     "--train.fp8 tensorwise is not supported with --tensor_parallel_size 2; remove one of them"),
     ({}, {"devices": 2, "torch": "2.10.1+cu126"},
      "--strategy fsdp is not supported with torch 2.10.1+cu126; install torch 2.11 or newer, or use --strategy fsdp1"),
     ({"fsdp.shard_size": 2, "fsdp.sharding_strategy": "FULL_SHARD"}, FSDP,
@@ -280,6 +288,8 @@ def test_supported_runs_violate_no_row():
         (IN_BACKWARD, {"precision": "bf16-master"}),
         (MODULE | {"strategy": "ddp"}, {"devices": 2}),
         (NF4 | LORA, {"precision": "bf16-true"}),
+        (FP8 | CONTEXT | {"compiler": "torch", "train.activation_checkpointing": "full"}, FSDP | BF16_MIXED),
+        (FP8 | PIPELINE, MICRO | {"precision": "bf16-true", "model": LLAMA}),
     ])  # fmt: skip
 
 
@@ -298,6 +308,18 @@ def test_fsdp1_refuses_what_only_fsdp_does():
     ])  # fmt: skip
     only = {"fsdp.limit_all_gathers": False, "fsdp.backward_prefetch": "none", "fsdp.reduce_dtype": "fp32"}
     assert not list(find_conflicts(facts_of(FSDP1 | only, devices=2)))
+
+
+def test_fp8_names_the_option_that_it_does_not_support(thunder):
+    def check(options: dict, run: dict, option: str) -> None:
+        (message,) = find_conflicts(facts_of(FP8 | options, **BF16_MIXED, **run))
+        assert message == f"--train.fp8 tensorwise is not supported with {option}; remove one of them"
+
+    check_each(check, [
+        (FSDP1, FSDP, "--strategy fsdp1"),
+        ({"compiler": "thunder"}, {}, "--compiler thunder"),
+        (MODULE, {}, "a user-provided module"),
+    ])  # fmt: skip
 
 
 def test_an_optimizer_of_an_extension_may_not_be_updated_in_parts(monkeypatch):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.distillation import DistillationLoss, DistillationOptions
 from toolkit.models.families import get_config
+from toolkit.models.fp8 import convert_to_fp8
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.head import Head
 from toolkit.models.lora import adapted_on_meta, is_adapter
@@ -114,6 +116,8 @@ def build(setup: MemoryInputs) -> GPT:
     for name, parameter in model.named_parameters():
         if setup.weight_bytes == 2 and not is_adapter(name):
             parameter.data = parameter.data.bfloat16()
+    if setup.fp8 != "none":
+        convert_to_fp8(model, setup.fp8, setup.device)
     return model
 
 
@@ -163,6 +167,24 @@ def test_activations_of_full_training_match_autograd(family, precision):
     setup = setup_of(family, precision)
     memory = plan_memory(setup)
     assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.01)
+
+
+FP8_CASES = [("llama", "bf16-mixed", "none"), ("llama", "bf16-true", "full"), ("gemma3", "bf16-mixed", "selective")]
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+@pytest.mark.parametrize("case", slow_except(FP8_CASES[:1], FP8_CASES))
+def test_fp8_layers_save_bf16_inputs_and_no_copies_of_weights(case):
+    family, precision, mode = case
+    setup = setup_of(family, precision, fp8="tensorwise", activation_checkpointing=mode)
+    memory, plain = plan_memory(setup), plan_memory(replace(setup, fp8="none"))
+    counted = saved_bytes(setup) if mode == "none" else kept_bytes(setup)
+    assert memory.activations + memory.cast_weights == pytest.approx(counted, rel=0.02)
+    assert memory.cast_weights < plain.cast_weights or precision == "bf16-true"
+    two = replace(sharded(setup, 2, sharding_strategy="SHARD_GRAD_OP"), device="cuda")  # which gathers in fp8
+    less = plan_memory(replace(two, fp8="rowwise")).unsharded_unit - plan_memory(two).unsharded_unit
+    blocks = [sum(p.numel() for p in block.parameters() if p.ndim == 2) for block in build_on_meta(setup).blocks]
+    assert less == sum(blocks) + blocks[-1]  # the weights, and the buffer of the last all-gather
 
 
 def lora_cases() -> list:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -443,6 +444,22 @@ def test_gpus_without_bf16_train_in_fp16(capsys):
     assert plan(capsys, "pretrain", "pico-llama", *v100)["precision"] == "16-mixed"
     assert main(["plan", "pretrain", "pico-llama", *v100, "--precision", "bf16-mixed"]) == 2
     assert "--precision bf16-mixed: this GPU has no bfloat16; use auto, 16-mixed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+def test_fp8_products_run_at_the_peak_of_fp8_and_casts_count(capsys):
+    plain, fp8 = (trace_micro_step(setup_of(fp8=kind), has_gradients=False) for kind in ("none", "rowwise"))
+    blocks = sum(p.numel() for p in model_on_meta(setup_of().config).transformer.h.parameters() if p.ndim == 2)
+    assert total(fp8, lambda op: op.flops * (op.itemsize == 1), "product") == 6 * blocks * B * T
+    assert total(fp8, lambda op: op.flops) == total(plain, lambda op: op.flops)
+    assert total(fp8, lambda op: op.bytes, "fusable") > 1.2 * total(plain, lambda op: op.bytes, "fusable")
+    large = replace(next(op for op in fp8.ops if op.itemsize == 1 and op.kind == "product"), flops=1e15)
+    gpu = GPUS["H100"]
+    assert seconds(large, gpu) == pytest.approx(1e15 / (gpu.fp8 * gpu.kernels.products))
+    assert seconds(replace(large, itemsize=2), gpu) == pytest.approx(1e15 / (gpu.peak * gpu.kernels.products))
+    assert all(card.fp8 == 0 or card.fp8 / card.peak == pytest.approx(2, abs=0.05) for card in GPUS.values())
+    assert main(["plan", "pretrain", "pico-llama", "--train.fp8", "rowwise", "--speed", "A100"]) == 2
+    assert capsys.readouterr().err.endswith("--train.fp8 rowwise: the GPU of --speed has no fp8; use none\n")
 
 
 def test_unknown_gpus_and_devices_without_prediction_are_refused(capsys):

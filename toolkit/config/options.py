@@ -88,6 +88,8 @@ class TrainArgs:
         max_skipped: Stop with an error after more than this many steps in a row without an update.
         activation_checkpointing: Recompute activations in the backward pass to save memory. selective: save the outputs
             of attention and every second matrix product; full: save only the inputs of the blocks.
+        fp8: Compute the linear layers of the blocks in fp8 (torchao). tensorwise: one scale per matrix, the fastest;
+            rowwise: one per row, more accurate. Needs --precision bf16-mixed or bf16-true.
         save_interval: Optimizer steps between checkpoints. auto: a fifth of the run, at least 5 steps. 0 saves at the
             end only.
         save_every_minutes: Also save when the last checkpoint is this many minutes old; null disables. auto: 10, or a
@@ -118,6 +120,7 @@ class TrainArgs:
     skip_spikes: float | None = None
     max_skipped: int = 50
     activation_checkpointing: ActivationCheckpointing = "none"
+    fp8: Literal["none", "tensorwise", "rowwise"] = "none"
     save_interval: int | Auto = AUTO
     save_every_minutes: float | Auto | None = AUTO
     async_save: bool = False

@@ -23,7 +23,7 @@ from toolkit.errors import one_line
 Sections = dict[str, dict[str, str]]  # title -> name -> text
 
 PACKAGES = (
-    "torch", "lightning", "litdata", "jsonargparse", "transformers", "peft", "bitsandbytes", "tokenizers",
+    "torch", "lightning", "litdata", "jsonargparse", "transformers", "peft", "bitsandbytes", "torchao", "tokenizers",
     "safetensors", "huggingface_hub", "numpy",
 )  # fmt: skip
 _PREFIXES = (

@@ -15,11 +15,13 @@ from toolkit.data.tokenizer import train_bpe
 from toolkit.diagnostics.prove_row import STEPS, Machine, NotRunError, Outcome, Row, metrics_of
 from toolkit.errors import UserError, require_bitsandbytes
 from toolkit.models.families import get_config
+from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT
 from toolkit.planning.speed.gpus import find_gpu
 
 _FP32 = "--precision 32-true"
 _EXACT = "--deterministic true"
+_MIXED = "--precision bf16-mixed"
 
 
 def _curve(
@@ -44,9 +46,15 @@ def _several(machine: Machine) -> int:
     return min(8, 1 << (machine.n_devices.bit_length() - 1))  # divides the global batch
 
 
-def _sharded(machine: Machine) -> Outcome:
-    options = f"--precision 32-true --train.micro_batch_size 1 --strategy fsdp --devices {_several(machine)}"
-    return _curve(options, 1e-3, machine, device="")
+def _sharded(precision: str, tolerance: float, machine: Machine) -> Outcome:
+    options = f"{precision} --train.micro_batch_size 1 --strategy fsdp --devices {_several(machine)}"
+    return _curve(options, tolerance, machine, precision, device="")
+
+
+def _fp8(kind: str, is_sharded: bool, machine: Machine) -> Outcome:
+    require_fp8(kind, machine.device.type)
+    fp8 = f"{_MIXED} --train.fp8 {kind}"
+    return _sharded(fp8, 0.02, machine) if is_sharded else _curve(fp8, 0.02, machine, _MIXED, "")
 
 
 def _collectives(machine: Machine) -> Outcome:
@@ -97,6 +105,7 @@ def _measure(name: str, tolerance: float, machine: Machine) -> Outcome:
 
 
 _CPU = "losses and gradient norms against fp32 on the CPU"
+_BF16 = "losses and gradient norms against bf16"
 _OFFLOAD = "--precision 32-true --strategy fsdp --fsdp.cpu_offload true"
 _ASYNC = f"{_EXACT} --train.async_save true"
 _STEP = "step-00000004"
@@ -115,8 +124,13 @@ RUNS = [
     Row("QLoRA", "losses and gradient norms against the CPU", "finetune_lora without --quantize", _qlora),
     Row("AdamW8bit", _CPU, "--optimizer.name AdamW",
         partial(_curve, f"{_FP32} --optimizer.name AdamW8bit", 0.02)),
+    Row("fp8, tensorwise", _BF16, "--train.fp8 none", partial(_fp8, "tensorwise", False)),
+    Row("fp8, rowwise", _BF16, "--train.fp8 none", partial(_fp8, "rowwise", False)),
+    Row("fp8 all-gather", "losses and gradient norms against one GPU", "--train.fp8 rowwise",
+        partial(_fp8, "tensorwise", True)),
     Row("profile", _CPU, "--profile false", partial(_curve, f"{_FP32} --profile true", 1e-3)),
-    Row("FSDP", "losses and gradient norms against one GPU", "--strategy ddp", _sharded),
+    Row("FSDP", "losses and gradient norms against one GPU", "--strategy ddp",
+        partial(_sharded, _FP32, 1e-3)),
     Row("collectives", "values of all-reduce, all-gather and others", "--devices 1", _collectives),
     Row("planned memory", "of pythia-160m against the peak", "--train.micro_batch_size",
         partial(_measure, "memory", 0.15)),

@@ -15,7 +15,8 @@ _ATTENTION = ("aten::_scaled_dot_product_", "toolkit::flash_attention", "flex_at
 kernels that a user-provided module may use.
 """
 _WEIGHT_ARGUMENT = {
-    "aten::mm": 1, "aten::addmm": 2, "aten::linear": 1, "toolkit::grouped_product": 1, "bitsandbytes::gemm_4bit": 2,
+    "aten::mm": 1, "aten::addmm": 2, "aten::linear": 1, "aten::_scaled_mm": 1, "toolkit::grouped_product": 1,
+    "bitsandbytes::gemm_4bit": 2,
 }  # fmt: skip
 """Maps each matmul op of a linear layer to the argument index of the weight or its shape."""
 _THIN = 16

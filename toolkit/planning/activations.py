@@ -88,6 +88,7 @@ def _live_bytes(
     """Return the bytes in memory after the forward pass, by origin."""
     same = (config, setup.precision, setup.strategy.kind == "fsdp", setup.seq_length, setup.device, setup.lora)
     key = f"{same} {setup.strategy.layout.context} {setup.tensor} {setup.quantize} {setup.packed} {n_rows} {mode}"
+    key += setup.fp8
     if key not in _cache:
         _cache[key] = _run(setup, config, n_rows, mode)
     return _cache[key]
@@ -146,6 +147,8 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "aten::_local_scalar_dense":  # ``.item()`` in the model
             return True
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented  # continues with the operators on the parts of an fp8 tensor
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor):

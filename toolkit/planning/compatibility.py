@@ -71,6 +71,7 @@ _NO_BLOCKS = "a module without known blocks"
 _CONTEXT = "--context_parallel_size {context_parallel_size:N}"
 _FROZEN = "--objective {objective_name:Distillation}"
 _SET_BLOCK_CLASSES = "set block_classes"
+_FP8 = "--train.fp8 {train.fp8:tensorwise, rowwise}"
 
 
 # fmt: off
@@ -192,6 +193,14 @@ ROWS: tuple[Row, ...] = (
     Row("--optimizer.options fused", "--precision 16-mixed",
         lambda f: bool(f.args.optimizer.options.get("fused")) and f.precision == "16-mixed",
         "a fused optimizer unscales the gradients after they are clipped"),
+    # fp8
+    Row(_FP8, "finetune_lora", lambda f: f.has_fp8 and f.has_adapters,
+        "torchao replaces plain linear layers, not layers with adapters or 4-bit weights"),
+    Row(_FP8, "--precision {precision:32-true, 16-mixed, bf16-master}",
+        lambda f: f.has_fp8 and f.precision not in ("", "bf16-mixed", "bf16-true"),
+        "the other layers compute in bf16", "use bf16-mixed or bf16-true"),
+    Row(_FP8, "{not_in_fp8:--tensor_parallel_size, fsdp1, an extension's strategy or compiler, a user-provided module}",
+        lambda f: f.has_fp8 and bool(f.not_in_fp8), ""),
     # FSDP
     Row("--strategy fsdp", "torch {torch_version:older than 2.11}",
         lambda f: f.is_fsdp2 and tuple(map(int, f.torch_version.split(".")[:2])) < _MIN_TORCH,

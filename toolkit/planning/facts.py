@@ -7,7 +7,7 @@ from importlib.metadata import version
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from toolkit.config import AUTO, DDPArgs, FSDPArgs
+from toolkit.config import AUTO, COMPILERS, DDPArgs, FSDPArgs
 from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.extension import registered
 from toolkit.models.families import family_of
@@ -86,6 +86,10 @@ class Facts:
         return self.args.lora is not None
 
     @property
+    def has_fp8(self) -> bool:
+        return self.args.train.fp8 != "none"
+
+    @property
     def has_no_blocks(self) -> bool:
         """Whether the model is a user-provided module without known blocks."""
         return self.args.module is not None and not self.args.block_classes
@@ -161,6 +165,18 @@ class Facts:
         }
         first = next((name for name, is_used in unsupported.items() if is_used), "")
         return first or _first_changed("fsdp", args.fsdp, [f.name for f in fields(args.fsdp) if f.name not in rest])
+
+    @property
+    def not_in_fp8(self) -> str:
+        """The first option that --train.fp8 does not support, with its value; "" if there is none."""
+        args = self.args
+        unsupported = {
+            f"--tensor_parallel_size {args.tensor_parallel_size}": self.is_tensor_parallel,
+            f"--strategy {self.strategy_name}": self.is_extension_or_fsdp1,
+            f"--compiler {args.compiler}": args.compiler not in COMPILERS,
+            "a user-provided module": args.module is not None,
+        }
+        return next((name for name, is_used in unsupported.items() if is_used), "")
 
     @property
     def torch_version(self) -> str:

@@ -58,6 +58,7 @@ class MemoryInputs:
     ddp: DDPArgs = field(default_factory=DDPArgs)
     optimizer_class: type[torch.optim.Optimizer] | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
+    fp8: str = "none"
     in_backward: bool = False
     async_save: bool = False
     schedule: str = "1f1b"
@@ -72,6 +73,11 @@ class MemoryInputs:
     def is_fsdp2(self) -> bool:
         """Whether torch's ``fully_shard`` shards the weights."""
         return self.strategy.kind == "fsdp" and self.strategy.engine == "fsdp2"
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether FSDP all-gathers fp8 layers in fp8, see :func:`toolkit.models.fp8.gather_in_fp8`."""
+        return (self.fp8, self.device, self.strategy.offloads) == ("tensorwise", "cuda", False)
 
     @property
     def is_mixed(self) -> bool:

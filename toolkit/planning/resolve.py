@@ -20,6 +20,7 @@ from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
+from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT
 from toolkit.objectives import Objective
 from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimizer
@@ -160,6 +161,8 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     batch = plan_batch(
         args.train.global_batch_size, micro_batch_size, **sizes, model_parallel=args.model_parallel.world_size
     )
+    if args.train.fp8 != "none":
+        require_fp8(args.train.fp8, devices.device, checks_gpu=devices.has_bf16 is None)
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
     cls = args.optimizer_class or optimizer_class(args.optimizer.name)
     require_compatible(
@@ -244,6 +247,7 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
         ddp=args.ddp,
         optimizer_class=args.optimizer_class,
         activation_checkpointing=args.train.activation_checkpointing,
+        fp8=args.train.fp8,
         in_backward=args.optimizer.in_backward,
         async_save=args.train.async_save,
         schedule=args.pipeline.schedule,

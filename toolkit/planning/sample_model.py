@@ -12,6 +12,7 @@ from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.families import family_of
+from toolkit.models.fp8 import convert_to_fp8
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
@@ -98,6 +99,8 @@ def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
             empty = torch.empty(weight.shape, dtype=dtype, device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=weight.requires_grad))
     model.tie_weights()
+    if setup.fp8 != "none":
+        convert_to_fp8(model, setup.fp8, setup.device)
     if (size := setup.strategy.layout.context) > 1:
         model.context = ContextGroup(0, size)  # every rank computes as much; nothing is gathered without data
     return model

@@ -1,5 +1,7 @@
 """Memory of FSDP's all-gathered weights and of the gradients that are about to be reduced, in bytes."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_dtypes, unit_precision
@@ -19,6 +21,29 @@ def is_replicated(setup: MemoryInputs, parameter: nn.Parameter) -> bool:
     return unit_precision(setup.fsdp, setup.precision)[0] is not None and parameter.ndim < 2
 
 
+def unit_sizer(
+    setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter]
+) -> Callable[[Unit, str, bool], float]:
+    """Return a function that computes the bytes of an FSDP unit's parameters, without replicated ones.
+
+    Its arguments are the unit, the dtype ("": the dtype of the shards), and whether to count only trained parameters.
+    """
+    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
+    packed = {id(p) for p in quantized.values()}
+
+    def size(part: Unit, kind: str, trained: bool) -> float:
+        dtype, total = getattr(unit_dtypes(part, setup.fsdp, setup.precision), kind, None), 0.0
+        gathers_fp8 = setup.gathers_fp8 and not trained and part.name not in ("", HEAD, EMBEDDING)
+        for p in part.parameters:
+            stored = FP32 if id(p) in adapters else setup.weight_bytes
+            itemsize = 1 if gathers_fp8 and p.ndim == 2 else stored if dtype is None else dtype.itemsize
+            if (p.requires_grad or not trained) and not is_replicated(setup, p):
+                total += p.numel() * (BYTES_4BIT if id(p) in packed else itemsize)
+        return total
+
+    return size
+
+
 def fsdp1_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
     """Return the bytes of FSDP1's unsharded tensors.
 
@@ -28,24 +53,13 @@ def fsdp1_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Paramet
     """
     if setup.strategy.kind != "fsdp":
         return 0
-    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
-    packed = {id(p) for p in quantized.values()}
+    size = unit_sizer(setup, model, quantized)
 
     def gathered_bytes(part: Unit) -> float:
-        dtype = getattr(unit_dtypes(part, setup.fsdp, setup.precision), "param_dtype", None)
-        total = 0.0
-        for p in part.parameters:
-            width = FP32 if id(p) in adapters else setup.weight_bytes
-            width = width if dtype is None else dtype.itemsize
-            total += 0 if is_replicated(setup, p) else p.numel() * (BYTES_4BIT if id(p) in packed else width)
-        return total
+        return size(part, "param_dtype", False)
 
     def gradient_bytes(part: Unit) -> float:
-        dtypes = unit_dtypes(part, setup.fsdp, setup.precision)
-        elements = sum(p.numel() for p in part.parameters if p.requires_grad and not is_replicated(setup, p))
-        own = FP32 if adapters else setup.weight_bytes
-        compute, reduced = (own if d is None else d.itemsize for d in dtypes or (None, None))
-        return (reduced + (0 if not part.name else compute)) * elements
+        return size(part, "reduce_dtype", True) + (size(part, "param_dtype", True) if part.name else 0)
 
     rest, *units = plan_units(model, setup.fsdp, (Block,), has_head_unit=False)
     gathered = sum(map(gathered_bytes, units))
@@ -75,18 +89,7 @@ def fsdp2_bytes(
     - in the backward pass of a block: the block and the next buffer, its gradients, the previous ones; activations;
     - at the end: sharded gradients, and the embedding's.
     """
-    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
-    packed = {id(p) for p in quantized.values()}
-
-    def size(part: Unit, kind: str, trained: bool = True) -> float:
-        dtype, total = getattr(unit_dtypes(part, setup.fsdp, setup.precision), kind, None), 0.0
-        for p in part.parameters:
-            stored = FP32 if id(p) in adapters else setup.weight_bytes
-            itemsize = stored if dtype is None else dtype.itemsize
-            if (p.requires_grad or not trained) and not is_replicated(setup, p):
-                total += p.numel() * (BYTES_4BIT if id(p) in packed else itemsize)
-        return total
-
+    size = unit_sizer(setup, model, quantized)
     rest, *units = plan_units(model, setup.fsdp, (Block,))
     root, sizes = size(rest, "param_dtype", False), [size(part, "param_dtype", False) for part in units] or [0.0]
     has_head = bool(units) and units[-1].name == HEAD
@@ -96,21 +99,21 @@ def fsdp2_bytes(
     buffer = 0.0 if setup.strategy.shards == 1 else sizes[-1]
     if setup.strategy.sharding == "SHARD_GRAD_OP" and setup.accumulates_unsharded:
         # only the first micro-batch has the buffer, because it gathers for all; the others have gradients
-        buffer = max(max(root, buffer) - sum(size(part, "reduce_dtype") for part in (rest, *units)), 0.0)
+        buffer = max(max(root, buffer) - sum(size(part, "reduce_dtype", True) for part in (rest, *units)), 0.0)
     at_loss = root + (kept or (sizes[-1] if has_head else 0.0)) + buffer
     start = max(2 * (root + sizes[0]), *(root + a + 2 * b for a, b in zip(sizes, sizes[1:], strict=False)), 0.0)
 
-    gradient = max((size(part, "param_dtype") for part in blocks), default=0.0)
-    reduced = [size(part, "reduce_dtype") for part in units] or [0.0]
-    root_gradient = size(rest, "reduce_dtype")
+    gradient = max((size(part, "param_dtype", True) for part in blocks), default=0.0)
+    reduced = [size(part, "reduce_dtype", True) for part in units] or [0.0]
+    root_gradient = size(rest, "reduce_dtype", True)
     backward = root + (block if kept else 2 * block) + max(reduced) + root_gradient / 2 * (not has_head)
     is_elsewhere = setup.accumulation > 1 or setup.strategy.offloads  # counted as gradients, or in CPU memory
-    shards = 0.0 if is_elsewhere else sum(size(part, "") for part in units) / setup.strategy.shards
+    shards = 0.0 if is_elsewhere else sum(size(part, "", True) for part in units) / setup.strategy.shards
     # gradients of the blocks after it are shards, and activations and kept weights of the blocks before it are saved
     backward += max(activations.saved + max(kept - block, 0.0), shards) * (1 - 1 / setup.config.n_layer)
     # a block's gradients appear while its activations are freed; the fractions fit simulated blocks
     backward += max(gradient + activations.recomputed / 4, gradient / 2 + activations.recomputed)
     outer = units[0] if has_head else rest
-    last = (0.0 if has_head else root) + max((size(part, "reduce_dtype") for part in blocks), default=0.0)
-    end = shards + size(outer, "param_dtype") + max(last, size(outer, "reduce_dtype"))
+    last = (0.0 if has_head else root) + max((size(part, "reduce_dtype", True) for part in blocks), default=0.0)
+    end = shards + size(outer, "param_dtype", True) + max(last, size(outer, "reduce_dtype", True))
     return at_loss, max(start, backward, end)

@@ -15,7 +15,7 @@ from toolkit.extension import extension_versions
 from toolkit.io.safe_parse import no_follow, parse_json
 
 EVENTS = "logs/events.jsonl"
-_PACKAGES = ("torch", "lightning", "litdata", "tokenizers", "transformers", "bitsandbytes", "numpy")
+_PACKAGES = ("torch", "lightning", "litdata", "tokenizers", "transformers", "bitsandbytes", "torchao", "numpy")
 _MAX_LINE = 2**20  # bytes
 
 

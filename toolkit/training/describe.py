@@ -7,6 +7,7 @@ from torch import nn
 
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.models.families import export_error
+from toolkit.models.fp8 import describe_fp8
 from toolkit.optim.schedule import describe_scaling
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.private_torch import local_shard
@@ -46,6 +47,8 @@ def describe_run(config: ResolvedConfig, state: StartState, reader: DataReader) 
         yield f"Compiler: {args.compiler} ({reason})"
     if (mode := args.train.activation_checkpointing) != "none":
         yield f"Activation checkpointing: {mode}"
+    if args.train.fp8 != "none" and (model := state.model.meta_model) is not None:
+        yield describe_fp8(model, args.train.fp8, config.device)
     if config.accumulate == "sharded":
         yield f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded"
     if state.model.config is not None and (reason := export_error(state.model.config)) is not None:

@@ -29,6 +29,7 @@ from toolkit.extension import load_registered
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
+from toolkit.models.fp8 import SIZE_MULTIPLE, convert_to_fp8, gather_in_fp8
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.head import pad_head
 from toolkit.models.init import Materializer, ParameterValue, weight_initializer
@@ -125,6 +126,10 @@ def build_model(
     elif spec.meta_model is None:
         for parameter in module.parameters():  # a user's module may be in 16 bits; buffers keep their dtypes
             parameter.data = parameter.data.float()
+    fp8 = args.train.fp8
+    if fp8 != "none" and isinstance(module, GPT):
+        is_uneven = (config.max_seq_length or 1) % (SIZE_MULTIPLE * ranks.layout().context) > 0
+        convert_to_fp8(module, fp8, fabric.device.type, pads_tokens=is_uneven or longest_ragged > 0)
     # with adapters, weights are read one unit at a time, because the base checkpoint has no adapters
     shards = spec.lora is None and source is not None and is_sharded(source / WEIGHTS) and _shards_fit(spec, source)
     if spec.meta_model is None:
@@ -152,6 +157,8 @@ def build_model(
     elif args.compiler != "none":
         load_registered("compilers", args.compiler)(module, spec.blocks, longest_ragged, args.groups)
     wrapped = setup_module(fabric, module)
+    if fp8 == "tensorwise":
+        gather_in_fp8(wrapped)
     malloc_trim()
     if shards:
         assert source is not None

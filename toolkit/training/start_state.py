@@ -70,7 +70,7 @@ def prepare_start_state(
     resolved: ResolvedConfig, data: PreparedData, resume_from: Path | None, damaged: list[Path]
 ) -> StartState:
     """Resolve start and end of the run, and check that all ranks have the same options, data and weights."""
-    args = resolved.args
+    args, fp8 = resolved.args, resolved.args.train.fp8
     require_disjoint_samples(data.train)
     config = with_vocabulary(resolved.model, data)
     _require_frozen_vocabulary(resolved, config, data)
@@ -82,7 +82,7 @@ def prepare_start_state(
         data=data.content_key,
         global_batch_size=resolved.batch.global_batch_size,
         seed=args.seed,
-        precision=resolved.precision,
+        precision=resolved.precision + f" --train.fp8 {fp8}" * (fp8 != "none"),
         optimizer=resolved.optimizer,
         objective=objective_fingerprint(args),
         adapters={} if base is None else adapters.fingerprint(base),

@@ -39,6 +39,7 @@ class GpuSpec(NamedTuple):
 
     Args:
         peak: Dense bfloat16 tensor-core FLOP/s.
+        fp8: Dense fp8 tensor-core FLOP/s, with fp32 accumulation; 0 without.
         fp32: FLOP/s in fp32 without TF32, which toolkit does not use.
         bandwidth: Memory bandwidth in bytes/s.
         memory: Memory in bytes.
@@ -51,6 +52,7 @@ class GpuSpec(NamedTuple):
     """
 
     peak: float
+    fp8: float
     fp32: float
     bandwidth: float
     memory: float
@@ -87,25 +89,25 @@ _PCIE4, _PCIE5 = (32e9, "PCIe 4.0"), (64e9, "PCIe 5.0")
 
 GPUS = {
     # The first name found in torch.cuda.get_device_name() applies, so longer names come first.
-    "H200 NVL": GpuSpec(835e12, 60e12, 4.8e12, 150.1e9, *_PCIE5, *_HDR, _HOPPER),
-    "H200": GpuSpec(989e12, 67e12, 4.8e12, 150.1e9, 450e9, "NVLink", *_NDR, _HOPPER),
-    "H100 PCIe": GpuSpec(756e12, 51e12, 2.0e12, 85.0e9, *_PCIE5, *_HDR, _HOPPER),
-    "H100 NVL": GpuSpec(835e12, 60e12, 3.9e12, 100.0e9, *_PCIE5, *_HDR, _HOPPER),
-    "H100": GpuSpec(989e12, 67e12, 3.35e12, 85.0e9, 450e9, "NVLink", *_NDR, _HOPPER),
-    "GH200": GpuSpec(989e12, 67e12, 4.0e12, 101.5e9, 450e9, "NVLink", *_NDR, _HOPPER),
-    "B200": GpuSpec(2250e12, 75e12, 8.0e12, 191.5e9, 900e9, "NVLink", *_NDR, _HOPPER),
-    "A100-SXM4-40GB": GpuSpec(312e12, 19.5e12, 1.555e12, 42.3e9, 300e9, "NVLink", *_HDR, _AMPERE),
-    "A100": GpuSpec(312e12, 19.5e12, 2.039e12, 85.0e9, 300e9, "NVLink", *_HDR, _AMPERE),
-    "A10G": GpuSpec(70e12, 35e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "A10": GpuSpec(125e12, 31e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "L40S": GpuSpec(362e12, 91.6e12, 0.864e12, 47.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "L4": GpuSpec(121e12, 30e12, 0.3e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "RTX 5090": GpuSpec(209e12, 105e12, 1.792e12, 33.7e9, *_PCIE5, *_ETHERNET, _OTHERS),
-    "RTX 4090": GpuSpec(165e12, 82.6e12, 1.008e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "RTX 3090": GpuSpec(71e12, 35.6e12, 0.936e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "RTX A6000": GpuSpec(155e12, 38.7e12, 0.768e12, 51.0e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "V100": GpuSpec(125e12, 15.7e12, 0.9e12, 34.1e9, 150e9, "NVLink", *_ETHERNET, _NO_FLASH, has_bf16=False),
-    "T4": GpuSpec(65e12, 8.1e12, 0.3e12, 15.6e9, 16e9, "PCIe 3.0", *_ETHERNET, _NO_FLASH, has_bf16=False),
+    "H200 NVL": GpuSpec(835e12, 1671e12, 60e12, 4.8e12, 150.1e9, *_PCIE5, *_HDR, _HOPPER),
+    "H200": GpuSpec(989e12, 1979e12, 67e12, 4.8e12, 150.1e9, 450e9, "NVLink", *_NDR, _HOPPER),
+    "H100 PCIe": GpuSpec(756e12, 1513e12, 51e12, 2.0e12, 85.0e9, *_PCIE5, *_HDR, _HOPPER),
+    "H100 NVL": GpuSpec(835e12, 1671e12, 60e12, 3.9e12, 100.0e9, *_PCIE5, *_HDR, _HOPPER),
+    "H100": GpuSpec(989e12, 1979e12, 67e12, 3.35e12, 85.0e9, 450e9, "NVLink", *_NDR, _HOPPER),
+    "GH200": GpuSpec(989e12, 1979e12, 67e12, 4.0e12, 101.5e9, 450e9, "NVLink", *_NDR, _HOPPER),
+    "B200": GpuSpec(2250e12, 4500e12, 75e12, 8.0e12, 191.5e9, 900e9, "NVLink", *_NDR, _HOPPER),
+    "A100-SXM4-40GB": GpuSpec(312e12, 0, 19.5e12, 1.555e12, 42.3e9, 300e9, "NVLink", *_HDR, _AMPERE),
+    "A100": GpuSpec(312e12, 0, 19.5e12, 2.039e12, 85.0e9, 300e9, "NVLink", *_HDR, _AMPERE),
+    "A10G": GpuSpec(70e12, 0, 35e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "A10": GpuSpec(125e12, 0, 31e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "L40S": GpuSpec(362e12, 733e12, 91.6e12, 0.864e12, 47.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "L4": GpuSpec(121e12, 242e12, 30e12, 0.3e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "RTX 5090": GpuSpec(209e12, 419e12, 105e12, 1.792e12, 33.7e9, *_PCIE5, *_ETHERNET, _OTHERS),
+    "RTX 4090": GpuSpec(165e12, 330e12, 82.6e12, 1.008e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "RTX 3090": GpuSpec(71e12, 0, 35.6e12, 0.936e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "RTX A6000": GpuSpec(155e12, 0, 38.7e12, 0.768e12, 51.0e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "V100": GpuSpec(125e12, 0, 15.7e12, 0.9e12, 34.1e9, 150e9, "NVLink", *_ETHERNET, _NO_FLASH, has_bf16=False),
+    "T4": GpuSpec(65e12, 0, 8.1e12, 0.3e12, 15.6e9, 16e9, "PCIe 3.0", *_ETHERNET, _NO_FLASH, has_bf16=False),
 }
 
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from toolkit.distributed.mesh import Layout
-from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_dtypes, unit_precision
+from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_precision
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.planning.memory import quantized_weights
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.speed.gpus import GpuSpec
-from toolkit.planning.unsharded import BYTES_4BIT
+from toolkit.planning.unsharded import unit_sizer
 
 NCCL_SHARE = 0.8
 """Fraction of a link's bandwidth that collectives of large tensors reach (nccl-tests on 8 x H100: 360 of 450 GB/s)."""
@@ -119,18 +119,8 @@ def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, 
     """Return the seconds of all collectives, and the exposed seconds."""
     rest, *units = plan_units(model, setup.fsdp, (Block,), setup.strategy.engine == "fsdp2")
     has_vectors = unit_precision(setup.fsdp, setup.precision)[0] is not None  # replicated
-    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
-    in_4_bits = {id(p) for p in quantized_weights(setup, model).values()}
+    size = unit_sizer(setup, model, quantized_weights(setup, model))
     strategy, steps = setup.strategy, setup.accumulation
-
-    def size(part: Unit, kind: str, trained: bool) -> float:
-        dtype, total = getattr(unit_dtypes(part, setup.fsdp, setup.precision), kind, None), 0.0
-        for p in part.parameters:
-            if (p.requires_grad or not trained) and not (has_vectors and p.ndim < 2):
-                width = FP32 if id(p) in adapters else setup.weight_bytes
-                width = width if dtype is None else dtype.itemsize
-                total += p.numel() * (BYTES_4BIT if id(p) in in_4_bits else width)
-        return total
 
     def gather(part: Unit, kind: str = "param_dtype", trained: bool = False) -> float:
         bytes_sent = size(part, kind, trained)
@@ -152,7 +142,7 @@ def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, 
     exposed += steps * (again - prefetched) + (steps - reductions) * max(0.0, prefetched - backward)
     exposed += reductions * (root_scatter + max(0.0, prefetched + scatters - backward))
     if strategy.layout.replicate > 1:  # each shard over the replicas, overlapped when it follows a reduce-scatter
-        shards = sum(size(part, "reduce_dtype", trained=True) for part in [rest, *units]) / strategy.shards
+        shards = sum(size(part, "reduce_dtype", True) for part in [rest, *units]) / strategy.shards
         replicas = topology.all_reduce_replicas(shards, strategy.layout)
         hidden = 0.0 if setup.fsdp.accumulate == "sharded" else backward
         sent, exposed = sent + replicas, exposed + max(LATENCY, replicas - hidden)

@@ -7,7 +7,7 @@ compares predictions with measurements and published figures.
 
 from collections.abc import Iterable
 
-from toolkit.planning.memory_inputs import MemoryInputs
+from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.speed.fusion import fuse
 from toolkit.planning.speed.gpus import GpuSpec
 from toolkit.planning.speed.operators import Op
@@ -51,8 +51,9 @@ def seconds(op: Op, gpu: GpuSpec) -> float:
     if op.kind == "view":
         return 0.0
     rate = FP32_SHARE * gpu.fp32
-    if op.is_16_bit:
-        rate = gpu.peak * (gpu.kernels.products if op.is_aligned else gpu.kernels.unaligned)
+    if op.itemsize < FP32:
+        rate = gpu.peak if op.itemsize > 1 else gpu.fp8
+        rate *= gpu.kernels.products if op.is_aligned else gpu.kernels.unaligned
         if op.kind == "attention":
             rate = gpu.peak * (gpu.kernels.backward if op.is_backward else gpu.kernels.forward)
     if op.kind == "attention":

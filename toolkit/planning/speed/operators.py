@@ -48,7 +48,7 @@ class Op:
         is_backward: Whether the call is in the backward pass.
         reads, writes: Accessed tensors on the device.
         flops: FLOPs of products and attention.
-        is_16_bit: Whether a product has 16-bit inputs.
+        itemsize: Bytes per element of a product's inputs.
         is_aligned: Whether the rows of a product's inputs and output begin at multiples of 16 bytes.
         head_size: Head size of attention.
         launches: Number of kernels.
@@ -61,7 +61,7 @@ class Op:
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
     flops: float = 0.0
-    is_16_bit: bool = True
+    itemsize: int = 2
     is_aligned: bool = True
     head_size: int = 0
     launches: int = 1
@@ -92,6 +92,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented  # continues with the operators on the parts of an fp8 tensor
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and t.is_meta]
@@ -114,8 +116,8 @@ class Recorder(TorchDispatchMode):
         kind = self._kind(name, flops, mutated)
         floats = [t.dtype.itemsize for t in inputs if t.is_floating_point()]
         head_size = inputs[0].size(-1) if kind == "attention" and inputs[0].ndim else 0
-        is_16_bit, is_aligned = min(floats, default=4) == 2, all(map(_is_aligned, (*inputs, *outputs)))
-        op = Op(name, kind, self.layer, self.is_backward, reads, writes, flops, is_16_bit, is_aligned, head_size)
+        itemsize, is_aligned = min(floats, default=4), all(map(_is_aligned, (*inputs, *outputs)))
+        op = Op(name, kind, self.layer, self.is_backward, reads, writes, flops, itemsize, is_aligned, head_size)
         self.ops.append(op)
         return out
 

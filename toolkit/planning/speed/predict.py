@@ -86,6 +86,9 @@ def predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
 def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
     config, batch = plan.config, plan.config.batch
     setup = memory_inputs(config, plan.model)
+    require_option(
+        setup.fp8 == "none" or gpu.fp8 > 0, "train.fp8", setup.fp8, "the GPU of --speed has no fp8; use none"
+    )
     if config.args.is_finetune or needs_masks(plan.model, plan.seq_length):
         # cuDNN, which would plan for each length of rows, is off; as with masks: see distributed/device.py
         kernels = gpu.kernels
