@@ -85,8 +85,8 @@ def test_which_layers_are_in_fp8():
     others = [f"transformer.h.0.mlp.{name}" for name in ("fc_1", "fc_2", "proj")]
     assert fp8_layers(model) == dict.fromkeys(names, True) | dict.fromkeys(others, False)
     assert describe_fp8(model, "rowwise", "cpu") == (
-        "fp8: rowwise in 4 of 7 linear layers of the blocks, emulated on a CPU: slow; in bf16: "
-        f"{', '.join(others)}, experts"
+        f"fp8: rowwise in 4 of 7 linear layers of the blocks; in bf16: {', '.join(others)}, experts; "
+        "emulated on a CPU: slow"
     )
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     convert_to_fp8(model, "rowwise", "cuda")

@@ -30,10 +30,13 @@ def fp8_layers(model: GPT) -> dict[str, bool]:
 
 def describe_fp8(model: GPT, kind: str, device: str) -> str:
     """Return the number of fp8 layers, and which layers of the blocks stay in bf16, as one line."""
-    layers, how = fp8_layers(model), ", emulated on a CPU: slow" if device == "cpu" else ""
+    layers, how = (
+        fp8_layers(model),
+        "emulated on a CPU: slow" if device == "cpu" else "MFU is relative to the bf16 peak",
+    )
     others = [name for name, fits in layers.items() if not fits] + ["experts"] * bool(model.config.n_moe_layer)
     rest = f"; in bf16: {join_first(others)}" if others else ""
-    return f"fp8: {kind} in {sum(layers.values())} of {len(layers)} linear layers of the blocks{how}{rest}"
+    return f"fp8: {kind} in {sum(layers.values())} of {len(layers)} linear layers of the blocks{rest}; {how}"
 
 
 def require_fp8(kind: str, device: str, checks_gpu: bool = True) -> None:

@@ -167,6 +167,7 @@ def _notes(plan: RunPlan) -> tuple[str, ...]:
         and not setup.packed,
         "--fsdp.cpu_offload: copies between CPU and GPU are not predicted": plan.config.strategy.offloads,
         "the forward pass of the objective's frozen model is not predicted": setup.frozen is not None,
+        "--train.fp8: MFU is relative to the bf16 peak": setup.fp8 != "none",
         "experts are assumed to have equal load": bool(plan.model.n_moe_layer),
         "--deterministic true: its kernels, which may be slower, are not predicted": args.deterministic,
         f"--compiler {plan.compiler[0]}: predicted as without a compiler": plan.compiler[0] not in ("none", "torch"),
