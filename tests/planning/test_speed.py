@@ -35,8 +35,9 @@ from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
 from toolkit.planning.speed.fusion import fuse
 from toolkit.planning.speed.gpus import GPUS, find_gpu
 from toolkit.planning.speed.links import communication
+from toolkit.planning.speed.micro_step import seconds
 from toolkit.planning.speed.operators import Access, Op, Recorder
-from toolkit.planning.speed.predict import predict, seconds
+from toolkit.planning.speed.predict import predict
 from toolkit.planning.speed.suggestions import _compiler, _micro_batch, _precision, _strategy
 from toolkit.planning.speed.trace import LOSS, trace_micro_step, trace_update
 from toolkit.ui.plan import format_plan, plan_summary, speed_summary
@@ -454,9 +455,11 @@ def test_fp8_products_run_at_the_peak_of_fp8_and_casts_count(capsys):
     assert total(fp8, lambda op: op.flops) == total(plain, lambda op: op.flops)
     assert total(fp8, lambda op: op.bytes, "fusable") > 1.2 * total(plain, lambda op: op.bytes, "fusable")
     large = replace(next(op for op in fp8.ops if op.itemsize == 1 and op.kind == "product"), flops=1e15)
-    gpu = GPUS["H100"]
-    assert seconds(large, gpu) == pytest.approx(1e15 / (gpu.fp8 * gpu.kernels.products))
-    assert seconds(replace(large, itemsize=2), gpu) == pytest.approx(1e15 / (gpu.peak * gpu.kernels.products))
+    for name, rate in (("H100", 1979e12), ("A100", 624e12)):  # the latter stands for unknown GPUs
+        gpu = GPUS[name]
+        assert seconds(large, gpu) == pytest.approx(1e15 / (rate * gpu.kernels.products), rel=1e-4)
+        in_bf16 = seconds(replace(large, itemsize=2), gpu)
+        assert in_bf16 == pytest.approx(1e15 / (gpu.peak * gpu.kernels.products), rel=1e-4)
     assert all(card.fp8 == 0 or card.fp8 / card.peak == pytest.approx(2, abs=0.05) for card in GPUS.values())
     assert main(["plan", "pretrain", "pico-llama", "--train.fp8", "rowwise", "--speed", "A100"]) == 2
     assert capsys.readouterr().err.endswith("--train.fp8 rowwise: the GPU of --speed has no fp8; use none\n")

@@ -52,7 +52,7 @@ def seconds(op: Op, gpu: GpuSpec) -> float:
         return 0.0
     rate = FP32_SHARE * gpu.fp32
     if op.itemsize < FP32:
-        rate = gpu.peak if op.itemsize > 1 else gpu.fp8
+        rate = gpu.peak if op.itemsize > 1 else (gpu.fp8 or 2 * gpu.peak)  # another GPU may stand for an unknown one
         rate *= gpu.kernels.products if op.is_aligned else gpu.kernels.unaligned
         if op.kind == "attention":
             rate = gpu.peak * (gpu.kernels.backward if op.is_backward else gpu.kernels.forward)
