@@ -15,7 +15,7 @@ from toolkit.diagnostics.prove import ROWS, prove
 from toolkit.diagnostics.prove_kernels import KERNELS
 from toolkit.diagnostics.prove_row import Machine, NotRunError, Outcome, Row, metrics_of
 from toolkit.diagnostics.prove_runs import RUNS
-from toolkit.errors import CommandError
+from toolkit.errors import CommandError, UserError
 from toolkit.models.quantize import quantize_linears
 
 NEEDS_CUDA = {row.name for row in KERNELS if row.name.startswith(("flash", "flex"))} | {
@@ -53,14 +53,15 @@ def test_what_fails_is_named_with_the_option_that_avoids_it(capsys, tmp_path):
         Row("raises", "a and b", "--d", raises(RuntimeError("no kernel\nmore"))),
         Row("exits", "a and b", "--e", lambda machine: machine.command("plan pretrain no-such-model")),
         Row("missing", "a and b", "--f", raises(NotRunError("one GPU"))),
+        Row("package", "a and b", "--g", raises(UserError("--quantize: needs bitsandbytes"))),
     ]
-    with pytest.raises(CommandError, match="4 of 6 rows failed: far; nan; raises; exits$") as caught:
+    with pytest.raises(CommandError, match="4 of 7 rows failed: far; nan; raises; exits$") as caught:
         prove(str(path), rows, "cpu")
     assert caught.value.exit_code == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "1 held, 4 failed, 1 not run" and len(lines) == 9
+    assert lines[-1] == "1 held, 4 failed, 2 not run" and len(lines) == 10
     for text in ("held [a and b]", "FAILED: avoid with --b 1 [", "FAILED: avoid with --c: the difference is not finite",
-                 "--d: RuntimeError: no kernel more [", "not run: one GPU ["):  # fmt: skip
+                 "--d: RuntimeError: no kernel more [", "not run: one GPU [", "not run: --quantize: needs bitsandbytes ["):  # fmt: skip
         assert sum(text in line for line in lines) == 1, text
     assert "no-such-model" in results_of(path)["exits"]["reason"]
 
