@@ -61,7 +61,8 @@ def test_what_fails_is_named_with_the_option_that_avoids_it(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "1 held, 4 failed, 2 not run" and len(lines) == 10
     for text in ("held [a and b]", "FAILED: avoid with --b 1 [", "FAILED: avoid with --c: the difference is not finite",
-                 "--d: RuntimeError: no kernel more [", "not run: one GPU [", "not run: --quantize: needs bitsandbytes ["):  # fmt: skip
+                 "--d: RuntimeError: no kernel more [", "not run: one GPU [",
+                 "not run: --quantize: needs bitsandbytes ["):  # fmt: skip
         assert sum(text in line for line in lines) == 1, text
     assert "no-such-model" in results_of(path)["exits"]["reason"]
 

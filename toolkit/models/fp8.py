@@ -19,12 +19,12 @@ SIZE_MULTIPLE = 16  # of both sizes of a matrix, for torch's fp8 products
 
 
 def fp8_layers(model: GPT) -> dict[str, bool]:
-    """Return the linear layers of the blocks by name, without routers, and whether each can compute in fp8."""
+    """Return the linear layers of the blocks by name, without routers (a subclass), and whether fp8 supports each."""
     layers = model.transformer.h.named_modules(prefix="transformer.h")
     return {
         name: layer.in_features % SIZE_MULTIPLE == layer.out_features % SIZE_MULTIPLE == 0
         for name, layer in layers
-        if type(layer) is nn.Linear and not name.endswith("gate")
+        if type(layer) is nn.Linear
     }
 
 
