@@ -177,23 +177,6 @@ def muon_learning_rate(lr: float, adjust_lr_fn: str | None, shape: tuple[int, in
     return _muon._adjust_lr(lr, adjust_lr_fn, torch.Size(shape))
 
 
-def orthogonalize(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
-    """Orthogonalize a matrix by quintic Newton-Schulz iteration (Jordan et al. 2024).
-
-    In fp32 on a CPU, where bf16 matmuls are 40 times slower without hardware support; otherwise in bf16.
-    """
-    if grad.device.type != "cpu":
-        return _muon._zeropower_via_newtonschulz(grad, ns_coefficients, ns_steps, eps)
-    a, b, c = ns_coefficients
-    is_tall = grad.size(0) > grad.size(1)
-    update = (grad.T if is_tall else grad).float()
-    update = update / update.norm().clamp(min=eps)
-    for _ in range(ns_steps):
-        gram = update @ update.T
-        update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
-    return update.T if is_tall else update
-
-
 def start_fake_group(world_size: int, rank: int) -> None:
     """Create a process group of fake ranks; this process is ``rank``. Collectives do nothing, also on fake tensors.
 

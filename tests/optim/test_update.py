@@ -4,23 +4,32 @@ import copy
 import json
 import math
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers.cases import check_each, slow_except
 from helpers.steps import one_step
 from lightning.fabric import Fabric
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.data.batch import Batch
 from toolkit.errors import GuardError
 from toolkit.models import loss
-from toolkit.models.families import config_from_hf
-from toolkit.models.gpt import GPT
+from toolkit.models.families import config_from_hf, get_config
+from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.optim.classes import build_optimizer, resolve_optimizer
+from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.update import FusedUpdate
+from toolkit.planning.speed.operators import _VIEWS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "equal"}
 READS = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__"}
@@ -166,6 +175,33 @@ def test_host_waits_once_per_step_for_every_family(fabric, monkeypatch, every):
         assert not waits.found and reads.found == {"tolist": 1}, (waits.found, reads.found)
 
     check_each(check, HF_CONFIGS if every else ["llama", "gemma2", "gpt-oss", "qwen3-moe", "deepseek-v3"])
+
+
+class Kernels(Waits):
+    """Counts the operators that are kernels on CUDA, too."""
+
+    n_kernels = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.n_kernels += function._schema.name.removeprefix("aten::") not in _VIEWS
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def test_a_step_of_the_first_run_has_few_kernels_and_one_read(fabric, monkeypatch):
+    """Of config_hub/pretrain/default.yaml, whose kernels take less time than their launches on a GPU."""
+    monkeypatch.setattr(loss, "_supervised_rows", lambda targets: (None, targets == -100))
+    monkeypatch.setattr(loss, "_replace_inexact", lambda *_: None)
+    options = yaml.safe_load((ROOT / "config_hub/pretrain/default.yaml").read_text())
+    config = replace(get_config(options["model_name"]), **options["model_config"]).with_vocab_size(4096)
+    model, resolved = GPT(config), resolve_optimizer(OptimizerArgs(name="Muon"), "32-true", PRETRAIN)
+    inside = block_params(model, (Block,))
+    muon = build_optimizer(model, resolved, 1e-3, "32-true", no_decay_params(model), in_blocks=inside)
+    wrapped, optimizer = fabric.setup(model, muon)
+    step(fabric, wrapped, optimizer)
+    with Kernels() as kernels, Reads() as reads:
+        one_step(fabric, wrapped, optimizer, [batch(1)], 1e-2, max_norm=1.0)
+    assert not kernels.found and reads.found == {"tolist": 1}, (kernels.found, reads.found)
+    assert kernels.n_kernels < 500
 
 
 @pytest.mark.gpu
