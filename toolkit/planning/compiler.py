@@ -5,7 +5,6 @@ import math
 from toolkit.config import AUTO, TrainArgs
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
-from toolkit.errors import UserError
 from toolkit.extension import registered
 from toolkit.models.config import ModelConfig
 from toolkit.planning.resolve import ResolvedConfig, memory_inputs
@@ -13,8 +12,6 @@ from toolkit.planning.resolve import ResolvedConfig, memory_inputs
 COMPILE_S, COMPILE_LAYER_S = 5.0, 0.9
 """Seconds to compile a kind of block, and per layer. On an H100 the first step of GPT-2 (12 layers) took 16 s, and 25 s
 with 1.1B parameters (22 layers)."""
-TYPICAL_GPU = "A100"
-"""Stands for a GPU whose speed is unknown."""
 
 
 def choose_compiler(
@@ -23,12 +20,8 @@ def choose_compiler(
     """Return the compiler of a run, and the reason if ``--compiler`` is "auto".
 
     On CUDA it is torch if all rows have the same length and the predicted gain exceeds the time to compile. On a CPU
-    nothing is compiled: the gain was 7 % at most, after hundreds of steps.
-
-    Args:
-        model: The architecture, with the vocabulary size; None for a user-provided module.
-        is_ragged: Whether row lengths vary.
-        steps: Optimizer steps of the complete run, so that a resumed run makes the same choice; None if unknown.
+    nothing is compiled: the gain was 7 % at most, after hundreds of steps. ``steps`` counts the complete run, so a
+    resumed run makes the same choice. ``model`` has the vocabulary size; it is None for a user-provided module.
     """
     if config.args.compiler != AUTO:
         return config.args.compiler, ""
@@ -41,24 +34,20 @@ def choose_compiler(
     if seconds is None:
         return "torch", "auto: rows of one length"
     saved, needed = seconds
-    reason = f"auto: compilation takes about {needed:,.0f} s and saves about {saved:,.0f} s"
-    return "torch" if saved > needed else "none", reason
+    name = "torch" if saved > needed else "none"
+    return name, f"auto: compilation takes about {needed:,.0f} s and saves about {saved:,.0f} s"
 
 
 def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int | None) -> tuple[float, float] | None:
     """Return the seconds that compilation saves in a run, and those it takes; None if they cannot be predicted."""
-    from toolkit.planning.sample_model import one_layer_of_each_kind  # not before it is needed: slow on a CPU
-    from toolkit.planning.speed.gpus import GPUS, find_gpu
+    from toolkit.planning.sample_model import one_layer_of_each_kind  # a CPU does not need them
+    from toolkit.planning.speed.gpus import GPUS, gpu_of_driver
     from toolkit.planning.speed.micro_step import micro_step_seconds
 
     minutes = config.args.train.max_time
     if model is None or (steps is None and minutes is None):
         return None
-    try:
-        gpu = find_gpu(config.devices.gpu)[1]
-    except UserError:
-        gpu = GPUS[TYPICAL_GPU]
-    setup = memory_inputs(config, model)
+    gpu, setup = gpu_of_driver(config.devices.gpu) or GPUS["A100"], memory_inputs(config, model)
     try:
         eager, compiled = (micro_step_seconds(setup, is_compiled, gpu) for is_compiled in (False, True))
     except (NotImplementedError, RuntimeError, TypeError):  # operators that cannot be counted without a GPU

@@ -143,9 +143,14 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     import torch
 
     name = torch.cuda.get_device_name(device)
+    gpu = gpu_of_driver(name)
+    return None if gpu is None else gpu.peak * mig_fraction(name)
+
+
+def gpu_of_driver(name: str) -> GpuSpec | None:
+    """Return the specs of the GPU that the driver calls ``name``; None if it is not in the table."""
     # laptops have other GPUs of the same names
-    cards = (card for known, card in GPUS.items() if re.search(rf"\b{known}\b(?! Laptop)", name, re.I))
-    return next((card.peak * mig_fraction(name) for card in cards), None)
+    return next((gpu for known, gpu in GPUS.items() if re.search(rf"\b{known}\b(?! Laptop)", name, re.I)), None)
 
 
 def mig_fraction(device_name: str) -> float:

@@ -1,8 +1,7 @@
 """Predict the time of a micro-step: a roofline over the operators that the run dispatches.
 
 An operator takes the maximum of bytes / memory bandwidth and FLOPs / rate of its kind, and the time to start a kernel.
-The host launches operators ahead of the GPU. The constants are below and in ``gpus.py``; tutorials/predicted_speed.md
-compares predictions with measurements and published figures.
+tutorials/predicted_speed.md compares predictions with measurements and published figures.
 """
 
 from collections.abc import Iterable

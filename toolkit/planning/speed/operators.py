@@ -25,8 +25,6 @@ _FILLS = {"zeros", "zeros_like", "full", "full_like", "fill_", "zero_", "ones", 
           "new_ones", "ones_like", "scalar_tensor"}  # fmt: skip
 _KERNELS = ("sort", "topk", "searchsorted", "embedding_dense_backward", "index_put", "cumsum", "dequantize", "_fused_",
             "_foreach", "nonzero", "bincount")  # fmt: skip
-_GATHER_BYTES = 64
-"""Bytes of memory traffic for an element at a random address, reading and writing back a sector of 32."""
 
 
 class Access(NamedTuple):
@@ -207,14 +205,13 @@ def _actual_accesses(
     """Return the accesses of operators that do not read or write all of their arguments."""
     if name in _FILLS:
         return (), writes
-    if name in ("embedding", "index_select", "index"):  # as many rows as it writes
-        return tuple(a._replace(bytes=min(a.bytes, sum(w.bytes for w in writes))) for a in reads), writes
-    if name == "gather":
-        scattered = sum(w.bytes for w in writes) // 4 * _GATHER_BYTES
-        return tuple(a._replace(bytes=min(a.bytes, scattered)) for a in reads), writes
+    if name in ("embedding", "index_select", "index", "gather"):  # as many elements as it writes
+        return _at_most(reads, sum(w.bytes for w in writes)), writes
     if name in ("scatter_add_", "scatter_"):
-        small = min((a.bytes for a in reads), default=0) // 4 * _GATHER_BYTES
-        return tuple(a._replace(bytes=min(a.bytes, small)) for a in reads), tuple(
-            w._replace(bytes=min(w.bytes, small)) for w in writes
-        )
+        written = min((a.bytes for a in reads), default=0)
+        return _at_most(reads, written), _at_most(writes, written)
     return reads, writes
+
+
+def _at_most(accesses: tuple[Access, ...], size: int) -> tuple[Access, ...]:
+    return tuple(a._replace(bytes=min(a.bytes, size)) for a in accesses)
