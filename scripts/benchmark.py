@@ -201,7 +201,7 @@ def measure(
                         f"--peers {product}: its model has {count:,} parameters, toolkit's {parameters['toolkit']:,}: "
                         f"the results are not comparable; remove it for --model {work.model}"
                     )
-            for out_dir in ("toolkit", "litgpt", "litgpt-shipped", "trainer"):
+            for out_dir in (*PRODUCTS, "trainer"):
                 shutil.rmtree(folder / out_dir, ignore_errors=True)
     return measured, failed
 
@@ -421,7 +421,10 @@ def choose_config(args: argparse.Namespace) -> ModelConfig:
         plain_config(config)
         if args.precision == "16-mixed":
             raise UserError("--precision 16-mixed: not supported by the plain loop; use bf16-mixed or 32-true")
-    if args.activation_checkpointing == "full" and (others := [p for p in args.peers if p != "transformers"]):
+    if "toolkit-fp8" in args.peers and args.precision not in ("bf16-mixed", "bf16-true"):
+        raise UserError(f"--precision {args.precision}: not supported with --peers toolkit-fp8; use bf16-mixed")
+    others = [peer for peer in args.peers if peer not in ("transformers", "toolkit-fp8")]
+    if args.activation_checkpointing == "full" and others:
         raise UserError(f"--activation_checkpointing full: not supported with --peers {','.join(others)}; remove them")
     if any(peer.startswith("litgpt") for peer in args.peers):
         litgpt_config(config)
@@ -439,8 +442,9 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
     pythons = {"toolkit": sys.executable}
     result = {"toolkit": versions(sys.executable, "toolkit", "torch", "lightning")}
     for peer in args.peers:
-        if peer == "plain":
-            pythons[peer], result[peer] = sys.executable, versions(sys.executable, "torch")
+        if peer in ("plain", "toolkit-fp8"):
+            pythons[peer] = sys.executable
+            result[peer] = versions(sys.executable, "torch", *(["torchao"] if peer == "toolkit-fp8" else []))
             continue
         if peer == "transformers":
             flag, python, needed = "transformers_python", args.transformers_python, ["transformers", "accelerate"]

@@ -46,9 +46,9 @@ GPU_ROWS = {  # title: options of benchmark.py, and seconds
         "--model tiny-llama-1.1b --seq_length 2048 --batch_size 32 --micro_batch_size 8 --precision bf16-mixed "
         "--steps 12 --warmup_steps 4 --peers plain,litgpt,transformers", 300,
     ),
-    "8B with 8 layers, 2,048 tokens, micro-batch 4 x 4, bf16-master": (
-        "--model Llama-3.1-8B --seq_length 2048 --batch_size 16 --micro_batch_size 4 --precision bf16-master "
-        "--steps 10 --warmup_steps 4 --model_config {\"n_layer\":8}", 120,
+    "8B with 8 layers, 2,048 tokens, micro-batch 4 x 4, bf16-mixed": (
+        "--model Llama-3.1-8B --seq_length 2048 --batch_size 16 --micro_batch_size 4 --precision bf16-mixed "
+        "--steps 10 --warmup_steps 4 --model_config {\"n_layer\":8} --peers plain,toolkit-fp8", 240,
     ),
 }  # fmt: skip
 FULL_8B = (
@@ -94,7 +94,7 @@ def training(args: argparse.Namespace) -> Iterator[Run]:
     models, lengths = (MODELS[:1], (256,)) if args.quick else (MODELS, (256, 512))
     precisions, compilers = (("32-true",), ("none",)) if args.quick else (("32-true", "bf16-mixed"), ("none", "torch"))
     able, reasons = _find_peers(args)
-    peers = [peer for peer in able if peer != "plain"]  # it has no pythia
+    peers = [peer for peer in able if peer not in ("plain", "toolkit-fp8")]  # no pythia; no fp8 on a CPU
     for (title, model), length in product(models, lengths):
         case = f"{title}, {length} tokens"
         words = ["benchmark.py", *model, "--seq_length", str(length), "--rounds", str(args.rounds), "--format", "json"]
@@ -127,13 +127,13 @@ def cuda(args: argparse.Namespace) -> Iterator[Run]:
     rows = dict(GPU_ROWS)
     for micro in (2, 4) if is_large else (1,):
         title = f"8B, 4,096 tokens, micro-batch {micro} x {8 // micro}, bf16-true, full recomputation"
-        rows[title] = f"{FULL_8B} --micro_batch_size {micro}", 180
+        rows[title] = f"{FULL_8B} --micro_batch_size {micro} --peers toolkit-fp8", 240
     size = " (tiny)" if args.quick else ""
     for title, (options, seconds) in rows.items():
         options, _, peers = options.partition(" --peers ")
         words = ["benchmark.py", "--compiler", "torch", "--rounds", "1", "--format", "json", *options.split()]
         words += _tiny(words) if args.quick else []
-        chosen = [peer for peer in peers.split(",") if peer in able]
+        chosen = [peer for peer in peers.split(",") if peer in able and not (args.quick and peer == "toolkit-fp8")]
         words += _peer_words(args, chosen)
         yield Run(title + size, [*words, "--max_seconds", str(seconds)], None, reason, seconds + 20)
         for peer in peers.split(","):

@@ -90,9 +90,9 @@ class Measurement:
     mfu: float | None = None
 
 
-def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
+def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str, name: str = "toolkit") -> Measurement:
     """Run `toolkit pretrain` and read its logs/metrics.csv."""
-    out_dir = folder / "toolkit"
+    out_dir = folder / name
     command = [
         python, "-m", "toolkit", "pretrain", work.model, f"--out_dir={out_dir}",
         "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.split_names=null", "--data.num_workers=0",
@@ -111,16 +111,22 @@ def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> M
     if get_config(work.model).vocab_size is None:
         command.append(f"--model_config.vocab_size={config.vocab_size}")
     command += [f"--model_config.{name}={json.dumps(value)}" for name, value in work.model_config.items()]
+    command += ["--train.fp8=tensorwise"] if name == "toolkit-fp8" else []
     metrics = out_dir / "logs" / "metrics.csv"
-    done = run(work, "toolkit", command, folder, is_done=lambda: not work.saves and has_step(metrics, work.steps))
+    done = run(work, name, command, folder, is_done=lambda: not work.saves and has_step(metrics, work.steps))
     return read_toolkit(metrics, done.output, work)
+
+
+def run_toolkit_fp8(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
+    """Run `toolkit pretrain` with the blocks' linear layers in fp8."""
+    return run_toolkit(work, config, folder, python, "toolkit-fp8")
 
 
 def run(
     work: Work, product: str, command: list[str], folder: Path, is_done: Callable[[], bool] = lambda: False
 ) -> CompletedRun:
     """Run a product with the allocator settings, device and limit of ``work``."""
-    is_peer = product != "toolkit" and not work.as_shipped
+    is_peer = not product.startswith("toolkit") and not work.as_shipped
     gpu = "" if work.accelerator == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     extra = (MALLOC if is_peer else {}) | {"CUDA_VISIBLE_DEVICES": gpu}
     if product == "litgpt" and work.compiler == "none" and not work.as_shipped:
@@ -296,5 +302,6 @@ PRODUCTS: dict[str, Callable[[Work, ModelConfig, Path, str], Measurement]] = {
     "litgpt-shipped": run_litgpt_shipped,
     "transformers": run_transformers,
     "plain": run_plain,
+    "toolkit-fp8": run_toolkit_fp8,
 }
 PEERS = [name for name in PRODUCTS if name != "toolkit"]

@@ -196,6 +196,7 @@ def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
         ("--model pythia-14m --peers plain", "the plain loop implements GPT-2 and Llama only"),
         ("--micro_batch_size 3", "--micro_batch_size 3: must divide --batch_size 4"),
         ("--activation_checkpointing full --peers plain --model gpt2", "not supported with --peers plain"),
+        ("--peers toolkit-fp8", "--precision 32-true: not supported with --peers toolkit-fp8; use bf16-mixed"),
         ("--batch_size 0", "--batch_size 0: must be at least 1"),
         ("--batchsize 4", "--batchsize"),
         ('--model_config {"n_layers":2}', "--model_config n_layers: is not a field of the architecture; did you mean"),
@@ -215,7 +216,7 @@ def test_as_shipped_products_get_only_the_work(monkeypatch, tmp_path):
         commands[product] = " ".join(command)
         if product == "transformers":
             commands[product] += Path(command[2]).read_text()
-        assert (processes.MALLOC.items() <= extra.items()) is not (work.as_shipped or product == "toolkit")
+        assert (processes.MALLOC.items() <= extra.items()) is not (work.as_shipped or "toolkit" in product)
         raise processes.RunFailedError
 
     monkeypatch.setattr(products, "run_process", run_process)
@@ -231,6 +232,7 @@ def test_as_shipped_products_get_only_the_work(monkeypatch, tmp_path):
             for option in ("--precision", "--optimizer", "--train.max_norm"):
                 assert (option in commands[product]) is not as_shipped, (product, option)
         assert "--model_config.n_layer=2" in commands["toolkit"]
+        assert ["fp8" in commands[product] for product in ("toolkit", "toolkit-fp8")] == [False, True]
         assert f'"as_shipped": {str(as_shipped).lower()}' in commands["transformers"]
 
 
