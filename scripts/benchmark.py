@@ -187,7 +187,8 @@ def measure(
                     if product == "toolkit":
                         raise run
                     report(f"{title}: {run}")
-                    failed[product] = str(run).splitlines()[0]
+                    lines = str(run).splitlines()
+                    failed[product] = " ".join(dict.fromkeys([lines[0], lines[-1]]))
                     del measured[product]
                     continue
                 run.mfu = None if mfu is None else run.tokens_per_sec * mfu
@@ -201,8 +202,7 @@ def measure(
                         f"--peers {product}: its model has {count:,} parameters, toolkit's {parameters['toolkit']:,}: "
                         f"the results are not comparable; remove it for --model {work.model}"
                     )
-            for out_dir in (*PRODUCTS, "trainer"):
-                shutil.rmtree(folder / out_dir, ignore_errors=True)
+            shutil.rmtree(folder / "out", ignore_errors=True)
     return measured, failed
 
 
@@ -445,6 +445,8 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
         if peer in ("plain", "toolkit-fp8"):
             pythons[peer] = sys.executable
             result[peer] = versions(sys.executable, "torch", *(["torchao"] if peer == "toolkit-fp8" else []))
+            if peer == "toolkit-fp8" and "torchao" not in result[peer]:
+                raise UserError("--peers toolkit-fp8: needs torchao; run: pip install 'torchao>=0.18'")
             continue
         if peer == "transformers":
             flag, python, needed = "transformers_python", args.transformers_python, ["transformers", "accelerate"]

@@ -92,7 +92,7 @@ class Measurement:
 
 def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str, name: str = "toolkit") -> Measurement:
     """Run `toolkit pretrain` and read its logs/metrics.csv."""
-    out_dir = folder / name
+    out_dir = folder / "out" / name  # a folder "toolkit" in the working directory would hide the package
     command = [
         python, "-m", "toolkit", "pretrain", work.model, f"--out_dir={out_dir}",
         "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.split_names=null", "--data.num_workers=0",
@@ -161,7 +161,7 @@ def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, sh
     LitGPT always compiles its model and has no option to disable it. For ``--compiler none``, TORCH_COMPILE_DISABLE
     disables torch.compile, unless ``shipped``.
     """
-    out_dir = folder / ("litgpt-shipped" if shipped else "litgpt")
+    out_dir = folder / "out" / ("litgpt-shipped" if shipped else "litgpt")
     optimizer = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": BETAS}
     command = [
         python, *(["-m", "litgpt"] if work.saves else ["-c", LITGPT]), "pretrain", config.name, f"--out_dir={out_dir}",
@@ -246,7 +246,7 @@ def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str)
     config_dir = folder / "hf"
     config_dir.mkdir(exist_ok=True)
     (config_dir / "config.json").write_text(json.dumps(family_of(config).to_hf_config(config)))
-    rest = {"config_dir": str(config_dir), "out_dir": str(folder / "trainer")}
+    rest = {"config_dir": str(config_dir), "out_dir": str(folder / "out" / "trainer")}
     return run_worker(work, "transformers", folder, python, rest)
 
 
