@@ -298,7 +298,7 @@ def test_benchmark_prints_each_run_and_leaves_no_process_when_killed(tmp_path):
 def test_run_ends_when_it_is_done_or_out_of_time(tmp_path):
     command = [sys.executable, "-c", "import time; print('last words', flush=True); time.sleep(600)", str(tmp_path)]
     log = tmp_path / "litgpt.log"
-    done = processes.run_process("litgpt", command, tmp_path, 1, {}, is_done=lambda: log.stat().st_size > 0)
+    done = processes.run_process("litgpt", command, tmp_path, 1, {}, is_done=lambda: b"\n" in log.read_bytes())
     assert done.output == "last words\n" and not children(tmp_path)
     with pytest.raises(processes.RunFailedError, match="litgpt was not done after 0 s"):
         processes.run_process("litgpt", command, tmp_path, 1, {}, max_seconds=0.1)
