@@ -21,6 +21,7 @@ from toolkit.models.attention import attend
 from toolkit.models.config import ModelConfig
 from toolkit.models.kv_cache import LayerCache
 from toolkit.models.masks import AttentionMask
+from toolkit.models.norm import RMSNorm
 from toolkit.models.rope import RotaryEmbedding
 
 NORM_EPS = 1e-6  # for both norms of this file, whatever norm_eps is, as in DeepSeek's code and transformers
@@ -37,13 +38,13 @@ class LatentAttention(nn.Module):
         self.nope, self.rope, self.v_size = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], sizes["v_head_dim"]
         rank, self.kv_rank = sizes["q_lora_rank"], sizes["kv_lora_rank"]
         self.q_a: nn.Linear | None = None
-        self.q_a_norm: nn.RMSNorm | None = None
+        self.q_a_norm: RMSNorm | None = None
         if rank is not None:
             self.q_a = nn.Linear(config.n_embd, rank, bias=False)
-            self.q_a_norm = nn.RMSNorm(rank, eps=NORM_EPS)
+            self.q_a_norm = RMSNorm(rank, eps=NORM_EPS)
         self.q_b = nn.Linear(rank or config.n_embd, self.n_head * self.head_size, bias=False)
         self.kv_a = nn.Linear(config.n_embd, self.kv_rank + self.rope, bias=False)
-        self.kv_a_norm = nn.RMSNorm(self.kv_rank, eps=NORM_EPS)
+        self.kv_a_norm = RMSNorm(self.kv_rank, eps=NORM_EPS)
         self.kv_b = nn.Linear(self.kv_rank, self.n_head * (self.nope + self.v_size), bias=False)
         self.proj = nn.Linear(self.n_head * self.v_size, config.n_embd, bias=False)
 

@@ -8,6 +8,19 @@ from toolkit.models.config import ModelConfig
 Norm = nn.RMSNorm | nn.LayerNorm
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm, computed in fp32 and rounded once at the end.
+
+    On CUDA torch has a fused kernel for inputs and weights of one dtype. Under autocast the queries and keys are in 16
+    bits and their norm's weight is in fp32: without the casts, torch would run an operator for each step.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None or self.weight.dtype == x.dtype:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).type_as(x)
+
+
 class OffsetRMSNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight (Gemma). Computed in fp32, rounded once at the end."""
 
@@ -37,7 +50,7 @@ def make_norm(config: ModelConfig, size: int | None = None) -> Norm:
     size = size or config.n_embd
     if config.norm_class_name == "LayerNorm":
         return nn.LayerNorm(size, config.norm_eps, config.norm_affine, bias=config.norm_bias)
-    kind = OffsetRMSNorm if config.norm_offset else nn.RMSNorm
+    kind = OffsetRMSNorm if config.norm_offset else RMSNorm
     return kind(size, eps=config.norm_eps, elementwise_affine=config.norm_affine)
 
 
