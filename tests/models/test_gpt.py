@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from helpers.cases import slow_except
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.models import attention
 from toolkit.models.config import ModelConfig
@@ -224,3 +225,26 @@ def test_gqa_never_materializes_all_scores(masked, dtype):
     before = torch.cuda.memory_allocated()
     attention.fused_attention(q, k, v, mask, not masked, 0.125).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 0.4e9
+
+
+class _Operators(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_gradient_is_the_gradient_of_a_slice():
+    """It would be copied into zeros: two more kernels, of a whole tensor each."""
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    changes = {"n_query_groups": 4, "head_size": 24, "latent_attention": latent}
+    for model in (small("gpt2"), small("llama"), small("neox"), small("llama", **changes)):
+        loss, _ = model(ids(), labels=ids())
+        with _Operators() as operators:
+            loss.backward()
+        assert "mm.default" in operators.names and "slice_backward.default" not in operators.names

@@ -67,7 +67,8 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.update(k, v)
         if attn_mask.context is not None:
             k, v = attn_mask.context.gather(k, v)
-        k, v = k[:, :, -attn_mask.n_keys :], v[:, :, -attn_mask.n_keys :]
+        if cache is not None or attn_mask.context is not None:  # a slice of all would copy their gradients
+            k, v = k[:, :, -attn_mask.n_keys :], v[:, :, -attn_mask.n_keys :]
         y = attend(q, k, v, attn_mask, self.scale, self.softcap, self.sinks)
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
 

@@ -78,7 +78,9 @@ class LatentAttention(nn.Module):
             latent, shared = cache.update(latent, shared)
         if attn_mask.context is not None:
             latent, shared = attn_mask.context.gather(latent, shared)
-        k, v = self._keys_and_values(latent[:, :, -attn_mask.n_keys :], shared[:, :, -attn_mask.n_keys :])
+        if cache is not None or attn_mask.context is not None:
+            latent, shared = latent[:, :, -attn_mask.n_keys :], shared[:, :, -attn_mask.n_keys :]
+        k, v = self._keys_and_values(latent, shared)
         # The kernels need equal widths; zero padding changes neither scores nor the kept values.
         width = max(self.head_size, self.v_size)
         q, k, v = (F.pad(t, (0, width - t.size(-1))) if t.size(-1) < width else t for t in (q.transpose(1, 2), k, v))

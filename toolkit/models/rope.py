@@ -139,7 +139,9 @@ class RotaryEmbedding:
     def apply(self, x: Tensor) -> Tensor:
         """Rotate x, (B, T, heads, head_size). Shape and dtype do not change."""
         n = self.cos.size(-1)
-        rotated = x[..., :n].float()
+        if n < x.size(-1):
+            first, rest = x.split((n, x.size(-1) - n), dim=-1)  # its gradient is one copy, of two slices five
+            return torch.cat((self.apply(first), rest), dim=-1)
+        y = x.float()
         # rolling by half swaps the halves, (a, b) -> (b, a): a cos - b sin, b cos + a sin, without splitting
-        rotated = (rotated * self.cos + rotated.roll(n // 2, dims=-1) * self.sin).to(x.dtype)
-        return rotated if n == x.size(-1) else torch.cat((rotated, x[..., n:]), dim=-1)
+        return (y * self.cos + y.roll(n // 2, dims=-1) * self.sin).to(x.dtype)
