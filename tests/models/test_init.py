@@ -4,6 +4,7 @@ import time
 
 import torch
 from helpers.initialize import initialize
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from toolkit.models import init
 from toolkit.models.config import ModelConfig
@@ -73,6 +74,12 @@ def test_n3_initial_weights_do_not_depend_on_threads_or_requested_parameters(mon
                 until = time.monotonic() + 60  # the threads end while the function is kept, as FSDP's strategy does
                 while threading.active_count() > n_threads:
                     assert time.monotonic() < until
+
+
+def test_a_model_is_initialized_in_a_fake_tensor_mode():
+    with FakeTensorMode():
+        model = GPT(make().config)
+    assert {(type(p.data), p.device.type) for p in model.parameters()} == {(FakeTensor, "cpu")}
 
 
 def test_n10_tied_head_stays_one_tensor():

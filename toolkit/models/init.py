@@ -133,6 +133,8 @@ def weight_initializer(model: nn.Module, seed: int) -> ParameterValue:
     in another order they are equal, but drawn in one thread.
     """
     value_of = partial(draw, seed=seed, config=cast(ModelConfig, model.config))
+    if type(torch.empty(0, device="cpu")) is not Tensor:
+        return value_of  # as in a FakeTensorMode, which other threads would not be in
     # for tied parameters the last name wins, as in Materializer
     names = {id(p): (name, p.shape) for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1}
     matrices = _draw_ahead(value_of, names.values())
