@@ -76,6 +76,14 @@ def test_n3_initial_weights_do_not_depend_on_threads_or_requested_parameters(mon
                     assert time.monotonic() < until
 
 
+def test_few_large_matrices_are_drawn_ahead(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(init, "DRAWN_NUMEL", 8)
+    sizes = iter([3, 3, 5, 20, 2])
+    values = init._draw_ahead(lambda *_: None, ((str(n), torch.Size((n, 1))) for n in sizes))
+    assert [sizes.__length_hint__() for _ in values] == [2, 1, 1, 0, 0]  # the next size is known, but not drawn
+
+
 def test_a_model_is_initialized_in_a_fake_tensor_mode():
     with FakeTensorMode():
         model = GPT(make().config)

@@ -29,6 +29,8 @@ from toolkit.models.config import ModelConfig
 ParameterValue = Callable[[str, torch.Size], Tensor]
 """Maps a parameter's name and shape to its value."""
 STD = 0.02
+DRAWN_NUMEL = 1 << 30
+"""Maximum elements that are drawn ahead: 4 GB. The experts of one layer of DeepSeek-V3 are 15 GB."""
 XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.8 - 0.5)), "beta": 0.5, "eps": -1e-6}
 NORMS = (
     "norm_1", "norm_2", "post_attention_norm", "post_mlp_norm", "norm_q", "norm_k", "q_a_norm", "kv_a_norm", "ln_f",
@@ -153,12 +155,14 @@ def weight_initializer(model: nn.Module, seed: int) -> ParameterValue:
 def _draw_ahead(
     value_of: ParameterValue, names: Iterable[tuple[str, torch.Size]]
 ) -> Iterator[tuple[str, Future[Tensor]]]:
-    """Yield names and values in order. At most one value per thread is in memory."""
+    """Yield names and values in order. At most one value per thread and DRAWN_NUMEL elements are in memory."""
     threads = torch.get_num_threads()
-    pool, ahead = ThreadPoolExecutor(threads), deque[tuple[str, Future[Tensor]]]()
+    pool, ahead, numel = ThreadPoolExecutor(threads), deque[tuple[str, Future[Tensor]]](), deque[int]()
     for name, shape in names:
-        if len(ahead) == threads:
+        while ahead and (len(ahead) == threads or sum(numel) + shape.numel() > DRAWN_NUMEL):
+            numel.popleft()
             yield ahead.popleft()
+        numel.append(shape.numel())
         ahead.append((name, pool.submit(value_of, name, shape)))
     pool.shutdown(wait=False)  # its threads end after the last value
     yield from ahead
