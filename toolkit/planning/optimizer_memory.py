@@ -1,7 +1,8 @@
 """Estimate optimizer memory: the state, and the temporary tensors of a step. Sizes are in bytes."""
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -14,10 +15,11 @@ from toolkit.optim.bf16 import UPDATE_CHUNK, chunks
 from toolkit.optim.classes import HYBRID, optimizer_class
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.hybrid import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
-from toolkit.optim.muon import newton_schulz_flops
+from toolkit.optim.muon import STACK_NUMEL, newton_schulz_flops
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
 
 BF16 = 2
+Shape = tuple[int, int]
 LOOKUP_TABLES_8BIT = 2 * 256 * FP32
 """Bytes of bitsandbytes' two 8-bit lookup tables, which all parameters share."""
 
@@ -49,9 +51,9 @@ def update_bytes(setup: MemoryInputs, model: GPT) -> float:
 
     With bf16-master or bf16 moments: fp32 gradients and moments of one chunk of shards, see
     :class:`toolkit.optim.bf16.BF16Optimizer`. With bf16 moments also, for one parameter: random numbers, rounded values
-    in fp32 and bf16, and a mask of finite values. Muon: the update of one matrix in fp32 and bf16 and three products in
-    bf16 (``torch.optim._muon``), on a CPU all in fp32; for sharded weights also one gathered matrix and its update.
-    Sharded Adafactor: the updates of one chunk. Unfused on CUDA: intermediate values for a group's weights.
+    in fp32 and bf16, and a mask of finite values. Muon: updates and products of the matrices that it processes
+    together; for sharded weights also one gathered matrix and its update. Sharded Adafactor: the updates of one chunk.
+    Unfused on CUDA: intermediate values for a group's weights.
     """
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -92,11 +94,22 @@ def _orthogonalization_bytes(setup: MemoryInputs, model: GPT, main: set[str], sh
     """Return the temporary memory of Muon's iterations, in a chunk of its matrices; 0 for other optimizers."""
     if setup.optimizer["name"] != Muon.__name__:
         return 0.0
-    shapes = muon_shapes(setup, model)
-    n_copies, product = (3, FP32) if setup.device == "cpu" else (2, BF16)
-    iterations = max((n_copies * FP32 * r * c + 2 * product * min(r, c) ** 2 for r, c in shapes), default=0)
+    product = FP32 if setup.device == "cpu" else BF16
+
+    def peak_bytes(matrices: list[list[Shape]]) -> int:
+        """Return the peak of matrices that are processed together: fp32 directions, a stack per shape, its products."""
+        n_stacked, peak = Counter(shape for parts in matrices for shape in parts), 0
+        held = FP32 * _numel(shape for parts in matrices for shape in parts)
+        for (r, c), n in n_stacked.items():
+            stack = FP32 * n * r * c if n > 1 else 0
+            peak = max(peak, held + stack + 2 * product * n * (r * c + min(r, c) ** 2))
+            held += product * n * r * c
+        return peak
+
+    # ranks exchange sharded matrices one by one
+    together = chunks(_muon_parts(setup, model), _numel, STACK_NUMEL if shards == 1 else 1)
     gathered = max((model.get_parameter(name).numel() for name in main), default=0) if shards > 1 else 0
-    return iterations + (FP32 + product) * gathered
+    return max(map(peak_bytes, together), default=0) + (FP32 + product) * gathered
 
 
 def _is_foreach(setup: MemoryInputs) -> bool:
@@ -123,17 +136,23 @@ def orthogonalization_flops(setup: MemoryInputs, model: GPT) -> float:
     iterations, shards = setup.optimizer.get("ns_steps", NS_STEPS), 1
     if setup.strategy.kind == "fsdp":
         shards = setup.strategy.shards
-    return sum(newton_schulz_flops(*shape, iterations) for shape in muon_shapes(setup, model)) / shards
+    parts = (shape for matrix in _muon_parts(setup, model) for shape in matrix)
+    return sum(newton_schulz_flops(*shape, iterations) for shape in parts) / shards
 
 
-def muon_shapes(setup: MemoryInputs, model: GPT) -> list[tuple[int, int]]:
-    """Return the shapes of the matrices that Muon orthogonalizes."""
-    inside, shapes = block_params(model, (Block,)), []
-    for name in main_params(setup, model):
-        n_rows, n_columns = model.get_parameter(name).shape
-        rows = inside[name] if setup.optimizer.get("split_qkv") else ()
-        shapes += [(r, n_columns) for r in rows or (n_rows,)]
-    return shapes
+def _muon_parts(setup: MemoryInputs, model: GPT) -> list[list[Shape]]:
+    """Return the shapes of the parts that Muon orthogonalizes, for each of its matrices."""
+    inside, main, matrices = block_params(model, (Block,)), main_params(setup, model), []
+    for name, parameter in model.named_parameters():
+        if name in main:
+            n_rows, n_columns = parameter.shape
+            rows = inside[name] if setup.optimizer.get("split_qkv") else ()
+            matrices.append([(r, n_columns) for r in rows or (n_rows,)])
+    return matrices
+
+
+def _numel(shapes: Iterable[Shape]) -> int:
+    return sum(r * c for r, c in shapes)
 
 
 def main_params(setup: MemoryInputs, model: GPT) -> set[str]:
