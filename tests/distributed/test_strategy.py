@@ -1,5 +1,6 @@
 """Choice of the distributed strategy."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,15 @@ from torch import distributed as dist
 from torch import nn
 
 from toolkit.config import DDPArgs, FSDPArgs
-from toolkit.distributed.fsdp import ShardedPrecision, ShardedStrategy, unit_precision
+from toolkit.distributed.fsdp import FullyShardedStrategy, ShardedPrecision, ShardedStrategy, unit_precision
 from toolkit.distributed.fsdp1 import FSDP1Strategy
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.init import Materializer
+from toolkit.private_torch import start_fake_group
 
 
 def plan(
@@ -115,3 +120,20 @@ def test_replicated_vector_without_gradient_contributes_zeros():
     ShardedStrategy._complete_gradients(SimpleNamespace(_replicated=[used, unused, frozen]), nn.Module())
     assert torch.equal(unused.grad, torch.zeros(3)) and torch.equal(used.grad, torch.full((3,), 2.0))
     assert frozen.grad is None
+
+
+def test_fsdp_frees_what_initialized_the_weights():
+    """Which draws ahead: a pipeline's stage leaves values that it never asks for."""
+    with torch.device("meta"):
+        model = GPT(ModelConfig(vocab_size=64, n_layer=2, n_embd=32, n_head=4, block_size=16))
+    layout = Layout(shard=2)
+    start_fake_group(2, 0)
+    try:
+        strategy = FullyShardedStrategy({Block}, layout, "FULL_SHARD", FSDPArgs(), "32-true", "cpu")
+        strategy.parallel_devices = [torch.device("cpu")]
+        strategy.materialize = Materializer(model, lambda name, shape: torch.zeros(shape))
+        values = weakref.ref(strategy.materialize)
+        strategy.setup_module(model)
+        assert values() is None
+    finally:
+        dist.destroy_process_group()

@@ -218,6 +218,7 @@ class FullyShardedStrategy(ShardedStrategy, DDPStrategy):
             for name, parameter in module.named_parameters():
                 if (original := originals[name]).is_meta:
                     fill_shard(parameter, self.materialize.value(original))
+            self.materialize = None  # with the values that it drew ahead for other pipeline stages, and its threads
         add_shards(module)
         self._module = module
         return module
