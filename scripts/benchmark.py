@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from benchmark_processes import MALLOC, RunFailedError, end_with_parent, exit_on_sigterm, run_script, take_turns
+from benchmark_processes import MALLOC, RunFailedError, end_with_parent, exit_on_signals, run_script, take_turns
 from benchmark_products import (
     BETAS,
     MAX_NORM,
@@ -470,7 +470,7 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
 
 
 def main(argv: list[str] | None = None) -> int:
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         if "--matrix" in (words := sys.argv[1:] if argv is None else argv):
             return run_script([sys.executable, str(Path(__file__).with_name("benchmark_matrix.py")), *words])[0]

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from benchmark import in_own_process, report, usable_cpus
-from benchmark_processes import RunFailedError, end, exit_on_sigterm, run_process, start, tail
+from benchmark_processes import RunFailedError, end, exit_on_signals, run_process, start, tail
 from benchmark_products import has_step, read_csv
 
 from toolkit.errors import UserError
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--max_seconds", type=float, default=600, help="limit of each process (%(default)s)")
     add("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args(argv)
-    exit_on_sigterm()
+    exit_on_signals()
     results: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import PEERS, describe, find_pythons, format_table, machine, report, versions
-from benchmark_processes import RunFailedError, exit_on_sigterm, run_script
+from benchmark_processes import RunFailedError, exit_on_signals, run_script
 
 from toolkit.errors import UserError, did_you_mean
 
@@ -313,7 +313,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--out_dir",
         type=Path,
-        default=Path("benchmark"),
+        default=Path("out/benchmark"),
         help="folder of benchmark.json and benchmark.md (%(default)s)",
     )
     args = parser.parse_args(argv)
@@ -327,14 +327,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         args = parse(argv)
     except UserError as error:
         report(f"benchmark: {error}")
         return 2
     host, packages = machine(), versions(sys.executable, "toolkit", "torch", "lightning")
-    args.out_dir.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[Result]] = {name: [] for name in args.only}
     deadline = time.monotonic() + args.max_seconds
     for name in args.only:
@@ -342,6 +341,7 @@ def main(argv: list[str] | None = None) -> int:
             parts[name].append(result)
             values = {"machine": host, "versions": packages, "quick": args.quick}
             values["parts"] = {part: [asdict(result) for result in results] for part, results in parts.items()}
+            args.out_dir.mkdir(parents=True, exist_ok=True)
             # write after each row, so that an interrupted run keeps its results
             (args.out_dir / "benchmark.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
             (args.out_dir / "benchmark.md").write_text(format_report(parts, host, packages), encoding="utf-8")

@@ -86,9 +86,11 @@ def send_signal(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def exit_on_sigterm() -> None:
-    """Turn SIGTERM, as of `timeout`, into an exception, so that the processes are ended."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def exit_on_signals() -> None:
+    """Exit on SIGTERM, as of `timeout`, and on Ctrl-C, so that the processes are ended."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def run_process(

@@ -262,7 +262,7 @@ def wait_until(condition, seconds=60):
 def test_killed_benchmark_ends_its_children(tmp_path):
     script = (
         f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\nimport benchmark_processes as p\nfrom pathlib import Path\n"
-        "p.exit_on_sigterm()\nfolder = Path(sys.argv[1])\n"
+        "p.exit_on_signals()\nfolder = Path(sys.argv[1])\n"
         "command = [sys.executable, '-c', 'import time; time.sleep(600)', str(folder / 'child')]\n"
         "p.run_process('toolkit', command, folder, 1, {})"
     )

@@ -8,6 +8,8 @@ from toolkit.data.mixture import Mixture
 from toolkit.extension import registered
 from toolkit.models.config import ModelConfig
 from toolkit.planning.resolve import ResolvedConfig, memory_inputs
+from toolkit.planning.speed.gpus import GPUS, gpu_of_driver
+from toolkit.ui.formats import format_seconds
 
 COMPILE_S, COMPILE_LAYER_S = 5.0, 0.9
 """Seconds to compile a kind of block, and per layer. On an H100 the first step of GPT-2 (12 layers) took 16 s, and 25 s
@@ -34,14 +36,14 @@ def choose_compiler(
     if seconds is None:
         return "torch", "auto: rows of one length"
     saved, needed = seconds
-    name = "torch" if saved > needed else "none"
-    return name, f"auto: compilation takes about {needed:,.0f} s and saves about {saved:,.0f} s"
+    on = "" if gpu_of_driver(config.devices.gpu) else " on an A100"
+    reason = f"compilation takes about {format_seconds(needed)} and saves about {format_seconds(saved)}{on}"
+    return ("torch" if saved > needed else "none"), f"auto: {reason}"
 
 
 def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int | None) -> tuple[float, float] | None:
     """Return the seconds that compilation saves in a run, and those it takes; None if they cannot be predicted."""
     from toolkit.planning.sample_model import one_layer_of_each_kind  # a CPU does not need them
-    from toolkit.planning.speed.gpus import GPUS, gpu_of_driver
     from toolkit.planning.speed.micro_step import micro_step_seconds
 
     minutes = config.args.train.max_time
@@ -50,7 +52,7 @@ def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int
     gpu, setup = gpu_of_driver(config.devices.gpu) or GPUS["A100"], memory_inputs(config, model)
     try:
         eager, compiled = (micro_step_seconds(setup, is_compiled, gpu) for is_compiled in (False, True))
-    except (NotImplementedError, RuntimeError, TypeError):  # operators that cannot be counted without a GPU
+    except Exception:  # operators that cannot be counted without a GPU; a prediction must not end the run
         return None
     run = math.inf if steps is None else steps * config.batch.accumulation * eager
     run = run if minutes is None else min(run, 60 * minutes)
