@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from toolkit.data.streamed.hugging_face_text import HuggingFaceText
 
 _FIRST_DOCUMENTS = 64  # to look at, for the key
+_OLD_RULE = "-0.1.0"  # at the end of a folder's name; not in keys, which have to stay
 _MIN_SEGMENTS = 5  # in the cache budget: held-out, previous, current, next, and the one being written
 
 
@@ -109,7 +110,7 @@ def _open_stream(
     # stays with its runs until a run with "later" takes it over, with the segments that are prepared.
     saved = folder / SOURCE
     if not (source.ends or (saved.exists() and "ends" not in json.loads(saved.read_bytes()))):
-        folder = folder.with_name(f"{folder.name}-0.1.0")
+        folder = folder.with_name(folder.name + _OLD_RULE)
     (folder / "locks").mkdir(parents=True, exist_ok=True)
     with file_lock(folder / "locks" / "tokenizer"):
         if tokenizer is None and (folder / SOURCE).exists():
@@ -135,7 +136,7 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
     elif text.options.val_rows and n_rows > 1:
         held_out = min(text.options.val_rows, max(1, n_rows // 10))
         val = RowSpans(rows, [(first, n_rows - held_out, n_rows)])
-    of_val = None if val is None else [val.segments.reader.stream.folder.name, val.spans]
+    of_val = None if val is None else [val.segments.reader.stream.folder.name.removesuffix(_OLD_RULE), val.spans]
     content = [stream.source.key(stream.tokenizer.fingerprint), block_size, of_val]
     files, n_segments = stream.source.files, len(stream.source.segments)
     size = sum(file.size for file in files) / 1e6
