@@ -22,6 +22,7 @@ CASES = {
         Case("tensorwise-pipeline", [*FP8, "--pipeline_parallel_size", "2"]),
         Case("tensorwise-context", [*FP8, "--context_parallel_size", "2"]),
         Case("rowwise-fsdp", [*ROWS, *FSDP]),
+        Case("tensorwise-gathered", [*FP8, *FSDP], fault="fp8 all-gathers on a CPU"),
         Case("true", TRUE, look_at="collectives"),
         Case("true-in-fp8", TRUE, fault="fp8 all-gathers on a CPU", look_at="collectives"),
     ],

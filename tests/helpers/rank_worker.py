@@ -245,8 +245,17 @@ def broken(kind: str):
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))
         stack.enter_context(mock.patch.object(torch.cpu.Stream, "synchronize", lambda self: None, create=True))
         return stack
-    if kind == "fp8 all-gathers on a CPU":  # no fault: gloo has no fp8, but gathers units with other dtypes as bytes
-        return mock.patch.object(model, "gather_in_fp8", partial(model.gather_in_fp8, device="cpu"))
+    if kind == "fp8 all-gathers on a CPU":  # no fault: gloo has no fp8, so it gathers bytes
+        gather = dist.all_gather_single
+
+        def gather_bytes(output_tensor, input_tensor, **options):
+            tensors = output_tensor, input_tensor
+            return gather(*(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors), **options)
+
+        stack = ExitStack()
+        stack.enter_context(mock.patch.object(dist, "all_gather_single", gather_bytes))
+        stack.enter_context(mock.patch.object(model, "gather_in_fp8", partial(model.gather_in_fp8, device="cpu")))
+        return stack
     if kind == "weights of the MLPs are not used":
         return mock.patch.object(LLaMAMLP, "forward", lambda self, x: x)
     if kind == "no permission on rank 1":
