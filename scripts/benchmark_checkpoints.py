@@ -18,7 +18,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from benchmark import describe, in_own_process, machine, report, spread, summarize
+from benchmark import in_own_process
+from benchmark_report import describe, machine, report, spread, summarize
 
 BLOCK = 16 << 20  # bytes per write
 VOCAB_SIZE = 8192

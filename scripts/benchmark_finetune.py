@@ -18,9 +18,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 
-from benchmark import compare, in_own_process, machine, report, spread, summarize, usable_cpus, versions
+from benchmark import in_own_process
 from benchmark_processes import MALLOC, CompletedRun, RunFailedError, run_process
 from benchmark_products import find_parameters, read_csv
+from benchmark_report import compare, machine, report, spread, summarize, usable_cpus, versions
 from chatterbot_to_jsonl import conversations
 
 from toolkit.errors import UserError

@@ -130,7 +130,7 @@ def ask(process: subprocess.Popen[str], work: dict[str, int]) -> dict[str, Any]:
 
 def measure(processes: dict[str, subprocess.Popen[str]], work: dict[str, int], rounds: int) -> dict[str, Any]:
     """Return tokens/s and the ratios toolkit / product of all rounds, after a warm-up round."""
-    from benchmark import summarize
+    from benchmark_report import summarize
 
     speeds: dict[str, list[float]] = {name: [] for name in processes}
     tokens: dict[str, Any] = {}
@@ -152,7 +152,7 @@ def measure(processes: dict[str, subprocess.Popen[str]], work: dict[str, int], r
 
 
 def format_table(result: dict[str, Any]) -> str:
-    from benchmark import describe, spread
+    from benchmark_report import describe, spread
 
     lines = ["| batch size | product | tokens/s | toolkit / product | equal tokens |", "|---:|---|---:|---:|---:|"]
     for part in result["results"]:
@@ -180,7 +180,7 @@ def main() -> None:
     if options.serve:
         serve(options.serve, options.folder)
         return
-    from benchmark import machine, versions
+    from benchmark_report import machine, versions
 
     pythons = {"toolkit": sys.executable, "transformers": sys.executable}
     packages = versions(sys.executable, "torch", "toolkit", "transformers")

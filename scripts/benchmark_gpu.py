@@ -25,9 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmark import in_own_process, report, usable_cpus
+from benchmark import in_own_process
 from benchmark_processes import RunFailedError, end, exit_on_signals, run_process, start, tail
 from benchmark_products import has_step, read_csv
+from benchmark_report import report, usable_cpus
 
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig, ModelOverrides

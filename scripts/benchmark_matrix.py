@@ -1,6 +1,6 @@
 """Run all benchmarks with `python scripts/benchmark.py --matrix`, and write the results as JSON and Markdown.
 
-    python scripts/benchmark.py --matrix --litgpt_python PATH --transformers_python PATH --out_dir benchmark
+    python scripts/benchmark.py --matrix --litgpt_python PATH --transformers_python PATH --out_dir out/benchmark
     python scripts/benchmark.py --matrix --only preparation,startup --quick
 
 Each part runs a script of this folder in a separate process. Parts and peers that cannot run are listed with the
@@ -23,8 +23,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmark import PEERS, describe, find_pythons, format_table, machine, report, versions
+from benchmark import PEERS, find_pythons
 from benchmark_processes import RunFailedError, exit_on_signals, run_script
+from benchmark_report import describe, format_table, machine, report, versions
 
 from toolkit.errors import UserError, did_you_mean
 

@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import describe, in_own_process, machine, report, spread, summarize, versions
+from benchmark import in_own_process
+from benchmark_report import describe, machine, report, spread, summarize, versions
 
 VOCAB_SIZE = 4096
 BATCH = 100  # documents per call of datasets.map

@@ -20,7 +20,8 @@ from statistics import mean
 from typing import Any
 
 import torch
-from benchmark import describe, in_own_process, machine, report
+from benchmark import in_own_process
+from benchmark_report import describe, machine, report
 from torch import nn
 
 import toolkit

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmark import VOCAB_SIZE, describe, in_own_process, machine, report, spread, summarize, write_tokens
+from benchmark import VOCAB_SIZE, in_own_process, write_tokens
 from benchmark_products import PRODUCTS, Work
+from benchmark_report import describe, machine, report, spread, summarize
 
 from toolkit.models.families import get_config
 

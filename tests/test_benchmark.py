@@ -33,6 +33,7 @@ import benchmark_finetune as finetune  # noqa: E402
 import benchmark_plain as plain  # noqa: E402
 import benchmark_processes as processes  # noqa: E402
 import benchmark_products as products  # noqa: E402
+import benchmark_report  # noqa: E402
 
 WORK = products.Work("pythia-14m", 10, 2, "32-true", "none", steps=4, warmup_steps=2, threads=1)
 
@@ -121,7 +122,7 @@ def test_ratio_is_computed_within_each_round():
         return [products.Measurement(1, speed, speed, 1.0) for speed in speeds]
 
     # The machine was ten times slower in the last two rounds: every pair says 2, the ratio of the medians says 10.
-    ratio = benchmark.compare(runs(200, 200, 20), runs(100, 10, 10), "tokens_per_sec")
+    ratio = benchmark_report.compare(runs(200, 200, 20), runs(100, 10, 10), "tokens_per_sec")
     assert ratio == {"median": 2.0, "min": 2.0, "max": 20.0, "rounds": [2.0, 20.0, 2.0]}
 
 
@@ -343,4 +344,4 @@ def test_benchmark_runs_the_real_product(peer):
         assert 0.05 < figures["peak_memory_gb"]["median"] < 20
     assert set(result["products"]) - {"toolkit"} == set(result["ratios"]) == {peer} - {""}
     assert "MALLOC_TOP_PAD_" in " ".join(result["notes"])
-    assert benchmark.format_table(result).count("| toolkit") == 2  # the column and the row
+    assert benchmark_report.format_table(result).count("| toolkit") == 2  # the column and the row

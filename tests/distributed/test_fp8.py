@@ -56,7 +56,7 @@ def test_recomputed_activations_change_no_bit(runs):
 
 
 def test_all_gathers_in_fp8_change_no_bit(runs):
-    """A scale is that of the complete matrix: an all-reduce for each of the 10 weights, in every all-gather."""
+    """Scales belong to complete matrices: an all-reduce for each of the 10 weights, in every all-gather."""
     folder, seen = runs
     assert losses(folder / "true-in-fp8") == losses(folder / "true")
     plain, fp8 = (seen[name][0]["collectives"] for name in ("true", "true-in-fp8"))

@@ -1,4 +1,4 @@
-"""A killed run goes on with another number of ranks or in another layout, as an undisturbed run would from there."""
+"""A killed run continues with another number of ranks or in another layout, as an undisturbed run would from there."""
 
 import os
 import random
@@ -79,7 +79,7 @@ def resumed_at(name: str, step: int) -> Path:
 
 WAY = Way(
     "elastic",
-    "a run killed after a checkpoint goes on with other ranks, bit-equal to an undisturbed run that changes there",
+    "a run killed after a checkpoint continues with other ranks, bit-equal to an undisturbed run that changes there",
     "S2",
     lambda: SUBJECTS,
     seeds,

@@ -108,12 +108,16 @@ class Storage:
     # ---- objects
 
     @_with_retries
-    def read(self, name: str, start: int | None = None, stop: int = MAX_BYTES["log"] + 1) -> bytes | None:
-        """Return the bytes of an object from ``start`` to ``stop``. Return None if the object does not exist."""
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
+        """Return the bytes of an object from ``start`` to ``stop``. Return None if the object does not exist.
+
+        Without ``stop``, a larger object than a log may be is an error.
+        """
+        limit = MAX_BYTES["log"]
         try:
-            content = self.fs.cat_file(self._path(name), start=start, end=stop)
-            if len(content) - MAX_BYTES["log"] == 1 and not start:  # the default limit
-                raise self.error(f"{name} has more than {MAX_BYTES['log']:,} bytes; move it away")
+            content = self.fs.cat_file(self._path(name), start=start, end=limit + 1 if stop is None else stop)
+            if stop is None and len(content) > limit:
+                raise self.error(f"{name} has more than {limit:,} bytes; move it away")
             return content
         except FileNotFoundError as error:
             return _missing(error, None)

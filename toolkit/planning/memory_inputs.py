@@ -143,4 +143,4 @@ def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelCon
         tokenizer = Tokenizer.load(folder)
         return config.with_vocab_size(tokenizer.vocab_size)
     size = trained_vocabulary(args.data)
-    return config.with_vocab_size(size or None if isinstance(size, int) else None)
+    return config.with_vocab_size((size or None) if isinstance(size, int) else None)
