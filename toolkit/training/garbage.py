@@ -7,9 +7,6 @@ import time
 from types import TracebackType
 
 STEPS_BETWEEN_COLLECTIONS = 20
-MAX_STEPS_BETWEEN_FULL_COLLECTIONS = 1000
-"""Bounds the memory of cycles that outlive a young collection, in runs that rarely validate or save."""
-
 MAX_FREEZES = 3
 """The first step, validation and save create objects that last. Later ones would freeze cycles that soon die."""
 
@@ -18,8 +15,9 @@ class GarbageCollection:
     """Context that replaces automatic garbage collection by :meth:`collect`, from the first call until exit.
 
     Automatic collection runs at different times on each rank, and every time all ranks wait. A full collection visits
-    all objects: hundreds of thousands after ``torch.compile``, half a second. So steps collect young objects only, and
-    objects that exist at the first full collections are frozen; later collections skip them.
+    all objects: hundreds of thousands after ``torch.compile``, half a second. So steps collect young objects only, even
+    in long runs without validation and save, and objects that exist at the first full collections are frozen; later
+    collections skip them.
     """
 
     def __enter__(self) -> GarbageCollection:
@@ -45,7 +43,7 @@ class GarbageCollection:
         """Collect all objects if ``is_full``, and in the first call; otherwise young ones, in every 20th call."""
         self._steps += 1
         is_first = self._full_collections == 0
-        is_full = is_full or is_first or self._steps == MAX_STEPS_BETWEEN_FULL_COLLECTIONS
+        is_full = is_full or is_first
         if not is_full and self._steps % STEPS_BETWEEN_COLLECTIONS:
             return
         started_at = time.perf_counter()
@@ -53,7 +51,7 @@ class GarbageCollection:
         if is_full:
             if self._can_freeze and self._full_collections < MAX_FREEZES:
                 gc.freeze()
-            self._steps, self._full_collections = 0, self._full_collections + 1
+            self._full_collections += 1
         ended_at = time.perf_counter()
         if is_first:
             gc.disable()
