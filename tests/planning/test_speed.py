@@ -30,7 +30,7 @@ from toolkit.planning.plan import plan_run
 from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import run_args
 from toolkit.planning.speed import trace as tracing
-from toolkit.planning.speed.cuda_on_meta import CUDA
+from toolkit.planning.speed.cuda_on_meta import CUDA, cuda_on_meta
 from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
 from toolkit.planning.speed.fusion import fuse
 from toolkit.planning.speed.gpus import GPUS, find_gpu
@@ -106,6 +106,14 @@ def test_weights_are_cast_in_mixed_precision_and_gradients_added():
 
 
 @pytest.mark.slow
+def test_autocast_leaves_sums_in_the_dtype_that_is_asked_for():
+    x = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")
+    with cuda_on_meta(torch.bfloat16), Recorder() as seen:
+        assert x.sum(1, dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert x.sum(1).dtype == torch.float32
+    assert [op.bytes for op in seen.ops if op.name == "sum"][0] == 2 * (64 * 32 + 64)
+
+
 def test_checkpointing_recomputes_the_products_of_the_blocks():
     flops = {}
     for mode in ("none", "selective", "full"):

@@ -52,7 +52,7 @@ class _CudaOnMeta(TorchFunctionMode):
         if torch.is_autocast_enabled("cuda") and "out" not in inputs[1]:
             if name in _LOWER:
                 inputs = tree_map_only(Tensor, self._cast_down, inputs)
-            elif name in _FP32:
+            elif name in _FP32 and "dtype" not in inputs[1]:  # sums and softmax return the dtype that is asked for
                 inputs = tree_map_only(Tensor, _cast_up, inputs)
         if func is F.scaled_dot_product_attention:
             return _attention(*inputs[0], **inputs[1])
