@@ -11,15 +11,17 @@ import pytest
 import torch
 import yaml
 from helpers.cases import check_each, slow_except
+from helpers.ragged import RaggedRows
 from helpers.steps import one_step
 from lightning.fabric import Fabric
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.training.test_step import PackedRows
 from toolkit.config import PRETRAIN, OptimizerArgs
-from toolkit.data.batch import Batch
+from toolkit.data.batch import Batch, Padding, collate
 from toolkit.errors import GuardError
-from toolkit.models import loss
+from toolkit.models import attention_dispatch, attention_kernels, loss
 from toolkit.models.families import config_from_hf, get_config
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import add_lora
@@ -202,6 +204,28 @@ def test_a_step_of_the_first_run_has_few_kernels_and_one_read(fabric, monkeypatc
         one_step(fabric, wrapped, optimizer, [batch(1)], 1e-2, max_norm=1.0)
     assert not kernels.found and reads.found == {"tolist": 1}, (kernels.found, reads.found)
     assert kernels.n_kernels < 500
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_step_of_lora_on_uneven_rows_reads_once(fabric, pico, monkeypatch, is_packed):
+    """With the masks of CUDA, which have no values that the host reads: neither for the loss nor for the documents."""
+    monkeypatch.setattr(loss, "_supervised_rows", lambda targets: (None, targets == -100))
+    monkeypatch.setattr(loss, "_replace_inexact", lambda *_: None)
+    monkeypatch.setattr(attention_dispatch, "DEVICES", ("cpu",))
+    monkeypatch.setattr(attention_dispatch, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(attention_dispatch, "_passes", lambda case: True)
+    monkeypatch.setattr(attention_kernels, "FLASH_FORWARD", lambda q, *_, **__: (q.clone(), q.new_zeros(q.shape[1::-1])))
+    monkeypatch.setattr(attention_kernels, "FLASH_BACKWARD", lambda grad, q, k, v, *_, **__: (q, k, v))
+    add_lora(pico, LoRAConfig(dropout=0.1))
+    wrapped, optimizer = fabric.setup(pico, adamw(pico))
+    rows = PackedRows(RaggedRows(10)) if is_packed else RaggedRows(10)
+    batches = [
+        collate([rows[i], rows[i + 1], None], [i, i + 1, -1], [i, i + 1, -1], 0, Padding(64, None)) for i in range(4)
+    ]
+    one_step(fabric, wrapped, optimizer, batches[:1], 1e-2)
+    with Waits() as waits, Reads() as reads:
+        one_step(fabric, wrapped, optimizer, batches, 1e-2, max_norm=1.0)
+    assert not waits.found and reads.found == {"tolist": 1}, (waits.found, reads.found)
 
 
 @pytest.mark.gpu

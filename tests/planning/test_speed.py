@@ -35,7 +35,7 @@ from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
 from toolkit.planning.speed.fusion import fuse
 from toolkit.planning.speed.gpus import GPUS, find_gpu
 from toolkit.planning.speed.links import communication
-from toolkit.planning.speed.micro_step import seconds
+from toolkit.planning.speed.micro_step import gpu_times, host_seconds, seconds, traced_kernels
 from toolkit.planning.speed.operators import Access, Op, Recorder
 from toolkit.planning.speed.predict import predict
 from toolkit.planning.speed.suggestions import _compiler, _micro_batch, _precision, _strategy
@@ -362,6 +362,25 @@ def test_predictions_meet_measurements():
             (77.3, 0.15, 0, "pythia-160m", "none", 1024, (8, 16), 50_304),
         ],
     )
+
+
+@pytest.mark.slow
+def test_short_rows_of_lora_wait_for_launches():
+    """The figures of tutorials/measured_lora.md: micro-batches of 4 rows of SmolLM2-135M."""
+
+    def micro_step(length: int, is_compiled: bool = False, is_packed: bool = False) -> tuple[int, float, float]:
+        given = {"lora": LoRAConfig(), "precision": "bf16-true", "accumulation": 4, "packed": is_packed}
+        setup = replace(setup_of(**given), config=get_config("smollm2-135m"), micro_batch_size=4, seq_length=length)
+        trace = traced_kernels(setup, is_compiled)
+        busy = sum(gpu_times(trace, trace.ops, GPUS["H100"]).values())
+        return int(total(trace, lambda op: op.launches)), busy, host_seconds(trace, setup, is_compiled)
+
+    kernels, busy, host = micro_step(128)
+    assert kernels == pytest.approx(2016, rel=0.05) and 1 - busy / host > 0.75
+    fewer, busy, faster = micro_step(128, is_compiled=True)
+    assert fewer == pytest.approx(1166, rel=0.05) and 1 - busy / faster > 0.5 and faster < host / 3
+    _, busy, host = micro_step(2048, is_packed=True)
+    assert busy > 0.9 * host
 
 
 # ---- the command
