@@ -121,22 +121,25 @@ def test_recomputed_activations_and_compiled_blocks_have_the_same_gradients(mode
 
 @pytest.mark.slow
 def test_the_curve_of_200_steps_is_as_near_to_bf16_as_bf16_to_fp32(corpus, tmp_path):
-    """At every 20th step: within the largest difference of bf16-true from fp32, in both precisions."""
+    """In both precisions, measured by how far bf16-true is from fp32.
+
+    At every 20th step, fp8 is within the largest difference so far; on average over all steps, within half of it. At a
+    single step, bf16-true may meet fp32 by chance.
+    """
     curves = {}
     for precision in ("32-true", "bf16-true", "bf16-mixed"):
         for kind in ("none",) if precision == "32-true" else ("none", "tensorwise", "rowwise"):
             train = {"max_steps": 200, "micro_batch_size": 8, "save_interval": 0, "fp8": kind}
             out = tmp_path / f"{precision}-{kind}"
             run_training(arguments(corpus, out, train=train, evaluation={"interval": 0}, precision=precision))
-            curves[precision, kind] = losses(out)[19::20]
-
-    def difference(a: tuple[str, str], b: tuple[str, str]) -> float:
-        return max(abs(x - y) for x, y in zip(curves[a], curves[b], strict=True))
+            curves[precision, kind] = torch.tensor(losses(out))
 
     exact = curves["32-true", "none"]
-    assert len(exact) == 10 and exact[-1] < exact[0] - 1
-    allowed = difference(("bf16-true", "none"), ("32-true", "none"))
-    assert allowed < 0.1 * exact[0]
+    assert len(exact) == 200 and exact[-1] < exact[0] - 1
+    allowed = (curves["bf16-true", "none"] - exact).abs()
+    assert allowed.max() < 0.1 * exact[0]
     for precision in ("bf16-true", "bf16-mixed"):
         for kind in ("tensorwise", "rowwise"):
-            assert 0 < difference((precision, kind), (precision, "none")) <= allowed, (precision, kind)
+            found = (curves[precision, kind] - curves[precision, "none"]).abs()
+            assert 0 < found.mean() <= allowed.mean() / 2, (precision, kind)
+            assert (found <= allowed.cummax(0).values)[19::20].all(), (precision, kind)
