@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -187,18 +188,27 @@ def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--peers litgpt", "--litgpt_python PATH"),
+        ("--peers litgpt", "--peers litgpt: no environment specified"),
         ("--peers transformers --transformers_python no/such/python", "--transformers_python no/such/python"),
         ("--peers torchtitan", "--peers torchtitan: must be one of litgpt"),
         ("--model pythia14m", "did you mean 'pythia-14m'"),
         ("--model gpt2 --peers litgpt", "LitGPT does not support learned positions"),
         ("--seq_length 4096", "takes at most 2048 tokens"),
         ("--steps 10 --warmup_steps 10", "--warmup_steps 10: must be"),
+        ("--warmup_steps 0", "--warmup_steps 0: must be"),
         ("--model pythia-14m --peers plain", "the plain loop implements GPT-2 and Llama only"),
+        ("--precision 16-mixed --peers plain --model gpt2", "not supported by the plain loop"),
+        ("--precision 16-mixed --peers litgpt", "not supported by `litgpt pretrain`"),
         ("--micro_batch_size 3", "--micro_batch_size 3: must divide --batch_size 4"),
+        ("--micro_batch_size -1", "--micro_batch_size -1: must divide"),
         ("--activation_checkpointing full --peers plain --model gpt2", "not supported with --peers plain"),
+        ("--activation_checkpointing full --peers transformers,litgpt", "not supported with --peers litgpt; remove"),
         ("--peers toolkit-fp8", "--precision 32-true: not supported with --peers toolkit-fp8; use bf16-mixed"),
         ("--batch_size 0", "--batch_size 0: must be at least 1"),
+        ("--seq_length 0", "--seq_length 0: must be at least 1"),
+        ("--rounds 0", "--rounds 0: must be at least 1"),
+        ("--threads 0", "--threads 0: must be at least 1"),
+        ("--rows gpt2", "--rows: has no effect without --matrix"),
         ("--batchsize 4", "--batchsize"),
         ('--model_config {"n_layers":2}', "--model_config n_layers: is not a field of the architecture; did you mean"),
     ],
@@ -207,6 +217,33 @@ def test_user_error_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert benchmark.main(arguments.split()) == 2
     printed = capsys.readouterr()
     assert message in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+
+
+def test_missing_packages_of_a_peer_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "versions", lambda *_: {})
+    for arguments, message in (
+        ("--peers toolkit-fp8 --precision bf16-mixed", "--peers toolkit-fp8: needs torchao; run: pip install"),
+        ("--peers transformers", f"--transformers_python {sys.executable}: transformers is not installed"),
+    ):
+        assert benchmark.main(arguments.split()) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_peer_without_a_working_python_is_refused(monkeypatch, capsys):
+    for error in (OSError(), ValueError(), subprocess.CalledProcessError(1, "python")):
+        monkeypatch.setattr(benchmark, "versions", mock.Mock(side_effect=[{}, error]))
+        assert benchmark.main(["--peers", "transformers", "--transformers_python", "my-python"]) == 2
+        assert "--transformers_python my-python: is not a working Python" in capsys.readouterr().err
+
+
+def test_a_failed_run_is_exit_code_1(monkeypatch, capsys):
+    def fail(*_):
+        raise processes.RunFailedError("toolkit failed with exit code 1")
+
+    monkeypatch.setattr(benchmark, "measure_case", fail)
+    monkeypatch.setattr(benchmark, "versions", lambda *_: {})
+    assert benchmark.main([]) == 1
+    assert capsys.readouterr().err == "benchmark: toolkit failed with exit code 1\n"
 
 
 def test_as_shipped_products_get_only_the_work(monkeypatch, tmp_path):
