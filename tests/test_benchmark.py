@@ -278,6 +278,9 @@ def test_failed_peer_is_reported_with_the_end_of_its_output(tmp_path):
     with pytest.raises(processes.RunFailedError, match="exit code 3.*\nlast words"):
         command = [sys.executable, "-c", "import sys; print('last words'); sys.exit(3)"]
         processes.run_process("litgpt", command, tmp_path, 1, {})
+    with pytest.raises(products.UserError, match="^--devices 9: too many$"):
+        command = [sys.executable, "-c", "import sys; print('--devices 9: too many'); sys.exit(2)"]
+        processes.run_process("toolkit", command, tmp_path, 1, {})
 
 
 def children(folder: Path) -> list[str]:
@@ -308,7 +311,7 @@ def test_killed_benchmark_ends_its_children(tmp_path):
         parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.DEVNULL)
         wait_until(lambda: children(tmp_path / "child"))
         parent.send_signal(number)
-        parent.wait()
+        assert parent.wait() == (-number if number == signal.SIGKILL else 128 + number)
         wait_until(lambda: not children(tmp_path / "child"))
 
 
@@ -334,13 +337,19 @@ def test_benchmark_prints_each_run_and_leaves_no_process_when_killed(tmp_path):
 
 
 def test_run_ends_when_it_is_done_or_out_of_time(tmp_path):
-    command = [sys.executable, "-c", "import time; print('last words', flush=True); time.sleep(600)", str(tmp_path)]
+    """With its children."""
+    sleep = "import time; time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{sleep}', sys.argv[1]])"
+    command = [sys.executable, "-c", f"{code}; print('last words', flush=True); {sleep}", str(tmp_path)]
     log = tmp_path / "litgpt.log"
     done = processes.run_process("litgpt", command, tmp_path, 1, {}, is_done=lambda: b"\n" in log.read_bytes())
-    assert done.output == "last words\n" and not children(tmp_path)
+    assert done.output == "last words\n"
+    wait_until(lambda: not children(tmp_path))
     with pytest.raises(processes.RunFailedError, match="litgpt was not done after 0 s"):
         processes.run_process("litgpt", command, tmp_path, 1, {}, max_seconds=0.1)
-    assert not children(tmp_path)
+    with pytest.raises(processes.RunFailedError, match="was not done after 0 s"):
+        processes.run_script(command, max_seconds=0.1, stdout=subprocess.DEVNULL)
+    wait_until(lambda: not children(tmp_path))
 
 
 def test_litgpt_gets_only_known_fields():

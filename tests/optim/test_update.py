@@ -208,13 +208,17 @@ def test_a_step_of_the_first_run_has_few_kernels_and_one_read(fabric, monkeypatc
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_step_of_lora_on_uneven_rows_reads_once(fabric, pico, monkeypatch, is_packed):
-    """With the masks of CUDA, which have no values that the host reads: neither for the loss nor for the documents."""
+    """With the loss and, for packed rows, the attention kernel of CUDA, which here computes nothing."""
     monkeypatch.setattr(loss, "_supervised_rows", lambda targets: (None, targets == -100))
     monkeypatch.setattr(loss, "_replace_inexact", lambda *_: None)
     monkeypatch.setattr(attention_dispatch, "DEVICES", ("cpu",))
     monkeypatch.setattr(attention_dispatch, "DTYPES", (torch.float32,))
     monkeypatch.setattr(attention_dispatch, "_passes", lambda case: True)
-    monkeypatch.setattr(attention_kernels, "FLASH_FORWARD", lambda q, *_, **__: (q.clone(), q.new_zeros(q.shape[1::-1])))
+
+    def kernel(q, *_, **__):
+        return q.clone(), q.new_zeros(q.shape[1::-1])
+
+    monkeypatch.setattr(attention_kernels, "FLASH_FORWARD", kernel)
     monkeypatch.setattr(attention_kernels, "FLASH_BACKWARD", lambda grad, q, k, v, *_, **__: (q, k, v))
     add_lora(pico, LoRAConfig(dropout=0.1))
     wrapped, optimizer = fabric.setup(pico, adamw(pico))
