@@ -125,6 +125,9 @@ def test_ratio_is_computed_within_each_round():
     # The machine was ten times slower in the last two rounds: every pair says 2, the ratio of the medians says 10.
     ratio = benchmark_report.compare(runs(200, 200, 20), runs(100, 10, 10), "tokens_per_sec")
     assert ratio == {"median": 2.0, "min": 2.0, "max": 20.0, "rounds": [2.0, 20.0, 2.0]}
+    (run,) = runs(1234)
+    assert benchmark_report.describe_run(run) == "1,234 tokens/s, 1.00 GB"
+    assert benchmark_report.describe_run(replace(run, mfu=0.5)) == "1,234 tokens/s, MFU 50.0%, 1.00 GB"
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,7 +55,7 @@ def test_report_has_every_result_or_its_reason(fakes, tmp_path):
         assert text in page, text
 
 
-def test_rows_and_seconds_select_what_runs(fakes, tmp_path, capsys):
+def test_rows_and_seconds_select_what_runs(fakes, tmp_path, capsys, monkeypatch):
     words = ["--matrix", "--only", "reading", "--rows", "good,ba", "--max_seconds", "1", "--out_dir", str(tmp_path)]
     assert matrix.main(words) == 0
     results = json.loads((tmp_path / "benchmark.json").read_text())["parts"]["reading"]
@@ -61,6 +63,10 @@ def test_rows_and_seconds_select_what_runs(fakes, tmp_path, capsys):
     assert {result["not_run"] for result in results} == {"no time left, see --max_seconds"}
     assert matrix.main([*words[:3], "--rows", "gpt3", "--out_dir", str(tmp_path)]) == 2
     assert "--rows gpt3: in no title of the parts reading" in capsys.readouterr().err
+    limits = {}
+    monkeypatch.setattr(matrix, "run_row", lambda run, seconds: limits.update({run.title: seconds}))
+    list(matrix.run_part("reading", SimpleNamespace(rows=["good", "slow"]), time.monotonic() + 60))
+    assert 50 < limits["good"] <= 60 and limits["slow"] == 0.1
 
 
 def test_unknown_parts_are_refused(capfd):
