@@ -105,7 +105,6 @@ def test_weights_are_cast_in_mixed_precision_and_gradients_added():
     assert not [op for op in in_16_bits.ops if op.name == "_to_copy" and op.bytes in weights]
 
 
-@pytest.mark.slow
 def test_autocast_leaves_sums_in_the_dtype_that_is_asked_for():
     x = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")
     with cuda_on_meta(torch.bfloat16), Recorder() as seen:
@@ -114,6 +113,7 @@ def test_autocast_leaves_sums_in_the_dtype_that_is_asked_for():
     assert [op.bytes for op in seen.ops if op.name == "sum"][0] == 2 * (64 * 32 + 64)
 
 
+@pytest.mark.slow
 def test_checkpointing_recomputes_the_products_of_the_blocks():
     flops = {}
     for mode in ("none", "selective", "full"):
