@@ -44,9 +44,13 @@ class AlignedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
+        return self.padded(x)[..., : self.weight.size(0)]
+
+    def padded(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., aligned size of out)."""
         dtype, n = matmul_dtype(self.weight), self.weight.size(0)
         size = aligned_size(n, x.device, dtype)
         if size == n:
             return super().forward(x)
         bias = None if self.bias is None else F.pad(self.bias, (0, size - n))
-        return F.linear(x, aligned_rows(self.weight, dtype), bias)[..., :n]
+        return F.linear(x, aligned_rows(self.weight, dtype), bias)

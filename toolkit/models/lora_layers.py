@@ -76,9 +76,11 @@ class LoRAMixin(nn.Module):
             return super().forward(x)
         if self.dora:
             return self._forward_dora(x)
-        y = super().forward(x)
+        y = getattr(super(), "padded", super().forward)(x)  # of an AlignedLinear
         hidden, b = self.low_rank(x, y.dtype)
-        return _addmm(y, hidden, b)
+        if padding := y.size(-1) - self.out_features:
+            b = F.pad(b, (0, 0, 0, padding))
+        return _addmm(y, hidden, b)[..., : self.out_features]
 
     def low_rank(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return factors (..., R) and (out, R) whose product is added to the output. R is the sum of the ranks."""
