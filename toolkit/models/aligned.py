@@ -48,9 +48,10 @@ class AlignedLinear(nn.Linear):
 
     def padded(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., aligned size of out)."""
-        dtype, n = matmul_dtype(self.weight), self.weight.size(0)
+        weight = self.weight
+        dtype, n = matmul_dtype(weight), weight.size(0)
         size = aligned_size(n, x.device, dtype)
         if size == n:
             return super().forward(x)
         bias = None if self.bias is None else F.pad(self.bias, (0, size - n))
-        return F.linear(x, aligned_rows(self.weight, dtype), bias)
+        return F.linear(x, aligned_rows(weight, dtype), bias)

@@ -42,8 +42,8 @@ class GarbageCollection:
     def collect(self, *, is_full: bool = True) -> None:
         """Collect all objects if ``is_full``, and in the first call; otherwise young ones, in every 20th call."""
         self._steps += 1
-        is_first = self._full_collections == 0
-        is_full = is_full or is_first
+        is_first = not self._full_collections
+        is_full |= is_first
         if not is_full and self._steps % STEPS_BETWEEN_COLLECTIONS:
             return
         started_at = time.perf_counter()
