@@ -67,7 +67,8 @@ def test_restricted_numbers_are_described_in_help_and_errors(capsys):
 FAST = (
     "pico-llama", "--train.micro_batch_size=4", "--train.max_tokens 1.5e6", "--train.tie_embeddings null",
     '--train {"max_steps":3,"learning_rate":2e-3}', "--log.run 5", "--model_config.bias true",
-    "--optimizer.betas [0.8,0.9]", "--optimizer.options.momentum 0.9", "--resume auto", "--out_dir=",
+    "--optimizer.betas [0.8,0.9]", "--optimizer.options.momentum 0.9",
+    '--optimizer.options.b 2 --optimizer.options {"a":1e-1}', "--resume auto", "--out_dir=",
     "--data.train_data_path x --data TextFiles", '--data {"class_path":"LitData","init_args":{"data_path":"x"}}',
     "--data Preference --data.json_path x --data.repo_id null",
 )  # fmt: skip
@@ -107,6 +108,7 @@ def one_of_each_kind_is_fast(cases: list[tuple]) -> list:
             ("--optimizer.weight_decay 0.1", "optimizer.weight_decay", 0.1),
             ('--optimizer.options {"momentum":0.9}', "optimizer.options", {"momentum": 0.9}),
             ("--optimizer.options.momentum 0.9", "optimizer.options", {"momentum": 0.9}),
+            ('--optimizer.options.b 2 --optimizer.options {"a":1e-1}', "optimizer.options", {"a": 0.1, "b": 2}),
             ("--resume true", "resume", True),
             ("--resume false", "resume", False),
             ("--resume auto", "resume", "auto"),
@@ -390,6 +392,9 @@ def test_unreadable_yaml_files(tmp_path):
         ("--model_config.position_embedding learnt", "--model_config.position_embedding learnt: must be one of rope, "),
         ("--optimizer.betas 0.9", "--optimizer.betas 0.9: must be a list of 2 such as [0.9, 0.95]"),
         ("--optimizer.options 3", "--optimizer.options 3: must be a mapping such as "),
+        ("--optimizer.options 3 --optimizer.options.a 1", "--optimizer.options 3: must be a mapping such as "),
+        ("--optimizer.options.a", "--optimizer.options.a: needs a value"),
+        ("--data Mixture --data.sources.web.weight 3", "--data.sources.web.weight 3: no entry 'web'"),
         ("--train 3", "--train 3: train is a group; set its options, for example --train.NAME VALUE"),
         ("pico-llama extra", "extra: unexpected word; options are given as --name value"),
         ("-x", "-x: unexpected word; options are given as --name value"),

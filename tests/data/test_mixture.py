@@ -47,7 +47,7 @@ def test_yaml_flags_and_python_give_the_same_mixture(tmp_path):
     written = tmp_path / "again.yaml"
     command = CommandOptions(setup)
     command.update(command.flatten({"data": {"class_path": "Mixture", "init_args": asdict(expected)}}, "x"))
-    written.write_text(dump(command, command.resolve().as_dict(), []))
+    written.write_text(dump(command, command.resolve(), []))
     again = parse("pretrain", setup, ("model_name",), ["--config", str(written)])["data"]
     assert again == expected and again.modules == expected.modules
 
@@ -91,7 +91,7 @@ def test_every_mistake_is_one_line_that_names_the_option(capsys):
     for further, message in (
         (["--data.sources.wbe.weight", "1"], "--data.sources.wbe.weight 1: no entry 'wbe'; did you mean 'web'?"),
         (["--data.sources.web.weight.x", "1"], "--data.sources.web.weight.x 1: weight is 1 and has no options"),
-        (["--data.sources.web.weight"], "--data.sources.web.weight: must be given"),
+        (["--data.sources.web.weight"], "--data.sources.web.weight: needs a value"),
     ):
         assert main(["pretrain", *flags, *further]) == 2
         assert capsys.readouterr().err == f"toolkit pretrain: {message}\n"

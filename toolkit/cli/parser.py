@@ -13,9 +13,10 @@ from toolkit.commands import COMMANDS, LISTS, TRAINING, WRAPPING
 from toolkit.config import AUTO
 from toolkit.config.checks import note
 from toolkit.config.classes import class_path
-from toolkit.config.command import COMMON_OPTIONS, CommandOptions, OptionValue
+from toolkit.config.command import COMMON_OPTIONS, CommandOptions
 from toolkit.config.other_formats import split, translate
 from toolkit.config.other_formats.rules import ForeignConfig
+from toolkit.config.values import OptionValue
 from toolkit.distributed import rendezvous
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
@@ -69,13 +70,13 @@ def parse(
 
         print(format_help(name, command, usage, positionals, common["help"]))
         return None
-    config = command.resolve(usage)
-    if name in WRAPPING and config.get("dry_run"):
+    values = command.resolve(usage)
+    if name in WRAPPING and values.get("dry_run"):
         raise UserError(f"--dry_run true: has no effect in `toolkit {name}`; remove it")
     if "print_config" in common:
-        print(dump(command, config.as_dict(), extensions), end="")
+        print(dump(command, values, extensions), end="")
         return None
-    return command.arguments(config)
+    return command.arguments(values)
 
 
 def _wrapped_command(name: str, argv: list[str]) -> str:
@@ -195,10 +196,8 @@ def dump(command: CommandOptions, values: dict[str, Any], extensions: list[str])
     import yaml
 
     for name, cls in command.selected.items():
-        path = class_path(cls, command.class_options[name])
-        values[name] = {"class_path": path, "init_args": values.get(name, {})}
-    ordered = {name: values[name] for name in command.parameters if name in values}
+        values |= {name: {"class_path": class_path(cls, command.class_options[name]), "init_args": values[name]}}
     if extensions:
-        ordered["extensions"] = extensions
-    plain = json.loads(json.dumps(ordered))  # tuples become lists
+        values |= {"extensions": extensions}
+    plain = json.loads(json.dumps(values))  # tuples become lists
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

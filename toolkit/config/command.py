@@ -1,11 +1,11 @@
 """Collect a command's options by dotted name, and convert their values to arguments of its ``setup`` function.
 
-jsonargparse resolves the signature and converts the values. The rest is done here: jsonargparse's result depends on the
-order of files, classes and flags, it keeps the options of a replaced class, and its errors take many lines.
+jsonargparse resolves the signatures, and converts and checks values by type. The layers are merged here, because the
+result must not depend on the order of files, classes and flags, nor keep options of a replaced class.
 """
 
+import copy
 import inspect
-import json
 import os
 import re
 from argparse import ArgumentError
@@ -17,15 +17,15 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from jsonargparse import ArgumentParser, Namespace
 
 from toolkit.config.classes import classes_of, kind_of, parameters_of
-from toolkit.config.entries import with_entry
 from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
-from toolkit.config.types import describe, expand_integer, is_restricted, limits, union_members
+from toolkit.config.types import describe, expand_integer, is_mapping, is_restricted, limits, union_members
+from toolkit.config.values import OptionValue, with_entry
 from toolkit.errors import UserError, did_you_mean, one_line
-from toolkit.extension import NO_GROUPS, add_extensions, import_object, load_registered, registered
-from toolkit.io.paths import mask_url, require_folder, require_local
-from toolkit.io.safe_parse import parse_yaml
+from toolkit.extension import add_extensions, import_object, load_registered, registered
+from toolkit.io.paths import require_folder, require_local
 
 _URL_OPTIONS = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # may be URLs
+_HOLDERS = ("run", "groups")  # parameters that hold options, but are not options
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
 
 
@@ -36,28 +36,6 @@ class Option(NamedTuple):
     is_required: bool
 
 
-class OptionValue(NamedTuple):
-    """A user's value of an option. ``source`` is "" for a flag, None for Python, otherwise the YAML file."""
-
-    source: str | None
-    value: Any
-
-    def display(self, key: str) -> str:
-        """Return the option as shown in messages: flag, or file and key, then the value."""
-        if re.search(r"(?i)(token|secret|password|passwd|api_key)$", key):
-            return f"{key if self.source is None else f'--{key}'} ***"
-        text = mask_url(self.text) if "://" in self.text else self.text
-        if self.source is None:
-            return f"{key} {(self.value if text == self.text else text)!r}"
-        if self.source:
-            return f"{self.source}: {key}: {text}"
-        return f"--{key} {'' if self.value is None else text}".rstrip()
-
-    @property
-    def text(self) -> str:
-        return self.value if isinstance(self.value, str) else json.dumps(self.value, default=str)
-
-
 def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments for ``setup`` from Python values by name.
 
@@ -66,13 +44,13 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     values = dict(values)
     add_extensions(values.pop("extensions", None), "extensions")
     command = CommandOptions(setup)
-    objects = {name: values.get(name, command.parameters[name].default) for name in command.class_options}
+    objects = {name: values.pop(name, command.parameters[name].default) for name in command.class_options}
     for name, value in objects.items():
         if not isinstance(value, base := command.class_options[name]):
             raise UserError(f"{name} {value!r}: must be an instance of {base.__name__}")
     command.selected = {}
-    command.update(command.flatten({n: v for n, v in values.items() if n not in objects}, None))
-    return command.arguments(command.resolve()) | objects
+    command.update(command.flatten(values, None))
+    return command.arguments(command.resolve() | objects)
 
 
 class CommandOptions:
@@ -85,35 +63,37 @@ class CommandOptions:
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         self.functions = functions
-        self.parameters = {n: p for function in reversed(functions) for n, p in parameters_of(function).items()}
-        self.flat = {n: p.annotation for n, p in self.parameters.items() if getattr(p.annotation, "is_flat", False)}
-        for name, cls in self.flat.items():
-            del self.parameters[name]
-            self.parameters |= parameters_of(cls)
-        self.extension_groups: dict[str, type] = {}
-        # ``run`` and ``groups`` hold options, but are not options
-        self.holders = {name for name, p in self.parameters.items() if p.default is NO_GROUPS}
-        for name in self.holders:
-            del self.parameters[name]
-        if "groups" in self.holders:
-            kind, extension_names = "option_groups", registered("option_groups", self.parameters)
-            self.extension_groups = {name: load_registered(kind, name) for name in extension_names}
-            for name, cls in self.extension_groups.items():
-                if not is_dataclass(cls) or any(
-                    p.default is inspect.Parameter.empty for p in parameters_of(cls).values()
-                ):
-                    raise UserError(
-                        f"extension {extension_names[name].origin}: {kind} {name}: must be a dataclass with defaults"
-                    )
+        self.parameters: dict[str, Any] = {}
+        owners: list[Any] = [*reversed(functions)]
+        for owner in owners:  # grows by the flat groups
+            for name, parameter in parameters_of(owner).items():
+                if is_flat(parameter):
+                    owners.append(parameter.annotation)
+                elif name not in _HOLDERS:
+                    self.parameters[name] = parameter
+        has_groups = any("groups" in parameters_of(owner) for owner in owners)
+        self.extension_groups = self._load_extension_groups() if has_groups else {}
         for name, cls in self.extension_groups.items():
             self.parameters[name] = SimpleNamespace(annotation=cls, default=cls(), doc=inspect.getdoc(cls))
-        self.class_options = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
-        groups = {n: p.annotation for n, p in self.parameters.items() if is_dataclass(p.annotation)}
-        self.groups: dict[str, Any] = groups
+        kinds = {name: parameter.annotation for name, parameter in self.parameters.items()}
+        self.class_options = {name: kind for name, kind in kinds.items() if inspect.isabstract(kind)}
+        self.groups: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
         self.selected = {name: type(self.parameters[name].default) for name in self.class_options}
         self.values: dict[str, OptionValue] = {}
         self.problems: list[str] = []
         """Messages about YAML files, reported together."""
+
+    def _load_extension_groups(self) -> dict[str, type]:
+        """Return the option groups of extensions by name."""
+        kind = "option_groups"
+        groups: dict[str, type] = {}
+        for name, entry in registered(kind, self.parameters).items():
+            cls: Any = load_registered(kind, name)
+            groups[name] = cls
+            is_complete = not any(map(is_required, parameters_of(cls).values()))
+            if not (is_complete and is_dataclass(cls)):
+                raise UserError(f"extension {entry.origin}: {kind} {name}: must be a dataclass with defaults")
+        return groups
 
     def options(self) -> dict[str, Option]:
         """Return every option by dotted name."""
@@ -122,9 +102,9 @@ class CommandOptions:
             cls: Any = self.selected.get(name) or self.groups.get(name)
             is_default = cls is type(parameter.default)
             for key, p in ({"": parameter} if cls is None else parameters_of(cls)).items():
-                is_required = p.default is inspect.Parameter.empty and not (key and is_default)
                 default = getattr(parameter.default, key, p.default) if key and is_default else p.default
-                options[f"{name}.{key}".rstrip(".")] = Option(p.annotation, default, p.doc or "", is_required)
+                required = is_required(p) and not (key and is_default)
+                options[f"{name}.{key}".rstrip(".")] = Option(p.annotation, default, p.doc or "", required)
         return options
 
     def choices(self, name: str) -> dict[str, type]:
@@ -153,9 +133,7 @@ class CommandOptions:
                 value = as_mapping(key, value)
             is_group = key in self.groups or key in self.class_options
             if is_group and isinstance(value, Mapping):
-                # copies, because jsonargparse converts the values of a dictionary in place
-                pairs = {option: dict(inner) if isinstance(inner, dict) else inner for option, inner in value.items()}
-                yield from ((f"{key}.{option}", OptionValue(source, inner)) for option, inner in pairs.items())
+                yield from ((f"{key}.{option}", OptionValue(source, inner)) for option, inner in value.items())
             elif key not in self.groups:
                 yield str(key), OptionValue(source, os.fspath(value) if isinstance(value, os.PathLike) else value)
             elif value is not None:
@@ -211,94 +189,96 @@ class CommandOptions:
 
     # ---- checks and conversion
 
-    def resolve(self, usage: str = "") -> Namespace:
-        """Return the checked and converted values of all options; ``usage`` is for messages."""
+    def resolve(self, usage: str = "") -> dict[str, Any]:
+        """Return the checked and converted values by parameter; groups and classes as {option: value}.
+
+        ``usage`` is for messages.
+        """
         options = self.options()
-        self._merge_into_mappings(options)
+        self._merge_entries(options)
         if problems := self.problems + self._describe_unknown(options):
             raise UserError(" | ".join(problems))
-        for key in list(self.values):
-            self._check(key, options)
+        user_values = {key: value for key, value in self.values.items() if not _means_default(value, options[key].kind)}
+        user_values = {key: self._check(key, value, options[key].kind) for key, value in user_values.items()}
         for key, option in options.items():
-            if option.is_required and key not in self.values:
+            if option.is_required and key not in user_values:
                 hint = f"; usage: {usage}" if key.upper() in usage.split() else ""
                 raise UserError(f"--{key}: must be given{hint}")
-        self._parser = self._build_parser()
-        try:
-            if any(value.source is None for value in self.values.values()):
-                return self._parser.parse_object(Namespace({key: value.value for key, value in self.values.items()}))
+        config = self._convert(user_values, options, usage)
+        values: dict[str, Any] = {name: {} for name in self.parameters}
+        for key, option in options.items():
+            name, _, field = key.partition(".")
+            value = config[key] if key in user_values else option.default
+            if is_restricted(type(value)):
+                value = value._type(value)  # YAML does not write the special class
+            if field:
+                values[name][field] = value
             else:
-                kinds = {key: options[key].kind if key in options else None for key in self.values}
-                texts = {key: expand_integer(value.text, kinds[key]) for key, value in self.values.items()}
-                return self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
+                values[name] = value
+        return values
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments for the functions from resolved values, with groups and classes as objects."""
+        classes = self.groups | self.selected
+        ready = {name: classes[name](**value) if name in classes else value for name, value in values.items()}
+
+        def arguments_of(function: Callable[..., Any]) -> dict[str, Any]:
+            arguments: dict[str, Any] = {}
+            for name, parameter in parameters_of(function).items():
+                if name == "run":
+                    arguments[name] = arguments_of(self.functions[-1]) if len(self.functions) > 1 else parameter.default
+                elif name == "groups":
+                    arguments[name] = {group: ready[group] for group in self.extension_groups}
+                elif is_flat(parameter):
+                    arguments[name] = parameter.annotation(**arguments_of(parameter.annotation))
+                else:
+                    arguments[name] = ready[name]
+            return arguments
+
+        return arguments_of(self.functions[0])
+
+    def _merge_entries(self, options: Mapping[str, Option]) -> None:
+        """Set entries of mapping options, such as --data.sources.web.weight, in the mapping."""
+        for name in [name for name, option in options.items() if is_mapping(option.kind)]:
+            for key in [key for key in self.values if key.startswith(f"{name}.")]:
+                entry, option = self.values.pop(key), options[name]
+                default = {} if option.is_required else option.default or {}
+                mapping = self.values.get(name, OptionValue(entry.source, default))
+                changed = with_entry(mapping.value, key.removeprefix(f"{name}.").split("."), entry, key, option.kind)
+                self.values[name] = mapping._replace(value=changed)
+
+    def _convert(self, values: Mapping[str, OptionValue], options: Mapping[str, Option], usage: str) -> Namespace:
+        """Convert the user's values to the types of their options."""
+        parser = ArgumentParser(exit_on_error=False)
+        for key in values:
+            parser.add_argument(f"--{key}", type=options[key].kind)
+        try:
+            if any(value.source is None for value in values.values()):
+                # a copy, because jsonargparse converts the values of a dictionary in place
+                return parser.parse_object(Namespace({k: copy.deepcopy(v.value) for k, v in values.items()}))
+            texts = {key: expand_integer(value.text, options[key].kind) for key, value in values.items()}
+            return parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
         except ArgumentError as error:
             raise UserError(self._explain(error, options, usage)) from error
 
-    def arguments(self, config: Namespace) -> dict[str, Any]:
-        """Return the arguments for the functions, with groups and choices as objects."""
-        ready = vars(self._parser.instantiate(config))
-        plain = (
-            self.parameters.keys() - self.groups.keys() - self.class_options.keys()
-        )  # other values may look like a class to instantiate
-        ready |= {name: value for name, value in config.as_dict().items() if name in plain}
-        for values in (ready, *(vars(value) for value in ready.values() if is_dataclass(value))):
-            # restricted numbers have special classes, which YAML does not write
-            values |= {key: value._type(value) for key, value in values.items() if is_restricted(type(value))}
-        arguments = {name: ready[name] for name in self.parameters if name in ready}
-        for name, cls in self.flat.items():
-            arguments[name] = cls(**{key: arguments.pop(key) for key in parameters_of(cls)})
-        if "groups" in self.holders:
-            arguments["groups"] = {name: arguments.pop(name) for name in self.extension_groups}
-        if len(self.functions) > 1:  # the second function's arguments become ``run``
-            own_parameters = inspect.signature(self.functions[0]).parameters
-            arguments["run"] = {name: arguments.pop(name) for name in [*arguments] if name not in own_parameters}
-        return arguments
-
-    def _merge_into_mappings(self, options: Mapping[str, Option]) -> None:
-        """Set entries of mapping options, such as --data.sources.web.weight, in the mapping's earlier value."""
-        mappings = [
-            name for name in options if get_origin(union_members(options[name].kind)[0]) is dict and name in self.values
-        ]
-        for key, name in [(key, name) for name in mappings for key in self.values if key.startswith(f"{name}.")]:
-            path = key.removeprefix(f"{name}.").split(".")
-            if len(path) > 1:  # jsonargparse sets entries themselves
-                entry = self.values.pop(key)
-                value = parse_yaml(entry.text) if entry.source == "" else entry.value
-                changed = with_entry(self.values[name].value, path, value, entry.display(key))
-                self.values[name] = self.values[name]._replace(value=changed)
-
-    def _build_parser(self) -> ArgumentParser:
-        parser, added = ArgumentParser(exit_on_error=False), {*self.class_options, *self.flat, *self.holders}
-        for function in self.functions:
-            added |= set(parser.add_function_arguments(function, skip=set(added), as_group=False))
-        for cls in self.flat.values():
-            parser.add_class_arguments(cls, as_group=False, instantiate=False)
-        for name, cls in (self.extension_groups | self.selected).items():
-            parser.add_class_arguments(cls, name)
-            if type(default := self.parameters[name].default) is cls:
-                parser.set_defaults({f"{name}.{key}": value for key, value in vars(default).items()})
-        return parser
-
-    def _check(self, key: str, options: dict[str, Option]) -> None:
+    def _check(self, key: str, value: OptionValue, kind: Any) -> OptionValue:
         """Raise UserError for a missing value, or for a URL where a local path is required.
 
-        A boolean flag without a value means true. null means the default if the type does not allow null.
+        A boolean flag without a value means true.
         """
-        value, kind = self.values[key], options[key].kind if key in options else Any
-        group = key.partition(".")[0]
         if value == OptionValue("", None):
             if kind is not bool:
                 raise UserError(f"--{key}: needs a value: {describe(kind)}")
-            self.values[key] = OptionValue("", "true")
-        elif value.value is None and not {None, type(None), Any} & {kind, *get_args(kind)}:
-            del self.values[key]
-        elif self.selected.get(group) in (None, *(self.choices(group).values() if group in self.class_options else ())):
-            prefix = f"{value.source}: " if value.source else "--" if value.source == "" else ""
-            may_be_remote = key in _URL_OPTIONS or (key == "out_dir" and "train" in self.groups)  # of a run
+            return OptionValue("", "true")
+        group, _, name = key.rpartition(".")
+        if group not in self.selected or self.selected[group] in self.choices(group).values():
             owner = self.selected.get(group, self.functions[0])
-            if key.rpartition(".")[2] not in getattr(owner, "takes_urls", ()):
+            may_be_remote = key in _URL_OPTIONS or (key == "out_dir" and "train" in self.groups)  # of a run
+            if name not in getattr(owner, "takes_urls", ()):  # user-provided classes may accept URLs
+                prefix = f"{value.source}: " if value.source else "--" if value.source == "" else ""
                 check = require_folder if may_be_remote else require_local
-                check(f"{prefix}{key}", value.value)  # user-provided classes may accept URLs
+                check(f"{prefix}{key}", value.value)
+        return value
 
     def _describe_unknown(self, options: dict[str, Option]) -> list[str]:
         """Describe the unknown options of YAML files, which may be another tool's. Raise UserError for others.
@@ -307,8 +287,7 @@ class CommandOptions:
         """
         unknown: dict[str, dict[str, list[str]]] = {}
         for key, value in self.values.items():
-            inside = key.rpartition(".")[0]
-            if key in options or (inside in options and get_origin(union_members(options[inside].kind)[0]) is dict):
+            if key in options:
                 continue
             hint = self._suggest(key, value.source, options)
             if not value.source:
@@ -342,7 +321,7 @@ class CommandOptions:
         compared = str if group else lambda option: option.rpartition(".")[2]
         return did_you_mean(key, names, cutoff=0.75, margin=0.05, normalize=compared, display=show) or "; see --help"
 
-    def _explain(self, error: ArgumentError, options: dict[str, Option], usage: str) -> str:
+    def _explain(self, error: ArgumentError, options: Mapping[str, Option], usage: str) -> str:
         """Convert jsonargparse's error to one line with option, value and valid values."""
         message = one_line(error)
         named = re.search(r'[Kk]ey "([^"]+)"', message)
@@ -372,3 +351,17 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
         kind = type(value).__name__
         raise UserError(f"{name} {kind}: must be a group of options, as a dictionary such as {{'name': value}}")
     return value
+
+
+def is_flat(parameter: Any) -> bool:
+    """Whether a parameter is a group whose fields are options without a prefix."""
+    return getattr(parameter.annotation, "is_flat", False)
+
+
+def is_required(parameter: Any) -> bool:
+    return parameter.default is inspect.Parameter.empty
+
+
+def _means_default(value: OptionValue, kind: Any) -> bool:
+    """Whether a value is null, in a file or from Python, and the type does not allow null."""
+    return value.value is None and value.source != "" and not {None, type(None), Any} & {kind, *get_args(kind)}

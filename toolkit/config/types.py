@@ -11,6 +11,10 @@ def union_members(kind: Any) -> tuple[Any, ...]:
     return tuple(part for part in union if part is not type(None))
 
 
+def is_mapping(kind: Any) -> bool:
+    return get_origin(union_members(kind)[0]) is dict
+
+
 def is_restricted(kind: Any) -> bool:
     """Whether ``kind`` is a number type with limits, such as jsonargparse's PositiveInt."""
     return hasattr(kind, "_restrictions")

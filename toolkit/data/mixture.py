@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.classes import class_path
-from toolkit.config.command import CommandOptions, OptionValue
+from toolkit.config.command import CommandOptions
+from toolkit.config.values import OptionValue
 from toolkit.data.base import DataModule, PreparedData, Report, is_ragged, mean_length, require, row_count, row_lengths
 from toolkit.errors import UserError, did_you_mean
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from toolkit.config.command import CommandOptions, OptionValue
+from toolkit.config.command import CommandOptions
+from toolkit.config.values import OptionValue
 from toolkit.errors import UserError
 from toolkit.planning import training_options
 

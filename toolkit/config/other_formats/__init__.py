@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config.checks import note
-from toolkit.config.command import OptionValue
 from toolkit.config.other_formats import fsdp_guide, mingpt
 from toolkit.config.other_formats.rules import ForeignConfig, Options
+from toolkit.config.values import OptionValue
 from toolkit.errors import UserError, did_you_mean
 
 FORMATS = {

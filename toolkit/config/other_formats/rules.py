@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from toolkit.config.command import OptionValue
+from toolkit.config.values import OptionValue
 from toolkit.errors import did_you_mean
 
 Options = dict[str, Any]

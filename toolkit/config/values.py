@@ -1,0 +1,63 @@
+"""Users' values of options, and entries of mapping options such as ``--data.sources.web.weight``."""
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, get_args
+
+from toolkit.config.types import union_members
+from toolkit.errors import UserError, did_you_mean
+from toolkit.io.paths import mask_url
+from toolkit.io.safe_parse import parse_yaml
+
+
+class OptionValue(NamedTuple):
+    """A user's value of an option. ``source`` is "" for a flag, None for Python, otherwise the YAML file."""
+
+    source: str | None
+    value: Any
+
+    def display(self, key: str) -> str:
+        """Return the option as shown in messages: flag, or file and key, then the value."""
+        if re.search(r"(?i)(token|secret|password|passwd|api_key)$", key):
+            return f"{key if self.source is None else f'--{key}'} ***"
+        text = mask_url(self.text) if "://" in self.text else self.text
+        if self.source is None:
+            return f"{key} {(self.value if text == self.text else text)!r}"
+        if self.source:
+            return f"{self.source}: {key}: {text}"
+        return f"--{key} {'' if self.value is None else text}".rstrip()
+
+    @property
+    def text(self) -> str:
+        return self.value if isinstance(self.value, str) else json.dumps(self.value, default=str)
+
+
+def with_entry(mapping: Any, path: Sequence[str], entry: OptionValue, key: str, kind: Any) -> Any:
+    """Return a copy of ``mapping`` (a dict or YAML text) with an entry at ``path``. Other values are not changed.
+
+    An entry of an entry must be in an existing one. ``key`` is the option name of the entry, ``kind`` the mapping's
+    type.
+    """
+    value = entry.value
+    if entry.source == "":
+        if value is None:
+            raise UserError(f"--{key}: needs a value")
+        if get_args(union_members(kind)[0])[1:] != (str,):
+            with suppress(ValueError):
+                value = parse_yaml(value)
+    with suppress(ValueError):
+        mapping = parse_yaml(mapping) if isinstance(mapping, str) else copy.deepcopy(mapping)
+    if not isinstance(mapping, dict):
+        return mapping  # the check of its type reports it
+    inner = mapping
+    for depth, name in enumerate(path[:-1]):
+        if depth == 0 and name not in mapping:
+            raise UserError(f"{entry.display(key)}: no entry {name!r}{did_you_mean(name, map(str, mapping))}")
+        inner = inner.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"{entry.display(key)}: {name} is {inner!r} and has no options")
+    inner[path[-1]] = value
+    return mapping
