@@ -10,6 +10,7 @@ import time
 import pytest
 
 from toolkit.cli import main
+from toolkit.commands import COMMANDS
 
 CASES = {
     "toolkit finetune_l": "finetune_lora",
@@ -21,8 +22,8 @@ CASES = {
     "toolkit plan pre": "pretrain",
     "toolkit schema finetune_f": "finetune_full",
     "toolkit pretrain --dry_run t": "true",
-    "toolkit pretrain --train.lr_schedule=cos": "--train.lr_schedule=cosine",
-    "toolkit pretrain --out_dir=ru": "--out_dir=runs_of_today",
+    "toolkit verify_parallel finetune_full --data Synth": "SyntheticTokens",
+    "toolkit pretrain --strategy dd": "ddp",
     "toolkit pretrain pico": "pico-llama",
     "toolkit finetune_full --data Synthetic": "SyntheticTokens",
     "toolkit finetune_full --data.json_p": "--data.json_path",
@@ -32,7 +33,7 @@ CASES = {
 }
 START = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], "source ./script"),
-    "zsh": (["zsh", "-f", "-i"], "autoload -U compinit; compinit -u; source ./script"),
+    "zsh": (["zsh", "-f", "-i"], "autoload -U compinit; compinit -u; eval \"$(<script)\""),
 }
 
 
@@ -87,15 +88,14 @@ def test_fish(folder):
         assert expected in [word.rstrip("/") for word in done.stdout.split()], done.stdout + done.stderr
 
 
-def test_script_has_every_command_and_no_quotes_that_end_it(capsys):
-    from toolkit.commands import COMMANDS
-
+def test_script_has_every_command_and_the_names_that_no_type_lists(capsys):
     assert main(["completion", "bash"]) == 0
-    table = capsys.readouterr().out.split("'")[1]
-    assert {line.split()[0] for line in table.splitlines()} == {"toolkit", *COMMANDS}
-    assert "pretrain --train.max_steps" in table and "plan --config <path>" in table
-    assert "pretrain --strategy auto single ddp fsdp" in table
-    (commands,) = (line for line in table.splitlines() if line.startswith("schema --command "))
+    lines = capsys.readouterr().out.splitlines()
+    words = {name: set(text.rstrip(")").split()) for name, _, text in (line.partition("=(") for line in lines)}
+    assert words["_shtab_toolkit_subparsers"] == {*COMMANDS}
+    assert "--data.json_path" in words["_shtab_toolkit_plan_pretrain_option_strings"]
+    assert {"auto", "fsdp"} <= words["_shtab_toolkit_pretrain___strategy_choices"]
+    commands = words["_shtab_toolkit_schema___command_choices"]
     assert "pretrain" in commands and "verify_parallel" not in commands
 
 
