@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -42,17 +41,10 @@ def parse(
         positionals = ("command", *COMMANDS[wrapped][1])
     parameters = [parameter for f in functions for parameter in inspect.signature(f).parameters.values()]
     switches = {parameter.name for parameter in parameters if parameter.annotation in (bool, "bool")}
-    overrides = [word for word in argv if re.fullmatch(r"\w+_config\.[\w.]+=.*", word)]  # hydra's, of its file
-    words = split_words([word for word in argv if word not in overrides], positionals, switches)
+    words = split_words(argv, positionals, switches)
     counts = Counter(key for key, _ in words if key not in COMMON_OPTIONS)
     note(*(f"--{key}: given {n} times; using the last value" for key, n in counts.items() if n > 1))
     files = [(file, read_config(file)) for key, file in words if key == "config"]
-    if overrides and not files:
-        raise UserError(f"{overrides[0]}: sets a key of a hydra file; give the file with --config")
-    for word in overrides:
-        group, _, rest = word.partition(".")
-        key, _, value = rest.partition("=")
-        files[-1][1].setdefault(group, {})[key] = parse_yaml(value)
     extensions = [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
     extensions += [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
     command = CommandOptions(*functions)  # after the extensions, which may add options
@@ -130,24 +122,26 @@ def flatten_files(
 
     ``files`` are pairs of path and content; ``flags`` override them.
     """
-    parts = [split(values) if "train" in command.groups else ({}, values) for _, values in files]
-    file_options = [list(command.flatten(values, path)) for (path, _), (_, values) in zip(files, parts, strict=True)]
-    for (path, _), options in zip(files, file_options, strict=True):
-        if repeated := [key for key, n in Counter(key for key, _ in options).items() if n > 1]:
+    is_training = "train" in command.groups
+    parts = [(path, *split(values)) if is_training else (path, {}, values) for path, values in files]
+    layers = [list(command.flatten(values, path)) for path, _, values in parts]
+    for (path, *_), layer in zip(parts, layers, strict=True):
+        if repeated := [key for key, n in Counter(key for key, _ in layer).items() if n > 1]:
             raise UserError(f"{path}: {repeated[0]}: given twice; remove one")
-    texts: dict[str, Any] = {key: value.text for layer in [*file_options, flags] for key, value in layer if value.value}
+    merged = {key: value for layer in (*layers, flags) for key, value in layer}
 
     def world_size() -> int:
-        devices, num_nodes, accelerator = (texts.get(name, AUTO) for name in ("devices", "num_nodes", "accelerator"))
+        names = ("devices", "num_nodes", "accelerator")
+        texts: list[Any] = [value.text if (value := merged.get(name)) and value.value else AUTO for name in names]
         # other values are reported where the options are checked
-        sizes: list[Any] = [int(text) if text.isdecimal() else AUTO for text in (devices, num_nodes)]
-        return count_processes(sizes[0], sizes[1], accelerator)
+        devices, num_nodes = (int(text) if text.isdecimal() else AUTO for text in texts[:2])
+        return count_processes(devices, num_nodes, texts[2])
 
-    later, layers = dict(flags), []
-    for (path, _), (groups, _), options in reversed(list(zip(files, parts, file_options, strict=True))):
-        layers.append(translate(ForeignConfig(path or "", groups, dict(options), later, world_size)) + options)
-        later = dict(layers[-1]) | later
-    yield from reversed(layers)
+    later = dict(flags)
+    for i, (path, groups, _) in reversed([*enumerate(parts)]):
+        layers[i] = translate(ForeignConfig(path or "", groups, dict(layers[i]), later, world_size)) + layers[i]
+        later = dict(layers[i]) | later
+    yield from layers
 
 
 def read_config(path: str | None) -> dict[str, Any]:

@@ -66,7 +66,10 @@ def _add_options(parser: ArgumentParser, positionals: tuple[str, ...], *function
             options |= {f"{base}.{key}": (p.annotation, p.doc or "") for key, p in parameters_of(cls).items()}
     options |= dict.fromkeys([*command.class_options, *COMMON_OPTIONS], (None, ""))
     for key, (kind, doc) in options.items():
-        word: dict[str, Any] = {"choices": values.get(key, _values(kind)) or None, "help": doc.partition(". ")[0]}
+        word: dict[str, Any] = {
+            "choices": values.get(key, _values(kind)) or None,
+            "help": doc.partition(". ")[0].replace("%", "%%"),
+        }
         actions: list[Any] = [parser.add_argument(f"--{key}", **word)]
         actions += [parser.add_argument(key, nargs="?", **word)] if key in positionals else []
         for action in actions if key == "config" or is_path_option(key) else ():

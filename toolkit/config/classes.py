@@ -53,15 +53,10 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _resolve_annotation(function: Callable[..., Any], parameter: Any) -> Any:
-    """Return the type of a parameter, and set it in the signature, where the parser looks for it.
-
-    jsonargparse leaves a postponed annotation as text in classes derived from a dataclass, and then checks no value.
-    """
+    """Return the type of a parameter. jsonargparse leaves postponed annotations in classes derived from a dataclass."""
     holder = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
     for owner in inspect.getmro(function) if inspect.isclass(function) else (function,):
         with suppress(NameError, AttributeError, TypeError, SyntaxError):
-            kind = get_type_hints(holder, vars(importlib.import_module(owner.__module__)))[parameter.name]
-            parameter.component.__annotations__[parameter.name] = kind
-            return kind
+            return get_type_hints(holder, vars(importlib.import_module(owner.__module__)))[parameter.name]
     name, kind = f"{function.__module__}.{function.__qualname__}", parameter.annotation
     raise UserError(f"{name}: type {kind} of {parameter.name} has no value; import it outside `if TYPE_CHECKING`")

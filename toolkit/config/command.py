@@ -4,23 +4,19 @@ jsonargparse resolves the signatures, and converts and checks values by type. Th
 result must not depend on the order of files, classes and flags, nor keep options of a replaced class.
 """
 
-import copy
 import inspect
 import os
-import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from jsonargparse import ArgumentParser, Namespace
-
 from toolkit.config.classes import classes_of, kind_of, parameters_of
 from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
 from toolkit.config.types import describe, expand_integer, is_mapping, is_restricted, limits, union_members
 from toolkit.config.values import OptionValue, with_entry
-from toolkit.errors import UserError, did_you_mean, one_line
+from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import add_extensions, import_object, load_registered, registered
 from toolkit.io.paths import require_folder, require_local
 
@@ -198,23 +194,18 @@ class CommandOptions:
         self._merge_entries(options)
         if problems := self.problems + self._describe_unknown(options):
             raise UserError(" | ".join(problems))
-        user_values = {key: value for key, value in self.values.items() if not _means_default(value, options[key].kind)}
-        user_values = {key: self._check(key, value, options[key].kind) for key, value in user_values.items()}
+        for key in [*self.values]:
+            self._check(key, options[key].kind)
         for key, option in options.items():
-            if option.is_required and key not in user_values:
+            if option.is_required and key not in self.values:
                 hint = f"; usage: {usage}" if key.upper() in usage.split() else ""
                 raise UserError(f"--{key}: must be given{hint}")
-        config = self._convert(user_values, options, usage)
+        converted = {key: self._convert(key, options[key].kind, usage) for key in self.values}
         values: dict[str, Any] = {name: {} for name in self.parameters}
         for key, option in options.items():
             name, _, field = key.partition(".")
-            value = config[key] if key in user_values else option.default
-            if is_restricted(type(value)):
-                value = value._type(value)  # YAML does not write the special class
-            if field:
-                values[name][field] = value
-            else:
-                values[name] = value
+            owner, last = (values[name], field) if field else (values, name)
+            owner[last] = converted.get(key, option.default)
         return values
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,38 +238,48 @@ class CommandOptions:
                 changed = with_entry(mapping.value, key.removeprefix(f"{name}.").split("."), entry, key, option.kind)
                 self.values[name] = mapping._replace(value=changed)
 
-    def _convert(self, values: Mapping[str, OptionValue], options: Mapping[str, Option], usage: str) -> Namespace:
-        """Convert the user's values to the types of their options."""
-        parser = ArgumentParser(exit_on_error=False)
-        for key in values:
-            parser.add_argument(f"--{key}", type=options[key].kind)
-        try:
-            if any(value.source is None for value in values.values()):
-                # a copy, because jsonargparse converts the values of a dictionary in place
-                return parser.parse_object(Namespace({k: copy.deepcopy(v.value) for k, v in values.items()}))
-            texts = {key: expand_integer(value.text, options[key].kind) for key, value in values.items()}
-            return parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
-        except ArgumentError as error:
-            raise UserError(self._explain(error, options, usage)) from error
-
-    def _check(self, key: str, value: OptionValue, kind: Any) -> OptionValue:
+    def _check(self, key: str, kind: Any) -> None:
         """Raise UserError for a missing value, or for a URL where a local path is required.
 
-        A boolean flag without a value means true.
+        A boolean flag without a value means true. null means the default if the type does not allow null.
         """
+        value = self.values[key]
         if value == OptionValue("", None):
             if kind is not bool:
                 raise UserError(f"--{key}: needs a value: {describe(kind)}")
-            return OptionValue("", "true")
+            self.values[key] = OptionValue("", "true")
+            return
+        if value.value is None and not {None, type(None), Any} & {kind, *get_args(kind)}:
+            del self.values[key]
+            return
         group, _, name = key.rpartition(".")
-        if group not in self.selected or self.selected[group] in self.choices(group).values():
-            owner = self.selected.get(group, self.functions[0])
+        owner: Any = self.selected.get(group, self.functions[0])
+        if group in self.selected and owner not in self.choices(group).values():
+            return  # a user-provided class may accept URLs
+        if name not in getattr(owner, "takes_urls", ()):
             may_be_remote = key in _URL_OPTIONS or (key == "out_dir" and "train" in self.groups)  # of a run
-            if name not in getattr(owner, "takes_urls", ()):  # user-provided classes may accept URLs
-                prefix = f"{value.source}: " if value.source else "--" if value.source == "" else ""
-                check = require_folder if may_be_remote else require_local
-                check(f"{prefix}{key}", value.value)
-        return value
+            prefix = f"{value.source}: " if value.source else "--" if value.source == "" else ""
+            check = require_folder if may_be_remote else require_local
+            check(f"{prefix}{key}", value.value)
+
+    def _convert(self, key: str, kind: Any, usage: str) -> Any:
+        """Return the user's value as ``kind``. Raise UserError with option, value and valid values."""
+        value = self.values[key]
+        try:
+            return value.convert(kind)
+        except ArgumentError as error:
+            text, kinds = value.text, union_members(kind)
+            for limited in filter(is_restricted, kinds):
+                try:
+                    number = value._replace(value=limited._type(expand_integer(text, kind)))
+                except ValueError:
+                    continue
+                must = "not be negative" if limited._expression == "v>=0" else f"be {limits(limited)}"
+                raise UserError(f"{number.display(key)}: must {must}") from error
+            names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
+            hint = VALUE_HINTS.get((key, text.lower())) or did_you_mean(text, names, cutoff=0.55)
+            shown = value.display(key).removeprefix("--" if key.upper() in usage.split() else "")  # positional
+            raise UserError(f"{shown}: must be {describe(kind)}{hint}") from error
 
     def _describe_unknown(self, options: dict[str, Option]) -> list[str]:
         """Describe the unknown options of YAML files, which may be another tool's. Raise UserError for others.
@@ -321,27 +322,6 @@ class CommandOptions:
         compared = str if group else lambda option: option.rpartition(".")[2]
         return did_you_mean(key, names, cutoff=0.75, margin=0.05, normalize=compared, display=show) or "; see --help"
 
-    def _explain(self, error: ArgumentError, options: Mapping[str, Option], usage: str) -> str:
-        """Convert jsonargparse's error to one line with option, value and valid values."""
-        message = one_line(error)
-        named = re.search(r'[Kk]ey "([^"]+)"', message)
-        key = named[1] if named else ""
-        if key not in self.values:
-            return message
-        value, kinds = self.values[key], union_members(options[key].kind)
-        for kind in filter(is_restricted, kinds):
-            try:
-                number = kind._type(expand_integer(value.text, options[key].kind))
-            except ValueError:
-                continue
-            must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
-            return f"{value._replace(value=number).display(key)}: must {must}"
-        names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-        hint = VALUE_HINTS.get((key, value.text.lower())) or did_you_mean(value.text, names, cutoff=0.55)
-        is_positional = key.upper() in usage.split()
-        shown = value.display(key).removeprefix("--" if is_positional else "")
-        return f"{shown}: must be {describe(options[key].kind)}{hint}"
-
 
 def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
     """Convert an option group from Python, a dictionary or dataclass, to a mapping."""
@@ -360,8 +340,3 @@ def is_flat(parameter: Any) -> bool:
 
 def is_required(parameter: Any) -> bool:
     return parameter.default is inspect.Parameter.empty
-
-
-def _means_default(value: OptionValue, kind: Any) -> bool:
-    """Whether a value is null, in a file or from Python, and the type does not allow null."""
-    return value.value is None and value.source != "" and not {None, type(None), Any} & {kind, *get_args(kind)}

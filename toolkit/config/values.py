@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, get_args
 
-from toolkit.config.types import union_members
+from jsonargparse import ArgumentParser
+
+from toolkit.config.types import expand_integer, is_restricted, union_members
 from toolkit.errors import UserError, did_you_mean
 from toolkit.io.paths import mask_url
 from toolkit.io.safe_parse import parse_yaml
@@ -33,6 +35,16 @@ class OptionValue(NamedTuple):
     @property
     def text(self) -> str:
         return self.value if isinstance(self.value, str) else json.dumps(self.value, default=str)
+
+    def convert(self, kind: Any) -> Any:
+        """Return the value as an instance of ``kind``, by jsonargparse. Raise ArgumentError if it is none."""
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--value", type=kind)
+        if self.source is None:  # a copy, because values in a dictionary are converted in place
+            value = parser.parse_object({"value": copy.deepcopy(self.value)}).value
+        else:
+            value = parser.parse_args([f"--value={expand_integer(self.text, kind)}"]).value
+        return value._type(value) if is_restricted(type(value)) else value  # YAML does not write the special class
 
 
 def with_entry(mapping: Any, path: Sequence[str], entry: OptionValue, key: str, kind: Any) -> Any:
