@@ -33,7 +33,7 @@ CASES = {
 }
 START = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], "source ./script"),
-    "zsh": (["zsh", "-f", "-i"], "autoload -U compinit; compinit -u; eval \"$(<script)\""),
+    "zsh": (["zsh", "-f", "-i"], 'autoload -U compinit; compinit -u; eval "$(<script)"'),
 }
 
 
