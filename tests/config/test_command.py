@@ -1,6 +1,5 @@
 """Options of a command: documented spellings, YAML files, one-line errors."""
 
-import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -416,16 +415,17 @@ def test_missing_positional_shows_the_usage():
 
 def test_user_provided_data_class(tmp_path, monkeypatch, capsys):
     (tmp_path / "user_data.py").write_text(
-        "from dataclasses import dataclass\nfrom toolkit.data import DataModule\n"
-        "@dataclass\nclass UserData(DataModule):\n    size: int = 3\n    def prepare(self, **kwargs): ...\n"
+        "from dataclasses import dataclass, field\nfrom toolkit.data import DataModule\n"
+        "@dataclass\nclass UserData(DataModule):\n    size: int = 3\n"
+        "    names: list[str] = field(default_factory=list)\n    def prepare(self, **kwargs): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     data = parse("--data", "user_data.UserData", "--data.size", "4")["data"]
-    assert type(data).__name__ == "UserData" and data.size == 4
+    assert type(data).__name__ == "UserData" and (data.size, data.names) == (4, [])
     parse("--data", "user_data.UserData", "--data.size", "4", "--print_config")
     assert yaml.safe_load(capsys.readouterr().out)["data"] == {
         "class_path": "user_data.UserData",
-        "init_args": {"size": 4},
+        "init_args": {"size": 4, "names": []},
     }
 
 
@@ -445,8 +445,8 @@ def test_every_typed_option_of_a_class_refuses_a_wrong_value(tmp_path, monkeypat
     for group, base in (("data", DataModule), ("objective", Objective)):
         for name, cls in classes_of(base).items():
             parameters = parameters_of(cls).items()
-            required = [f"--{group}.{k}=x" for k, p in parameters if p.default is inspect.Parameter.empty]
-            numbers = [k for k, p in parameters if union_members(p.annotation)[0] in (int, float)]
+            required = [f"--{group}.{k}=x" for k, option in parameters if option.is_required]
+            numbers = [k for k, option in parameters if union_members(option.kind)[0] in (int, float)]
             cases += [(group, name, key, required) for key in numbers]
     assert len(cases) > 20
     for group, name, key, required in cases:

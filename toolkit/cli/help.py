@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, Literal, get_origin
 
 from toolkit.commands import EXAMPLES
-from toolkit.config.command import CommandOptions, Option
+from toolkit.config.classes import Option
+from toolkit.config.command import CommandOptions
 from toolkit.config.types import describe, is_restricted, limits, union_members
 from toolkit.errors import UserError, did_you_mean
 from toolkit.io.paths import is_path_option

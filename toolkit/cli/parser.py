@@ -5,6 +5,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,29 +90,26 @@ def split_words(
     ``switches`` are boolean options. The word after a switch may be a positional argument instead of its value.
     """
     words: list[tuple[str, str | None]] = []
-    left, rest = list(positionals), list(argv)
+    left, rest, listed = list(positionals), list(argv), {*positionals[-1:]} & {*LISTS}
     while rest:
         word = rest.pop(0)
+        is_dashed = word.startswith("-") and len(word) > 1
         if word.startswith("--") and len(word) > 2:
             key, equals, text = word[2:].partition("=")
-            takes_value = key != "print_config" and not equals
-            if key in switches and left and rest and rest[0].lower() not in _BOOLEANS:
+            takes_value = key != "print_config" and not equals and bool(rest) and not rest[0].startswith("--")
+            if takes_value and key in switches and left and rest[0].lower() not in _BOOLEANS:
                 takes_value = False
-            if takes_value and rest and not rest[0].startswith("--"):
-                text, equals = rest.pop(0), "="
-            words.append((key, text if equals else None))
+            words.append((key, rest.pop(0) if takes_value else text if equals else None))
         elif word == "-h":
             words.append(("help", None))
-        elif left and not (word.startswith("-") and len(word) > 1):
-            words.append((left.pop(0), word))
-        elif positionals and positionals[-1] in LISTS and not word.startswith("-"):
-            words.append((positionals[-1], word))
+        elif (left or listed) and not is_dashed:
+            words.append((left.pop(0) if left else positionals[-1], word))
         else:
-            name = word.partition("=")[0] if word.startswith("-") else word
+            name = word.partition("=")[0] if is_dashed else word
             raise UserError(f"{name}: unexpected word; options are given as --name value")
-    for name in LISTS:
-        if values := [text for key, text in words if key == name and text is not None]:
-            words = [*((key, text) for key, text in words if key != name), (name, ",".join(values))]
+    for name in listed:
+        texts = [text for key, text in words if key == name and text is not None]
+        words = [pair for pair in words if pair[0] != name] + ([(name, ",".join(texts))] if texts else [])
     return words
 
 
@@ -167,13 +165,12 @@ def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator
     if key not in command.groups and not (key in command.class_options and (text or "").startswith("{")):
         yield key, value
         return
-    try:
+    values = None
+    with suppress(ValueError):
         values = parse_yaml(text or "")
-    except ValueError:
-        values = None
     if not isinstance(values, dict):
-        is_named = isinstance(getattr(command.groups.get(key), "name", None), str)  # --optimizer AdamW
-        hint = f"did you mean --{key}.name {text}?" if text and is_named else f"for example --{key}.NAME VALUE"
+        is_name = text and command.has_name(key)  # --optimizer AdamW
+        hint = f"did you mean --{key}.name {text}?" if is_name else f"for example --{key}.NAME VALUE"
         raise UserError(f"{value.display(key)}: {key} is a group; set its options, {hint}")
     yield from ((option, OptionValue("", inner.text)) for option, inner in command.flatten({key: values}, ""))
 

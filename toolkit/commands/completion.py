@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import shtab
 
 from toolkit.config import STRATEGIES
-from toolkit.config.classes import parameters_of
+from toolkit.config.classes import Option, parameters_of
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions
 from toolkit.config.types import union_members
 from toolkit.extension import registered
@@ -54,7 +54,7 @@ def _add_options(parser: ArgumentParser, positionals: tuple[str, ...], *function
     from toolkit.models.families import list_names_by_family
 
     command = CommandOptions(*functions)
-    options = {key: (option.kind, option.doc) for key, option in command.options().items()}
+    options = command.options() | dict.fromkeys(COMMON_OPTIONS, Option(None, None, "", False))
     values: dict[str, list[str]] = {
         "command": [name for name in COMMANDS if name not in WRAPPING],  # of schema
         "model_name": [*chain(*list_names_by_family().values())],
@@ -62,14 +62,12 @@ def _add_options(parser: ArgumentParser, positionals: tuple[str, ...], *function
     }
     for base in command.class_options:
         values[base] = [*command.choices(base)]
+        options[base] = Option(None, None, "", False)
         for cls in command.choices(base).values():
-            options |= {f"{base}.{key}": (p.annotation, p.doc or "") for key, p in parameters_of(cls).items()}
-    options |= dict.fromkeys([*command.class_options, *COMMON_OPTIONS], (None, ""))
-    for key, (kind, doc) in options.items():
-        word: dict[str, Any] = {
-            "choices": values.get(key, _values(kind)) or None,
-            "help": doc.partition(". ")[0].replace("%", "%%"),
-        }
+            options |= {f"{base}.{key}": option for key, option in parameters_of(cls).items()}
+    for key, option in options.items():
+        text = option.doc.partition(". ")[0].replace("%", "%%")
+        word: dict[str, Any] = {"choices": values.get(key, _values(option.kind)) or None, "help": text}
         actions: list[Any] = [parser.add_argument(f"--{key}", **word)]
         actions += [parser.add_argument(key, nargs="?", **word)] if key in positionals else []
         for action in actions if key == "config" or is_path_option(key) else ():

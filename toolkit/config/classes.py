@@ -5,8 +5,9 @@ import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
@@ -36,20 +37,30 @@ def class_path(cls: type, base: type) -> str:
     return cls.__name__ if cls in classes_of(base).values() else f"{cls.__module__}.{cls.__qualname__}"
 
 
+class Option(NamedTuple):
+    kind: Any  # the type
+    default: Any
+    doc: str
+    is_required: bool
+
+
 @functools.cache
-def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+def parameters_of(function: Callable[..., Any]) -> dict[str, Option]:
     """Return the parameters of a function or class by name, including those forwarded through ``**kwargs``.
 
     Uses a private function of jsonargparse (tested with 4.53). The public API offers this only for parsers.
     """
-    parameters = {p.name: p for p in get_signature_parameters(function, logger=False)}
-    for parameter in parameters.values():
-        if isinstance(parameter.annotation, str):
-            parameter.annotation = _resolve_annotation(function, parameter)
-    for name in parameters.keys() & (declared := inspect.signature(function).parameters).keys():
-        # keep the data module, which jsonargparse converts to a dictionary
-        parameters[name].default = declared[name].default
-    return parameters
+    # jsonargparse converts a data module that is a default to a dictionary
+    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    if inspect.isclass(function) and is_dataclass(function):
+        made = {field.name: field.default_factory for field in fields(function)}
+        defaults |= {name: make() for name, make in made.items() if make is not MISSING}
+    options = {}
+    for p in get_signature_parameters(function, logger=False):
+        kind = _resolve_annotation(function, p) if isinstance(p.annotation, str) else p.annotation
+        default = defaults.get(p.name, p.default)
+        options[p.name] = Option(kind, default, p.doc or "", default is inspect.Parameter.empty)
+    return options
 
 
 def _resolve_annotation(function: Callable[..., Any], parameter: Any) -> Any:

@@ -9,10 +9,9 @@ import os
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from toolkit.config.classes import classes_of, kind_of, parameters_of
+from toolkit.config.classes import Option, classes_of, kind_of, parameters_of
 from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
 from toolkit.config.types import describe, expand_integer, is_mapping, is_restricted, limits, union_members
 from toolkit.config.values import OptionValue, with_entry
@@ -23,13 +22,6 @@ from toolkit.io.paths import require_folder, require_local
 _URL_OPTIONS = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # may be URLs
 _HOLDERS = ("run", "groups")  # parameters that hold options, but are not options
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
-
-
-class Option(NamedTuple):
-    kind: Any  # the type
-    default: Any
-    doc: str
-    is_required: bool
 
 
 def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,19 +51,19 @@ class CommandOptions:
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         self.functions = functions
-        self.parameters: dict[str, Any] = {}
+        self.parameters: dict[str, Option] = {}
         owners: list[Any] = [*reversed(functions)]
         for owner in owners:  # grows by the flat groups
             for name, parameter in parameters_of(owner).items():
                 if is_flat(parameter):
-                    owners.append(parameter.annotation)
+                    owners.append(parameter.kind)
                 elif name not in _HOLDERS:
                     self.parameters[name] = parameter
         has_groups = any("groups" in parameters_of(owner) for owner in owners)
         self.extension_groups = self._load_extension_groups() if has_groups else {}
         for name, cls in self.extension_groups.items():
-            self.parameters[name] = SimpleNamespace(annotation=cls, default=cls(), doc=inspect.getdoc(cls))
-        kinds = {name: parameter.annotation for name, parameter in self.parameters.items()}
+            self.parameters[name] = Option(cls, cls(), "", False)
+        kinds = {name: parameter.kind for name, parameter in self.parameters.items()}
         self.class_options = {name: kind for name, kind in kinds.items() if inspect.isabstract(kind)}
         self.groups: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
         self.selected = {name: type(self.parameters[name].default) for name in self.class_options}
@@ -86,8 +78,8 @@ class CommandOptions:
         for name, entry in registered(kind, self.parameters).items():
             cls: Any = load_registered(kind, name)
             groups[name] = cls
-            is_complete = not any(map(is_required, parameters_of(cls).values()))
-            if not (is_complete and is_dataclass(cls)):
+            has_defaults = not any(option.is_required for option in parameters_of(cls).values())
+            if not (has_defaults and is_dataclass(cls)):
                 raise UserError(f"extension {entry.origin}: {kind} {name}: must be a dataclass with defaults")
         return groups
 
@@ -96,11 +88,14 @@ class CommandOptions:
         options: dict[str, Option] = {}
         for name, parameter in self.parameters.items():
             cls: Any = self.selected.get(name) or self.groups.get(name)
-            is_default = cls is type(parameter.default)
-            for key, p in ({"": parameter} if cls is None else parameters_of(cls)).items():
-                default = getattr(parameter.default, key, p.default) if key and is_default else p.default
-                required = is_required(p) and not (key and is_default)
-                options[f"{name}.{key}".rstrip(".")] = Option(p.annotation, default, p.doc or "", required)
+            if cls is None:
+                options[name] = parameter
+                continue
+            has_default = cls is type(parameter.default)
+            for key, option in parameters_of(cls).items():
+                if has_default:
+                    option = option._replace(default=getattr(parameter.default, key, option.default), is_required=False)
+                options[f"{name}.{key}"] = option
         return options
 
     def choices(self, name: str) -> dict[str, type]:
@@ -111,6 +106,10 @@ class CommandOptions:
         """Whether several classes are known for a parameter, or a user-provided class is selected."""
         return [self.selected[name]] != list(self.choices(name).values())
 
+    def has_name(self, group: str) -> bool:
+        """Whether the main option of a group is its name, such as optimizer.name."""
+        return isinstance(getattr(self.groups.get(group), "name", None), str)
+
     # ---- user values
 
     def flatten(self, values: Mapping[str, Any], source: str | None) -> Iterator[tuple[str, OptionValue]]:
@@ -119,22 +118,21 @@ class CommandOptions:
         A class option is a mapping with ``class_path`` and ``init_args``, only a class name, or only options.
         """
         for key, value in values.items():
-            if key in self.class_options and isinstance(value, dict):
-                value = dict(value)
-                if "class_path" in value:
-                    yield key, OptionValue(source, value.pop("class_path"))
-                prefix = f"{source}: " if source else ""
-                value = {**as_mapping(f"{prefix}{key}.init_args", value.pop("init_args", None) or {}), **value}
-            elif key in self.groups and source is None:
+            is_group, is_class = key in self.groups, key in self.class_options
+            if is_class and isinstance(value, dict):
+                inner = dict(value)
+                if "class_path" in inner:
+                    yield key, OptionValue(source, inner.pop("class_path"))
+                name = f"{source}: {key}.init_args" if source else f"{key}.init_args"
+                value = {**as_mapping(name, inner.pop("init_args", None) or {}), **inner}
+            elif is_group and source is None:
                 value = as_mapping(key, value)
-            is_group = key in self.groups or key in self.class_options
-            if is_group and isinstance(value, Mapping):
+            if (is_group or is_class) and isinstance(value, Mapping):
                 yield from ((f"{key}.{option}", OptionValue(source, inner)) for option, inner in value.items())
-            elif key not in self.groups:
+            elif not is_group:
                 yield str(key), OptionValue(source, os.fspath(value) if isinstance(value, os.PathLike) else value)
             elif value is not None:
-                is_named = isinstance(value, str) and isinstance(getattr(self.groups[key], "name", None), str)
-                hint = f", such as {key}.name: {value}" if is_named else ""
+                hint = f", such as {key}.name: {value}" if isinstance(value, str) and self.has_name(key) else ""
                 problem = f"{OptionValue(source, value).display(key)}: must be a group of `name: value` pairs{hint}"
                 if not source:
                     raise UserError(problem)
@@ -147,9 +145,7 @@ class CommandOptions:
         another meaning.
         """
         layer = list(layer)
-        for key, value in layer:
-            if key not in self.class_options:
-                continue
+        for key, value in [pair for pair in layer if pair[0] in self.class_options]:
             try:
                 cls = self._select_class(key, value)
             except UserError as error:
@@ -157,15 +153,15 @@ class CommandOptions:
                     raise
                 self.problems.append(str(error))
                 layer = [(k, v) for k, v in layer if not k.startswith(f"{key}.")]
-                continue
-            if cls is not self.selected[key]:
-                self.values = {k: v for k, v in self.values.items() if not k.startswith(f"{key}.")}
+            else:
+                if cls is not self.selected[key]:
+                    self.values = {k: v for k, v in self.values.items() if not k.startswith(f"{key}.")}
                 self.selected[key] = cls
         self.values |= {key: value for key, value in layer if key not in self.class_options}
 
     def _select_class(self, key: str, value: OptionValue) -> type:
         """Return the class for ``--data NAME``: one of toolkit's, or a user-provided class by its full path."""
-        choices = self.choices(key)
+        base, choices = self.class_options[key], self.choices(key)
         if not value.value:
             raise UserError(f"--{key}: needs a value: {', '.join(choices)}")
         module, _, name = value.text.rpartition(".")
@@ -173,14 +169,14 @@ class CommandOptions:
             cls = import_object(value.text) if module else choices.get(name)
         except (ImportError, AttributeError, ValueError):
             cls = None
-        if cls is None and name in registered(kind := kind_of(self.class_options[key])):
+        if cls is None and name in registered(kind := kind_of(base)):
             cls = load_registered(kind, name)  # says why it does not import
-        if cls is not None and not (inspect.isclass(cls) and issubclass(cls, self.class_options[key])):
-            raise UserError(f"{value.display(key)}: must be a class derived from {self.class_options[key].__name__}")
         if cls is None:
             hint = None if module else CLASS_HINTS.get(name)
             near = hint or did_you_mean(name, choices, cutoff=0.65) or f"; known are {', '.join(choices)}"
             raise UserError(f"{value.display(key)}: no such class{near}")
+        if not (inspect.isclass(cls) and issubclass(cls, base)):
+            raise UserError(f"{value.display(key)}: must be a class derived from {base.__name__}")
         return cls
 
     # ---- checks and conversion
@@ -221,7 +217,7 @@ class CommandOptions:
                 elif name == "groups":
                     arguments[name] = {group: ready[group] for group in self.extension_groups}
                 elif is_flat(parameter):
-                    arguments[name] = parameter.annotation(**arguments_of(parameter.annotation))
+                    arguments[name] = parameter.kind(**arguments_of(parameter.kind))
                 else:
                     arguments[name] = ready[name]
             return arguments
@@ -287,21 +283,17 @@ class CommandOptions:
         Their values are not shown: a misspelled name may have a secret.
         """
         unknown: dict[str, dict[str, list[str]]] = {}
-        for key, value in self.values.items():
-            if key in options:
-                continue
-            hint = self._suggest(key, value.source, options)
-            if not value.source:
-                raise UserError(f"{'--' * (value.source == '')}{key}: no such option{hint}")
-            unknown.setdefault(value.source, {}).setdefault(hint, []).append(key)
-
-        return [  # a file is named once, because the length of a line is bounded
-            f"{source}: "
-            + " | ".join(
-                f"{', '.join(keys)}: no such option{'s' * (len(keys) > 1)}{hint}" for hint, keys in keys_by_hint.items()
-            )
-            for source, keys_by_hint in unknown.items()
-        ]
+        for key in [key for key in self.values if key not in options]:
+            source = self.values[key].source
+            hint = self._suggest(key, source, options)
+            if not source:
+                raise UserError(f"{'--' * (source == '')}{key}: no such option{hint}")
+            unknown.setdefault(source, {}).setdefault(hint, []).append(key)
+        problems = []
+        for source, keys_by_hint in unknown.items():  # a file is named once, because the length of a line is bounded
+            parts = [f"{', '.join(k)}: no such option{'s' * (len(k) > 1)}{hint}" for hint, k in keys_by_hint.items()]
+            problems.append(f"{source}: {' | '.join(parts)}")
+        return problems
 
     def _suggest(self, key: str, source: str | None, options: dict[str, Option]) -> str:
         """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""
@@ -333,10 +325,6 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def is_flat(parameter: Any) -> bool:
+def is_flat(parameter: Option) -> bool:
     """Whether a parameter is a group whose fields are options without a prefix."""
-    return getattr(parameter.annotation, "is_flat", False)
-
-
-def is_required(parameter: Any) -> bool:
-    return parameter.default is inspect.Parameter.empty
+    return getattr(parameter.kind, "is_flat", False)

@@ -4,10 +4,10 @@ import json
 import re
 from collections.abc import Mapping
 from operator import ge, gt, le, lt
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from toolkit.config.classes import parameters_of
-from toolkit.config.command import CommandOptions, Option
+from toolkit.config.classes import Option, parameters_of
+from toolkit.config.command import CommandOptions
 from toolkit.config.types import is_restricted, union_members
 
 Schema = dict[str, Any]
@@ -64,11 +64,8 @@ def _class_option(command: CommandOptions, base: str, definitions: dict[str, Sch
     forms: list[Schema] = [{"enum": names}, is_import_path]
     forms.append({"type": "object", "properties": {"class_path": is_import_path}, "required": ["class_path"]})
     for name, cls in command.choices(base).items():
-        hints = get_type_hints(cls)
-        definition, inner = f"{base}.{name}", {}
-        for key, p in parameters_of(cls).items():
-            kind = hints.get(key, Any) if isinstance(p.annotation, str) else p.annotation
-            inner[key] = _property(Option(kind, p.default, p.doc or "", False))
+        definition = f"{base}.{name}"
+        inner = {key: _property(option) for key, option in parameters_of(cls).items()}
         definitions[definition] = _mapping(inner, inner, nullable=True)
         fields = {key: {"$ref": f"#/definitions/{definition}/properties/{key}"} for key in inner}
         fields |= {"class_path": {"const": name}, "init_args": {"$ref": f"#/definitions/{definition}"}}
