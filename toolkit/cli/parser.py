@@ -25,7 +25,7 @@ from toolkit.io.paths import require_local
 from toolkit.io.safe_parse import parse_yaml, read_yaml
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "null", "1", "0")
-OptionList = list[tuple[str, OptionValue]]
+Layer = dict[str, OptionValue]
 
 
 def parse(
@@ -49,7 +49,9 @@ def parse(
     extensions = [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
     extensions += [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
     command = CommandOptions(*functions)  # after the extensions, which may add options
-    flags = [pair for key, text in words if key not in COMMON_OPTIONS for pair in expand_flag(command, key, text)]
+    flags: Layer = {}
+    for key, text in words:
+        flags |= {} if key in COMMON_OPTIONS else expand_flag(command, key, text)
     for layer in [*flatten_files(command, files, flags), flags]:
         command.update(layer)
     if "timeout" in command.values:
@@ -114,19 +116,16 @@ def split_words(
 
 
 def flatten_files(
-    command: CommandOptions, files: list[tuple[str | None, dict[str, Any]]], flags: OptionList
-) -> Iterator[OptionList]:
+    command: CommandOptions, files: list[tuple[str | None, dict[str, Any]]], flags: Layer
+) -> Iterator[Layer]:
     """Yield the options in each YAML file. A training command's files may be in the format of another tool.
 
     ``files`` are pairs of path and content; ``flags`` override them.
     """
     is_training = "train" in command.groups
     parts = [(path, *split(values)) if is_training else (path, {}, values) for path, values in files]
-    layers = [list(command.flatten(values, path)) for path, _, values in parts]
-    for (path, *_), layer in zip(parts, layers, strict=True):
-        if repeated := [key for key, n in Counter(key for key, _ in layer).items() if n > 1]:
-            raise UserError(f"{path}: {repeated[0]}: given twice; remove one")
-    merged = {key: value for layer in (*layers, flags) for key, value in layer}
+    layers = [command.flatten(values, path) for path, _, values in parts]
+    merged = {key: value for layer in (*layers, flags) for key, value in layer.items()}
 
     def world_size() -> int:
         names = ("devices", "num_nodes", "accelerator")
@@ -135,10 +134,10 @@ def flatten_files(
         devices, num_nodes = (int(text) if text.isdecimal() else AUTO for text in texts[:2])
         return count_processes(devices, num_nodes, texts[2])
 
-    later = dict(flags)
+    later = flags
     for i, (path, groups, _) in reversed([*enumerate(parts)]):
-        layers[i] = translate(ForeignConfig(path or "", groups, dict(layers[i]), later, world_size)) + layers[i]
-        later = dict(layers[i]) | later
+        layers[i] |= translate(ForeignConfig(path or "", groups, layers[i], later, world_size))
+        later = layers[i] | later
     yield from layers
 
 
@@ -159,12 +158,11 @@ def read_config(path: str | None) -> dict[str, Any]:
     return values
 
 
-def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator[tuple[str, OptionValue]]:
-    """Yield a flag, or the options of a group flag such as ``--train '{"max_steps": 3}'``."""
+def expand_flag(command: CommandOptions, key: str, text: str | None) -> Layer:
+    """Return a flag, or the options of a group flag such as ``--train '{"max_steps": 3}'``."""
     value = OptionValue("", text)
     if key not in command.groups and not (key in command.class_options and (text or "").startswith("{")):
-        yield key, value
-        return
+        return {key: value}
     values = None
     with suppress(ValueError):
         values = parse_yaml(text or "")
@@ -172,7 +170,7 @@ def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator
         is_name = text and command.has_name(key)  # --optimizer AdamW
         hint = f"did you mean --{key}.name {text}?" if is_name else f"for example --{key}.NAME VALUE"
         raise UserError(f"{value.display(key)}: {key} is a group; set its options, {hint}")
-    yield from ((option, OptionValue("", inner.text)) for option, inner in command.flatten({key: values}, ""))
+    return command.flatten({key: values}, "")
 
 
 def take_extensions(values: dict[str, Any], source: str = "--extensions") -> list[str]:

@@ -7,7 +7,7 @@ result must not depend on the order of files, classes and flags, nor keep option
 import inspect
 import os
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -112,52 +112,61 @@ class CommandOptions:
 
     # ---- user values
 
-    def flatten(self, values: Mapping[str, Any], source: str | None) -> Iterator[tuple[str, OptionValue]]:
-        """Yield the values of a YAML file or of Python by dotted name.
+    def flatten(self, values: Mapping[str, Any], source: str | None) -> dict[str, OptionValue]:
+        """Return the values of a flag's mapping, a YAML file or Python by dotted name.
 
         A class option is a mapping with ``class_path`` and ``init_args``, only a class name, or only options.
         """
+        flat: dict[str, OptionValue] = {}
+        prefix = f"{source}: " if source else ""
+
+        def add(key: str, value: Any) -> None:
+            if key in flat:
+                raise UserError(f"{prefix}{key}: given twice; remove one")
+            flat[key] = OptionValue(source, OptionValue(source, value).text if source == "" else value)
+
         for key, value in values.items():
             is_group, is_class = key in self.groups, key in self.class_options
             if is_class and isinstance(value, dict):
                 inner = dict(value)
                 if "class_path" in inner:
-                    yield key, OptionValue(source, inner.pop("class_path"))
-                name = f"{source}: {key}.init_args" if source else f"{key}.init_args"
-                value = {**as_mapping(name, inner.pop("init_args", None) or {}), **inner}
+                    add(key, inner.pop("class_path"))
+                value = {**as_mapping(f"{prefix}{key}.init_args", inner.pop("init_args", None) or {}), **inner}
             elif is_group and source is None:
                 value = as_mapping(key, value)
             if (is_group or is_class) and isinstance(value, Mapping):
-                yield from ((f"{key}.{option}", OptionValue(source, inner)) for option, inner in value.items())
+                for option, inner_value in value.items():
+                    add(f"{key}.{option}", inner_value)
             elif not is_group:
-                yield str(key), OptionValue(source, os.fspath(value) if isinstance(value, os.PathLike) else value)
+                add(str(key), os.fspath(value) if isinstance(value, os.PathLike) else value)
             elif value is not None:
                 hint = f", such as {key}.name: {value}" if isinstance(value, str) and self.has_name(key) else ""
                 problem = f"{OptionValue(source, value).display(key)}: must be a group of `name: value` pairs{hint}"
                 if not source:
                     raise UserError(problem)
                 self.problems.append(problem)
+        return flat
 
-    def update(self, layer: Iterable[tuple[str, OptionValue]]) -> None:
+    def update(self, layer: Mapping[str, OptionValue]) -> None:
         """Merge values, which override earlier ones.
 
         Selecting another class drops the previous class's options, because the new class may lack them or give them
         another meaning.
         """
-        layer = list(layer)
-        for key, value in [pair for pair in layer if pair[0] in self.class_options]:
+        added = {key: value for key, value in layer.items() if key not in self.class_options}
+        for key in [key for key in self.class_options if key in layer]:
             try:
-                cls = self._select_class(key, value)
+                cls = self._select_class(key, layer[key])
             except UserError as error:
-                if not value.source:
+                if not layer[key].source:
                     raise
                 self.problems.append(str(error))
-                layer = [(k, v) for k, v in layer if not k.startswith(f"{key}.")]
+                added = {k: v for k, v in added.items() if not k.startswith(f"{key}.")}
             else:
                 if cls is not self.selected[key]:
                     self.values = {k: v for k, v in self.values.items() if not k.startswith(f"{key}.")}
                 self.selected[key] = cls
-        self.values |= {key: value for key, value in layer if key not in self.class_options}
+        self.values |= added
 
     def _select_class(self, key: str, value: OptionValue) -> type:
         """Return the class for ``--data NAME``: one of toolkit's, or a user-provided class by its full path."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.classes import class_path
 from toolkit.config.command import CommandOptions
-from toolkit.config.values import OptionValue
 from toolkit.data.base import DataModule, PreparedData, Report, is_ragged, mean_length, require, row_count, row_lengths
 from toolkit.errors import UserError, did_you_mean
 
@@ -168,8 +167,7 @@ def _make_module(flag: str, value: Any) -> DataModule:
     if isinstance(value, Mapping) and not value.get("class_path"):
         raise UserError(f"{flag}.data.class_path: must be given, one of {', '.join(command.choices('data'))}")
     try:
-        options = command.flatten({"data": value}, "")
-        command.update((key, OptionValue("", one.text)) for key, one in options)
+        command.update(command.flatten({"data": value}, ""))
         return command.arguments(command.resolve())["data"]
     except UserError as error:
         raise _with_flag(error, flag) from error

@@ -44,7 +44,7 @@ def defaults_of(command: str, flat: Mapping[str, Any]) -> dict[str, Any]:
     options = CommandOptions(getattr(training_options, command))
     for name in _CLASSES:
         with suppress(UserError):  # a class of an extension that is not installed
-            options.update([(name, OptionValue("", flat[name]))] if str(flat.get(name, "")).isidentifier() else [])
+            options.update({name: OptionValue("", flat[name])} if str(flat.get(name, "")).isidentifier() else {})
     defaults = {name: None for name in ("extensions", *flat) if re.fullmatch(r"extensions|(data|objective)\.\w+", name)}
     defaults |= {key: None if option.is_required else option.default for key, option in options.options().items()}
     return defaults | {name: type(options.parameters[name].default).__name__ for name in _CLASSES}

@@ -41,7 +41,7 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return groups, {name: inner for name, inner in values.items() if name not in groups}
 
 
-def translate(file: ForeignConfig) -> list[tuple[str, OptionValue]]:
+def translate(file: ForeignConfig) -> dict[str, OptionValue]:
     """Convert the groups of a file to options. Prints a line per key on standard error, on rank 0 only."""
     lines: list[str] = []
     set_by: dict[str, tuple[str, Any]] = {}  # the key that set an option, and the value
@@ -61,7 +61,7 @@ def translate(file: ForeignConfig) -> list[tuple[str, OptionValue]]:
     if "hydra" in file.groups:
         lines.append("hydra: has no effect on toolkit")
     note(*(f"{file.source}: {line}" for line in lines))
-    return [(option, OptionValue(file.source, value)) for option, (_, value) in set_by.items()]
+    return {option: OptionValue(file.source, value) for option, (_, value) in set_by.items()}
 
 
 def _check_names(file: ForeignConfig, group: str) -> None:
