@@ -11,7 +11,7 @@ UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install 
 # More flags of the run: make pretrain PRETRAIN_FLAGS="--train.max_tokens 50000 --eval.max_iters 1"
 PRETRAIN_FLAGS ?=
 
-.PHONY: pretrain test test-all test-faults test-gpu lint format docs clean train-free-fsdp train-baseline-fsdp compare
+.PHONY: pretrain test test-all test-faults test-gpu lint format docs wheel clean train-free-fsdp train-baseline-fsdp compare
 
 pretrain: $(VENV)/.core
 	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto $(PRETRAIN_FLAGS)
@@ -65,6 +65,10 @@ compare: $(VENV)/.free
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "build/site/index.html is ready; with search: $(BIN)/python -m http.server -d build/site"
+
+# A wheel, installed in an environment without the source tree, is complete and trains two steps.
+wheel: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow tests/test_packaging.py
 
 $(VENV)/bin/uv:
 	$(PYTHON) -m venv $(VENV)

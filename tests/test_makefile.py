@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -37,3 +39,11 @@ def test_integration_does_what_the_readme_says_in_its_order(tmp_path):
     assert [call[0] for call in calls] == ["lint", *dict.fromkeys(told)]
     run = subprocess.run(["make", "-n", "-C", ROOT, *calls[1]], capture_output=True, text=True, check=True).stdout
     assert "--config config_hub/pretrain/default.yaml --resume auto --train.max_tokens 50000" in run
+
+
+def test_integration_builds_the_documentation_and_a_wheel_that_trains(tmp_path):
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["package"]["steps"]
+    (command,) = [step["run"].split() for step in steps if "run" in step]
+    listing = [*command, "-n", "-C", ROOT, f"VENV={tmp_path}"]
+    lines = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+    assert "mkdocs build --quiet --strict" in lines and "pytest -m slow tests/test_packaging.py" in lines
