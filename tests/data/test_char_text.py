@@ -57,7 +57,10 @@ def test_url_is_downloaded_once(prepare, web, tmp_path):
     copy.write_text("edited")
     for url, message in (
         (f"{web}/input.txt", "^--data.path http.*/input.txt: no such file"),
-        ("http://127.0.0.1:9/x", "^--data.path http://127.0.0.1:9/x: the storage does not respond; check the network$"),
+        (
+            "http://127.0.0.1:9/x",
+            r"^--data.path http://127.0.0.1:9/x: the storage does not respond \(ClientConnectorError\); check the net",
+        ),
         ("nothing://x/y", "^--data.path nothing://x/y: unknown kind of storage"),
         ("https://me:hidden@host/x", "^--data.path https://...: contains credentials"),
     ):

@@ -88,14 +88,15 @@ def test_url_of_remote_storage_that_cannot_be_meant_is_an_error(tmp_path, monkey
         ("--data.cache_dir", "s3://key:secret@b/x"): "--data.cache_dir s3://b/x: must not be on remote storage",
         ("--out_dir", "s3:/bucket/run"): "is not a URL; give it as a string such as s3://bucket/run",
         ("--out_dir", "s3://bucket/run/../other"): "must name a folder in a bucket",
-        ("--out_dir", url): f"--out_dir {url}: s3:// needs a package that is not installed; run: pip install s3fs",
-        ("--resume", url): f"--resume {url}: s3:// needs a package that is not installed; run: pip install s3fs",
-        ("--out_dir", "nfs2://bucket/run"): "runs cannot be stored on nfs2://",
+        ("--out_dir", url): f"--out_dir {url}: needs a package that is not installed (Install s3fs to access S3)",
+        ("--resume", url): f"--resume {url}: needs a package that is not installed (Install s3fs to access S3)",
+        ("--out_dir", "nfs2://bucket/run"): "--out_dir nfs2://bucket/run: unknown kind of storage",
+        ("--out_dir", "https://host/run"): "--out_dir https://host/run: runs cannot be stored on https://",
         ("--staging_dir", "x"): "--staging_dir x: has no effect with the local --out_dir out/pretrain; remove it",
     }
     check_each(check, list(cases.items()))
     assert main(["generate", url, "--prompt", "a"]) == 2
-    assert f"checkpoint_dir {url}: s3:// needs a package" in capsys.readouterr().err
+    assert f"checkpoint_dir {url}: needs a package" in capsys.readouterr().err
     assert main(["merge_lora", url]) == 2
     assert f"must be a local folder for the merged model of {url}" in capsys.readouterr().err
 

@@ -20,7 +20,6 @@ import toolkit
 from tests.training.test_run import arguments, assert_same_weights, rows_of
 from toolkit import Callback
 from toolkit.checkpoints.adapters import ADAPTERS
-from toolkit.checkpoints.remote import lease
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import newest, write_model_folder
@@ -39,9 +38,6 @@ URL = "memory://bucket/run"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(storage, "FIRST_DELAY", 0.0)
-    monkeypatch.setattr(storage, "ATTEMPTS", 2)
-    monkeypatch.setattr(lease, "SETTLE_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     memory = fsspec.filesystem("memory")
     memory.store.clear()
@@ -150,7 +146,11 @@ def test_storage_that_cannot_be_used_is_refused_before_the_data_is_read(corpus, 
     args = arguments("no such folder", URL)
     memory = type(fsspec.filesystem("memory"))
     for name, error, expected in (
-        ("pipe_file", PermissionError("secret"), f"--out_dir {URL}: access denied \\(no permission\\); check the key"),
+        (
+            "pipe_file",
+            PermissionError("secret"),
+            f"--out_dir {URL}: access denied \\(PermissionError\\); check the key",
+        ),
         ("rm_file", PermissionError("secret"), "access denied"),
         ("ls", PermissionError("secret"), "access denied"),
     ):

@@ -48,26 +48,24 @@ def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
 
     Checksums read from a file must first pass :func:`check_entries`.
     """
-    damaged = {name: why for name, entry in files.items() if (why := _size_problem(Path(folder) / name, entry["size"]))}
-    chunks = [
-        (name, index * CHUNK, value)
-        for name, entry in files.items()
-        if name not in damaged
-        for index, value in enumerate(entry["crc32"])
-    ]
 
-    def compare(chunk: tuple[str, int, str]) -> tuple[str, str] | None:
-        name, start, value = chunk
+    def find_problem(name: str, index: int, crc32: str | None) -> str | None:
+        path, size, start = Path(folder) / name, files[name]["size"], index * CHUNK
         try:
-            same = _crc32(Path(folder) / name, start) == value
+            if (actual := _size(path)) != size:
+                return f"{actual:,} bytes instead of {size:,}"
+            is_same = crc32 is None or _crc32(path, start) == crc32
+            return None if is_same else f"checksum mismatch (after byte {start:,})"
         except OSError as error:
-            return name, error.strerror or str(error)
-        return None if same else (name, f"checksum mismatch (after byte {start:,})")
+            return "missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
+    chunks = [(name, i, crc32) for name, entry in files.items() for i, crc32 in enumerate(entry["crc32"] or [None])]
     with ThreadPoolExecutor(_THREADS) as pool:
-        for damage in pool.map(compare, chunks):
-            if damage is not None:
-                damaged.setdefault(*damage)
+        problems = list(pool.map(lambda chunk: find_problem(*chunk), chunks))
+    damaged: dict[str, str] = {}
+    for (name, *_), why in zip(chunks, problems, strict=True):
+        if why is not None:
+            damaged.setdefault(name, why)
     return damaged
 
 
@@ -94,16 +92,6 @@ def _size(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):  # reading a pipe could block forever
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return status.st_size
-
-
-def _size_problem(path: Path, expected: int) -> str | None:
-    try:
-        size = _size(path)
-    except FileNotFoundError:
-        return "missing"
-    except OSError as error:
-        return error.strerror or str(error)
-    return None if size == expected else f"{size:,} bytes instead of {expected:,}"
 
 
 def _crc32(path: Path, start: int) -> str:

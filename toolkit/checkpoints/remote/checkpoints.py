@@ -118,9 +118,7 @@ def _promote(storage: Storage, name: str) -> None:
 def delete(storage: Storage, folder: str) -> None:
     """Delete a checkpoint, complete or not, starting with ``COMPLETE``."""
     storage.delete(f"{folder}/{COMPLETE}")
-    for file in list(storage.files(folder)):
-        storage.delete(f"{folder}/{file}")
-    storage.delete_empty(folder)
+    storage.delete_folder(folder)
 
 
 def prune(storage: Storage, keep_last: int, is_over: bool = False) -> None:

@@ -8,7 +8,6 @@ import shutil
 import threading
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple
 
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS
@@ -19,11 +18,6 @@ from toolkit.io.storage import Storage, StorageError
 
 LINKS = ".uploads"
 _MAX_LIVE_LOG_BYTES = 64 * 1024 * 1024  # bytes; larger log files (except metrics.csv) are uploaded only at the end
-
-
-class _Task(NamedTuple):
-    links: Path
-    folder: Path
 
 
 class Uploader:
@@ -39,10 +33,11 @@ class Uploader:
     def __init__(self, storage: Storage, lease: Lease, out_dir: Path, keep_last: int) -> None:
         self.storage, self.lease, self.out_dir, self.keep_last = storage, lease, out_dir, keep_last
         self.failed: dict[str, str] = {}
-        """{checkpoint: reason} of uploads that failed after all retries."""
+        """{checkpoint: reason} of uploads that failed."""
         self._messages: deque[str] = deque()
-        self._tasks: deque[_Task] = deque()
+        self._tasks: deque[Path] = deque()
         self._changed = threading.Condition()
+        self._closed = threading.Event()
         self._n_links = 0
         self._versions: dict[str, tuple[int, int]] = {}  # size and mtime of each log file when it was uploaded
         shutil.rmtree(out_dir / LINKS, ignore_errors=True)  # left by an earlier process
@@ -62,7 +57,7 @@ class Uploader:
                 except OSError:  # a file system without hard links
                     shutil.copy2(path, target)
         with self._changed:
-            self._tasks.append(_Task(links, folder))
+            self._tasks.append(links)
             self._changed.notify_all()
 
     def wait(self, seconds: float | None, at_most: int = 0) -> bool:
@@ -88,30 +83,30 @@ class Uploader:
         with self._changed:
             self._tasks.clear()
             self._changed.notify_all()
-        self.storage.closed.set()
+        self._closed.set()
         self.lease.release()
 
     # ---- the thread
 
     def _run(self) -> None:
-        while not self.storage.closed.is_set():
+        while not self._closed.is_set():
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self.storage.closed.is_set())
+                self._changed.wait_for(lambda: self._tasks or self._closed.is_set())
                 if not self._tasks:
                     return
-                task = self._tasks[0]
-            self._upload(task)
-            shutil.rmtree(task.links.parent, ignore_errors=True)
+                links = self._tasks[0]
+            self._upload(links)
+            shutil.rmtree(links.parent, ignore_errors=True)
             with self._changed:
-                if self._tasks and self._tasks[0] is task:
+                if self._tasks and self._tasks[0] is links:
                     self._tasks.popleft()
                 self._changed.notify_all()
 
-    def _upload(self, task: _Task) -> None:
-        name = task.folder.name
+    def _upload(self, links: Path) -> None:
+        name = links.name
         try:
             self.lease.require_held()
-            checkpoints.upload(self.storage, task.links, name, self._before_complete)
+            checkpoints.upload(self.storage, links, name, self._before_complete)
             self.failed.pop(name, None)
             checkpoints.prune(self.storage, self.keep_last, is_over=name == FINAL)
         except Exception as error:  # no failed upload may stop training

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import UserError, join_first
-from toolkit.io.storage import StorageError, describe, retry
+from toolkit.io.storage import StorageError, describe
 
 # Format of each suffix. One of COMPRESSIONS may follow, except after .parquet.
 FORMATS = {
@@ -18,6 +19,7 @@ FORMATS = {
     ".md": "text",
 }  # fmt: skip
 COMPRESSIONS = (".gz", ".zst")
+RETRY_DELAYS = (0.5, 1, 2, 4, 8, 16, 30)  # seconds between attempts to read
 SUPPORTED = ".parquet, .jsonl or .txt, the last two also with .gz or .zst"
 
 _SAMPLED_FILES, _SAMPLE = 32, 1 << 16  # local files sampled for the listing hash; bytes per sample
@@ -153,7 +155,7 @@ def storage_errors(where: str, url: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # each file system has its own exceptions
-        raise UserError(f"{where}: {describe(error, url)[0]}") from error
+        raise UserError(f"{where}: {describe(error, not is_url(url))}") from error
 
 
 class RetryingFile(io.RawIOBase):
@@ -198,20 +200,19 @@ class RetryingFile(io.RawIOBase):
         super().close()
 
     def _read(self, size: int) -> bytes:
-        def read() -> bytes:
+        for delay in (*RETRY_DELAYS, None):
             try:
                 if self._opened is None:
                     self._opened = _open(self._source)
                 self._opened.seek(self._position)
-                return self._opened.read(size)
-            except Exception:
+                content = self._opened.read(size)
+                break
+            except Exception as error:
                 self._disconnect()
-                raise
-
-        try:
-            content = retry(read, self._source.url)
-        except StorageError as error:
-            raise StorageError(f"{self._source.name}: {error}") from error
+                if delay is None or isinstance(error, FileNotFoundError | PermissionError):
+                    reason = describe(error, not is_url(self._source.url))
+                    raise StorageError(f"{self._source.name}: {reason}") from error
+                time.sleep(delay)
         if not content:
             raise StorageError(
                 f"{self._source.name}: has become shorter since the run read its size; restore the file as it was, or "
