@@ -6,12 +6,12 @@ import json
 import shutil
 import textwrap
 from functools import partial
-from typing import Any, Literal, get_origin
+from typing import Any, Literal
 
 from toolkit.commands import EXAMPLES
 from toolkit.config.classes import Option
 from toolkit.config.command import CommandOptions
-from toolkit.config.types import describe, is_restricted, limits, union_members
+from toolkit.config.types import base_of, describe, is_restricted, limits, union_members
 from toolkit.errors import UserError, did_you_mean
 from toolkit.io.paths import is_path_option
 
@@ -32,19 +32,21 @@ Entries = dict[str, tuple[str, str]]  # option -> (value placeholder, help text)
 def format_help(name: str, command: CommandOptions, usage: str, positionals: tuple[str, ...], topic: str | None) -> str:
     """Return the help on ``topic``: "all", the name of a group, or None for the first screen."""
     groups = _groups(command)
-    topics = ("all", *filter(None, groups))
-    if topic not in (None, *topics):
-        raise UserError(f"--help {topic}: must be one of {', '.join(topics)}{did_you_mean(topic or '', topics)}")
-    count, epilog = sum(map(len, groups.values())), []
-    if topic is None and count > MAX_OPTIONS_SHOWN:
-        inner = [f"--{key}" for base in command.class_options for key in groups.get(base, ()) if key != base]
-        entries = {key: entry for group in groups.values() for key, entry in group.items()}
+    entries = {key: entry for group in groups.values() for key, entry in group.items()}
+    topics = ["all", *filter(None, groups)]
+    epilog: list[str] = []
+    if topic is None and len(entries) > MAX_OPTIONS_SHOWN:
         short = {key: (entries[key][0], entries[key][1].partition(". ")[0]) for key in FREQUENT if key in entries}
         groups = {"frequent": short}
-        epilog = [f"options of the selected data: {', '.join(inner)}"] if inner else []
-        epilog += [f"--help all shows all {count} options, --help GROUP a group's options: {', '.join(topics[1:])}."]
-    elif topic not in (None, "all"):
+        inner = [f"--{key}" for key in entries if "." in key and key.partition(".")[0] in command.class_options]
+        epilog += [f"options of the selected data: {', '.join(inner)}"] if inner else []
+        epilog += [
+            f"--help all shows all {len(entries)} options, --help GROUP a group's options: {', '.join(topics[1:])}."
+        ]
+    elif topic in groups:
         groups = {topic: groups[topic]}
+    elif topic not in (None, "all"):
+        raise UserError(f"--help {topic}: must be one of {', '.join(topics)}{did_you_mean(topic, topics)}")
     about, _, _ = (inspect.getdoc(command.functions[0]) or "").partition("\nArgs:")
     printer = argparse.ArgumentParser(
         usage=usage,
@@ -77,7 +79,7 @@ def _groups(command: CommandOptions) -> dict[str, Entries]:
 
 def _placeholder(key: str, kind: Any) -> str:
     """Return the placeholder for an option's value, such as N or PATH."""
-    bases = {getattr(part, "_type", get_origin(part) or part) for part in union_members(kind)}
+    bases = {*map(base_of, union_members(kind))}
     if bases & {int, float}:
         return "N"
     return "PATH" if is_path_option(key) else "BOOL" if bases == {bool} else "NAME" if Literal in bases else "VALUE"

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from toolkit.config.classes import Option, parameters_of
 from toolkit.config.command import CommandOptions
-from toolkit.config.types import is_restricted, union_members
+from toolkit.config.types import is_mapping, is_restricted, union_members
 
 Schema = dict[str, Any]
 _NUMBER = r"^[+-]?(\d[\d_]*\.?\d*|\.\d+|\.?inf)([eE][+-]?\d+)?$"  # YAML readers differ on 1e6 and 2_000
@@ -23,28 +23,23 @@ _DEFINITIONS: dict[str, Schema] = {
 
 def json_schema(name: str, command: CommandOptions) -> Schema:
     """Return the schema of a command's YAML file. It rejects unknown keys, and keys with values of a wrong type."""
-    options = command.options()
-    definitions = dict(_DEFINITIONS)
+    options = {key: o for key, o in command.options().items() if key.partition(".")[0] not in command.class_options}
+    # a dotted key is the same as a key in a group
     properties: dict[str, Schema] = {"extensions": {"anyOf": _types(str | list[str])}}
-    for key, option in options.items():
-        group = key.rpartition(".")[0]
-        if group not in command.class_options:
-            properties[key] = _property(option)  # a dotted key is the same as a key in a group
-    for group in command.groups:
-        prefix = f"{group}."
-        inner = {k.removeprefix(prefix): properties[k] for k in properties if k.startswith(prefix)}
-        properties[group] = _mapping({k: {"$ref": f"#/properties/{prefix}{k}"} for k in inner}, inner, nullable=True)
-    described = dict(properties)
+    properties |= {key: _property(option) for key, option in options.items()}
+    for group, cls in command.groups.items():
+        fields = {key: {"$ref": f"#/properties/{group}.{key}"} for key in parameters_of(cls)}
+        properties[group] = _mapping(fields, parameters_of(cls), nullable=True)
+    definitions = dict(_DEFINITIONS)
     for base in command.class_options:
-        properties[base] = _class_option(command, base, definitions)
-        for cls in command.choices(base):
-            for key, value in definitions[f"{base}.{cls}"]["properties"].items():
-                properties[f"{base}.{key}"] = _any_of(definitions, base, key)
-                described[f"{base}.{key}"] = value
-    schema = {
+        classes = {name: parameters_of(cls) for name, cls in command.choices(base).items()}
+        properties[base], fields = _class_option(base, classes, definitions)
+        properties |= {f"{base}.{key}": schema for key, schema in fields.items()}
+        options |= {f"{base}.{key}": option for inner in classes.values() for key, option in inner.items()}
+    schema: Schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": f"toolkit {name}",
-        **_mapping(properties, described),
+        **_mapping(properties, options),
         "definitions": definitions,
     }
     return json.loads(json.dumps(schema, default=str))
@@ -57,24 +52,30 @@ def format_schema(schema: Any, depth: int = 2) -> str:
     return "{\n" + ",\n".join(f"{json.dumps(k)}: {format_schema(v, depth - 1)}" for k, v in schema.items()) + "\n}"
 
 
-def _class_option(command: CommandOptions, base: str, definitions: dict[str, Schema]) -> Schema:
-    """Return the schema of an option such as ``data``: a class name, or a mapping with its options."""
-    names = list(command.choices(base))
+def _class_option(
+    base: str, classes: Mapping[str, Mapping[str, Option]], definitions: dict[str, Schema]
+) -> tuple[Schema, dict[str, Schema]]:
+    """Return the schema of an option such as ``data``, a class name or a mapping, and those of the classes' options.
+
+    Adds ``definitions`` of the classes.
+    """
     is_import_path = {"type": "string", "pattern": r"\."}  # of a user's class, whose options are unknown here
-    forms: list[Schema] = [{"enum": names}, is_import_path]
+    forms: list[Schema] = [{"enum": [*classes]}, is_import_path]
     forms.append({"type": "object", "properties": {"class_path": is_import_path}, "required": ["class_path"]})
-    for name, cls in command.choices(base).items():
-        definition = f"{base}.{name}"
-        inner = {key: _property(option) for key, option in parameters_of(cls).items()}
-        definitions[definition] = _mapping(inner, inner, nullable=True)
-        fields = {key: {"$ref": f"#/definitions/{definition}/properties/{key}"} for key in inner}
-        fields |= {"class_path": {"const": name}, "init_args": {"$ref": f"#/definitions/{definition}"}}
-        forms.append(_mapping(fields, inner) | {"required": ["class_path"]})
+    merged: dict[str, Option] = {}
+    for name, options in classes.items():
+        definition = f"#/definitions/{base}.{name}"
+        definitions[f"{base}.{name}"] = _mapping(
+            {key: _property(option) for key, option in options.items()}, options, nullable=True
+        )
+        fields: Schema = {key: {"$ref": f"{definition}/properties/{key}"} for key in options}
+        fields |= {"class_path": {"const": name}, "init_args": {"$ref": definition}}
+        forms.append(_mapping(fields, options) | {"required": ["class_path"]})
+        merged |= options
     # without a class, the class is a flag or in another file
-    all_keys = {key: value for name in names for key, value in definitions[f"{base}.{name}"]["properties"].items()}
-    fields = {key: _any_of(definitions, base, key) for key in sorted(all_keys)}
-    forms.append(_mapping({**fields, "init_args": {"type": "object"}}, all_keys))
-    return {"anyOf": forms}
+    fields = {key: _any_of(definitions, base, key) for key in sorted(merged)}
+    forms.append(_mapping({**fields, "init_args": {"type": "object"}}, merged))
+    return {"anyOf": forms}, {key: fields[key] for key in merged}
 
 
 def _any_of(definitions: dict[str, Schema], base: str, key: str) -> Schema:
@@ -88,12 +89,11 @@ def _any_of(definitions: dict[str, Schema], base: str, key: str) -> Schema:
     return refs[0] if len(refs) == 1 else {"anyOf": refs}
 
 
-def _mapping(properties: Schema, described: Mapping[str, Schema], *, nullable: bool = False) -> Schema:
+def _mapping(fields: Schema, options: Mapping[str, Option], *, nullable: bool = False) -> Schema:
     """Return the schema of a mapping without other keys, except entries of mappings, such as ``sources.web.weight``."""
-    dotted = [k for k, v in described.items() if any("additionalProperties" in part for part in v.get("anyOf", ()))]
-    patterns: Schema = {f"^{re.escape(key)}\\.": {} for key in dotted}
+    patterns: Schema = {f"^{re.escape(key)}\\.": {} for key, option in options.items() if is_mapping(option.kind)}
     kind = ["object", "null"] if nullable else "object"
-    schema: Schema = {"type": kind, "properties": properties, "additionalProperties": False}
+    schema: Schema = {"type": kind, "properties": fields, "additionalProperties": False}
     return schema | ({"patternProperties": patterns} if patterns else {})
 
 

@@ -11,8 +11,13 @@ def union_members(kind: Any) -> tuple[Any, ...]:
     return tuple(part for part in union if part is not type(None))
 
 
+def base_of(part: Any) -> Any:
+    """Return the plain class of a type: int for PositiveInt, list for list[str]."""
+    return getattr(part, "_type", get_origin(part) or part)
+
+
 def is_mapping(kind: Any) -> bool:
-    return get_origin(union_members(kind)[0]) is dict
+    return base_of(union_members(kind)[0]) is dict
 
 
 def is_restricted(kind: Any) -> bool:
@@ -35,7 +40,7 @@ def describe(kind: Any) -> str:
     columns = """a mapping such as '{"prompt": "question", "completion": "answer"}'"""
     descriptions = []
     for part in union_members(kind):
-        base, values = getattr(part, "_type", get_origin(part) or part), get_args(part)
+        base, values = base_of(part), get_args(part)
         if base is Literal:
             descriptions.append(("one of " if len(values) > 1 else "") + ", ".join(map(str, values)))
         elif base is tuple:
@@ -49,7 +54,7 @@ def describe(kind: Any) -> str:
 
 def expand_integer(text: str, kind: Any) -> str:
     """Rewrite ``1e6`` as ``1000000`` if the type is an integer."""
-    kinds = {getattr(part, "_type", part) for part in union_members(kind)}
+    kinds = {*map(base_of, union_members(kind))}
     if int in kinds and float not in kinds and re.fullmatch(r"[+-]?\d[\d_]*(\.\d*)?([eE][+-]?\d+)?", text):
         number = float(text)
         if number.is_integer() and abs(number) < 2**53:

@@ -46,16 +46,6 @@ def _without_shards(file: ForeignConfig) -> str:
     return "no effect on one device" if file.world_size() == 1 else ""
 
 
-def _under_fsdp(option: str) -> Convert:
-    """Return the converter for a key that applies under FSDP, also on one device."""
-    return lambda file, value: _without_fsdp(file) or {option: value}
-
-
-def _between_devices(option: str) -> Convert:
-    """Return the converter for a key that applies only if several devices shard the model."""
-    return lambda file, value: _without_shards(file) or {option: value}
-
-
 def _prefetch(option: str, default: object) -> Convert:
     """Return the converter for a key whose other values only fsdp1 has."""
 
@@ -105,8 +95,6 @@ def _dtype(option: str) -> Convert:
     """Return the converter for a dtype whose auto value follows --precision."""
 
     def convert(file: ForeignConfig, dtype: str) -> Options | str:
-        if reason := _without_dtypes(file):
-            return reason
         precision = _precision(file)
         if option == "fsdp.reduce_dtype" and dtype == "fp16" and precision != "16-mixed":
             raise ValueError("needs the gradient scaler of --precision 16-mixed; use float32 or bfloat16")
@@ -118,11 +106,6 @@ def _dtype(option: str) -> Convert:
 
 
 # ---- model, data and training
-
-
-def _unset(reason: str) -> Convert:
-    """Return the converter for a key that sets no option."""
-    return lambda file, value: reason
 
 
 def _dataset(file: ForeignConfig, name: str) -> Options:
@@ -144,10 +127,10 @@ def _betas(file: ForeignConfig, _: float) -> Options:
 
 
 _LATENT = "model_config.family_options"
-_ALWAYS = partial(Rule, {True: True}, "", _unset("fixed"))
-_DROPOUT = Rule(NOT_NEGATIVE, "", _unset("no effect, there is no dropout"))
+_ALWAYS = partial(Rule, {True: True}, "", no_effect="fixed")
+_DROPOUT = Rule(NOT_NEGATIVE, "", no_effect="no effect, there is no dropout")
 MODEL = {
-    "vocab_size": Rule(COUNT, "", _unset("no effect, the data defines it")),
+    "vocab_size": Rule(COUNT, "", no_effect="no effect, the data defines it"),
     "hidden_dim": Rule(COUNT, "model_config.n_embd"),
     "num_layers": Rule(COUNT, "model_config.n_layer"),
     "num_heads": Rule(COUNT, "model_config.n_head"),
@@ -163,13 +146,13 @@ MODEL = {
 }
 DATA = {
     "dataset_name": Rule(text, "data", _dataset),
-    "data_dir": Rule(text, "", _unset("no effect, prepared data is in --data.cache_dir")),
+    "data_dir": Rule(text, "", no_effect="no effect, prepared data is in --data.cache_dir"),
     "max_length": Rule(COUNT, "train.max_seq_length"),
     "num_workers": Rule(COUNT_OR_ZERO, "data.num_workers"),
 }
 TRAINING = {
     "batch_size": BATCH_SIZE,
-    "gradient_accumulation_steps": Rule(COUNT, "", _unset("counted in --train.global_batch_size")),
+    "gradient_accumulation_steps": Rule(COUNT, "", no_effect="counted in --train.global_batch_size"),
     "learning_rate": Rule(POSITIVE, "train.learning_rate", note="not scaled; --train.lr_scaling scales it"),
     "warmup_steps": Rule(COUNT_OR_ZERO, "train.lr_warmup_steps"),
     "weight_decay": Rule(NOT_NEGATIVE, "optimizer.weight_decay"),
@@ -185,12 +168,12 @@ TRAINING = {
     "eval_every": Rule(COUNT, "eval.interval"),
     "save_every": Rule(COUNT, "train.save_interval"),
     "checkpoint_dir": Rule(text, "out_dir"),
-    "beta_kl": Rule(partial(number, "1, the paper's", lambda n: n == 1), "", _unset("fixed")),
+    "beta_kl": Rule(partial(number, "1, the paper's", lambda n: n == 1), "", no_effect="fixed"),
     "kappa_free_bits": Rule(
         NOT_NEGATIVE,
         f"{_LATENT}.free_bits",
         lambda file, nats: {f"{_LATENT}.free_bits": round(nats / math.log(2), 4)},
-        "nats, in bits",
+        note="nats, in bits",
     ),
 }
 DISTRIBUTED = {
@@ -198,7 +181,7 @@ DISTRIBUTED = {
     "fsdp_sharding_strategy": Rule(
         {name.lower(): name for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")},
         "fsdp.sharding_strategy",
-        _under_fsdp("fsdp.sharding_strategy"),
+        no_effect=_without_fsdp,
     ),
     "fsdp_backward_prefetch": Rule(
         {"backward_pre": "pre", "backward_post": "post"},
@@ -209,27 +192,21 @@ DISTRIBUTED = {
     "fsdp_auto_wrap_policy": Rule(
         {"transformer_auto_wrap": "block", "size_based_auto_wrap": "size"},
         "fsdp.auto_wrap",
-        _between_devices("fsdp.auto_wrap"),
+        no_effect=_without_shards,
         fixes={"custom": "name the classes of the units: --fsdp.auto_wrap class --fsdp.wrap_classes NAME,NAME"},
     ),
     "fsdp_min_num_params": Rule(COUNT, "fsdp.min_num_params", _min_num_params),
     "fsdp_state_dict_type": Rule(
         {"full_state_dict": "full", "sharded_state_dict": "sharded"},
         "fsdp.state_dict_type",
-        _under_fsdp("fsdp.state_dict_type"),
+        no_effect=_without_fsdp,
         fixes={"local_state_dict": "use sharded_state_dict: it also writes a file per device, and loads on any number"},
     ),
     "fsdp_mixed_precision": Rule(
-        BOOL,
-        "precision",
-        lambda file, is_mixed: _without_fsdp(file) or {"precision": _mixed_precision(file, is_mixed)},
+        BOOL, "precision", lambda file, is_mixed: {"precision": _mixed_precision(file, is_mixed)}, _without_fsdp
     ),
-    "fsdp_param_dtype": Rule(
-        _PARAM_DTYPE,
-        "precision",
-        lambda file, precision: _without_dtypes(file) or {"precision": precision},
-    ),
-    "fsdp_reduce_dtype": Rule(_DTYPES, "fsdp.reduce_dtype", _dtype("fsdp.reduce_dtype")),
-    "fsdp_buffer_dtype": Rule(_DTYPES, "fsdp.buffer_dtype", _dtype("fsdp.buffer_dtype")),
-    "cpu_offload": Rule(BOOL, "fsdp.cpu_offload", _under_fsdp("fsdp.cpu_offload")),
+    "fsdp_param_dtype": Rule(_PARAM_DTYPE, "precision", no_effect=_without_dtypes),
+    "fsdp_reduce_dtype": Rule(_DTYPES, "fsdp.reduce_dtype", _dtype("fsdp.reduce_dtype"), _without_dtypes),
+    "fsdp_buffer_dtype": Rule(_DTYPES, "fsdp.buffer_dtype", _dtype("fsdp.buffer_dtype"), _without_dtypes),
+    "cpu_offload": Rule(BOOL, "fsdp.cpu_offload", no_effect=_without_fsdp),
 }

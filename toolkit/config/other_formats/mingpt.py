@@ -49,19 +49,17 @@ OPTIMIZER = {
 }
 TRAINER = {
     "max_epochs": Rule(
-        COUNT, "train.epochs", _max_epochs, "a minGPT epoch reads each token block_size times, in overlapping rows"
+        COUNT, "train.epochs", _max_epochs, note="a minGPT epoch reads each token block_size times, in overlapping rows"
     ),
     "batch_size": BATCH_SIZE,
     "data_loader_workers": Rule(COUNT_OR_ZERO, "data.num_workers"),
     "grad_norm_clip": CLIP_NORM,
-    "snapshot_path": Rule(text, "resume out_dir", _snapshot_path, "checkpoints are folders in --out_dir"),
+    "snapshot_path": Rule(text, "resume out_dir", _snapshot_path, note="checkpoints are folders in --out_dir"),
     "save_every": Rule(
         COUNT,
         "train.save_interval",
-        lambda file, epochs: (
-            "no effect: the steps per epoch are unknown before the data is read; a run saves after each fifth and "
-            "every 10 minutes, or every --train.save_interval steps"
-        ),
+        no_effect="no effect: the steps per epoch are unknown before the data is read; a run saves after each fifth "
+        "and every 10 minutes, or every --train.save_interval steps",
     ),
     "use_amp": Rule({True: "auto", False: "32-true"}, "precision", note="auto: bf16-mixed on CUDA, 32-true on a CPU"),
 }

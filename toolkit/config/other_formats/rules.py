@@ -24,6 +24,7 @@ class Rule(NamedTuple):
         options: The options that the key sets, separated by spaces. If flags set all of them, the key is ignored.
         convert: Returns the options, or why the key sets none; raises ValueError with the fix. Default: the one option
             has the value.
+        no_effect: Why the key sets no option, or a function that returns it, or "" if the key sets some.
         note: Text to add to the line that reports the key.
         fixes: Unsupported values, each with the fix.
     """
@@ -31,6 +32,7 @@ class Rule(NamedTuple):
     read: Mapping[Any, Any] | Callable[[Any], Any]
     options: str
     convert: Convert | None = None
+    no_effect: str | Callable[[ForeignConfig], str] = ""
     note: str = ""
     fixes: Mapping[str, str] = {}
 
@@ -41,7 +43,9 @@ class Rule(NamedTuple):
             ValueError: the value is invalid or cannot be honored; the message is the fix.
         """
         value = self.read(value) if callable(self.read) else self._look_up(self.read, value)
-        return {self.options: value} if self.convert is None else self.convert(file, value)
+        if reason := self.no_effect(file) if callable(self.no_effect) else self.no_effect:
+            return reason
+        return self.convert(file, value) if self.convert else {self.options: value}
 
     def _look_up(self, choices: Mapping[Any, Any], value: Any) -> Any:
         if type(value) in (str, bool) and value in choices:
@@ -123,5 +127,5 @@ def _per_device(file: ForeignConfig, size: int) -> Options:
     return {"train.micro_batch_size": size, "train.global_batch_size": size * file.world_size() * accumulation}
 
 
-BATCH_SIZE = Rule(COUNT, "train.micro_batch_size train.global_batch_size", _per_device, "it is per device")
+BATCH_SIZE = Rule(COUNT, "train.micro_batch_size train.global_batch_size", _per_device, note="it is per device")
 CLIP_NORM = Rule(NOT_NEGATIVE, "train.max_norm")
