@@ -40,10 +40,9 @@ def format_help(name: str, command: CommandOptions, usage: str, positionals: tup
         groups = {"frequent": short}
         inner = [f"--{key}" for key in entries if "." in key and key.partition(".")[0] in command.class_options]
         epilog += [f"options of the selected data: {', '.join(inner)}"] if inner else []
-        epilog += [
-            f"--help all shows all {len(entries)} options, --help GROUP a group's options: {', '.join(topics[1:])}."
-        ]
-    elif topic in groups:
+        count, names = len(entries), ", ".join(topics[1:])
+        epilog += [f"--help all shows all {count} options, --help GROUP a group's options: {names}."]
+    elif topic in topics[1:]:
         groups = {topic: groups[topic]}
     elif topic not in (None, "all"):
         raise UserError(f"--help {topic}: must be one of {', '.join(topics)}{did_you_mean(topic, topics)}")
