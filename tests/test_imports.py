@@ -16,9 +16,9 @@ from toolkit.commands import COMMANDS
 
 PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# From the bottom up; a package may import itself and lower ones. Imports inside functions count too.
+# From the bottom up; a package may import itself and lower ones. Imports inside functions and for types count too.
 LAYERS = [
-    {"errors", "__version__", "private_torch"},
+    {"errors", "private_torch", "version"},
     {"io"},
     {"extension"},
     {"config"},
@@ -65,16 +65,8 @@ def level(module: str) -> int | None:
 
 
 def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) for all imports of a file from toolkit; without those for types only."""
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
+    """Yield (line, module) for all imports of a file from toolkit, inside functions and for type checkers too."""
     for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "toolkit")
         elif isinstance(node, ast.ImportFrom):
@@ -131,8 +123,14 @@ def test_upward_imports_are_detected():
     assert not upward_imports("from . import base", "toolkit.data", True)
 
 
+# Until its modules are untangled.
+KNOWN_CIRCLE = {
+    f"toolkit.planning.{name}" for name in ("compatibility", "facts", "frozen", "options", "own_tokenizer", "run_args")
+}
+
+
 def import_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
-    """Return the modules that each module imports, late ones included.
+    """Return the modules that each module imports, also inside functions and under TYPE_CHECKING.
 
     Args:
         sources: Content of each module, and whether it is a package.
@@ -145,32 +143,57 @@ def import_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
     return graph
 
 
-def import_circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Return the sets of modules that import each other, directly or through others."""
+def import_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the sets of modules that import each other, directly or through others (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    circles = []
 
-    def reachable(start: str) -> set[str]:
-        found, todo = set(), [start]
-        while todo:
-            new = graph.get(todo.pop(), set()) - found
-            found |= new
-            todo += new
-        return found
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for other in sorted(graph.get(module, ())):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == order[module]:
+            at = stack.index(module)
+            if len(stack) > at + 1:
+                circles.append(sorted(stack[at:]))
+            del stack[at:]
 
-    reached = {module: reachable(module) for module in graph}
-    circular = [module for module in graph if module in reached[module]]
-    return {frozenset(other for other in circular if other in reached[m] and m in reached[other]) for m in circular}
+    for module in graph:
+        if module not in order:
+            visit(module)
+    return circles
 
 
-def test_no_circular_imports():
+def test_imports_have_no_circles():
     graph = import_graph({module_name(f): (f.read_text(encoding="utf-8"), f.name == "__init__.py") for f in FILES})
-    assert not import_circles(graph), "share what both need in a third module, or pass it as an argument"
+    found = [
+        circle
+        for circle in import_circles(graph)
+        if set(circle) != KNOWN_CIRCLE and "toolkit.training.run" not in circle
+    ]
+    drawn = [f"{module} -> {', '.join(sorted(graph[module] & {*circle}))}" for circle in found for module in circle]
+    assert not found, "share what both need in a third module, or pass it as an argument:\n" + "\n".join(drawn)
 
 
 def test_circular_imports_are_detected():
+    def circles(source: str, *others: str) -> list[list[str]]:
+        sources = {f"toolkit.ui.{name}": (text, False) for name, text in zip("abc", (source, *others), strict=False)}
+        return import_circles(import_graph(sources))
+
     late = "def f():\n    from toolkit.ui import b"
-    graph = import_graph({"toolkit.ui.a": (late, False), "toolkit.ui.b": ("from toolkit.ui.a import A", False)})
-    assert import_circles(graph) == {frozenset({"toolkit.ui.a", "toolkit.ui.b"})}
-    assert not import_circles(import_graph({"toolkit.ui.a": (late, False), "toolkit.ui.b": ("", False)}))
+    for_types = "if TYPE_CHECKING:\n    from toolkit.ui.b import B"
+    assert circles(late, "from toolkit.ui.a import A") == [["toolkit.ui.a", "toolkit.ui.b"]]
+    assert circles(for_types, "import toolkit.ui.c", late.replace("b", "a")) == [[f"toolkit.ui.{m}" for m in "abc"]]
+    assert not circles(late, "") and not circles(
+        for_types, "import toolkit.ui.c", "from toolkit.errors import UserError"
+    )
+    assert upward_imports("if TYPE_CHECKING:\n    from toolkit.training.run import Run", "toolkit.data.base", False)
 
 
 def unknown_references(source: str, sources: dict[str, str]) -> list[str]:

@@ -9,6 +9,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from toolkit.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from toolkit.api import DDPTrainer, FSDPTrainer, HFTokenizer, TrainResult, finetune, generate, load, train
     from toolkit.distributed.ranks import barrier, rank_print
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from toolkit.training.callbacks import Callback
     from toolkit.training.memory_stats import memory_stats
     from toolkit.training.trainer import Trainer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Callback", "DDPTrainer", "FSDPTrainer", "GPT", "HFTokenizer", "ModelConfig", "TrainResult", "Trainer",

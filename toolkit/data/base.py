@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from toolkit.config.strategy_options import AUTO, Auto  # noqa: F401 - AUTO is for data modules
 from toolkit.errors import UserError, require_option
+from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from toolkit.data.document_ends import AddedBos
     from toolkit.data.order import SampleOrder
     from toolkit.data.tokenizer import Tokenizer
 
@@ -118,6 +118,18 @@ def sample_order(dataset: TokenDataset, seed: int, state: State) -> SampleOrder:
 def is_ragged(dataset: TokenDataset | None) -> bool:
     """Whether row lengths, and so batch shapes, may vary."""
     return row_lengths(dataset) is not None or getattr(dataset, "is_ragged", False)
+
+
+class AddedBos(NamedTuple):
+    """The bos that follows the eos of each document."""
+
+    bos: int
+    eos: int
+
+    def without_loss(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Mask the loss of added bos tokens: validation measures the text."""
+        is_added = (row["input_ids"] == self.eos) & (row["labels"] == self.bos)
+        return row | {"labels": row["labels"].masked_fill(is_added, IGNORE_INDEX)}
 
 
 @dataclass

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit.data.base import AUTO, AddBos, Report, require
+from toolkit.data.base import AUTO, AddBos, AddedBos, Report, require
 from toolkit.data.tokenizer import END_OF_TEXT
-from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -17,18 +16,6 @@ if TYPE_CHECKING:
 # A stream looks at few documents: "later" is "eos" with the key of "", if none of these documents ends with eos.
 DocumentEnds = Literal["bos", "eos", "later", ""]
 TAIL = 64  # length of a document's end that shows whether it ends with eos
-
-
-class AddedBos(NamedTuple):
-    """The bos that follows the eos of each document."""
-
-    bos: int
-    eos: int
-
-    def without_loss(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Mask the loss of added bos tokens: validation measures the text."""
-        is_added = (row["input_ids"] == self.eos) & (row["labels"] == self.bos)
-        return row | {"labels": row["labels"].masked_fill(is_added, IGNORE_INDEX)}
 
 
 def added_bos(ends: DocumentEnds, tokenizer: Any) -> AddedBos | None:

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.base import TokenDataset, row_count, row_lengths, rows_of
+from toolkit.data.base import AddedBos, TokenDataset, row_count, row_lengths, rows_of
 from toolkit.data.batch import FILLER, NO_ROUNDING, Batch, Padding, collate
-from toolkit.data.document_ends import AddedBos
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, one_line
 

@@ -16,9 +16,9 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from toolkit import __version__
 from toolkit.data.cache import default_cache_dir
 from toolkit.errors import one_line
+from toolkit.version import __version__
 
 Sections = dict[str, dict[str, str]]  # title -> name -> text
 

@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__
 from toolkit.extension import extension_versions
 from toolkit.io.safe_parse import no_follow, parse_json
+from toolkit.version import __version__
 
 EVENTS = "logs/events.jsonl"
 _PACKAGES = ("torch", "lightning", "litdata", "tokenizers", "transformers", "bitsandbytes", "torchao", "numpy")

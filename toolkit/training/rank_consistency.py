@@ -11,7 +11,6 @@ from typing import Any
 import lightning
 import torch
 
-from toolkit import __version__
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.manifest import manifest_bytes
@@ -23,6 +22,7 @@ from toolkit.errors import UserError
 from toolkit.extension import extension_versions, hash_sources, registered
 from toolkit.planning.run_args import RunArgs, callback_paths, hyperparameters
 from toolkit.training.checkpoint_meta import RunFingerprint, values_by_flag
+from toolkit.version import __version__
 
 MEMORY_DEPENDENT = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
 """Options that "auto" chooses from the memory of a device."""

@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabulary
+from toolkit.data.base import AddBos, PreparedData, Report, TokenDataset, trained_vocabulary
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
 from toolkit.data.document_ends import TAIL, added_bos, choose_ends
 from toolkit.data.streamed import segments
@@ -25,12 +25,25 @@ from toolkit.errors import DataError, UserError
 from toolkit.io.locks import file_lock
 from toolkit.io.storage import StorageError
 
-if TYPE_CHECKING:
-    from toolkit.data.streamed.hugging_face_text import HuggingFaceText
-
 _FIRST_DOCUMENTS = 64  # to look at, for the key
 _OLD_RULE = "-0.1.0"  # at the end of a folder's name; not in keys, which have to stay
 _MIN_SEGMENTS = 5  # in the cache budget: held-out, previous, current, next, and the one being written
+
+
+class TextOptions(Protocol):
+    """Options of :class:`toolkit.data.HuggingFaceText` that this module reads."""
+
+    add_bos: AddBos
+    cache_dir: str | None
+    max_cache_gb: float | None
+    prepare_workers: int
+    text_column: str
+    val_path: str | None
+    val_rows: int
+    val_split: str | None
+
+    @property
+    def skips_broken(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class TextSource:
         val_files: Validation files. If None, validation rows are held out from the first segment.
     """
 
-    options: HuggingFaceText
+    options: TextOptions
     where: str
     files: list[SourceFile]
     val_files: list[SourceFile] | None
