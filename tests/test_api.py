@@ -25,7 +25,7 @@ from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
-from toolkit.training import build, trainer
+from toolkit.training import build, engine
 from toolkit.training.evaluate import open_checkpoint
 from toolkit.ui.loggers import read_metrics
 
@@ -519,13 +519,13 @@ def test_cuda_width_padding_is_in_no_metric(tmp_path, monkeypatch):
     options = {"val_dataset": TokenDataset(), "eval": {"interval": 2}}
     plain = train(config, out_dir=tmp_path / "plain", **options)
     monkeypatch.setattr(build, "choose_padding", lambda device, *given: choose_padding("cuda", *given))
-    train_step = trainer.train_step
+    train_step = engine.train_step
 
     def look(*args, **options):
         found.append(torch.are_deterministic_algorithms_enabled())
         return train_step(*args, **options)
 
-    monkeypatch.setattr(trainer, "train_step", look)
+    monkeypatch.setattr(engine, "train_step", look)
     widths = []
     monkeypatch.setattr(GPT, "forward", watching(GPT.forward, widths))
     padded = train(config, out_dir=tmp_path / "padded", deterministic=True, **options)

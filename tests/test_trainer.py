@@ -40,7 +40,7 @@ def test_one_api_for_what_train_does(tmp_path, capsys):
         trainer.progress  # noqa: B018
     result = trainer.train(max_steps=3, callbacks=[Sees()])
     assert trainer.result == result and result.step == trainer.progress.step == 3
-    assert seen == [trainer] and type(trainer) is toolkit.training.trainer.Trainer
+    assert seen == [trainer.run] and trainer.model is trainer.run.model and trainer.callbacks is trainer.run.callbacks
     first, second = (read_metrics(r.out_dir / "logs" / "metrics.csv") for r in (plain, result))
     for name in ("loss", "val_loss", "grad_norm"):
         assert [row[name] for row in first][-1] == [row[name] for row in second][-1]

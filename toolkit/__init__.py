@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from toolkit.distributed.shards import shard_of
     from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
-    from toolkit.training.callbacks import Callback
     from toolkit.training.memory_stats import memory_stats
+    from toolkit.training.run import Callback
     from toolkit.training.trainer import Trainer
 
 __all__ = [
@@ -51,7 +51,7 @@ if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # t
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 _HOMES = {
-    "Callback": "toolkit.training.callbacks",
+    "Callback": "toolkit.training.run",
     "GPT": "toolkit.models.gpt",
     "ModelConfig": "toolkit.models.config",
     "Trainer": "toolkit.training.trainer",

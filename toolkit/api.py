@@ -21,9 +21,10 @@ from toolkit.inference.load import load_checkpoint
 from toolkit.io.paths import require_folder
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.training.callbacks import Callback
+from toolkit.training.engine import run_training
 from toolkit.training.python_args import TrainResult, names_arguments, read_run_args, run_from_python
-from toolkit.training.trainer import Trainer, run_training
+from toolkit.training.run import Callback
+from toolkit.training.trainer import Trainer
 
 _DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 

@@ -43,7 +43,7 @@ from toolkit.models import aligned
 from toolkit.models.mlp import LLaMAMLP
 from toolkit.planning import resolve
 from toolkit.private_torch import local_shard
-from toolkit.training import build, checkpointer, data_reader, model, trainer
+from toolkit.training import build, checkpointer, data_reader, engine, model
 from toolkit.training.callbacks import metrics
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.model import unwrapped
@@ -94,8 +94,9 @@ def watch(seen: dict, fit):
     """Wrap the loop and record initial weights and the bytes in use in the middle of a step."""
 
     def watched(training):
-        module, optimizer = unwrapped(training.model), training.run.checkpointer.optimizer
-        weights, _ = full_state(module, optimizer, training.run.state.model.tied)
+        run = training.run
+        module, optimizer = unwrapped(run.model), run.checkpointer.optimizer
+        weights, _ = full_state(module, optimizer, run.state.model.tied)
         waiting = [0]
         module.register_forward_pre_hook(lambda *_: waiting.append(local_bytes(module, optimizer, "gradients")))
         seen["initial"] = {name: [float(w.double().sum()), float(w.double().norm())] for name, w in weights.items()}
@@ -104,7 +105,7 @@ def watch(seen: dict, fit):
         )
         optimizer.register_step_post_hook(lambda *_: seen.update(moments=local_bytes(module, optimizer, "moments")))
         seen["copied"] = 0
-        copies = training.run.saver._copies
+        copies = run.saver._copies
         if copies is not None:
             copy = copies.copy
 
@@ -265,13 +266,13 @@ def broken(kind: str):
     if kind.startswith("slow disk on rank "):  # no fault, either
         return slow_disk(int(kind[-1]))
     if kind == "inf in a moment on rank 1":
-        return mock.patch.object(trainer, "train_step", with_inf(trainer.train_step))
+        return mock.patch.object(engine, "train_step", with_inf(engine.train_step))
     if kind == "the search for NaN fails on rank 1":
         return mock.patch.object(checkpointer, "nonfinite_state", failing_search)
     if kind == "slow data on rank 1":
         return slow_loading(data_reader.DataReader.read)
     if kind == "nan on rank 1":
-        return mock.patch.object(trainer, "train_step", with_nan(trainer.train_step))
+        return mock.patch.object(engine, "train_step", with_nan(engine.train_step))
     if kind in ("by a callback", "by the data"):
         return nullcontext()
     if kind == "a callback on rank 1":  # no fault: it looks at the gradients
@@ -328,7 +329,7 @@ def with_inf(train_step):
 
 
 def slow_loading(read):
-    """Give the trainer a clock that rank 1 sets 100 s ahead while it waits for data."""
+    """Give the engine a clock that rank 1 sets 100 s ahead while it waits for data."""
     ahead = 0
 
     def read_slowly(reader):
@@ -339,7 +340,7 @@ def slow_loading(read):
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
     stack = ExitStack()
     stack.enter_context(mock.patch.object(data_reader.DataReader, "read", read_slowly))
-    stack.enter_context(mock.patch.object(trainer, "time", clock))
+    stack.enter_context(mock.patch.object(engine, "time", clock))
     return stack
 
 
@@ -379,21 +380,21 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
         seen: dict = {}
         layout = ["--devices", str(per_node), "--num_nodes", str(case["nodes"])]
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(trainer.Trainer, "_train", watch(seen, trainer.Trainer._train)))
+            stack.enter_context(mock.patch.object(engine.Engine, "train", watch(seen, engine.Engine.train)))
             stack.enter_context(mock.patch.object(single_process, "multiprocessing", FORKED))
             stack.enter_context(mock.patch.object(metrics, "plot_loss"))  # drawing takes as long as training
             if case["look_at"] == "memory":
                 stack.enter_context(mock.patch.object(build, "build_model", measuring(seen, build.build_model)))
             if case["look_at"] == "collectives":
                 for name in ("train_step", "pipeline_step"):
-                    stack.enter_context(mock.patch.object(trainer, name, counting(seen, getattr(trainer, name))))
+                    stack.enter_context(mock.patch.object(engine, name, counting(seen, getattr(engine, name))))
             if case["look_at"] == "gradients":
                 file = cases.parent.parent / f"{case['name']}.gradients"
                 for name in ("train_step", "pipeline_step"):
-                    step = recording_gradients(file, getattr(trainer, name))
-                    stack.enter_context(mock.patch.object(trainer, name, step))
+                    step = recording_gradients(file, getattr(engine, name))
+                    stack.enter_context(mock.patch.object(engine, name, step))
             if case["look_at"] == "graphs":
-                stack.enter_context(mock.patch.object(trainer, "train_step", counting_graphs(seen, trainer.train_step)))
+                stack.enter_context(mock.patch.object(engine, "train_step", counting_graphs(seen, engine.train_step)))
             if case["fault"]:
                 stack.enter_context(broken(case["fault"]))
             seen["exit"] = cli.main([*case["command"].split(), *layout, *case["flags"]])

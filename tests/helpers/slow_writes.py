@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from toolkit.distributed import ranks
-from toolkit.training import trainer
+from toolkit.training import engine
 from toolkit.training.pending_save import PendingSave
 from toolkit.training.saving import Saver
 
@@ -21,7 +21,7 @@ def writes_that_last(steps: int, at_wait: Callable[[], None] = lambda: None) -> 
     ``at_wait`` is called when the run waits for a write that has not begun.
     """
     condition, done, is_awaited = threading.Condition(), 0, False
-    step, write, wait = trainer.train_step, PendingSave.write, Saver._wait
+    step, write, wait = engine.train_step, PendingSave.write, Saver._wait
 
     def counting_step(*args, **options):
         nonlocal done
@@ -49,7 +49,7 @@ def writes_that_last(steps: int, at_wait: Callable[[], None] = lambda: None) -> 
         is_awaited = False
 
     with (
-        mock.patch.object(trainer, "train_step", counting_step),
+        mock.patch.object(engine, "train_step", counting_step),
         mock.patch.object(PendingSave, "write", late_write),
         mock.patch.object(Saver, "_wait", noted_wait),
     ):

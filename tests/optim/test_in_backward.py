@@ -16,7 +16,7 @@ from toolkit.errors import GuardError, UserError
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.training.callbacks import Callback
-from toolkit.training.trainer import run_training
+from toolkit.training.engine import run_training
 
 TRAIN = {"micro_batch_size": 8, "max_norm": 0.0, "max_steps": 6, "save_interval": 3, "tie_embeddings": True}
 

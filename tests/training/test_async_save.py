@@ -26,8 +26,8 @@ from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback
+from toolkit.training.engine import run_training
 from toolkit.training.pending_save import PendingSave
-from toolkit.training.trainer import run_training
 
 ASYNC = ["--train.async_save", "true"]
 

@@ -6,15 +6,17 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from helpers.small_runs import text_data
 
 from toolkit.cli import main
-from toolkit.training.callbacks.base import Callback, CallbackError, callback_states
+from toolkit.errors import CallbackError
 from toolkit.training.checkpoint_meta import read_callback_states
-from toolkit.training.trainer import Trainer
+from toolkit.training.run import Callback, Run, callback_states
 
+OLD = Path(__file__).parents[1] / "fixtures" / "old_callbacks.py"
 MODULE = textwrap.dedent("""
     import torch
 
@@ -92,7 +94,8 @@ def pretrain(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_callbacks.py").write_text(MODULE)
     monkeypatch.setattr(sys, "path", sys.path[:])  # the run adds this folder
-    monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
+    for name in ("my_callbacks", "old_callbacks"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
     def run(*flags, steps=4) -> int:
         return main([
@@ -140,11 +143,23 @@ def test_moments_come_in_order_and_metrics_become_columns(pretrain, tmp_path):
     assert after[:2] == before and after[-1]["largest_gradient"] == ""
 
 
-def test_a_callback_ends_the_run_and_final_is_saved(pretrain, tmp_path, capsys):
-    stop = '[{"class_path": "my_callbacks.StopAfter", "init_args": {"step": 2}}]'
-    assert pretrain("--callbacks", stop) == 0
-    assert "stopping after step 2: enough" in capsys.readouterr().out
-    assert (tmp_path / "run" / "final" / "COMPLETE").is_file() and rows(tmp_path)[-1]["step"] == "2"
+def test_callbacks_written_for_the_trainer_run_unchanged_and_end_the_run(pretrain, tmp_path, capsys):
+    shutil.copy(OLD, tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "callbacks:\n- old_callbacks.GradientQuartiles\n- old_callbacks.EveryName\n"
+        "- {class_path: old_callbacks.StopAtLoss, init_args: {target: 100.0}}\n"
+    )
+    assert pretrain("--config", "run.yaml") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "saved mine at step 1",
+        "stopping after step 1: the loss is 100.0 or less",
+        "ended at step 1, 0 skipped",
+    ):
+        assert line in lines
+    assert any(line.startswith("val_loss 5.") and line.endswith(" in mine") for line in lines)
+    assert (tmp_path / "run" / "final" / "COMPLETE").is_file() and rows(tmp_path)[-1]["step"] == "1"
+    assert float(rows(tmp_path)[-1]["grad_q75"]) > 0
 
 
 @pytest.mark.slow
@@ -188,7 +203,7 @@ def test_mistakes_in_callbacks_are_one_line(pretrain, tmp_path, capsys, value, m
 @pytest.mark.slow
 def test_patience_stops_early_and_survives_a_resume(pretrain, tmp_path, monkeypatch, capsys):
     losses = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 2.1, 12: 1.0}
-    monkeypatch.setattr(Trainer, "validate", lambda trainer: {"val_loss": losses[trainer.progress.step]})
+    monkeypatch.setattr(Run, "validate", lambda trainer: {"val_loss": losses[trainer.progress.step]})
     flags = ["--eval.interval", "2", "--eval.final_validation", "false", "--train.patience"]
     assert pretrain(*flags, "2", "--train.save_interval", "7", steps=7) == 0  # one of two validations so far
     assert pretrain(*flags, "2", "--resume", "auto", steps=12) == 0

@@ -9,7 +9,7 @@ from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
 from toolkit.errors import DataError, UserError
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import read_meta
-from toolkit.training.trainer import run_training
+from toolkit.training.engine import run_training
 from toolkit.ui.loggers import read_metrics
 
 

@@ -29,8 +29,8 @@ from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import run_args
-from toolkit.training import build, trainer
-from toolkit.training.trainer import run_training
+from toolkit.training import engine, launch
+from toolkit.training.engine import run_training
 
 COMPANIONS = {
     "added_tokens.json": "{}",
@@ -317,7 +317,7 @@ def test_out_of_memory_error_has_the_memory_plan_and_advice(base, questions, tmp
     def full(*args, **options):
         raise error
 
-    monkeypatch.setattr(trainer, "train_step", full)
+    monkeypatch.setattr(engine, "train_step", full)
     with pytest.raises(UserError, match="--train.micro_batch_size 2: out of memory.*GB.*--train.micro_batch_size 1"):
         run_training(arguments(finetune_full, base, questions, tmp_path / "run"))
 
@@ -326,7 +326,7 @@ def test_running_out_of_memory_while_reading_blames_no_batch(base, questions, tm
     def full(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(build, "find_intact", full)
+    monkeypatch.setattr(launch, "find_intact", full)
     words = ["finetune_full", base, "--data.json_path", questions, "--out_dir", tmp_path / "run"]
     assert main([str(word) for word in words]) == 1
     assert capsys.readouterr().err.startswith("toolkit finetune_full: out of CPU memory; ")

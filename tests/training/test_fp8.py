@@ -15,7 +15,7 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.families import get_config
 from toolkit.models.fp8 import convert_to_fp8, describe_fp8, fp8_layers, require_fp8
 from toolkit.models.gpt import GPT, Block
-from toolkit.training.trainer import run_training
+from toolkit.training.engine import run_training
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 16, "n_expert_per_token": 2, "moe_intermediate_size": 64}

@@ -14,7 +14,7 @@ from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.store import has_best, newest, step_of
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
-from toolkit.training.trainer import Trainer
+from toolkit.training.run import Run
 
 LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.5, 12: 1.9}  # the best so far: 2, 4, 4, 4, 10, 10
 
@@ -33,7 +33,7 @@ def flags(corpus) -> list[str]:
 def fake_losses(monkeypatch) -> dict[int, float]:
     """Validation losses by step, returned by a patched validation."""
     found = dict(LOSSES)
-    monkeypatch.setattr(Trainer, "validate", lambda trainer: {"val_loss": found[trainer.progress.step]})
+    monkeypatch.setattr(Run, "validate", lambda trainer: {"val_loss": found[trainer.progress.step]})
     return found
 
 

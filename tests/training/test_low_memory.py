@@ -39,7 +39,7 @@ from toolkit.optim.hybrid import Muon
 from toolkit.optim.update import clip_gradients
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.training.callbacks import Callback
-from toolkit.training.trainer import run_training
+from toolkit.training.engine import run_training
 
 NAMES = ("AdamW", "SGD", "NAdam", "Adafactor", "Muon", "AdamW8bit")
 

@@ -20,8 +20,8 @@ from toolkit.data import Mixture, SyntheticTokens, TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.errors import DataError, UserError
 from toolkit.training.checkpoint_meta import read_meta
+from toolkit.training.engine import run_training
 from toolkit.training.evaluate import data_of_run, evaluate
-from toolkit.training.trainer import run_training
 from toolkit.training.validate import rows_of_source
 from toolkit.ui.loggers import read_metrics
 

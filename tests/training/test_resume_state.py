@@ -15,7 +15,7 @@ from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.checkpoint_meta import RunFingerprint
 from toolkit.training.checkpointer import _load_scaler
-from toolkit.training.trainer import run_training
+from toolkit.training.engine import run_training
 
 STATE = "trainer/state.pth"
 

@@ -31,10 +31,11 @@ from toolkit.planning import resolve
 from toolkit.planning.limits import Intervals
 from toolkit.planning.options import check_options, check_start
 from toolkit.planning.run_args import RunArgs
-from toolkit.training import build as build_module
-from toolkit.training import data_reader, rank_consistency, trainer, validate
+from toolkit.training import data_reader, engine, launch, rank_consistency
+from toolkit.training import run as run_module
 from toolkit.training.checkpoint_meta import RunFingerprint
-from toolkit.training.trainer import run_training
+from toolkit.training.engine import run_training
+from toolkit.training.run import Run
 
 
 def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:
@@ -209,8 +210,8 @@ def test_s3_signal_during_the_last_save_does_not_interrupt_it(corpus, tmp_path, 
         os.kill(os.getpid(), signal.SIGUSR1)
         return original(run, name)
 
-    original = trainer.Trainer.save
-    monkeypatch.setattr(trainer.Trainer, "save", save)
+    original = Run.save
+    monkeypatch.setattr(Run, "save", save)
     run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 0}))
     assert folders(tmp_path / "run") == {"final"}
 
@@ -410,7 +411,7 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
         return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
 
     monkeypatch.setattr(resolve, "pick_precision", lambda *given: "16-mixed")
-    monkeypatch.setattr(build_module, "build_fabric", build)
+    monkeypatch.setattr(launch, "build_fabric", build)
     train = {"max_steps": 45, "save_interval": 35, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train))
     assert "steps (GradScaler)" in capsys.readouterr().out
@@ -445,7 +446,7 @@ def test_n7_diverged_run_stops_and_its_weights_are_not_saved(corpus, tmp_path):
 
 
 def test_n7_nonfinite_validation_loss_saves_no_checkpoint(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(validate, "validate", lambda *_: {"val_loss": math.nan})
+    monkeypatch.setattr(run_module, "validate", lambda *_: {"val_loss": math.nan})
     with pytest.raises(GuardError, match="the validation loss after step 12 is nan"):
         run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 0}, evaluation={"interval": 0}))
     assert folders(tmp_path / "run") == set()
@@ -507,7 +508,7 @@ def test_s2_checkpoint_before_the_first_step_is_step_zero(corpus, tmp_path, monk
 
     run_training(arguments(corpus, tmp_path / "uninterrupted", evaluation={"initial_validation": True}))
     with monkeypatch.context() as patch, restore_handlers_on_exit(), pytest.raises(StoppedBySignalError):
-        patch.setattr(trainer.Trainer, "validate", validate_with_signal)
+        patch.setattr(Run, "validate", validate_with_signal)
         run_training(arguments(corpus, tmp_path / "parts", evaluation={"initial_validation": True}))
     assert folders(tmp_path / "parts") == {"step-00000000"}
     run_training(arguments(corpus, tmp_path / "parts", resume="auto"))
@@ -577,7 +578,7 @@ def test_default_intervals_save_and_validate_during_the_run(corpus, tmp_path):
 
 
 def test_time_intervals(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "build_intervals", lambda *args: Intervals(None, 1e-9, None, 1e-9))
+    monkeypatch.setattr(engine, "build_intervals", lambda *args: Intervals(None, 1e-9, None, 1e-9))
     train = {"max_steps": 3, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train, evaluation={"max_iters": 1}))
     assert folders(tmp_path / "run") == {"step-00000001", "step-00000002", "final"}

@@ -24,8 +24,8 @@ def test_n8_monitor_declares_the_columns_that_it_adds():
         ThroughputMonitor(Throughput(10.0, 1000.0)),
         SimpleNamespace(fabric=SimpleNamespace(), run=SimpleNamespace()),
     )
-    trainer.fabric.device, trainer.run.step_times = torch.device("cpu"), StepTimes()
-    trainer.run.step_times.add([[0, 0]], 1.0)
+    trainer.fabric.device, trainer.step_times = torch.device("cpu"), StepTimes()
+    trainer.step_times.add([[0, 0]], 1.0)
     monitor.on_step_end(trainer, {"step_tokens": 100, "step_seconds": 1.0})
     metrics = {"loss": 1.0}
     monitor.on_log(trainer, metrics)

@@ -30,8 +30,7 @@ from toolkit.errors import CallbackError, GuardError, UserError
 from toolkit.io import storage
 from toolkit.training.callbacks import Upload
 from toolkit.training.checkpoint_meta import read_meta
-from toolkit.training.saving import Saver
-from toolkit.training.trainer import run_training
+from toolkit.training.engine import Engine, run_training
 
 URL = "memory://bucket/run"
 
@@ -99,13 +98,13 @@ def test_s2_run_resumed_on_a_clean_machine_is_bit_equal(corpus, tmp_path, capsys
 def test_checkpoint_that_rank_0_completes_alone_is_uploaded(corpus, monkeypatch):
     """As where another rank has failed while the checkpoint was being written."""
 
-    def finish_after_another_rank(self, error, **options):
+    def finish_after_another_rank(self, **options):
         with monkeypatch.context() as patch:
             patch.setattr(ranks, "world_size", lambda: 2)
-            finish_after(self, error, **options)
+            finish_save(self, **options)
 
-    finish_after = Saver.finish_after
-    monkeypatch.setattr(Saver, "finish_after", finish_after_another_rank)
+    finish_save = Engine._finish_save
+    monkeypatch.setattr(Engine, "_finish_save", finish_after_another_rank)
     train = {"max_steps": 9, "save_interval": 3, "async_save": True}
     args = arguments(corpus, URL, train=train, evaluation={"interval": 0, "final_validation": False})
     with writes_that_last(100), pytest.raises(CallbackError):

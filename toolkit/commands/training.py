@@ -15,7 +15,7 @@ def training_command(read_options: Callable[..., RunArgs]) -> Callable[..., None
     def setup(**options: Any) -> None:
         args = read_options(**options)
         check_start(args)
-        from toolkit.training.trainer import run_training  # imports torch
+        from toolkit.training.engine import run_training  # imports torch
 
         run_training(args)
 

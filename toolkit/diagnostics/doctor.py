@@ -45,7 +45,8 @@ from toolkit.errors import PeerLostError, PeerShutdownError, UserError, mark_rep
 from toolkit.models.gpt import Block
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.short_run import ShortRunTrainer, short_run_args
+from toolkit.training.engine import start
+from toolkit.training.short_run import short_run_args
 
 _MAX_SKEW = 1.0  # seconds
 _MAX_LISTED_RANKS = 64
@@ -223,7 +224,7 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
         config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
         if world.global_rank == 0:
             check.run_references(args, 1, config, quiet=True)
-        ShortRunTrainer().start(config, world, [check])
+        start(config, world, [check], is_short=True)
     _print(world, f"Gradients of one step of {_MODEL}: {config.strategy}")
     if world.global_rank != 0:
         return

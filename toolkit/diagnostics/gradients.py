@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,8 @@ from toolkit.distributed.replicas import checksum
 from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import DifferenceError
 from toolkit.private_torch import local_parts, local_shard
-from toolkit.training.callbacks import Callback
 from toolkit.training.model import unwrapped
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.run import Callback, Run
 
 _CHUNK = 1 << 22  # elements
 
@@ -52,13 +49,13 @@ class GradientRecorder(Callback):
         self.records: list[StepRecord] = []
         self._gradients: dict[str, float] = {}
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Run) -> None:
         try:
             self._gradients = gradient_norms(unwrapped(trainer.model))
         except DifferenceError as error:
             raise DifferenceError(f"step {trainer.progress.step + 1}: {error}") from None
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         norm, limit = metrics["grad_norm"], trainer.args.train.max_norm
         clipped_by = max(1.0, (norm + 1e-6) / limit) if limit else 1.0  # as torch.nn.utils.clip_grad_norm_
         gradients = {name: value * clipped_by for name, value in self._gradients.items()}

@@ -17,7 +17,8 @@ from toolkit.errors import CommandError, GuardError, UserError
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
-from toolkit.training.short_run import ShortRunTrainer, short_run_args, single_process_args
+from toolkit.training.engine import start
+from toolkit.training.short_run import short_run_args, single_process_args
 
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TOOLKIT_PARENT_PID")
 _RANKS = ("RANK", "NODE_RANK", "WORLD_SIZE")
@@ -80,5 +81,5 @@ def _train(args: RunArgs, steps: int, device: str, micro_batch_size: int | None)
         args = single_process_args(short_run_args(args, steps, folder), micro_batch_size)
         world = WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
         config = resolve(args, DeviceSpec.of_this_machine(device))
-        ShortRunTrainer().start(config, world, [*load_callbacks(args.callbacks), recorder])
+        start(config, world, [*load_callbacks(args.callbacks), recorder], is_short=True)
     return recorder.records

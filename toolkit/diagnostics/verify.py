@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from toolkit.diagnostics.comparison import VALUES, Difference, choose_splits, choose_tolerance, compare
 from toolkit.diagnostics.environment import memory_limit
@@ -18,11 +17,10 @@ from toolkit.planning.plan import format_memory, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
-from toolkit.training.run import detect_devices
-from toolkit.training.short_run import ShortRunTrainer, short_run_args, single_process_args
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.engine import start
+from toolkit.training.launch import detect_devices
+from toolkit.training.run import Run
+from toolkit.training.short_run import short_run_args, single_process_args
 
 _NAMES = {
     "loss": "the loss",
@@ -55,7 +53,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
             _announce(args, config)
             check.run_references(args, steps, config)
             print(f"On {world.world_size} ranks:", flush=True)
-        ShortRunTrainer().start(config, world, [*callbacks, check])
+        start(config, world, [*callbacks, check], is_short=True)
 
 
 class LayoutCheck(GradientRecorder):
@@ -81,7 +79,7 @@ class LayoutCheck(GradientRecorder):
                 splits.append(run_single_process(args, steps, config.device, size, quiet=True))
         self.tolerance = choose_tolerance(config.precision, self.reference, splits)
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, metrics)
         if len(self.records) <= len(self.reference):
             record, reference = self.records[-1], self.reference[len(self.records) - 1]
@@ -91,7 +89,7 @@ class LayoutCheck(GradientRecorder):
             self.differences.append(difference)
             trainer.display.message(format_step(trainer.progress.step, record, reference, difference))
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Run) -> None:
         tolerance, failure = self.tolerance, ""
         if tolerance is not None:
             failure = find_failure(self.differences, tolerance)

@@ -69,12 +69,6 @@ class Checkpointer:
         """Whether every rank writes its shards; otherwise rank 0 writes one file."""
         return self.config.args.fsdp.state_dict_type == "sharded"
 
-    def save(self, name: str, progress: Progress, callbacks: State) -> Path:
-        """Write the checkpoint folder ``out_dir/name`` atomically, and delete the oldest checkpoints."""
-        pending = self.begin(name, progress, callbacks)
-        pending.write_on_all_ranks()
-        return pending.commit(self.config.args.train.keep_last)
-
     def begin(self, name: str, progress: Progress, callbacks: State, copies: HostCopies | None = None) -> PendingSave:
         """Start a save of ``out_dir/name``. With ``copies`` training can overlap with the write."""
         # A rank that fails in these collectives must exit at once, because the others wait in them.

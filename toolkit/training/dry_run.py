@@ -1,11 +1,10 @@
 """Report what a run would do, for ``--dry_run``: sample rows, plan, and the files that it would write."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from toolkit.data.inspection import inspect_rows
 from toolkit.distributed import ranks
@@ -13,11 +12,10 @@ from toolkit.distributed.device import device_memory
 from toolkit.planning.advice import advice_for
 from toolkit.planning.limits import build_intervals
 from toolkit.planning.plan import plan_resolved
+from toolkit.training.data_reader import DataReader
+from toolkit.training.launch import Launch
 from toolkit.ui.plan import format_plan, plan_summary
-
-if TYPE_CHECKING:
-    from toolkit.training.data_reader import DataReader
-    from toolkit.training.run import Launch
+from toolkit.ui.tokens import print_inspection
 
 _SAMPLES = 3
 
@@ -37,10 +35,6 @@ def report_dry_run(run: Launch, reader: DataReader) -> None:
 
 
 def _print_report(run: Launch) -> None:
-    from rich.console import Console
-
-    from toolkit.ui.tokens import print_inspection
-
     tokenizer = run.data.tokenizer
     print("" if tokenizer is None else f"Tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} tokens\n")
     print_inspection(inspect_rows(run.data, _SAMPLES), Console(highlight=False, markup=False, emoji=False))

@@ -31,9 +31,9 @@ from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.planning.options import check_start
 from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.planning.training_options import OPTIONS
-from toolkit.training.callbacks import Callback
 from toolkit.training.checkpoint_meta import read_meta
-from toolkit.training.run import detect_devices
+from toolkit.training.launch import detect_devices
+from toolkit.training.run import Callback
 from toolkit.ui.loggers import read_metrics
 
 

@@ -1,11 +1,9 @@
 """Log-probabilities of a reference model, computed once before training and cached by content."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +25,8 @@ from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.objectives.preference import REFERENCE, label_log_probs
 from toolkit.training.frozen import build_frozen, model_fingerprint
+from toolkit.training.launch import Launch
 from toolkit.training.model import ModelSpec, specify_model
-
-if TYPE_CHECKING:
-    from toolkit.training.run import Launch
 
 _FILE = "log_probs.npz"
 _CODE_VERSION = 2  # increment if the same model and rows give other values

@@ -1,119 +1,224 @@
-"""Define the state of a run, and resolve its configuration and devices."""
+"""The run as callbacks see it, and the interface of callbacks."""
+
+from __future__ import annotations
 
 import math
-import os
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
-from lightning.fabric import Fabric
+from torch import Tensor
+from torch.profiler import record_function
 
-from toolkit.checkpoints.remote.run import RemoteRun
-from toolkit.config import AUTO, RunOptions
-from toolkit.data.base import PreparedData
+from toolkit.data.base import row_count
 from toolkit.data.batch import Padding
-from toolkit.distributed.device import count_devices, pick_accelerator
-from toolkit.distributed.launch import Timeouts
+from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
-from toolkit.distributed.world import WorldInfo, detect_world
-from toolkit.errors import GuardError, UserError
+from toolkit.errors import CallbackError, CommandError, GuardError
 from toolkit.objectives.base import Objective
-from toolkit.optim.update import Update
-from toolkit.planning.options import is_launched
-from toolkit.planning.plan import device_spec_of
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
-from toolkit.planning.run_args import RunArgs
-from toolkit.training.callbacks import Callback, Sampler, overrides
-from toolkit.training.callbacks.loading import load_callbacks
+from toolkit.planning.limits import Progress
 from toolkit.training.checkpointer import Checkpointer
-from toolkit.training.control_files import ControlFiles
 from toolkit.training.data_reader import DataReader
 from toolkit.training.garbage import GarbageCollection
+from toolkit.training.launch import Launch
 from toolkit.training.saving import Saver
-from toolkit.training.start_state import StartState
 from toolkit.training.step import StepResult
 from toolkit.training.throughput import StepTimes
+from toolkit.training.trace import VALIDATE
+from toolkit.training.validate import batches_by_source, validate
 
 
-@dataclass
-class Launch:
-    """A run after process launch and data preparation.
+class Callback:
+    """Base class of callbacks. Override the hooks you need; the defaults do nothing.
 
-    Args:
-        launched_at: Start of ``--train.max_time``, in seconds of time.perf_counter().
-        remote: The run's remote folder; None without remote storage.
-        sampler: Prints samples if ``--eval.max_new_tokens`` is set.
+    Every rank calls every hook at the same step, so a callback may use collectives. Metrics are plain numbers, the same
+    on every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, validation if due,
+    ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. User callbacks run in the order given, after the run's
+    checks and before its outputs.
+
+    ``trainer`` is the :class:`Run`: ``model``, ``optimizer``, ``fabric``, ``data``, ``progress`` (``step``, ``tokens``,
+    ``samples``), ``config``, ``args``, ``out_dir``, ``display``, ``callbacks``, ``save(name)``, ``validate()`` and
+    ``request_stop(reason)``.
     """
 
-    config: ResolvedConfig
-    world: WorldInfo
-    launched_at: float
-    remote: RemoteRun | None
-    display: Any
-    fabric: Fabric
-    data: PreparedData
-    state: StartState
-    sampler: Sampler | None
+    columns: tuple[str, ...] = ()
+    """Names that ``on_log`` adds to the metrics. They become additional columns of metrics.csv."""
 
-    @property
-    def args(self) -> RunArgs:
-        return self.config.args
+    def on_train_start(self, trainer: Run) -> None:
+        """Called before the first step of this launch. Weights and (on resume) state are loaded."""
 
-    @property
-    def out_dir(self) -> Path:
-        return self.args.run_dir
+    def on_before_optimizer_step(self, trainer: Run) -> None:
+        """Called after the backward pass. Parameters of ``trainer.model`` hold the global batch's gradient, checked and
+        clipped (not yet clipped with bf16-master)."""
 
-    @property
-    def timeouts(self) -> Timeouts:
-        return Timeouts.from_minutes(self.args.timeout)
+    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        """Called after an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens
+        (input tokens over all ranks), step_seconds."""
 
-    @property
-    def is_finished(self) -> bool:
-        return self.state.is_finished(self.args)
+    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
+        """Called when metrics are logged: every ``--train.log_interval`` steps and with every validation. There is no
+        ``loss`` before the first step. Later callbacks see what this callback adds to ``metrics``."""
+
+    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        """Called after a validation. Metrics: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty
+        without validation data."""
+
+    def on_checkpoint_saved(self, trainer: Run, folder: Path) -> None:
+        """Called after a checkpoint is complete on disk; with ``--train.async_save``, some steps after it was taken."""
+
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
+        """Called when the run ends with an error or after a signal."""
+
+    def on_train_end(self, trainer: Run) -> None:
+        """Called when the run has finished and ``final/`` is complete."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to save in every checkpoint: tensors and plain values, the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of the checkpoint that the run resumes from, before ``on_train_start``."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Run(Launch):
-    """A run with model, optimizer and the counters of the training loop.
+    """A run that is built and ready to train.
 
     Args:
+        callbacks: All callbacks in order.
+        padding: Padding of batches.
         token_bytes: Number of UTF-8 bytes per token; None without a tokenizer.
         optimizer: The optimizer as Fabric wraps it.
         seconds_before: Total seconds of earlier launches.
-        ready_at: Time when this rank last left a collective. Its work until the next collective delays all ranks.
         skipped_steps: Steps in this launch without an update, because of the fp16 GradScaler or a spike.
+        stop_reason: Why to stop before the next step; None to go on.
     """
 
+    callbacks: list[Callback]
     padding: Padding
     reader: DataReader
     token_bytes: np.ndarray | None
     model: FabricModule
     checkpointer: Checkpointer
     optimizer: Any
-    update: Update = field(init=False)  # update and saver need the callbacks, which need the other fields
-    saver: Saver = field(init=False)
-    seconds_before: float = 0.0
-    ready_at: float = 0.0
-    saved_at: float = 0.0
-    validated_at: float = 0.0
+    saver: Saver
+    seconds_before: float
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     stop_reason: str | None = None
     step_times: StepTimes = field(default_factory=StepTimes)
     garbage: GarbageCollection = field(default_factory=GarbageCollection)
 
-    def __post_init__(self) -> None:
-        self.control_files = ControlFiles(self.out_dir)
+    @property
+    def run(self) -> Run:
+        """Deprecated: the run itself."""
+        warnings.warn("trainer.run is the trainer itself, a Run: remove .run", DeprecationWarning, stacklevel=2)
+        return self
+
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
 
     @property
     def objective(self) -> Objective:
         return self.args.objective
 
+    def request_stop(self, reason: str) -> None:
+        """Stop the run before the next step and write ``final/``. One rank may call this alone."""
+        self.stop_reason = reason
+
+    def notify(self, hook: str, *args: Any) -> None:
+        """Call a hook of each callback in order. A failure raises a CallbackError that names callback and hook."""
+        for callback in self.callbacks:
+            _call(callback, hook, self, *args)
+
+    def validate(self) -> dict[str, float]:
+        """Return the validation metrics (N6); empty without validation data. Collective.
+
+        Raises:
+            GuardError: the loss is not finite.
+        """
+        data, batch, max_iters = self.data, self.config.batch, self.args.eval.max_iters
+        if data.val is None or not row_count(data.val):
+            return {}
+        self.display.phase("validating")
+        self.reader.pause()  # validation and training rows may share a store
+        read = partial(
+            batches_by_source,
+            data.val_sources or {"": data.val},
+            None if max_iters is None else max_iters * batch.global_batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            rank=ranks.layout().data_rank(ranks.global_rank()),
+            world_size=ranks.layout().data_parallel,
+            padding=self.padding,
+            count=self.objective.count,
+            added_bos=data.added_bos,
+        )
+        with record_function(VALIDATE):
+            if self.objective.looks_ahead:
+                self.model.eval()
+                self.objective.look_ahead(self.model, chain(*read().values()), self.fabric.device)
+                self.model.train()
+            metrics = validate(self.fabric, self.objective, self.model, read(), self.token_bytes)
+        if not math.isfinite(metrics.get("val_loss", 0.0)):
+            raise GuardError(
+                f"the validation loss after step {self.progress.step} is {metrics['val_loss']}: weights contain "
+                "NaN or Inf; no checkpoint was saved; lower --train.learning_rate and resume with --resume auto "
+                "(see troubleshooting: diverging)"
+            )
+        self.display.phase("training")
+        return metrics
+
+    def save(self, name: str) -> Path:
+        """Write the checkpoint ``out_dir/name`` (S1). Collective.
+
+        Raises:
+            GuardError: weights or optimizer state are not finite.
+        """
+        if self.is_short:
+            return self.out_dir / name
+        self.finish_save()
+        folder = self.saver.save(name, *self._checkpoint_state())
+        self._announce(folder)
+        return folder
+
+    def start_save(self, name: str) -> None:
+        """Save ``out_dir/name``. With ``--train.async_save`` return before the files are written. Collective."""
+        if not self.saver.is_async:
+            self.save(name)
+            return
+        self.finish_save()
+        self.saver.start(name, *self._checkpoint_state())
+
+    def finish_save(self) -> None:
+        """Complete the save in progress, if there is one. Collective."""
+        if (folder := self.saver.finish()) is not None:
+            self._announce(folder)
+
+    def _checkpoint_state(self) -> tuple[Progress, dict[str, Any]]:
+        """Return what a checkpoint has in addition to weights and optimizer: progress and states of callbacks."""
+        self.count_seconds()
+        self.progress.data = self.reader.state(self.progress.samples)
+        return self.progress, callback_states(self.callbacks)
+
+    def _announce(self, folder: Path) -> None:
+        self.notify("on_checkpoint_saved", folder)
+        self.display.phase("training")
+
+    def count_seconds(self) -> None:
+        """Update the seconds of the progress."""
+        self.progress.seconds = self.seconds_before + time.perf_counter() - self.launched_at
+
     def advance(self, n_inputs: int) -> None:
         """Advance the progress by one step of ``n_inputs`` input tokens (all ranks)."""
-        progress, total = self.state.progress, self.state.limits.total_samples
+        progress, total = self.progress, self.state.limits.total_samples
         progress.step += 1
         progress.tokens += n_inputs
         progress.samples += self.config.batch.global_batch_size
@@ -137,40 +242,63 @@ class Run(Launch):
             "--precision bf16-mixed or 32-true (see troubleshooting: diverging)"
         )
 
-    def overlap(self) -> None:
-        """Do host work while the device computes a step."""
-        self.reader.start_copy()
-        self.garbage.collect(is_full=False)
+
+def overrides(callback: Callback, hook: str) -> bool:
+    """Whether a callback overrides a hook."""
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
 
 
-def resolve_run(args: RunArgs, callbacks: Sequence[Callback] = ()) -> tuple[ResolvedConfig, WorldInfo, list[Callback]]:
-    """Return the resolved configuration, the processes, and the callbacks (``--callbacks`` first)."""
-    device, world = detect_devices(args)
-    devices = DeviceSpec.of_this_machine(device, world.devices, world.num_nodes)
-    config = resolve(args, device_spec_of(args) if is_alone(args) else devices)
-    all_callbacks = [*load_callbacks(args.callbacks), *callbacks]
-    if args.optimizer.in_backward:
-        _refuse_callbacks_before_the_step(all_callbacks)
-    return config, world, all_callbacks
+def _call(callback: Callback, hook: str, *args: Any) -> Any:
+    try:
+        return getattr(callback, hook)(*args)
+    except CommandError:
+        raise
+    except Exception as error:
+        name = type(callback).__qualname__
+        raise CallbackError(f"callback {name} failed in {hook}: {type(error).__name__}: {error}") from error
 
 
-def _refuse_callbacks_before_the_step(callbacks: Sequence[Callback]) -> None:
+def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Return the callback states that are not empty, by name."""
+    states = {name: _call(callback, "state_dict") for name, callback in _by_name(callbacks).items()}
+    for name, state in states.items():
+        if not isinstance(state, dict):
+            raise CallbackError(f"callback {name}: state_dict() returns a {type(state).__name__}, not a dictionary")
+        for key, value in state.items():
+            if (wrong := _find_unsafe_type([key, value])) is not None:
+                raise CallbackError(
+                    f"callback {name}: state_dict()[{key!r:.100}] contains the type {wrong}, which a checkpoint cannot "
+                    "hold; convert it to a tensor, number, string, list or dict"
+                )
+    return {name: state for name, state in states.items() if state}
+
+
+def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], report: Callable[[str], None]) -> None:
+    """Restore callback states; report callbacks without a state and states without a callback."""
+    by_name = _by_name(callbacks)
+    for name, callback in by_name.items():
+        if name in states:
+            _call(callback, "load_state_dict", states[name])
+        elif overrides(callback, "load_state_dict"):
+            report(f"callback {name}: the checkpoint has no state for this callback; it starts from its initial state")
+    for name in states.keys() - by_name.keys():
+        report(f"callback {name}: ignored its state in the checkpoint, because the run has no such callback")
+
+
+def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Return callbacks by class name. A second callback of the same class is ``NAME 2``."""
+    named: dict[str, Callback] = {}
     for callback in callbacks:
-        if overrides(callback, "on_before_optimizer_step"):
-            raise UserError(
-                f"--optimizer.in_backward true: {type(callback).__qualname__}.on_before_optimizer_step would see no "
-                "gradients; remove one of them"
-            )
+        name = type(callback).__qualname__
+        count = sum(type(other).__qualname__ == name for other in named.values())
+        named[f"{name} {count + 1}" if count else name] = callback
+    return named
 
 
-def is_alone(args: RunOptions) -> bool:
-    """Whether this process reads the first rank's rows alone: a dry run of several nodes without a launcher."""
-    return args.dry_run and args.num_nodes not in (AUTO, 1) and "NODE_RANK" not in os.environ and not is_launched()
-
-
-def detect_devices(args: RunOptions) -> tuple[str, WorldInfo]:
-    """Return the run's device type ("cpu", "cuda" or "mps") and its processes."""
-    device = pick_accelerator(args.accelerator)
-    if is_alone(args):
-        return device, WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
-    return device, detect_world(args.devices, args.num_nodes, count_devices(device))
+def _find_unsafe_type(value: Any) -> str | None:
+    """Return the first type that ``torch.load(weights_only=True)`` would reject, or None."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if type(value) in (list, tuple):
+        return next((wrong for part in value if (wrong := _find_unsafe_type(part)) is not None), None)
+    return None if type(value) in (str, int, float, bool, NoneType, Tensor) else type(value).__name__

@@ -1,36 +1,9 @@
-"""Run the first steps of a run without checkpoints or metrics files, to compare them with another run."""
+"""Arguments of short runs, whose first steps are compared with another run (``Launch.is_short``)."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from toolkit.config import AUTO, DDPArgs, EvalArgs, FSDPArgs, LogArgs, ProfilerArgs
-from toolkit.distributed import ranks
-from toolkit.distributed.signals import SignalWatch
-from toolkit.errors import StoppedBySignalError
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.callbacks import Callback, ReplicaCheck
-from toolkit.training.run import Run
-from toolkit.training.trainer import Trainer
-
-
-class ShortRunTrainer(Trainer):
-    """A :class:`Trainer` that saves no checkpoints and writes no metrics."""
-
-    def save(self, name: str) -> Path:
-        return self.out_dir / name
-
-    def _build_callbacks(self, run: Run, user_callbacks: Sequence[Callback], stack: ExitStack) -> list[Callback]:
-        return [ReplicaCheck(run.state.model), *user_callbacks]
-
-    def _stop_for_signal(self, signals: SignalWatch) -> None:
-        signal_number = max(ranks.all_gather_object(signals.received))
-        signals.ignore()
-        raise StoppedBySignalError(signal_number, f"stopped after step {self.progress.step}")
-
-    def _resume_hint(self, out_dir: Path) -> str:
-        return "Start the command again"
 
 
 def short_run_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:

@@ -21,7 +21,6 @@ PYTHON_OBJECTS = (
     "model", "dataset", "val_dataset", "optimizer", "block_classes", "num_workers", "allow_duplicate_data",
 )  # fmt: skip
 """Arguments of :func:`toolkit.train` that are not options of the command."""
-_OBJECTS = (*PYTHON_OBJECTS[3:], "callbacks", "data", "extensions")
 _RENAMED = {
     **{field.name: f"train.{field.name}" for field in fields(TrainArgs)},
     **{field.name: f"ddp.{field.name}" for field in fields(DDPArgs)},
@@ -56,24 +55,41 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 """Argument names of other trainers whose values need conversion: (option, conversion). None: the option's default."""
 
 
-def extract_dataset(positional: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset (a positional argument or ``dataloader``) and the remaining options."""
-    dataset, *more = positional
-    if inspect.isclass(dataset) and issubclass(dataset, Optimizer):  # Trainer(model, optimizer class, loader)
-        options = options | {"optimizer": dataset}
-        dataset, more = (more[0], more[1:]) if more else (None, [])
-    if more:
-        raise UserError(f"Trainer(model, dataset): {len(more)} more positional arguments; pass them by name")
-    if "dataloader" in options and dataset is not None:
-        raise UserError("dataloader: a dataset is also given; remove one of them")
-    dataset = options.get("dataloader", dataset)
-    return dataset, {name: value for name, value in options.items() if name != "dataloader"}
+class TrainerArguments:
+    """The arguments of a Trainer.
+
+    Args:
+        positional: The dataset; or an optimizer class and the dataset, as in Trainer(model, optimizer class, loader).
+        options: The other arguments by name.
+
+    Raises:
+        UserError: an argument is unknown or set twice.
+    """
+
+    def __init__(self, positional: tuple[Any, ...], options: dict[str, Any]) -> None:
+        dataset, *more = positional
+        if inspect.isclass(dataset) and issubclass(dataset, Optimizer):
+            options = options | {"optimizer": dataset}
+            dataset, more = (more[0], more[1:]) if more else (None, [])
+        if more:
+            raise UserError(f"Trainer(model, dataset): {len(more)} more positional arguments; pass them by name")
+        if "dataloader" in options and dataset is not None:
+            raise UserError("dataloader: a dataset is also given; remove one of them")
+        self._options = {name: value for name, value in options.items() if name != "dataloader"}
+        self._options["dataset"] = options.get("dataloader", dataset)
+        self.translate()
+
+    def translate(self, **more: Any) -> dict[str, Any]:
+        """Return the arguments of :func:`toolkit.train`, with ``more`` options."""
+        for name in more.keys() & self._options.keys():
+            raise UserError(f"{name}: is already an argument of Trainer; remove one of them")
+        return _translate(self._options | more)
 
 
-def translate(arguments: dict[str, Any], dataset: Any) -> dict[str, Any]:
-    """Return the arguments of :func:`toolkit.train`. Raise UserError for an unknown name or an option set twice."""
+def _translate(arguments: dict[str, Any]) -> dict[str, Any]:
     command = CommandOptions(pretrain)
-    options = {name: value for name, value in arguments.items() if name in (*command.parameters, *_OBJECTS)}
+    names = (*command.parameters, *PYTHON_OBJECTS, "callbacks", "data", "extensions")
+    options = {name: value for name, value in arguments.items() if name in names}
     for name, value in arguments.items():
         if name in _CONVERTED:
             option, convert = _CONVERTED[name]
@@ -82,11 +98,11 @@ def translate(arguments: dict[str, Any], dataset: Any) -> dict[str, Any]:
         elif name in _RENAMED:
             _set(options, _RENAMED[name], value, name)
         elif name not in options and name != "grad_accum_steps":
-            names = [*command.parameters, *_OBJECTS, *_RENAMED, *_CONVERTED, "grad_accum_steps"]
             hint = suggest_option(name, command.options(), lambda option: option.rpartition(".")[2])
-            raise UserError(f"{name}: no such argument{hint or did_you_mean(name, names) or '; see toolkit.Trainer'}")
+            hint = hint or did_you_mean(name, [*names, *_RENAMED, *_CONVERTED, "grad_accum_steps"])
+            raise UserError(f"{name}: no such argument{hint or '; see toolkit.Trainer'}")
     if "grad_accum_steps" in arguments:
-        _set_global_batch_size(options, arguments["grad_accum_steps"], dataset)
+        _set_global_batch_size(options, arguments["grad_accum_steps"], arguments["dataset"])
     return options
 
 

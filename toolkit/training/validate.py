@@ -1,30 +1,20 @@
 """Compute validation metrics as a token-weighted mean over all ranks (N6)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import nn
-from torch.profiler import record_function
 
 from toolkit.data.base import TokenDataset
 from toolkit.data.batch import Batch
 from toolkit.data.loader import val_batches
 from toolkit.distributed import ranks
-from toolkit.errors import GuardError
 from toolkit.objectives.base import LOSS, Objective, Part, means, total_counts
 from toolkit.objectives.inputs import original_module
-from toolkit.training.trace import VALIDATE
-
-if TYPE_CHECKING:
-    from toolkit.training.run import Run
 
 
 def batches_by_source(
@@ -46,41 +36,6 @@ def batches_by_source(
 def rows_of_source(size: int, total: int, max_rows: int | None) -> int:
     """Return how many of a source's ``size`` rows to validate, see :func:`batches_by_source`."""
     return size if max_rows is None or max_rows >= total else max(1, max_rows * size // total)
-
-
-def validate_run(run: Run) -> dict[str, float]:
-    """Return the metrics of the run's validation data. Collective.
-
-    Raises:
-        GuardError: the loss is not finite.
-    """
-    assert run.data.val is not None
-    run.reader.pause()  # validation and training rows may share a store
-    batch, max_iters = run.config.batch, run.args.eval.max_iters
-    read = partial(
-        batches_by_source,
-        run.data.val_sources or {"": run.data.val},
-        None if max_iters is None else max_iters * batch.global_batch_size,
-        micro_batch_size=batch.micro_batch_size,
-        rank=ranks.layout().data_rank(ranks.global_rank()),
-        world_size=ranks.layout().data_parallel,
-        padding=run.padding,
-        count=run.objective.count,
-        added_bos=run.data.added_bos,
-    )
-    with record_function(VALIDATE):
-        if run.objective.looks_ahead:
-            run.model.eval()
-            run.objective.look_ahead(run.model, chain(*read().values()), run.fabric.device)
-            run.model.train()
-        metrics = validate(run.fabric, run.objective, run.model, read(), run.token_bytes)
-    if not math.isfinite(metrics.get("val_loss", 0.0)):
-        raise GuardError(
-            f"the validation loss after step {run.state.progress.step} is {metrics['val_loss']}: weights contain "
-            "NaN or Inf; no checkpoint was saved; lower --train.learning_rate and resume with --resume auto "
-            "(see troubleshooting: diverging)"
-        )
-    return metrics
 
 
 @torch.no_grad()

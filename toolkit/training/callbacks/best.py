@@ -3,16 +3,11 @@
 Checkpoints store the lowest loss, so a resumed run behaves like an uninterrupted one.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.checkpoints.store import BEST, has_best
 from toolkit.distributed import ranks
-from toolkit.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.run import Callback, Run
 
 
 class KeepBest(Callback):
@@ -21,13 +16,13 @@ class KeepBest(Callback):
     def __init__(self) -> None:
         self.val_loss: float | None = None
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: Run) -> None:
         if not ranks.broadcast_from_rank0(has_best(trainer.out_dir)):
             self.val_loss = (
                 None  # best/ was deleted or damaged, or is in another folder: save it after the next validation
             )
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         if is_lower(metrics, self.val_loss):
             self.val_loss = metrics["val_loss"]
             trainer.save(BEST)
@@ -47,10 +42,10 @@ class EarlyStopping(Callback):
         self.val_loss: float | None = None
         self.stale_validations = 0  # since the lowest loss
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: Run) -> None:
         self._stop_if_due(trainer)
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         if is_lower(metrics, self.val_loss):
             self.val_loss, self.stale_validations = metrics["val_loss"], 0
         else:
@@ -63,7 +58,7 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.val_loss, self.stale_validations = state["val_loss"], state["stale_validations"]
 
-    def _stop_if_due(self, trainer: Trainer) -> None:
+    def _stop_if_due(self, trainer: Run) -> None:
         if self.stale_validations >= self.patience:
             trainer.request_stop(f"no lower validation loss in {self.patience} validations (--train.patience)")
 

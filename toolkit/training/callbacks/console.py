@@ -1,10 +1,7 @@
 """Print steps, validations, checkpoints and the final summary on rank 0's standard output."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.store import FINAL
 from toolkit.data.chat.sources import tokenizer_template
@@ -13,67 +10,64 @@ from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
 from toolkit.models.families import export_error
 from toolkit.reporting.page import REPORT
-from toolkit.training.callbacks.base import Callback
 from toolkit.training.evaluate import option_to_trust
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.run import Callback, Run
 
 
 class Console(Callback):
     """Reports to the trainer's display, see :mod:`toolkit.ui.progress`."""
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: Run) -> None:
         where = {"step": trainer.progress.step, "total_steps": trainer.display.total_steps, "out_dir": trainer.out_dir}
         trainer.display.event("start", command=trainer.args.command, **where)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
         message = one_line(error) or type(error).__name__
         status = "stopped" if isinstance(error, StoppedByFileError) else "failed"
         trainer.display.event("end", status=status, step=trainer.progress.step, error=message)
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
         step = trainer.progress.step
         if "loss" in metrics:
             trainer.display.step(step, {k: v for k, v in metrics.items() if not k.startswith("val_")})
         if "val_loss" in metrics:
             trainer.display.validation(step, {k: v for k, v in metrics.items() if k.startswith("val_")})
 
-    def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
+    def on_checkpoint_saved(self, trainer: Run, folder: Path) -> None:
         trainer.display.checkpoint(trainer.progress.step, folder)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Run) -> None:
         progress, display = trainer.progress, trainer.display
-        if trainer.run.skipped_steps:
+        if trainer.skipped_steps:
             display.message(
-                f"skipped {trainer.run.skipped_steps} steps{' (GradScaler)' * (trainer.args.train.skip_spikes is None)}"
+                f"skipped {trainer.skipped_steps} steps{' (GradScaler)' * (trainer.args.train.skip_spikes is None)}"
             )
         display.message(
             f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {final_model(trainer)}"
         )
         if (trainer.out_dir / REPORT).exists():
-            place = trainer.out_dir if trainer.run.remote is None else trainer.run.remote.url
+            place = trainer.out_dir if trainer.remote is None else trainer.remote.url
             display.message(f"report: {place}/{REPORT}")
         for command in next_commands(trainer):
             display.message(f"  {command}")
         hint = precision_hint(trainer.config.device, trainer.config.precision)
-        if hint is not None and trainer.run.state.resume_from is None:
+        if hint is not None and trainer.state.resume_from is None:
             display.message(f"  {hint}")
         counts = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
         display.event("end", status="finished", **counts, model=final_model(trainer))
 
 
-def final_model(trainer: Trainer) -> Path | str:
+def final_model(trainer: Run) -> Path | str:
     """Return the folder or URL of the final model."""
-    return trainer.out_dir / FINAL if trainer.run.remote is None else f"{trainer.run.remote.url}/{FINAL}"
+    return trainer.out_dir / FINAL if trainer.remote is None else f"{trainer.remote.url}/{FINAL}"
 
 
-def next_commands(trainer: Trainer) -> list[str]:
+def next_commands(trainer: Run) -> list[str]:
     """Return commands to run next with the trained model; empty for a custom nn.Module."""
-    state, data = trainer.run.state, trainer.data
+    state, data = trainer.state, trainer.data
     if state.model.config is None or not trainer.args.is_repeatable:
         return []
-    hf_dir = trainer.out_dir / "hf" if trainer.run.remote is None else Path("out", "hf")
+    hf_dir = trainer.out_dir / "hf" if trainer.remote is None else Path("out", "hf")
     final, hf = (shlex.quote(str(path)) for path in (final_model(trainer), hf_dir))
     merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"

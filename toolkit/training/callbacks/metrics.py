@@ -1,9 +1,7 @@
 """Measure throughput and write metrics to ``logs/metrics.csv``, its plot and other loggers."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,13 +10,10 @@ from toolkit.errors import one_line
 from toolkit.planning.run_args import hyperparameters
 from toolkit.reporting.events import environment, write_event
 from toolkit.reporting.page import REPORT, write_report
-from toolkit.training.callbacks.base import Callback
+from toolkit.training.run import Callback, Run
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 from toolkit.ui.loggers import MetricsCSV, log_metrics
 from toolkit.ui.plots import plot_loss
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
 
 
 class ThroughputMonitor(Callback):
@@ -29,13 +24,13 @@ class ThroughputMonitor(Callback):
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         self.throughput.add(int(metrics["step_tokens"]), metrics["step_seconds"])
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
         if "loss" in metrics:  # none for a validation before the first step
             metrics |= self.throughput.read() | {"peak_memory_gb": peak_memory_gb(trainer.fabric.device)}
-            metrics |= trainer.run.step_times.read()
+            metrics |= trainer.step_times.read()
 
 
 class MetricsFile(Callback):
@@ -44,8 +39,8 @@ class MetricsFile(Callback):
     def __init__(self, csv: MetricsCSV) -> None:
         self.csv = csv
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        config, args, model = trainer.config, trainer.args, trainer.run.state.model
+    def on_train_start(self, trainer: Run) -> None:
+        config, args, model = trainer.config, trainer.args, trainer.state.model
         device = trainer.fabric.device
         write_event(
             trainer.out_dir,
@@ -62,17 +57,17 @@ class MetricsFile(Callback):
         )
         self._record_remarks(trainer)
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
         self.csv.write(metrics)
         self._record_remarks(trainer)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
         self._finish(trainer, one_line(error) or type(error).__name__)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Run) -> None:
         self._finish(trainer)
 
-    def _finish(self, trainer: Trainer, error: str = "") -> None:
+    def _finish(self, trainer: Run, error: str = "") -> None:
         self.csv.close()
         self._record_remarks(trainer)
         write_event(trainer.out_dir, "end", error=error)
@@ -80,7 +75,7 @@ class MetricsFile(Callback):
         if (problem := write_report(trainer.out_dir, f"stopped: {error}" if error else "finished")) is not None:
             trainer.display.message(f"note: {REPORT} was not written: {problem}")
 
-    def _record_remarks(self, trainer: Trainer) -> None:
+    def _record_remarks(self, trainer: Run) -> None:
         remarks = trainer.display.remarks
         while remarks:
             write_event(trainer.out_dir, "warning", step=trainer.progress.step, text=remarks.pop(0))
@@ -103,14 +98,14 @@ class ExternalLoggers(Callback):
     def __init__(self, loggers: list[Any]) -> None:
         self.loggers = loggers
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
         axes = ("step", "tokens", "seconds")
         log_metrics(self.loggers, {k: v for k, v in metrics.items() if k not in axes}, trainer.progress.step)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
         self._finalize("failed")
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Run) -> None:
         self._finalize("success")
 
     def _finalize(self, status: str) -> None:

@@ -1,14 +1,7 @@
 """Log the share of each source of a :class:`toolkit.data.Mixture`."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from toolkit.data.interleave import MixtureOrder
-from toolkit.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.run import Callback, Run
 
 
 class MixtureShares(Callback):
@@ -18,11 +11,11 @@ class MixtureShares(Callback):
         self.order = order
         self.columns = tuple(f"share_{name}" for name in order.weights)
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
         shares = self.order.shares(trainer.progress.samples)
         metrics |= {f"share_{name}": share for name, share in shares.items()}
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Run) -> None:
         position = trainer.progress.samples
         epochs, shares = self.order.epochs(position), self.order.shares(position)
         if not shares:

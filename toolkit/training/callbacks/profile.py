@@ -1,13 +1,11 @@
 """``--profile``: record a trace, the slowest operators and a time breakdown of a few steps on every rank."""
 
-from __future__ import annotations
-
 import csv
 import os
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import profiler
@@ -17,11 +15,8 @@ from toolkit.config import ProfilerArgs
 from toolkit.distributed import ranks
 from toolkit.io.safe_parse import no_follow
 from toolkit.private_torch import dump_memory_history, record_memory_history
-from toolkit.training.callbacks.base import Callback
+from toolkit.training.run import Callback, Run
 from toolkit.training.trace import Shares, read_shares
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
 
 MAX_OPERATORS, MAX_RANKS = 10, 8
 SECONDS_TO_WRITE = 30 * 60.0  # writing the trace of a large model takes minutes
@@ -47,7 +42,7 @@ class Profile(Callback):
 
     # ---- hooks
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: Run) -> None:
         args, on_cuda = self.args, trainer.fabric.device.type == "cuda"
         self._first = trainer.progress.step + args.wait + args.warmup + 1  # first active step
         self._last = self._first + args.active - 1
@@ -61,13 +56,13 @@ class Profile(Callback):
             profiler.profile(
                 activities=activities,
                 schedule=profiler.schedule(wait=args.wait, warmup=args.warmup, active=args.active, repeat=1),
-                on_trace_ready=lambda _: self._write(trainer.progress.step, trainer.run.garbage.share),
+                on_trace_ready=lambda _: self._write(trainer.progress.step, trainer.garbage.share),
                 record_shapes=args.record_shapes,
                 with_stack=args.with_stack,
             )
         )
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         if self._profiler is None:
             return
         if trainer.progress.step < self._last:
@@ -78,13 +73,13 @@ class Profile(Callback):
                 self._end(trainer)
                 self._report(trainer)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Run) -> None:
         if self._profiler is not None:
             self._end(trainer)
             if trainer.progress.step >= self._first:  # the same on every rank
                 self._report(trainer)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
         if self._profiler is None:
             return
         if self._on_cuda and isinstance(error, torch.OutOfMemoryError):
@@ -96,7 +91,7 @@ class Profile(Callback):
 
     # ---- parts
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, trainer: Run) -> None:
         """Stop profiling. Recorded steps are written even if the run ends before the last active step."""
         step = trainer.progress.step
         self._stack.close()
@@ -135,7 +130,7 @@ class Profile(Callback):
     def _self_time(self) -> str:
         return "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
 
-    def _report(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Run) -> None:
         """Print the time breakdown of all ranks and rank 0's slowest operators; write shares.csv. Collective."""
         results = ranks.all_gather_object(self._result)
         shares = {rank: result for rank, result in enumerate(results) if isinstance(result, Shares)}

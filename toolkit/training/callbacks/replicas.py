@@ -1,17 +1,10 @@
 """N4 synchronized-replicas: compare model replicas after the first step of each launch."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.distributed.tensor_parallel import cuts_of
-from toolkit.training.callbacks.base import Callback
 from toolkit.training.model import ModelSpec, unwrapped
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.run import Callback, Run
 
 
 class ReplicaCheck(Callback):
@@ -20,7 +13,7 @@ class ReplicaCheck(Callback):
     def __init__(self, spec: ModelSpec) -> None:
         self.spec, self.is_done = spec, False
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         if not self.is_done:
             module = unwrapped(trainer.model)
             parts = {canonical_name(name): p for name, p in module.named_parameters()}

@@ -1,10 +1,8 @@
 """Generate samples during training from a fixed prompt, for ``--eval.max_new_tokens``."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,10 +17,7 @@ from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.reporting.events import write_event
-from toolkit.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.run import Callback, Run
 
 PLAIN_PROMPT = 32  # prompt tokens for plain text
 _MAX_CHARS = 60  # prompt characters printed
@@ -43,7 +38,7 @@ class Sampler(Callback):
     max_new_tokens: int
     tokenizer: Tokenizer | None
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         prompt, answer = self.show(trainer.model, trainer.progress.step, trainer.display)
         if ranks.global_rank() == 0:
             write_event(trainer.out_dir, "sample", step=trainer.progress.step, prompt=prompt, text=answer)

@@ -1,15 +1,10 @@
 """Skip the update of steps whose loss or gradient is a spike, for ``--train.skip_spikes``."""
 
-from __future__ import annotations
-
 from collections import deque
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from toolkit.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.run import Callback, Run
 
 WINDOW = 128
 
@@ -37,11 +32,11 @@ class SkipSpikes(Callback):
         self.skipped += bool(self.reason)
         return bool(self.reason)
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         if self.reason:
             trainer.display.message(f"note: step {trainer.progress.step} is skipped: {self.reason}")
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
         metrics["skipped_steps"] = self.skipped
 
     def state_dict(self) -> dict[str, Any]:

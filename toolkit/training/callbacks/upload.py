@@ -1,10 +1,8 @@
 """Upload a run to remote storage: rank 0 uploads, all ranks wait."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.store import BEST, FINAL, prune
@@ -12,10 +10,7 @@ from toolkit.distributed import ranks
 from toolkit.errors import GuardError
 from toolkit.io.atomic import file_error
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.run import Callback, Run
 
 MAX_PENDING_UPLOADS = 2  # checkpoints waiting for upload
 SECONDS_AFTER_FAILURE = 20.0  # less than the timeout of the other ranks
@@ -31,10 +26,10 @@ class Upload(Callback):
     def __init__(self, uploader: Uploader | None, args: RunArgs, display: Any) -> None:
         self.uploader, self.args, self.display = uploader, args, display
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         self._report()
 
-    def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
+    def on_checkpoint_saved(self, trainer: Run, folder: Path) -> None:
         if self.uploader is not None:
             try:
                 self.uploader.submit(folder)
@@ -49,7 +44,7 @@ class Upload(Callback):
                 f"{trainer.progress.step}; {folder} is saved. Use one --out_dir per run"
             )
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Run) -> None:
         self.finish()
 
     def finish(self) -> None:
@@ -66,7 +61,7 @@ class Upload(Callback):
                     "(see remote_storage: failed uploads)"
                 )
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
         if self.uploader is not None:
             self.uploader.wait(None if ranks.world_size() == 1 else SECONDS_AFTER_FAILURE)
             self._finish()

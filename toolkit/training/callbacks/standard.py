@@ -1,0 +1,141 @@
+"""The callbacks of a run: built-in ones by its options, and the user's."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from toolkit.checkpoints.lock import exclusive_lock
+from toolkit.checkpoints.remote.run import RemoteRun
+from toolkit.checkpoints.remote.uploader import Uploader
+from toolkit.checkpoints.run.resume import resolve_resume
+from toolkit.checkpoints.store import rename_damaged
+from toolkit.data.interleave import MixtureOrder
+from toolkit.data.order import SampleOrder
+from toolkit.distributed import ranks
+from toolkit.distributed.private_lightning import FabricModule
+from toolkit.errors import UserError
+from toolkit.io.tempfiles import sweep
+from toolkit.objectives.base import LOSS, checked_parts
+from toolkit.objectives.inputs import original_module
+from toolkit.planning.speed.gpus import peak_flops
+from toolkit.reporting.page import REPORT, write_report
+from toolkit.training.callbacks.best import EarlyStopping, KeepBest
+from toolkit.training.callbacks.console import Console
+from toolkit.training.callbacks.metrics import (
+    ExternalLoggers,
+    MetricsFile,
+    ThroughputMonitor,
+    is_current,
+    plot_run,
+)
+from toolkit.training.callbacks.mixture import MixtureShares
+from toolkit.training.callbacks.profile import Profile
+from toolkit.training.callbacks.replicas import ReplicaCheck
+from toolkit.training.callbacks.samples import Sampler
+from toolkit.training.callbacks.spikes import SkipSpikes
+from toolkit.training.callbacks.upload import Upload
+from toolkit.training.launch import Launch
+from toolkit.training.run import Callback
+from toolkit.training.throughput import Throughput
+from toolkit.ui.loggers import MetricsCSV, make_loggers, rows_crc
+
+
+def build_callbacks(
+    launch: Launch,
+    model: FabricModule,
+    order: SampleOrder,
+    user_callbacks: Sequence[Callback],
+    sampler: Sampler | None,
+    stack: ExitStack,
+) -> list[Callback]:
+    """Return all callbacks in order: checks, throughput, the user's, outputs, early stopping and best checkpoint.
+
+    ``stack`` holds rank 0's lock on the folder until the run ends.
+    """
+    args, state = launch.args, launch.state
+    if launch.is_short:
+        return [ReplicaCheck(state.model), *user_callbacks]
+    peak = peak_flops(launch.fabric.device, launch.config.precision)
+    throughput = Throughput(state.flops, None if peak is None else peak * ranks.world_size())
+    callbacks: list[Callback] = [ReplicaCheck(state.model), ThroughputMonitor(throughput)]
+    if args.profile:
+        callbacks.append(Profile(args.profiler))
+    if args.train.skip_spikes is not None:
+        callbacks.append(SkipSpikes(args.train.skip_spikes))
+    if isinstance(order, MixtureOrder):
+        callbacks.append(MixtureShares(order))
+    callbacks += user_callbacks
+    columns = [f"val_loss_{name}" for name in launch.data.val_sources]
+    columns += [name for callback in callbacks for name in callback.columns]
+    parts = [part.name for part in checked_parts(args.objective, original_module(model)) if part.name != LOSS]
+    columns += [f"{prefix}{name}" for prefix in ("", "val_") for name in parts]
+    wait_reporter = ranks.WaitReporter(f"open {launch.out_dir}", launch.display.message)
+    csv = ranks.run_on_rank0(lambda: open_metrics(launch, columns, stack), wait_reporter)
+    callbacks += ranks.run_on_rank0(lambda: log_to(launch, csv)) or []
+    if launch.remote is not None:
+        callbacks.append(start_uploads(launch.remote, launch, stack))
+    if ranks.global_rank() == 0:
+        callbacks.append(Console())  # after the uploads, because it prints the final summary
+    if sampler is not None:
+        callbacks.append(sampler)
+    if args.train.patience is not None:
+        callbacks.append(EarlyStopping(args.train.patience))
+    if args.train.keep_best:
+        callbacks.append(KeepBest())
+    return callbacks
+
+
+def open_metrics(launch: Launch, columns: list[str], stack: ExitStack) -> MetricsCSV:
+    """Lock the folder for this run, rename damaged checkpoints, and open metrics.csv. On rank 0."""
+    args, state, out_dir = launch.args, launch.state, launch.out_dir
+    stack.enter_context(exclusive_lock(out_dir))
+    sweep(out_dir)
+    if resolve_resume(args.resume, out_dir) != next(iter(state.damaged), state.resume_from):
+        raise UserError(f"--out_dir {out_dir}: another process has just used this folder; start the run again")
+    for folder in state.damaged:  # otherwise it would count as the newest checkpoint, and for --train.keep_last
+        launch.display.message(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
+    resume_step = None if state.resume_from is None else state.progress.step
+    path = out_dir / "logs" / "metrics.csv"
+    expected = state.progress.logged_rows if state.resume_from and state.resume_from.parent == out_dir else 0
+    is_changed = expected and state.progress.metrics_crc not in (0, rows_crc(path, expected))
+    csv = MetricsCSV(path, resume_step, columns)
+    if csv.n_resumed < expected or is_changed:
+        lost = f"{expected - csv.n_resumed} of" if csv.n_resumed < expected else "some of"
+        launch.display.message(f"warning: {path}: {lost} the {expected} rows to step {resume_step} are lost or damaged")
+    return csv
+
+
+def log_to(launch: Launch, csv: MetricsCSV | None) -> list[Callback]:
+    """Return the callbacks that write metrics.csv and log to the run's loggers. On rank 0."""
+    assert csv is not None
+    step = None if launch.state.resume_from is None else launch.state.progress.step
+    values = launch.config.hyperparameters()
+    loggers = make_loggers(launch.args.logger_name, launch.out_dir, launch.args.log, values, step, csv.logged_step)
+    return [MetricsFile(csv), ExternalLoggers(loggers)]
+
+
+def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack) -> Upload:
+    """Start to upload to the run's remote folder. Rank 0 must hold the lock on the staging folder."""
+
+    def start() -> Uploader:
+        uploader = remote.start_uploads(launch.args.train.keep_last, launch.display.message)
+        stack.callback(uploader.close)
+        return uploader
+
+    return Upload(ranks.run_on_rank0(start), launch.args, launch.display)
+
+
+def finish_run(launch: Launch, stack: ExitStack) -> None:
+    """Complete the cleanup, plot, report and uploads of a finished run, if an earlier launch could not."""
+    display, state, remote = launch.display, launch.state, launch.remote
+    display.message(f"{state.resume_from} has reached step {state.progress.step}: the run is finished, nothing to do")
+    if launch.args.dry_run:
+        return
+    if launch.world.global_rank == 0:
+        sweep(launch.out_dir)
+        if not is_current(launch.out_dir, "loss.png"):
+            plot_run(launch.out_dir)
+        if not is_current(launch.out_dir, REPORT):
+            write_report(launch.out_dir, "finished")
+    if remote is not None:
+        ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))
+        start_uploads(remote, launch, stack).finish()

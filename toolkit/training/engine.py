@@ -1,0 +1,369 @@
+"""Run training from arguments to ``final/``. Start reading at :func:`open_run` and :class:`Engine`."""
+
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.profiler import record_function
+
+from toolkit.checkpoints.store import FINAL
+from toolkit.data.batch import Batch
+from toolkit.distributed import ranks
+from toolkit.distributed.memory import disable_malloc_trim
+from toolkit.distributed.signals import SignalWatch
+from toolkit.distributed.world import WorldInfo
+from toolkit.errors import GuardError, StoppedByFileError, StoppedBySignalError, UserError, one_line
+from toolkit.objectives.base import total_counts
+from toolkit.optim.update import Update, choose_update, set_learning_rate
+from toolkit.planning.advice import oom_advice
+from toolkit.planning.limits import build_intervals, is_due
+from toolkit.planning.plan import device_spec_of
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
+from toolkit.planning.run_args import RunArgs
+from toolkit.training.build import build_checkpointer, build_models, build_reader
+from toolkit.training.callbacks.loading import load_callbacks
+from toolkit.training.callbacks.samples import make_sampler
+from toolkit.training.callbacks.spikes import SkipSpikes
+from toolkit.training.callbacks.standard import build_callbacks, finish_run
+from toolkit.training.callbacks.upload import finish_uploads, submit_upload
+from toolkit.training.compiler import resolve_compiler
+from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
+from toolkit.training.describe import describe_run
+from toolkit.training.dry_run import report_dry_run
+from toolkit.training.launch import detect_devices, is_alone, launch_run
+from toolkit.training.pipeline_step import pipeline_step
+from toolkit.training.rank_consistency import require_shared_disk
+from toolkit.training.reference import with_reference
+from toolkit.training.run import Callback, Run, callback_states, load_callback_states, overrides
+from toolkit.training.saving import Saver
+from toolkit.training.step import StepResult, train_step
+from toolkit.training.trace import DATA_WAIT
+
+
+def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
+    """Train. Every process of the run calls this. ``callbacks`` run after ``--callbacks``.
+
+    Raises:
+        See :func:`start`.
+    """
+    start(*resolve_run(args, callbacks))
+
+
+def resolve_run(args: RunArgs, callbacks: Sequence[Callback] = ()) -> tuple[ResolvedConfig, WorldInfo, list[Callback]]:
+    """Return the resolved configuration, the processes, and the callbacks (``--callbacks`` first)."""
+    device, world = detect_devices(args)
+    devices = DeviceSpec.of_this_machine(device, world.devices, world.num_nodes)
+    config = resolve(args, device_spec_of(args) if is_alone(args) else devices)
+    all_callbacks = [*load_callbacks(args.callbacks), *callbacks]
+    for callback in all_callbacks if args.optimizer.in_backward else ():
+        if overrides(callback, "on_before_optimizer_step"):
+            raise UserError(
+                f"--optimizer.in_backward true: {type(callback).__qualname__}.on_before_optimizer_step would see no "
+                "gradients; remove one of them"
+            )
+    return config, world, all_callbacks
+
+
+def start(config: ResolvedConfig, world: WorldInfo, callbacks: Sequence[Callback] = (), is_short: bool = False) -> None:
+    """Build the run and train it. Every process of ``world`` calls this. See :func:`open_run` for the arguments.
+
+    Raises:
+        GuardError: the loss, the gradient or the weights are not finite, or replicas differ.
+        StoppedBySignalError, StoppedByFileError: a signal or a file STOP stopped the run; the state has been saved.
+        PeerLostError, PeerShutdownError: see :func:`toolkit.distributed.launch.launch_processes`.
+        DataError: data could not be read during the run; the state has been saved.
+        CallbackError: a callback failed.
+    """
+    with ExitStack() as stack:
+        run = open_run(config, world, callbacks, stack, is_short)
+        if run is not None:
+            Engine(run).train()
+
+
+def open_run(
+    config: ResolvedConfig,
+    world: WorldInfo,
+    callbacks: Sequence[Callback],
+    stack: ExitStack,
+    is_short: bool = False,
+) -> Run | None:
+    """Launch the processes, prepare data, build the model and resume. None if the run is finished or a dry run.
+
+    Args:
+        callbacks: The user's callbacks; they run after checks and throughput, before logging.
+        stack: Closes what the run has opened.
+        is_short: See :class:`toolkit.training.launch.Launch`.
+    """
+    launch = launch_run(config, world, stack, is_short)
+    sampler = make_sampler(launch.data, launch.state.model.config, launch.args.eval.max_new_tokens)
+    if launch.is_finished:
+        finish_run(launch, stack)
+        return None
+    if is_alone(launch.args):
+        report_dry_run(launch, build_reader(launch, stack)[1])
+        return None
+    launch = replace(launch, config=resolve_compiler(launch.config, launch.state, launch.fabric.device))
+    launch = replace(launch, data=with_reference(launch))
+    state, display = launch.state, launch.display
+    padding, reader = build_reader(launch, stack)
+    display.total_steps = state.limits.total_steps
+    display.phase("building the model")
+    # not earlier: a smaller micro-batch does not save memory in data preparation
+    stack.enter_context(oom_advice(launch.config))
+    for line in describe_run(launch.config, state, reader):
+        display.message(line)
+    model = build_models(launch, stack)
+    checkpointer = build_checkpointer(launch, model)
+    optimizer: Any = launch.fabric.setup_optimizers(checkpointer.optimizer)
+    if launch.args.dry_run:
+        report_dry_run(launch, reader)
+        return None
+    all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack)
+    if state.resume_from is not None:
+        load_callback_states(all_callbacks, state.callbacks, display.message)
+    callback_states(all_callbacks)  # fail now if a state cannot be saved
+    if checkpointer.sharded:
+        require_shared_disk(launch.out_dir)
+    disable_malloc_trim(launch.config.device)  # after loading, so that memory freed by loading is returned (M3)
+    tokenizer = launch.data.tokenizer
+    return Run(
+        config=launch.config,
+        world=launch.world,
+        launched_at=launch.launched_at,
+        remote=launch.remote,
+        display=display,
+        fabric=launch.fabric,
+        data=launch.data,
+        state=state,
+        is_short=is_short,
+        callbacks=all_callbacks,
+        padding=padding,
+        reader=reader,
+        token_bytes=None if tokenizer is None else tokenizer.token_bytes(),
+        model=model,
+        checkpointer=checkpointer,
+        optimizer=optimizer,
+        saver=Saver(checkpointer, launch.timeouts, display),
+        seconds_before=state.progress.seconds,
+    )
+
+
+class Engine:
+    """The training loop of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.update = run, _build_update(run)
+        self.intervals = build_intervals(run.args.train, run.args.eval, run.state.limits)
+        self.signals, self.control_files = SignalWatch(), ControlFiles(run.out_dir)
+
+    def train(self) -> None:
+        """Train until a limit is reached, and write ``final/``."""
+        run = self.run
+        try:
+            run.notify("on_train_start")
+            with self.signals, run.garbage:
+                if run.args.eval.initial_validation and run.state.resume_from is None:
+                    metrics = run.validate()
+                    self._log(metrics)
+                    run.notify("on_validation_end", metrics)
+                self._loop()
+                run.save(FINAL)  # inside SignalWatch, so that a signal does not interrupt the final save
+        except BaseException as error:
+            ranks.set_timeout(run.timeouts.first)  # loggers may need long to upload
+            self._finish_save()
+            notify_exception(run, error)
+            raise
+        ranks.set_timeout(run.timeouts.first)
+        run.notify("on_train_end")
+
+    def _loop(self) -> None:
+        """Run optimizer steps until a limit is reached; validate, log and save when due."""
+        run, progress, limits = self.run, self.run.progress, self.run.state.limits
+        if limits.reached(progress.step, progress.tokens):
+            return
+        # When this rank last left a collective: its work until the next one delays all ranks.
+        self.ready_at = self.saved_at = self.validated_at = time.perf_counter()
+        step_seconds, first_step = 0.0, progress.step + 1
+        run.model.train()
+        run.display.phase("training")
+        while True:
+            started_at = time.perf_counter()
+            with record_function(DATA_WAIT):
+                micro_batches = run.reader.read()
+            totals, microseconds = self._all_reduce_step(micro_batches, started_at, step_seconds)
+            if not totals["writing"]:
+                run.finish_save()
+            synced_at = time.perf_counter()
+            if self._stops_before_step(totals, is_first=progress.step + 1 == first_step):
+                return
+
+            learning_rate = run.state.schedule.learning_rate(progress.step)
+            counts = {name: totals[f"normalizer {name}"] for name in run.objective.normalizers}
+            result = self._step(micro_batches, counts, learning_rate)
+            run.count_skipped(result)
+            run.advance(totals["n_inputs"])
+            self.ready_at = time.perf_counter()
+            step_seconds = self.ready_at - started_at
+            run.step_times.add(microseconds, self.ready_at - synced_at)
+            metrics = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
+            metrics |= result.parts
+            sizes = {"step_tokens": totals["n_inputs"], "step_seconds": step_seconds}
+            run.notify("on_step_end", metrics | sizes)
+            if progress.step == first_step:
+                ranks.set_timeout(run.timeouts.later)
+            is_last = limits.reached(progress.step, progress.tokens) or totals["time_is_up"] > 0
+            self._after_step(metrics, totals, is_last)
+            if is_last:
+                return
+
+    def _all_reduce_step(
+        self, micro_batches: list[Batch], started_at: float, step_seconds: float
+    ) -> tuple[dict[str, int], list[list[int]]]:
+        """Sum counts and flags over all ranks, in one all-reduce per step.
+
+        Returns:
+            The sums by name, and for each rank the microseconds of host work since the last step and of waiting for
+            data.
+        """
+        counted = micro_batches if ranks.is_first("pipeline", "context", "tensor") else []  # the others read the same
+        run, data_ready_at, max_seconds = self.run, time.perf_counter(), self.run.state.limits.max_seconds
+        seconds_left = math.inf if max_seconds is None else run.launched_at + max_seconds - started_at
+        return ranks.all_reduce_and_gather(
+            [round(1e6 * (data_ready_at - self.ready_at)), round(1e6 * (data_ready_at - started_at))],
+            **{f"normalizer {name}": n for name, n in total_counts(run.objective, counted).items()},
+            n_inputs=sum(batch.n_inputs for batch in counted),
+            signalled=int(self.signals.received > 0),
+            should_stop=int(run.stop_reason is not None),
+            cannot_read=int(run.reader.error is not None),
+            writing=int(run.saver.is_writing),
+            time_is_up=int(seconds_left <= step_seconds),
+            eval_is_due=int(started_at - self.validated_at >= (self.intervals.eval_seconds or math.inf)),
+            save_is_due=int(started_at - self.saved_at >= (self.intervals.save_seconds or math.inf)),
+            **self.control_files.look(),
+        )
+
+    def _stops_before_step(self, totals: dict[str, int], is_first: bool) -> bool:
+        """Whether a callback requested a stop. Raises after a signal, a read error or a file STOP."""
+        run = self.run
+        if totals["signalled"]:
+            signal_number = max(ranks.all_gather_object(self.signals.received))
+            message = self._save_early()
+            finish_uploads(run.callbacks)  # a second Ctrl-C interrupts this wait
+            self.signals.ignore()
+            raise StoppedBySignalError(signal_number, message)
+        if totals["cannot_read"]:
+            run.reader.raise_error(None if is_first else self._save_early())
+        if totals[STOP]:
+            message = self._save_early()
+            finish_uploads(run.callbacks)
+            self.control_files.remove(STOP)
+            raise StoppedByFileError(message)
+        if totals["should_stop"]:
+            reason = run.stop_reason or "requested by another rank"
+            run.display.message(f"stopping after step {run.progress.step}: {reason}")
+        return totals["should_stop"] > 0
+
+    def _save_early(self) -> str:
+        step = self.run.progress.step
+        folder = self.run.save(f"step-{step:08d}")
+        saved = "" if self.run.is_short else f"; {folder} is saved; resume with --resume auto"
+        return f"stopped after step {step}{saved}"
+
+    def _step(self, micro_batches: list[Batch], counts: dict[str, int], learning_rate: float) -> StepResult:
+        run = self.run
+        set_learning_rate(run.optimizer, learning_rate)
+        try:
+            step = train_step if run.config.strategy.layout.pipeline == 1 else pipeline_step
+            return step(run.fabric, run.objective, self.update, micro_batches, counts, self._overlap)
+        except GuardError as error:
+            self._finish_save(is_on_all_ranks=True)
+            raise GuardError(
+                f"step {run.progress.step + 1} is not finite: {error}. No checkpoint includes this step; "
+                "lower --train.learning_rate or inspect these samples (see troubleshooting: diverging)"
+            ) from None
+
+    def _overlap(self) -> None:
+        """Do host work while the device computes a step."""
+        self.run.reader.start_copy()
+        self.run.garbage.collect(is_full=False)
+
+    def _after_step(self, metrics: dict[str, float], totals: dict[str, int], is_last: bool) -> None:
+        """Validate, log and save when due."""
+        run, step, evaluation = self.run, self.run.progress.step, self.run.args.eval
+        is_eval_due = is_due(self.intervals.eval_steps, step) or totals["eval_is_due"] > 0
+        should_validate = evaluation.final_validation if is_last else is_eval_due
+        validation = run.validate() if should_validate else {}
+        if is_due(run.args.train.log_interval, step) or is_last or validation:
+            self._log(metrics | validation)
+        if should_validate:
+            run.notify("on_validation_end", validation)
+            run.garbage.collect()
+            self.ready_at = self.validated_at = time.perf_counter()
+        if not is_last and (is_due(self.intervals.save_steps, step) or totals["save_is_due"] or totals[SAVE_NOW]):
+            run.start_save(f"step-{step:08d}")
+            run.garbage.collect()
+            self.ready_at = self.saved_at = time.perf_counter()
+        if totals[SAVE_NOW]:
+            self.control_files.remove(SAVE_NOW)
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        """Pass a row of metrics to the callbacks."""
+        if metrics:
+            run, progress = self.run, self.run.progress
+            run.count_seconds()
+            progress.logged_rows += 1
+            axes = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
+            run.notify("on_log", axes | metrics)
+
+    def _finish_save(self, is_on_all_ranks: bool = False) -> None:
+        """Complete the save in progress, if possible, when an error ends the run: the saved state was finite.
+
+        After an error on one rank, the other ranks may have exited, so rank 0 completes it alone.
+        """
+        run = self.run
+        try:
+            if is_on_all_ranks or ranks.world_size() == 1:
+                run.finish_save()
+            elif (folder := run.saver.finish_alone()) is not None:
+                run.display.message(f"saved {folder}")
+                submit_upload(run.callbacks, folder)
+        except Exception as second:  # report the first error, which ended the run
+            run.display.message(f"note: the save in progress failed as well: {one_line(second)}")
+
+
+def _build_update(run: Run) -> Update:
+    """Choose the update of the weights, the same on all ranks.
+
+    If any rank has a gradient callback, all ranks take the unfused path; otherwise replicas would round differently
+    (N4).
+    """
+    spikes = next((callback for callback in run.callbacks if isinstance(callback, SkipSpikes)), None)
+    has_gradient_callbacks = any(overrides(callback, "on_before_optimizer_step") for callback in run.callbacks)
+    return choose_update(
+        run.fabric,
+        run.model,
+        run.optimizer,
+        run.args.train.max_norm,
+        before_update=(
+            partial(run.notify, "on_before_optimizer_step")
+            if any(ranks.all_gather_object(has_gradient_callbacks))
+            else None
+        ),
+        is_spike=None if spikes is None else spikes.is_spike,
+        in_backward=run.args.optimizer.in_backward,
+    )
+
+
+def notify_exception(run: Run, error: BaseException) -> None:
+    """Call ``on_exception`` of each callback. Failures only warn, because ``error`` already ends the run."""
+    for callback in run.callbacks:
+        try:
+            callback.on_exception(run, error)
+        except Exception as second:
+            name = type(callback).__qualname__
+            warnings.warn(f"callback {name} failed in on_exception: {second}", stacklevel=2)

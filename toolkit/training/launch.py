@@ -1,0 +1,136 @@
+"""Launch the processes of a run and prepare its data: what is known before a model is built."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric import Fabric
+
+from toolkit.checkpoints.lock import require_unlocked
+from toolkit.checkpoints.remote.run import RemoteRun
+from toolkit.checkpoints.run.resume import resolve_resume
+from toolkit.checkpoints.store import newest
+from toolkit.config import AUTO, RunOptions
+from toolkit.data.base import PreparedData, Report
+from toolkit.distributed.device import count_devices, deterministic_algorithms, fp32_reductions, pick_accelerator
+from toolkit.distributed.fabric import build_fabric
+from toolkit.distributed.launch import Timeouts, launch_processes
+from toolkit.distributed.world import WorldInfo, detect_world
+from toolkit.io.paths import is_url
+from toolkit.models.gpt import Block
+from toolkit.planning.options import is_launched
+from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.run_args import RunArgs, keep_old_ends
+from toolkit.training.data import prepare_data, uses_old_ends, with_length
+from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state
+from toolkit.training.verify import fetch_on_other_nodes, find_intact
+from toolkit.ui.console import make_progress
+
+
+@dataclass(eq=False)
+class Launch:
+    """A run after process launch and data preparation.
+
+    Args:
+        launched_at: Start of ``--train.max_time``, in seconds of time.perf_counter().
+        remote: The run's remote folder; None without remote storage.
+        is_short: Whether the run saves no checkpoints and writes no metrics, see :mod:`toolkit.training.short_run`.
+    """
+
+    config: ResolvedConfig
+    world: WorldInfo
+    launched_at: float
+    remote: RemoteRun | None
+    display: Any
+    fabric: Fabric
+    data: PreparedData
+    state: StartState
+    is_short: bool
+
+    @property
+    def args(self) -> RunArgs:
+        return self.config.args
+
+    @property
+    def out_dir(self) -> Path:
+        return self.args.run_dir
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts.from_minutes(self.args.timeout)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state.is_finished(self.args)
+
+
+def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_short: bool = False) -> Launch:
+    """Launch the processes, prepare the data, and agree on the checkpoint to resume from."""
+    launched_at, args, out_dir = time.perf_counter(), config.args, config.args.run_dir
+    json_file = sys.stdout if args.log.format == "json" else None
+    if json_file is not None:
+        stack.enter_context(redirect_stdout(sys.stderr))  # of everything that is not JSON
+    remote = RemoteRun(args.out_dir, out_dir) if is_url(args.out_dir) else None
+    # A single launcher searches before it starts processes, so that no other process has to wait for it.
+    is_single_launcher = world.world_size == 1 or (world.starts_processes and world.num_nodes == 1)
+    resume_from = _find_resume(args, remote, print) if is_single_launcher else None
+    strategy, precision = config.strategy, config.precision
+    if is_alone(args):
+        strategy, precision = replace(strategy, kind="single"), "32-true"
+    fabric = build_fabric(
+        strategy,
+        world,
+        accelerator=pick_accelerator(args.accelerator),
+        precision=precision,
+        fsdp=config.fsdp,
+        ddp=args.ddp,
+        block_classes=set(args.block_classes or (Block,)),
+        groups=args.groups,
+    )
+    group = stack.enter_context(launch_processes(fabric, world, Timeouts.from_minutes(args.timeout)))
+    group.shutdown.resume_hint = lambda: "Start the command again" if is_short else _resume_hint(out_dir)
+    stack.enter_context(deterministic_algorithms(args.deterministic))
+    stack.enter_context(fp32_reductions())
+    display: Any = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0, file=json_file))
+    if world.global_rank == 0 and not is_single_launcher:
+        resume_from = _find_resume(args, remote, display.message)
+    if group.decide_on_rank0(lambda: uses_old_ends(resume_from)):
+        keep_old_ends(args.data)
+    display.phase("preparing data")
+    data = group.prepare_in_turns(lambda: prepare_data(args, config.max_seq_length, display.message))
+    group.init_process_group()
+    fetch_on_other_nodes(remote, args.resume, resume_from, world)
+    resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, display)
+    config = keep_fused_qkv(with_length(config, data, display.message), resume_from)
+    state = prepare_start_state(config, data, resume_from, damaged)
+    return Launch(config, world, launched_at, remote, display, fabric, data, state, is_short)
+
+
+def _find_resume(args: RunArgs, remote: RemoteRun | None, report: Report) -> Path | None:
+    require_unlocked(args.run_dir)
+    if remote is not None:
+        remote.prepare(args.resume, report, keep_best=args.train.keep_best, verify=args.verify_checkpoint)
+    return resolve_resume(args.resume, args.run_dir)
+
+
+def _resume_hint(out_dir: Path) -> str:
+    return f"--resume auto continues from {newest(out_dir) or 'the newest checkpoint, if one was saved'}"
+
+
+def is_alone(args: RunOptions) -> bool:
+    """Whether this process reads the first rank's rows alone: a dry run of several nodes without a launcher."""
+    return args.dry_run and args.num_nodes not in (AUTO, 1) and "NODE_RANK" not in os.environ and not is_launched()
+
+
+def detect_devices(args: RunOptions) -> tuple[str, WorldInfo]:
+    """Return the run's device type ("cpu", "cuda" or "mps") and its processes."""
+    device = pick_accelerator(args.accelerator)
+    if is_alone(args):
+        return device, WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
+    return device, detect_world(args.devices, args.num_nodes, count_devices(device))
