@@ -18,7 +18,7 @@ from typing import Any
 
 from toolkit.cli import main as toolkit
 from toolkit.training.pending_save import PendingSave
-from toolkit.training.saving import Saver
+from toolkit.training.run import Run
 
 MODES = {"sync": "false", "async": "true"}
 
@@ -49,7 +49,7 @@ class Meter:
 def train(flags: list[str], n_saves: int) -> tuple[float, float, float]:
     """Train, and return the three numbers of the table."""
     waiting, writing = Meter(is_main=True), Meter(is_main=False)
-    Saver.start, Saver.finish = waiting.wrap(Saver.start), waiting.wrap(Saver.finish)  # type: ignore[method-assign]
+    Run.start_save, Run.finish_save = waiting.wrap(Run.start_save), waiting.wrap(Run.finish_save)  # type: ignore[method-assign]
     PendingSave.write = writing.wrap(PendingSave.write)  # type: ignore[method-assign]
     if code := toolkit(["pretrain", *flags]):
         raise SystemExit(code)

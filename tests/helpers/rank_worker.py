@@ -105,7 +105,7 @@ def watch(seen: dict, fit):
         )
         optimizer.register_step_post_hook(lambda *_: seen.update(moments=local_bytes(module, optimizer, "moments")))
         seen["copied"] = 0
-        copies = run.saver._copies
+        copies = run.checkpointer._copies
         if copies is not None:
             copy = copies.copy
 

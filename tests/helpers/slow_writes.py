@@ -10,8 +10,8 @@ from unittest import mock
 
 from toolkit.distributed import ranks
 from toolkit.training import engine
+from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.pending_save import PendingSave
-from toolkit.training.saving import Saver
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def writes_that_last(steps: int, at_wait: Callable[[], None] = lambda: None) -> 
     ``at_wait`` is called when the run waits for a write that has not begun.
     """
     condition, done, is_awaited = threading.Condition(), 0, False
-    step, write, wait = engine.train_step, PendingSave.write, Saver._wait
+    step, write, wait = engine.train_step, PendingSave.write, Checkpointer._wait
 
     def counting_step(*args, **options):
         nonlocal done
@@ -51,7 +51,7 @@ def writes_that_last(steps: int, at_wait: Callable[[], None] = lambda: None) -> 
     with (
         mock.patch.object(engine, "train_step", counting_step),
         mock.patch.object(PendingSave, "write", late_write),
-        mock.patch.object(Saver, "_wait", noted_wait),
+        mock.patch.object(Checkpointer, "_wait", noted_wait),
     ):
         yield
 
@@ -73,7 +73,7 @@ def slow_fsync(seconds: float) -> Callable[[int], None]:
 @contextmanager
 def slow_disk(rank: int) -> Iterator[None]:
     """From the first save on, fsync of one rank lasts longer than ranks wait for each other during a save."""
-    start_save, fsync = Saver._saving, os.fsync
+    start_save, fsync = Checkpointer._saving, os.fsync
 
     @contextmanager
     def impatient(self):
@@ -82,5 +82,5 @@ def slow_disk(rank: int) -> Iterator[None]:
         with start_save(self), ranks.extended_timeout(1.0, 60.0):
             yield
 
-    with mock.patch.object(Saver, "_saving", impatient), mock.patch.object(os, "fsync", fsync):
+    with mock.patch.object(Checkpointer, "_saving", impatient), mock.patch.object(os, "fsync", fsync):
         yield

@@ -14,8 +14,7 @@ from lightning.fabric.plugins import MixedPrecision
 
 from tests.optim.test_update import adamw, batch
 from tests.training.test_run import assert_same_weights
-from toolkit.training.callbacks import SkipSpikes
-from toolkit.training.callbacks.spikes import WINDOW
+from toolkit.training.callbacks.spikes import WINDOW, SkipSpikes
 
 
 def test_rule_is_mean_plus_sigma_standard_deviations_of_the_steps_before():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import torch
 
 from toolkit.models.families import get_config
-from toolkit.training.callbacks import ThroughputMonitor
+from toolkit.training.callbacks.metrics import ThroughputMonitor
 from toolkit.training.model import describe_model, specify_model
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 

@@ -28,7 +28,7 @@ from toolkit.cli import main
 from toolkit.distributed import ranks
 from toolkit.errors import CallbackError, GuardError, UserError
 from toolkit.io import storage
-from toolkit.training.callbacks import Upload
+from toolkit.training.callbacks.upload import Upload
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.engine import Engine, run_training
 

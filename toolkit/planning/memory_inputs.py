@@ -100,7 +100,7 @@ class MemoryInputs:
 
     @property
     def frozen_itemsize(self) -> int:
-        """Bytes per weight of the frozen model, see :func:`toolkit.training.frozen.build_frozen`."""
+        """Bytes per weight of the frozen model, see :func:`toolkit.training.build.build_frozen`."""
         return 2 if self.precision.startswith("bf16") else FP32
 
     @property

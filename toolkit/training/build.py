@@ -1,12 +1,14 @@
 """Build the parts of a run from its launch: the data reader, the model, the optimizer and the checkpointer."""
 
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from toolkit.data.base import Report
+from toolkit.checkpoints.adapters import load_adapters
+from toolkit.checkpoints.peft.import_peft import check_base, import_peft
+from toolkit.checkpoints.weights import Tensors
 from toolkit.data.batch import Padding, choose_padding
 from toolkit.distributed import ranks
 from toolkit.distributed.device import choose_attention_kernels
@@ -16,14 +18,12 @@ from toolkit.optim.classes import build_optimizer
 from toolkit.optim.update import set_learning_rate
 from toolkit.planning.frozen import find_frozen
 from toolkit.planning.plan import require_memory
-from toolkit.training import adapters
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.checkpointer import Checkpointer, seed_generators
 from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_rounding
-from toolkit.training.frozen import build_frozen
 from toolkit.training.launch import Launch
-from toolkit.training.model import build_model, unwrapped
+from toolkit.training.model import ModelSpec, build_model, unwrapped
 from toolkit.training.verify import require_intact_on_all_ranks
 
 
@@ -33,7 +33,7 @@ def build_reader(launch: Launch, stack: ExitStack) -> tuple[Padding, DataReader]
     context = None if state.model.config is None else config.max_seq_length
     divisor = config.args.model_parallel.length_divisor
     padding = choose_padding(device.type, state.longest_ragged > 0, context, divisor)
-    reader = DataReader(config, state, launch.data.train, padding, device)
+    reader = DataReader(launch, padding)
     stack.callback(reader.close)
     return padding, reader
 
@@ -50,7 +50,7 @@ def build_models(launch: Launch, stack: ExitStack) -> FabricModule:
     if state.frozen is not None:
         folder = find_frozen(args.objective)
         assert folder is not None
-        args.objective.frozen = build_frozen(config, state.frozen, fabric, folder, report, state.longest_ragged)
+        args.objective.frozen = build_frozen(launch, state.frozen, folder)
         stack.callback(setattr, args.objective, "frozen", None)
     choose_attention_kernels(
         fixed_shapes=not state.longest_ragged, has_masks=needs_masks(state.model.config, config.max_seq_length)
@@ -65,20 +65,58 @@ def build_models(launch: Launch, stack: ExitStack) -> FabricModule:
         config,
         longest_ragged=state.longest_ragged,
         source=source if state.base is not None else state.resume_from or source,
-        adapters=adapters.initial_adapters(args, state.model, state.resume_from, report),
+        adapters=initial_adapters(launch),
     )
     if config.precision == "bf16-master" and config.strategy.kind == "single" and config.batch.accumulation > 1:
         for parameter in unwrapped(model).parameters():
             parameter.grad_dtype = torch.float32  # bf16 accumulation loses small contributions of micro-batches
     seed_generators(args.seed, ranks.global_rank())  # otherwise dropout would be the same on all ranks
-    if (note := describe_rounding(config, state, model)) is not None:
+    if (note := describe_rounding(launch, model)) is not None:
         report(note)
     return model
 
 
+def build_frozen(launch: Launch, spec: ModelSpec, folder: Path, is_exact: bool = False) -> FabricModule:
+    """Load the model of ``folder`` for inference, with the run's strategy. Collective.
+
+    Call this before the trained model is built, because the strategy keeps properties of the last model. With
+    bf16-mixed, the weights are stored in bf16.
+
+    Args:
+        spec: The model, see :func:`toolkit.training.model.specify_frozen`.
+        is_exact: Store the weights in the trained model's dtype.
+    """
+    config, args, fabric = launch.config, launch.args, launch.fabric
+    if args.verify_checkpoint:
+        require_intact_on_all_ranks(folder, fabric.local_rank == 0, launch.display.message, model_only=True)
+    compiler = args.compiler if args.compiler == "torch" else "none"
+    train = replace(args.train, activation_checkpointing="none")
+    config = replace(config, args=replace(args, compiler=compiler, train=train))
+    if config.precision == "bf16-mixed" and not is_exact:
+        config = replace(config, precision="bf16-true")
+    return build_model(fabric, spec, config, launch.state.longest_ragged, folder).eval()
+
+
+def initial_adapters(launch: Launch) -> Tensors | None:
+    """Load the initial adapters from the checkpoint to resume, else from the peft folder. None: new or no adapters."""
+    args, spec, resume_from = launch.args, launch.state.model, launch.state.resume_from
+    if args.lora is None:
+        return None
+    if resume_from is not None:
+        return load_adapters(resume_from, spec.module)
+    if args.from_peft is None:
+        return None
+    assert args.base_dir is not None and spec.config is not None
+    unverified = check_base(args.from_peft, args.base_dir)
+    _, adapters, note = import_peft(Path(args.from_peft), spec.config)
+    for line in filter(None, (unverified, note)):
+        launch.display.message(line)
+    return adapters
+
+
 def build_checkpointer(launch: Launch, model: FabricModule) -> Checkpointer:
     """Build the optimizer, and the checkpointer for model and optimizer; restore their state if the run resumes."""
-    config, state, report = launch.config, launch.state, launch.display.message
+    config, state = launch.config, launch.state
     module, spec = unwrapped(model), state.model
     optimizer = build_optimizer(
         module,
@@ -89,20 +127,16 @@ def build_checkpointer(launch: Launch, model: FabricModule) -> Checkpointer:
         config.args.optimizer_class,
         spec.block_params,
     )
-    scaler = getattr(launch.fabric.strategy.precision, "scaler", None)
-    is_first_of_another_node = launch.world.local_rank == 0 and launch.world.global_rank != 0
-    report_wait = ranks.rank_print if is_first_of_another_node else report  # reported in each node's log
-    checkpointer = Checkpointer(
-        config, state, launch.data.tokenizer, module, optimizer, scaler, launch.fabric.device, report_wait
-    )
+    checkpointer = Checkpointer(launch, module, optimizer)
     if state.resume_from is not None:
-        restore(checkpointer, state.resume_from, report)
+        restore(checkpointer, state.resume_from)
     return checkpointer
 
 
-def restore(checkpointer: Checkpointer, folder: Path, report: Report) -> None:
+def restore(checkpointer: Checkpointer, folder: Path) -> None:
     """Restore optimizer, scaler and random states from a checkpoint. The model already has its weights."""
-    progress, schedule = checkpointer.state.progress, checkpointer.state.schedule
+    launch = checkpointer.launch
+    progress, schedule, report = launch.state.progress, launch.state.schedule, launch.display.message
     checkpointer.restore(folder, progress.step)
     set_learning_rate(checkpointer.optimizer, schedule.learning_rate(max(progress.step - 1, 0)))
     report(f"resuming from {folder}: step {progress.step}, {progress.tokens:,} tokens")

@@ -8,15 +8,20 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from toolkit.checkpoints.fingerprint import base_fingerprint
+from toolkit.checkpoints.folder import read_model_config
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import step_in_name
 from toolkit.checkpoints.weights import load_state
 from toolkit.config import OptimizerArgs
+from toolkit.data.cache import hash_inputs
 from toolkit.errors import UserError, one_line
 from toolkit.io.safe_parse import read_json
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.optim.schedule import Schedule
+from toolkit.planning.frozen import find_frozen
 from toolkit.planning.limits import Progress
+from toolkit.planning.run_args import RunArgs, objective_entry
 
 FORMAT_VERSION = 1
 TRAINER, CALLBACKS = "trainer", "callbacks.pth"
@@ -51,6 +56,24 @@ class RunFingerprint:
         old, new = values_by_flag(saved), values_by_flag(now)
         for flag in new | old:
             _require_equal(flag, old.get(flag), new.get(flag), folder)
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Return the SHA-256 (hex) of a checkpoint's weights and of its architecture, without the name."""
+    config = {name: value for name, value in read_model_config(folder).to_dict().items() if name != "name"}
+    return hash_inputs({"weights": base_fingerprint(folder), "config": config})
+
+
+def objective_fingerprint(args: RunArgs) -> dict[str, Any]:
+    """Return the objective's options with the fingerprint of another model instead of its folder."""
+    entry = objective_entry(args.objective)
+    for option, folder in (
+        (args.objective.frozen_option, find_frozen(args.objective)),
+        ("reference_dir", args.reference_dir),
+    ):
+        if folder is not None:
+            entry["init_args"][option] = model_fingerprint(folder)
+    return entry
 
 
 def _with_new_fields(config: Fields) -> Fields:

@@ -6,16 +6,20 @@ its shards into the folder. If a rank cannot write, the save fails on all ranks.
 
 import json
 import random
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from toolkit.checkpoints.adapters import write_adapter_files
 from toolkit.checkpoints.finite import nonfinite_state
@@ -26,54 +30,124 @@ from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, shard
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, save_state
 from toolkit.data.base import State
-from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
-from toolkit.planning.limits import Progress
-from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import data_modules
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
+from toolkit.training.launch import Launch
 from toolkit.training.pending_save import PendingSave, Snapshot
-from toolkit.training.start_state import StartState
+from toolkit.training.trace import SAVE
 from toolkit.ui.loggers import rows_crc
 
 STATE, OPTIMIZER = "state.pth", "optimizer"
+REPORT_WAITS_OVER_S = 1.0  # minimum wait for the previous checkpoint to report
 
 
-@dataclass
 class Checkpointer:
-    """Saves and restores the checkpoints of a run.
+    """Saves and restores the checkpoints of a run. Every rank calls each method at the same step.
+
+    At most one checkpoint is written at a time. It is committed after all ranks have written.
 
     Args:
-        tokenizer: None if the data is pre-tokenized.
         module: The model as the strategy wraps it.
         optimizer: The optimizer before Fabric wraps it.
-        scaler: The GradScaler of 16-mixed, otherwise None.
-        device: The device of this rank.
-        report_wait: Prints a message if a rank takes long to write.
     """
 
-    config: ResolvedConfig
-    state: StartState
-    tokenizer: Tokenizer | None
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: Any | None
-    device: torch.device
-    report_wait: Callable[[str], None]
+    def __init__(self, launch: Launch, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.launch, self.module, self.optimizer = launch, module, optimizer
+        self.scaler: Any | None = getattr(launch.fabric.strategy.precision, "scaler", None)  # of 16-mixed
+        self._train, self._display = launch.args.train, launch.display
+        self._copies = HostCopies() if self._train.async_save else None
+        self._pending: PendingSave | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def sharded(self) -> bool:
         """Whether every rank writes its shards; otherwise rank 0 writes one file."""
-        return self.config.args.fsdp.state_dict_type == "sharded"
+        return self.launch.args.fsdp.state_dict_type == "sharded"
 
-    def begin(self, name: str, progress: Progress, callbacks: State, copies: HostCopies | None = None) -> PendingSave:
+    @property
+    def is_async(self) -> bool:
+        return self._copies is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is still writing its files."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, name: str, callbacks: State) -> Path:
+        """Write ``out_dir/name`` atomically, and delete the oldest checkpoints. No other save may be in progress.
+
+        Args:
+            callbacks: The callbacks' states by name.
+        """
+        with self._saving():
+            pending = self._begin(name, callbacks)
+            pending.write_on_all_ranks()
+            return pending.commit(self._train.keep_last)
+
+    def start(self, name: str, callbacks: State) -> None:
+        """Start to write ``out_dir/name`` concurrently with training; arguments as in :meth:`save`."""
+        with self._saving():
+            self._pending = self._begin(name, callbacks, self._copies)
+            self._thread = threading.Thread(target=self._pending.write, name="checkpoint")
+            self._thread.start()
+
+    def finish(self) -> Path | None:
+        """Complete the save in progress and return its folder; None if there is none."""
+        if (pending := self._pending) is None:
+            return None
+        with self._saving():
+            self._wait(pending)
+            self._pending = None
+            return pending.commit(self._train.keep_last)
+
+    def finish_alone(self) -> Path | None:
+        """Complete the save in progress on rank 0, because the other ranks may have exited; None if it cannot.
+
+        An unsharded checkpoint is committed, a sharded one is deleted.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None or ranks.global_rank() != 0:
+            return None
+        self._wait(pending, is_alone=True)
+        if pending.is_sharded:
+            pending.abandon()
+            return None
+        return pending.commit_alone(self._train.keep_last)
+
+    def _wait(self, pending: PendingSave, is_alone: bool = False) -> None:
+        """Wait until all ranks' files are written, or only this rank's if ``is_alone``."""
+        thread, started = self._thread, time.perf_counter()
+        assert thread is not None
+
+        def is_done(seconds: float) -> bool:
+            thread.join(seconds)
+            return not thread.is_alive()
+
+        if is_alone:
+            thread.join()
+        else:
+            ranks.wait_for_all(is_done, pending.wait_reporter())
+        seconds = time.perf_counter() - started
+        if seconds > REPORT_WAITS_OVER_S:
+            self._display.message(f"waited {seconds:.1f} s until {pending.folder} was written")
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        self._display.phase("saving")
+        timeouts = self.launch.timeouts
+        with ranks.extended_timeout(timeouts.first, timeouts.later), record_function(SAVE):
+            yield
+        self._display.phase("training")
+
+    def _begin(self, name: str, callbacks: State, copies: HostCopies | None = None) -> PendingSave:
         """Start a save of ``out_dir/name``. With ``copies`` training can overlap with the write."""
         # A rank that fails in these collectives must exit at once, because the others wait in them.
-        rng = ranks.all_gather_object(rng_state(self.device))
-        state, module, optimizer = self.state, self.module, self.optimizer
+        rng = ranks.all_gather_object(rng_state(self.launch.fabric.device))
+        state, module, optimizer = self.launch.state, self.module, self.optimizer
         shards: dict[str, Tensors] = {}
         weights: Tensors = {}
         offload = copies is None  # HostCopies already copies to pinned memory
@@ -85,47 +159,48 @@ class Checkpointer:
             )
         else:
             weights, rest = full_state(
-                module, optimizer, state.model.tied, offload or self.config.strategy.kind == "fsdp"
+                module, optimizer, state.model.tied, offload or self.launch.config.strategy.kind == "fsdp"
             )
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        snapshot = Snapshot(deepcopy(progress), rng, weights, rest, scaler, deepcopy(callbacks))
+        snapshot = Snapshot(deepcopy(state.progress), rng, weights, rest, scaler, deepcopy(callbacks))
         if copies is not None:
             copies.begin(module, optimizer)
         # Every rank searches its shard on its device. On a CPU this takes 5 % of the write time, on idle cores.
         pool = ThreadPoolExecutor(1)
         search = pool.submit(nonfinite_state, module, optimizer)
         pool.shutdown(wait=False)
-        folder = self.config.args.run_dir / name
-        return PendingSave(folder, snapshot, self._write, shards, self._shapes(), search, self.report_wait, copies)
+        is_first_of_another_node = self.launch.world.local_rank == 0 and self.launch.world.global_rank != 0
+        report = ranks.rank_print if is_first_of_another_node else self._display.message  # in each node's log
+        folder = self.launch.out_dir / name
+        return PendingSave(folder, snapshot, self._write, shards, self._shapes(), search, report, copies)
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Return the shapes to save, by name; empty for a user-provided module."""
-        shapes = self.state.model.shapes
-        if self.state.base is not None:
-            return {name: shape for name, shape in shapes.items() if is_adapter(name)}
-        return {name: shape for name, shape in shapes.items() if not (self.sharded and name in self.state.model.tied)}
+        model = self.launch.state.model
+        if self.launch.state.base is not None:
+            return {name: shape for name, shape in model.shapes.items() if is_adapter(name)}
+        return {name: shape for name, shape in model.shapes.items() if not (self.sharded and name in model.tied)}
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write everything except the shards."""
-        state = self.state
+        state, args = self.launch.state, self.launch.args
         if state.base is not None:
             write_adapter_files(folder, snapshot.weights, state.base)
         write_model_files(
             folder,
             state_dict=None if self.sharded or state.base is not None else snapshot.weights,
             config=state.model.config,
-            hyperparameters=self.config.hyperparameters() if self.config.args.is_repeatable else None,
-            tokenizer=self.tokenizer,
+            hyperparameters=self.launch.config.hyperparameters() if args.is_repeatable else None,
+            tokenizer=self.launch.data.tokenizer,
         )
         (folder / TRAINER).mkdir(exist_ok=True)  # other ranks' shards may have created it
-        data = self.config.args.data
         rows = snapshot.progress.logged_rows
-        snapshot.progress.metrics_crc = rows_crc(self.config.args.run_dir / "logs" / "metrics.csv", rows)
+        snapshot.progress.metrics_crc = rows_crc(args.run_dir / "logs" / "metrics.csv", rows)
         meta = {
             "format_version": FORMAT_VERSION,
             **asdict(snapshot.progress),
             # 0: as in toolkit 0.1.0, see toolkit.data.document_ends
-            "document_ends": int(any(getattr(part, "add_bos", None) is not None for part in data_modules(data))),
+            "document_ends": int(any(getattr(part, "add_bos", None) is not None for part in data_modules(args.data))),
             "schedule": asdict(state.schedule),
             "identity": asdict(state.fingerprint),
             "tied": {canonical_name(second): canonical_name(first) for second, first in state.model.tied.items()},
@@ -155,11 +230,11 @@ class Checkpointer:
             _load_scaler(self.scaler, state.get("scaler"), file)
         if len(state["rng"]) == ranks.world_size():
             try:
-                set_rng_state(state["rng"][ranks.global_rank()], self.device)
+                set_rng_state(state["rng"][ranks.global_rank()], self.launch.fabric.device)
             except Exception as error:  # invalid states raise arbitrary exceptions
                 raise UserError(f"{file}: rng: {error}; resume from another checkpoint") from error
         else:
-            seed_generators(self.config.args.seed, step, ranks.global_rank())
+            seed_generators(self.launch.args.seed, step, ranks.global_rank())
 
 
 def _load_scaler(scaler: Any, saved: Any, file: Path) -> None:

@@ -4,25 +4,22 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
-import torch
-
-from toolkit.data.base import TokenDataset, sample_order
+from toolkit.data.base import sample_order
 from toolkit.data.batch import Batch, Padding
 from toolkit.data.loader import train_batches
 from toolkit.data.prefetch import Prefetcher
 from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import DataError, UserError
-from toolkit.planning.resolve import ResolvedConfig
+from toolkit.training.launch import Launch
 from toolkit.training.start_state import StartState
 
 
 class DataReader:
     """Reads this rank's micro-batches, starting at the run's progress."""
 
-    def __init__(
-        self, config: ResolvedConfig, state: StartState, rows: TokenDataset, padding: Padding, device: torch.device
-    ) -> None:
+    def __init__(self, launch: Launch, padding: Padding) -> None:
+        config, state, rows = launch.config, launch.state, launch.data.train
         batch, progress = config.batch, state.progress
         self.order = sample_order(rows, config.args.seed, progress.data)
         self._end = last_position(state, batch.global_batch_size)
@@ -44,7 +41,7 @@ class DataReader:
         )
         if state.limits.last_step is not None:  # read nothing after it
             steps = islice(steps, max(0, state.limits.last_step - progress.step))
-        self._prefetcher = Prefetcher(steps, device) if config.args.data.reads_ahead else None
+        self._prefetcher = Prefetcher(steps, launch.fabric.device) if config.args.data.reads_ahead else None
         self._steps = self._prefetcher or steps
 
     def describe(self) -> list[str]:

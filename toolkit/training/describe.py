@@ -9,18 +9,17 @@ from toolkit.distributed.units import describe_units, plan_units
 from toolkit.models.families import export_error
 from toolkit.models.fp8 import describe_fp8
 from toolkit.optim.schedule import describe_scaling
-from toolkit.planning.resolve import ResolvedConfig
 from toolkit.private_torch import local_shard
 from toolkit.training.data_reader import DataReader
+from toolkit.training.launch import Launch
 from toolkit.training.model import describe_model
-from toolkit.training.start_state import StartState
 
 _SAMPLED = 1 << 14  # elements sampled per weight
 
 
-def describe_run(config: ResolvedConfig, state: StartState, reader: DataReader) -> Iterator[str]:
+def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
     """Yield log lines on model, batch, learning rate, data, strategy and memory options, and notes."""
-    args = config.args
+    config, state, args = launch.config, launch.state, launch.args
     yield (
         f"{describe_model(state.model, state.mean_length)}; {config.device}, {config.precision}, "
         f"{_describe_optimizer(config.optimizer)}; "
@@ -63,11 +62,12 @@ def _describe_optimizer(options: dict[str, Any]) -> str:
     return options["name"] if dtype is None else f"{options['name']} with {dtype} moments"
 
 
-def describe_rounding(config: ResolvedConfig, state: StartState, module: nn.Module) -> str | None:
+def describe_rounding(launch: Launch, module: nn.Module) -> str | None:
     """Return a note on the share of bf16 weights that an update is too small to change; None if not applicable.
 
     A step of Adam changes a weight by about the learning rate. bf16 has 8 significant bits.
     """
+    config, state = launch.config, launch.state
     if config.precision != "bf16-true" or state.model.lora is not None:
         return None
     peak, end = state.schedule.peak, state.schedule.minimum

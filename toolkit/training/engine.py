@@ -40,7 +40,6 @@ from toolkit.training.pipeline_step import pipeline_step
 from toolkit.training.rank_consistency import require_shared_disk
 from toolkit.training.reference import with_reference
 from toolkit.training.run import Callback, Run, callback_states, load_callback_states, overrides
-from toolkit.training.saving import Saver
 from toolkit.training.step import StepResult, train_step
 from toolkit.training.trace import DATA_WAIT
 
@@ -115,7 +114,7 @@ def open_run(
     display.phase("building the model")
     # not earlier: a smaller micro-batch does not save memory in data preparation
     stack.enter_context(oom_advice(launch.config))
-    for line in describe_run(launch.config, state, reader):
+    for line in describe_run(launch, reader):
         display.message(line)
     model = build_models(launch, stack)
     checkpointer = build_checkpointer(launch, model)
@@ -148,7 +147,6 @@ def open_run(
         model=model,
         checkpointer=checkpointer,
         optimizer=optimizer,
-        saver=Saver(checkpointer, launch.timeouts, display),
         seconds_before=state.progress.seconds,
     )
 
@@ -240,7 +238,7 @@ class Engine:
             signalled=int(self.signals.received > 0),
             should_stop=int(run.stop_reason is not None),
             cannot_read=int(run.reader.error is not None),
-            writing=int(run.saver.is_writing),
+            writing=int(run.checkpointer.is_writing),
             time_is_up=int(seconds_left <= step_seconds),
             eval_is_due=int(started_at - self.validated_at >= (self.intervals.eval_seconds or math.inf)),
             save_is_due=int(started_at - self.saved_at >= (self.intervals.save_seconds or math.inf)),
@@ -329,7 +327,7 @@ class Engine:
         try:
             if is_on_all_ranks or ranks.world_size() == 1:
                 run.finish_save()
-            elif (folder := run.saver.finish_alone()) is not None:
+            elif (folder := run.checkpointer.finish_alone()) is not None:
                 run.display.message(f"saved {folder}")
                 submit_upload(run.callbacks, folder)
         except Exception as second:  # report the first error, which ended the run

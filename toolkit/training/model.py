@@ -99,6 +99,13 @@ def specify_model(
     )
 
 
+def specify_frozen(config: ModelConfig) -> ModelSpec:
+    """Build a model that is not trained, such as an objective's teacher, on the meta device."""
+    spec = specify_model(config, None, ())
+    spec.module.requires_grad_(False)
+    return spec
+
+
 def build_model(
     fabric: Fabric,
     spec: ModelSpec,

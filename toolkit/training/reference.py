@@ -23,10 +23,12 @@ from toolkit.distributed import ranks
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
 from toolkit.objectives.preference import REFERENCE, label_log_probs
-from toolkit.training.frozen import build_frozen, model_fingerprint
+from toolkit.training.build import build_frozen
+from toolkit.training.checkpoint_meta import model_fingerprint
 from toolkit.training.launch import Launch
-from toolkit.training.model import ModelSpec, specify_model
+from toolkit.training.model import specify_frozen
 
 _FILE = "log_probs.npz"
 _CODE_VERSION = 2  # increment if the same model and rows give other values
@@ -72,9 +74,7 @@ def with_reference(launch: Launch) -> PreparedData:
     if not ranks.broadcast_from_rank0(values is not None):
         launch.display.phase("computing reference log-probabilities")
         report(f"Reference: computing the log-probabilities of {folder} once")
-        spec = _specify(launch, folder)
-        ragged = launch.state.longest_ragged
-        model = build_frozen(launch.config, spec, launch.fabric, folder, report, ragged, is_exact=True)
+        model = build_frozen(launch, specify_frozen(_read_config(launch, folder)), folder, is_exact=True)
         computed = {name: _compute(launch, model, rows, report) for name, rows in parts.items()}
         del model
         malloc_trim()
@@ -88,7 +88,7 @@ def with_reference(launch: Launch) -> PreparedData:
     return replace(data, **wrapped)
 
 
-def _specify(launch: Launch, folder: Path) -> ModelSpec:
+def _read_config(launch: Launch, folder: Path) -> ModelConfig:
     config, trained = read_model_config(folder), launch.state.model.config
     if trained is None or config.vocab_size != trained.vocab_size:
         size = None if trained is None else trained.vocab_size
@@ -96,9 +96,7 @@ def _specify(launch: Launch, folder: Path) -> ModelSpec:
             f"--objective.reference_dir {folder}: has a vocabulary of {config.vocab_size} tokens, the trained model of "
             f"{size}; use a model with the same tokenizer"
         )
-    spec = specify_model(config, None, ())
-    spec.module.requires_grad_(False)
-    return spec
+    return config
 
 
 @torch.no_grad()

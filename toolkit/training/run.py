@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 from torch.profiler import record_function
 
-from toolkit.data.base import row_count
+from toolkit.data.base import State, row_count
 from toolkit.data.batch import Padding
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
@@ -28,7 +28,6 @@ from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.data_reader import DataReader
 from toolkit.training.garbage import GarbageCollection
 from toolkit.training.launch import Launch
-from toolkit.training.saving import Saver
 from toolkit.training.step import StepResult
 from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import VALIDATE
@@ -108,7 +107,6 @@ class Run(Launch):
     model: FabricModule
     checkpointer: Checkpointer
     optimizer: Any
-    saver: Saver
     seconds_before: float
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
@@ -185,28 +183,28 @@ class Run(Launch):
         if self.is_short:
             return self.out_dir / name
         self.finish_save()
-        folder = self.saver.save(name, *self._checkpoint_state())
+        folder = self.checkpointer.save(name, self._callback_states())
         self._announce(folder)
         return folder
 
     def start_save(self, name: str) -> None:
         """Save ``out_dir/name``. With ``--train.async_save`` return before the files are written. Collective."""
-        if not self.saver.is_async:
+        if not self.checkpointer.is_async:
             self.save(name)
             return
         self.finish_save()
-        self.saver.start(name, *self._checkpoint_state())
+        self.checkpointer.start(name, self._callback_states())
 
     def finish_save(self) -> None:
         """Complete the save in progress, if there is one. Collective."""
-        if (folder := self.saver.finish()) is not None:
+        if (folder := self.checkpointer.finish()) is not None:
             self._announce(folder)
 
-    def _checkpoint_state(self) -> tuple[Progress, dict[str, Any]]:
-        """Return what a checkpoint has in addition to weights and optimizer: progress and states of callbacks."""
+    def _callback_states(self) -> State:
+        """Return the callbacks' states, and update the progress fields that only checkpoints need."""
         self.count_seconds()
         self.progress.data = self.reader.state(self.progress.samples)
-        return self.progress, callback_states(self.callbacks)
+        return callback_states(self.callbacks)
 
     def _announce(self, folder: Path) -> None:
         self.notify("on_checkpoint_saved", folder)
@@ -258,7 +256,7 @@ def _call(callback: Callback, hook: str, *args: Any) -> Any:
         raise CallbackError(f"callback {name} failed in {hook}: {type(error).__name__}: {error}") from error
 
 
-def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
+def callback_states(callbacks: Iterable[Callback]) -> State:
     """Return the callback states that are not empty, by name."""
     states = {name: _call(callback, "state_dict") for name, callback in _by_name(callbacks).items()}
     for name, state in states.items():

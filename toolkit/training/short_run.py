@@ -28,7 +28,6 @@ def short_run_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
 def single_process_args(args: RunArgs, micro_batch_size: int | None = None) -> RunArgs:
     """Return the arguments of the run on one device, optionally with another micro-batch size."""
     train = args.train if micro_batch_size is None else replace(args.train, micro_batch_size=micro_batch_size)
-    args = replace(args, tensor_parallel_size=1, context_parallel_size=1, pipeline_parallel_size=1)
     return replace(
         args, train=train, devices=1, num_nodes=1, strategy="auto", fsdp=FSDPArgs(), ddp=DDPArgs(), timeout=AUTO,
         tensor_parallel_size=1, context_parallel_size=1, pipeline_parallel_size=1,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.adapters import AdapterInfo
+from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.store import FINAL
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, row_lengths
@@ -17,11 +18,9 @@ from toolkit.planning.limits import Limits, Progress, build_limits, require_prof
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.flops import flops_per_token
-from toolkit.training import adapters
-from toolkit.training.checkpoint_meta import RunFingerprint, read_callback_states, read_meta
+from toolkit.training.checkpoint_meta import RunFingerprint, objective_fingerprint, read_callback_states, read_meta
 from toolkit.training.data import with_vocabulary
-from toolkit.training.frozen import objective_fingerprint, specify_frozen
-from toolkit.training.model import ModelSpec, specify_model
+from toolkit.training.model import ModelSpec, specify_frozen, specify_model
 from toolkit.training.rank_consistency import require_disjoint_samples, require_same_options, require_same_weights
 
 
@@ -76,7 +75,11 @@ def prepare_start_state(
     _require_frozen_vocabulary(resolved, config, data)
     model = specify_model(config, args.module, args.block_classes, args.lora, args.quantize)
     length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)
-    base = None if args.lora is None else adapters.describe_base(args)
+    base, adapters = None, {}
+    if args.lora is not None:
+        assert args.base_dir is not None
+        base = AdapterInfo(args.lora, args.base_dir, base_fingerprint(args.base_dir), quantize=args.quantize)
+        adapters = args.lora.to_options() | {"quantize": args.quantize, "checkpoint_dir": base.base_hash}
     fingerprint = RunFingerprint(
         model_config=model.fingerprint,
         data=data.content_key,
@@ -85,7 +88,7 @@ def prepare_start_state(
         precision=resolved.precision + f" --train.fp8 {fp8}" * (fp8 != "none"),
         optimizer=resolved.optimizer,
         objective=objective_fingerprint(args),
-        adapters={} if base is None else adapters.fingerprint(base),
+        adapters=adapters,
     )
     require_same_weights(args, base, resume_from)
     require_same_options(replace(args, fsdp=resolved.fsdp), fingerprint)
@@ -100,7 +103,7 @@ def prepare_start_state(
         require_profiled_steps(args.profiler, limits.total_steps)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
-    frozen = specify_frozen(resolved)
+    frozen = None if resolved.frozen is None else specify_frozen(resolved.frozen)
     if flops is not None and frozen is not None and frozen.config is not None:
         flops += flops_per_token(frozen.module, frozen.config, length, forward_only=True)
     callbacks = {} if resume_from is None else read_callback_states(resume_from)
