@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -27,6 +27,7 @@ from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_weights, require_compatible, save_weights
 from toolkit.data.base import Report
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line
 from toolkit.extension import missing_message, registered
 from toolkit.io.safe_parse import read_yaml
@@ -36,9 +37,6 @@ from toolkit.models.gpt import GPT
 from toolkit.models.head import pad_head
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import resolve_weight_dtype
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
 
 _HEAD = "lm_head.weight"
 

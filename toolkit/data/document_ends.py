@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from toolkit.data.base import AUTO, AddBos, AddedBos, Report, require
-from toolkit.data.tokenizer import END_OF_TEXT
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizer import END_OF_TEXT, Tokenizer
 
 # What documents have: "bos": bos and eos; "eos": eos; "": eos, twice if the text ends with it, as in toolkit 0.1.0.
 # "eos" is used only if it gives other tokens than "", so that other caches keep their keys.

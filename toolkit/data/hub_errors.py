@@ -2,6 +2,10 @@
 
 from urllib.parse import urlsplit
 
+from huggingface_hub import constants, errors
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
 from toolkit.errors import UserError, causes_of, one_line
 
 
@@ -11,8 +15,6 @@ def hub_error_types() -> tuple[type[BaseException], ...]:
     The bases of HfHubHTTPError are HTTP library errors; the library differs between major versions. hf_xet raises
     RuntimeError. Malformed responses raise ValueError, KeyError or TypeError.
     """
-    from huggingface_hub.errors import HfHubHTTPError
-
     return (HfHubHTTPError, *HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError, KeyError, TypeError)
 
 
@@ -34,8 +36,6 @@ def describe_hub_error(
         hint: What to do if the revision does not exist; by default, a link to the repository.
         is_upload: Whether ``--push_to_hub`` failed, not a download.
     """
-    from huggingface_hub import errors
-
     where, hub = f"--push_to_hub {repo_id}" if is_upload else f"{option}repo_id {repo_id}", hub_url()
     page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
     verb, noun = ("write to", "upload") if is_upload else ("read", "download")
@@ -66,8 +66,6 @@ def describe_hub_error(
 
 def require_repo_id(repo_id: str, option: str) -> None:
     """Raise UserError unless ``repo_id`` may be a name on the hub."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -76,7 +74,5 @@ def require_repo_id(repo_id: str, option: str) -> None:
 
 def hub_url() -> str:
     """Return the hub's URL for messages, without credentials."""
-    from huggingface_hub import constants
-
     url = urlsplit(constants.ENDPOINT)
     return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()

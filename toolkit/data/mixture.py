@@ -8,15 +8,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.config.classes import class_path
 from toolkit.config.command import CommandOptions
 from toolkit.data.base import DataModule, PreparedData, Report, is_ragged, mean_length, require, row_count, row_lengths
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokens.rows import check_rows
 from toolkit.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
 
 MAX_SOURCES = 256
 _KEYS = ("weight", "data", "max_epochs")
@@ -188,8 +187,6 @@ def _to_dict(source: MixtureSource) -> dict[str, Any]:
 def _prepare_source(
     name: str, source: MixtureSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
 ) -> PreparedData:
-    from toolkit.data.tokens.rows import check_rows
-
     module, flag = source.data, f"--data.sources.{name}"
 
     def report_source(line: str) -> None:

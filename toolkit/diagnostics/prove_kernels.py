@@ -18,6 +18,7 @@ from toolkit.models.attention_dispatch import TOLERANCE, KernelCase, largest_err
 from toolkit.models.cross_entropy import choose_cross_entropy, cross_entropy_
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
+from toolkit.models.linear_4bit import Linear4bit
 from toolkit.models.loss import head_loss
 from toolkit.models.masks import KernelChoice
 from toolkit.models.mixed_mm import addmm_fp32_, mm_out_fp32
@@ -116,8 +117,6 @@ def _experts(machine: Machine) -> Outcome:
 
 def _linear_4bit(machine: Machine) -> Outcome:
     require_bitsandbytes("--quantize")
-    from toolkit.models.linear_4bit import Linear4bit
-
     weight, layers = torch.randn(256, 128, generator=torch.Generator().manual_seed(0)), []
     for device in (machine.device, torch.device("cpu")):
         layers.append(Linear4bit(128, 256, bias=False))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 _SHARD, _SHARDING = "_toolkit_shard", "_toolkit_sharding"
 ROW_STATE = ("row_var", "absmax1", "absmax2")
@@ -120,8 +121,6 @@ def is_shared_state(key: str, value: Any) -> bool:
 
 def _as_dtensor(value: Tensor, parameter: Any) -> Tensor:
     """Wrap values for each row of the parameter's shard in a DTensor with the parameter's mesh and placements."""
-    from torch.distributed.tensor import DTensor
-
     if value.ndim < parameter.ndim:
         value = value.view(len(shard_of(parameter)), -1)
     shape = torch.Size((parameter.shape[0], *value.shape[1:]))

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,7 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate_batch
 from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
-
-if TYPE_CHECKING:
-    from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT
 
 
 class Continuation(NamedTuple):

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from toolkit.distributed.device import without_cudnn_attention
 from toolkit.errors import GuardError
 from toolkit.inference.decode import PREFILL
 from toolkit.inference.sampling import draw_uniforms, require_finite, sample
+from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from toolkit.models.gpt import GPT
 
 _SPARE_COLUMNS = 64  # the cache is moved to the left once in so many steps, not in each
 

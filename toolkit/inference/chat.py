@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,10 +14,8 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate
 from toolkit.inference.text import TextStream, require_embedded, stop_tokens
+from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from toolkit.models.gpt import GPT
 
 
 def find_template(tokenizer: Tokenizer, prompt_style: str | None = None, file: str | None = None) -> ChatTemplate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -16,10 +16,8 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import without_cudnn_attention
 from toolkit.inference.cuda_graph import capture
 from toolkit.inference.sampling import draw_uniforms, require_finite, sample
+from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from toolkit.models.gpt import GPT
 
 PREFILL = 512  # prompt tokens per forward pass, to bound the memory of the activations
 READ_EVERY = 8  # tokens per synchronization with a CUDA device

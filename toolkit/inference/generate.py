@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,10 +12,8 @@ from toolkit.data.base import Report
 from toolkit.errors import UserError, require_option
 from toolkit.inference.decode import decode
 from toolkit.inference.sampling import check_sampling, check_seeds
+from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from toolkit.models.gpt import GPT
 
 
 def _print(text: str) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from toolkit.errors import join_first, require_option, require_package
+from toolkit.models.gpt import GPT
 from toolkit.private_torch import inner_shard
-
-if TYPE_CHECKING:
-    from toolkit.models.gpt import GPT
 
 SIZE_MULTIPLE = 16  # of both sizes of a matrix, for torch's fp8 products
 

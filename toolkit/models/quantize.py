@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import require_bitsandbytes, require_option
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
 from toolkit.models.lora_layers import LoRALinear
 
-if TYPE_CHECKING:
-    from toolkit.models.config import ModelConfig
-    from toolkit.models.gpt import GPT
+if TYPE_CHECKING:  # it needs bitsandbytes
     from toolkit.models.linear_4bit import Linear4bit
 
 BLOCK = 64  # weights per quantization scale

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
 
 from toolkit.errors import require_option
-from toolkit.models.labels import TOKENS
+from toolkit.models.labels import IGNORE_INDEX, TOKENS
 from toolkit.objectives.base import LOSS, Objective, Part
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ class PairObjective(Objective):
     def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         import torch
 
-        from toolkit.models.labels import IGNORE_INDEX
         from toolkit.objectives.inputs import original_module
 
         reference = self.reference(model, batch, device)

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.lock import LOCK, require_unlocked
 from toolkit.checkpoints.manifest import COMPLETE, parse_manifest
+from toolkit.checkpoints.remote.checkpoints import newest_first
+from toolkit.checkpoints.remote.lease import LEASE
 from toolkit.checkpoints.store import FINAL, complete_checkpoints, step_of
 from toolkit.errors import UserError, join_first, one_line
-from toolkit.io.paths import is_url, mask_url
+from toolkit.io.paths import is_url, mask_url, require_folder
 from toolkit.io.safe_parse import MAX_BYTES, parse_yaml, read_bounded
+from toolkit.io.storage import Storage, StorageError
 from toolkit.reporting.events import EVENTS, parse_events
 from toolkit.reporting.series import MAX_COLUMNS, Columns, parse_metrics
 from toolkit.reporting.settings import changed_settings, command_of, defaults_of, flatten, repeat_command
@@ -142,11 +145,6 @@ def _open_local(place: str) -> tuple[RunFacts, _Read]:
 
 
 def _open_remote(place: str) -> tuple[RunFacts, _Read]:
-    from toolkit.checkpoints.remote.checkpoints import newest_first
-    from toolkit.checkpoints.remote.lease import LEASE
-    from toolkit.io.paths import require_folder
-    from toolkit.io.storage import Storage, StorageError
-
     require_folder("run_dirs", place)
     storage, shown = Storage(place, "run_dirs"), mask_url(place).rstrip("/")
     run = RunFacts(shown.rpartition("/")[2], shown)

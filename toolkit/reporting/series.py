@@ -4,6 +4,8 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
+
 from toolkit.ui.plots import smooth
 
 Columns = dict[str, Any]  # name -> array of floats
@@ -24,8 +26,6 @@ def parse_metrics(content: bytes) -> tuple[Columns, int]:
     a finite value are left out. Any columns are accepted; the result is empty without a column ``step``, or
     with more than :data:`MAX_COLUMNS`.
     """
-    import numpy as np
-
     header, *lines = content.decode(errors="replace").replace("\r", "").split("\n")
     names, lines = [name.strip() for name in header.split(",")], [line for line in lines if line]
     if "step" not in names or len(names) > MAX_COLUMNS:
@@ -41,8 +41,6 @@ def parse_metrics(content: bytes) -> tuple[Columns, int]:
 
 def _parse(lines: list[str], n_columns: int) -> Any:
     """Return an array (rows, columns) of the lines that have ``n_columns`` numbers or empty cells."""
-    import numpy as np
-
     complete = [line for line in lines if line.count(",") == n_columns - 1]
     text = ",".join(complete).replace(",,", ",nan,").replace(",,", ",nan,")
     text = ("nan" if text.startswith(",") else "") + text + ("nan" if text.endswith(",") else "")
@@ -65,8 +63,6 @@ def reduce_lines(columns: Columns, max_points: int) -> dict[str, dict[str, Point
 
 
 def _reduce(columns: Columns, name: str, max_points: int) -> dict[str, Points]:
-    import numpy as np
-
     rows = np.flatnonzero(np.isfinite(columns[name]))
     missing = np.full(len(columns[name]), math.nan)
     lines = [columns.get(axis, missing)[rows] for axis in (*_AXES, name)]

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from toolkit.reporting.run import RunFacts
 from toolkit.ui.formats import format_count, format_loss, format_perplexity, format_seconds
 
@@ -94,8 +96,6 @@ def _how_well(run: RunFacts) -> str:
 
 def finite(run: RunFacts, column: str) -> Any:
     """Return the finite values of a column."""
-    import numpy as np
-
     values = run.columns.get(column, np.array([]))
     return values[np.isfinite(values)]
 
@@ -106,8 +106,6 @@ def last(run: RunFacts, column: str) -> float:
 
 
 def median(run: RunFacts, column: str) -> float:
-    import numpy as np
-
     values = finite(run, column)
     return float(np.median(values)) if len(values) else math.nan
 

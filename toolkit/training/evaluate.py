@@ -26,6 +26,7 @@ from toolkit.errors import UserError, require_option
 from toolkit.extension import is_known, missing_message, split_names
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_quantized
+from toolkit.inference.tasks import require_lm_eval, run_tasks
 from toolkit.inference.text import require_embedded
 from toolkit.io.paths import is_path_option
 from toolkit.io.safe_parse import read_yaml
@@ -215,8 +216,6 @@ def evaluate_tasks(
 
     ``tasks`` is a comma-separated list. If ``apply_chat_template`` is None, the checkpoint's template, if any, is used.
     """
-    from toolkit.inference.tasks import require_lm_eval, run_tasks
-
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise UserError(f"--tasks {tasks!r}: must be task names, separated by commas")

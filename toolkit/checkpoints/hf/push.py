@@ -7,6 +7,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.utils import disable_progress_bars
+
 from toolkit.checkpoints.hf.hub import TIMEOUT
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types, hub_url, require_repo_id
 from toolkit.errors import UserError, require_option
@@ -17,9 +21,6 @@ def require_target(repo_id: str | None, private: bool) -> None:
 
     With ``repo_id`` None, nothing is uploaded, and ``private`` must be true, its default.
     """
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import RepositoryNotFoundError
-
     if repo_id is None:
         require_option(private, "private", "false", "has no effect without --push_to_hub; remove it")
         return
@@ -45,9 +46,6 @@ def push_folder(folder: Path, repo_id: str, private: bool) -> str:
     Weights of an earlier upload that the folder lacks are deleted. The folder's card gets the base model's license and
     the repository's name.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
-
     if not sys.stderr.isatty():
         disable_progress_bars()
     visibility = "" if not private else " --private"
@@ -64,8 +62,6 @@ def push_folder(folder: Path, repo_id: str, private: bool) -> str:
 
 def _complete_card(path: Path, repo_id: str) -> None:
     """Insert the repository's name, and the license of the base model if its card on the hub has one."""
-    from huggingface_hub import HfApi, ModelCard
-
     card = ModelCard(path.read_text(encoding="utf-8").replace('"path/to/this/folder"', f'"{repo_id}"'))
     with suppress(*hub_error_types()):
         if base := card.data.get("base_model"):

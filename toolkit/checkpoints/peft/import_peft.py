@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
@@ -188,9 +190,6 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, Tensors]:
     """Return {Hugging Face layer: {"lora_A", "lora_B" or "lora_magnitude_vector": tensor}}."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = folder / TENSORS
     if not path.is_file():
         raise UserError(f"--from_peft {folder}: holds no {TENSORS}; save it from peft with safe_serialization=True")

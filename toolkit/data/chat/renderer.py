@@ -7,14 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.data.chat.sandbox_process import send_request
 from toolkit.data.sft.messages import ROLES, WEIGHTS, Message, map_arguments
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
 
 Tools = Sequence[dict[str, Any]] | None
 

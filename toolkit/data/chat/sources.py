@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from toolkit.data.base import TrainOn
 from toolkit.data.chat.renderer import (
     GENERATION_FILE,
     REQUIRED_FIELDS,
@@ -30,11 +31,8 @@ from toolkit.data.chat.sources import (
     tokenizer_template,
 )
 from toolkit.data.sft.messages import EmptyAnswerError, Message, answer_weights
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    from toolkit.data.base import TrainOn
-    from toolkit.data.tokenizer import Tokenizer
 
 _HINT = "--data.chat_template FILE specifies another template"
 

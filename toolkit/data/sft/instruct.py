@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from toolkit.data.base import (
     DEFAULT_VAL_FRACTION,
@@ -18,12 +18,10 @@ from toolkit.data.base import (
     TrainOn,
     require,
 )
+from toolkit.data.sft.readers import Splits
 from toolkit.data.sft.schemas import require_columns
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    from toolkit.data.sft.readers import Splits
-    from toolkit.data.tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.data.base import PreparedData, RowKind, require
 from toolkit.data.sft.datasets import find_hub_splits
 from toolkit.data.sft.instruct import InstructionData
 from toolkit.data.sft.readers import KINDS, Splits, find_splits
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizer import Tokenizer
 
 
 @dataclass

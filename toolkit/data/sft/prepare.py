@@ -15,20 +15,17 @@ import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from toolkit.data.base import PreparedData, Report
 from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
-from toolkit.data.sft.tokenize import Counts, tokenize_samples
+from toolkit.data.sft.tokenize import Counts, SFTConfig, tokenize_samples
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import UserError, join_first
 from toolkit.models.labels import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from toolkit.data.sft.tokenize import SFTConfig
 
 CODE_VERSION = 8  # increment if the same rows and options produce different tokens or counts
 _VAL_SEED = 0  # seed of the permutation that selects held-out samples

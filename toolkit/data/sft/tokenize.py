@@ -8,22 +8,19 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from toolkit.data.base import Report
+from toolkit.data.base import OnLong, Packing, Report, RowKind, TrainOn
 from toolkit.data.cache import HEARTBEAT
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
 from toolkit.data.sft.schemas import Completion, EqualAnswersError, Record, to_completions, to_record, unread_columns
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    from toolkit.data.base import OnLong, Packing, RowKind, TrainOn
-    from toolkit.data.tokenizer import Tokenizer
-    from toolkit.data.tokens.store import TokenWriter
 
 N_LONGEST = 5  # number of longest samples to report
 

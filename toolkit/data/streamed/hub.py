@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.hf_api import RepoFile
+
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
 from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
@@ -38,8 +42,6 @@ class Repository(NamedTuple):
 
 def open_repository(repo_id: str, revision: str) -> Repository:
     """Resolve a branch, tag or commit to a commit hash."""
-    from huggingface_hub import HfApi
-
     require_repo_id(repo_id, "--data.repo_id")
     with _hub_errors(repo_id, revision):
         commit = HfApi().dataset_info(repo_id, revision=revision, timeout=_TIMEOUT).sha
@@ -123,9 +125,6 @@ def _by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
 
 
 def _configs(repository: Repository) -> list[dict[str, Any]]:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
     with _hub_errors(repository.repo_id, repository.revision):
         try:
             path = hf_hub_download(
@@ -175,10 +174,6 @@ def _compile(glob: str) -> re.Pattern[str]:
 
 
 def _tree(repository: Repository, folder: str) -> list[SourceFile]:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import EntryNotFoundError
-    from huggingface_hub.hf_api import RepoFile
-
     repo_id, commit = repository.repo_id, repository.commit
     with _hub_errors(repo_id, repository.revision):
         try:
@@ -206,8 +201,6 @@ def _hub_errors(repo_id: str, revision: str) -> Iterator[None]:
 
 def _known_revisions(repo_id: str) -> str:
     """Return a hint that lists the branches and tags, or an empty string if listing fails."""
-    from huggingface_hub import HfApi
-
     try:
         refs = call_with_timeout(_TIMEOUT, lambda: HfApi().list_repo_refs(repo_id, repo_type="dataset"))
         return f"it has {join_first([ref.name for ref in (*refs.branches, *refs.tags)], 10)}"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require, trained_vocabulary
+from toolkit.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from toolkit.data.streamed.files import SourceFile
-    from toolkit.data.tokenizer import Tokenizer
 
 
 @dataclass

@@ -16,12 +16,11 @@ from toolkit.data.base import State
 from toolkit.data.order import shuffled_index
 from toolkit.data.streamed.reader import StreamReader
 from toolkit.data.streamed.stream import CopyId, SegmentCounts
+from toolkit.data.tokens.store import TokenStore
 from toolkit.errors import DataError, join_first
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from toolkit.data.tokens.store import TokenStore
 
 ROW_BITS = 32  # a row id is segment << ROW_BITS | row
 _OPEN_SEGMENTS = 4

@@ -11,6 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
+from toolkit.data.sft.readers import reject_decompression_bomb
 from toolkit.data.streamed.files import RetryingFile, SourceFile
 from toolkit.data.text.documents import CHUNK_CHARS, TextChunk, cut_text
 from toolkit.errors import UserError, causes_of, join_first, one_line
@@ -93,8 +94,6 @@ def read_part(file: SourceFile, part: Part, column: str) -> Iterator[TextChunk]:
 def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[TextChunk]:
     pyarrow = import_pyarrow()
     from pyarrow import parquet, types
-
-    from toolkit.data.sft.readers import reject_decompression_bomb
 
     with parquet.ParquetFile(pyarrow.PythonFile(raw, mode="r"), pre_buffer=True) as file:
         reject_decompression_bomb(raw.size(), file.metadata, "the file")

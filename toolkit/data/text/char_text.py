@@ -7,15 +7,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require
 from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
 
 _CONTENT = "content"
 _BLOCK = 1 << 20  # bytes

@@ -7,7 +7,6 @@ import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.data.base import (
     AUTO,
@@ -20,10 +19,8 @@ from toolkit.data.base import (
     require_text_options,
     trained_vocabulary,
 )
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
 
 # Installed packages, tests, and bulk data such as encoding tables, documentation strings and build settings.
 _EXCLUDED = {

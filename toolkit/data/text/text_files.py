@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.data.base import (
     AUTO,
@@ -19,10 +18,8 @@ from toolkit.data.base import (
     require_text_options,
     trained_vocabulary,
 )
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
 
 
 @dataclass

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from toolkit.data.base import PreparedData, Report
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, read_row, require_shifted, row_bytes
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from toolkit.data.tokenizer import Tokenizer
 
 
 class InMemoryData(PythonData):

@@ -10,20 +10,19 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
+import torch
+import torch.utils.data as torch_data
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from toolkit.data.base import PreparedData, Report, State
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.in_memory import InMemoryDataset
 from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, hash_rows, read_row, require_shifted
 from toolkit.errors import DataError, UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.utils.data import DataLoader
-
-    from toolkit.data.tokenizer import Tokenizer
 
 _RESUME_POINT_INTERVAL, _MAX_RESUME_POINTS = 100, 1000
 """Rows between resume points, and number of saved resume points. They cover more rows than a run prefetches."""
@@ -232,8 +231,6 @@ class DataLoaderRows(IterableRows):
     kind = "DataLoader"
 
     def __init__(self, source: DataLoader, max_length: int | None, allow_duplicates: bool) -> None:
-        import torch
-
         drawing = [part for part in (source, _sampler_of(source)) if hasattr(part, "generator")]
         for part in drawing:
             if part.generator is None:  # otherwise it draws from the global RNG of training
@@ -290,8 +287,6 @@ class DataLoaderRows(IterableRows):
 
     def rank_info(self) -> tuple[str, tuple[int, int] | None, int | None]:
         """Return the hash of the first rows, the sampler's (rank, world size) or None, and rows per epoch or None."""
-        import torch.utils.data as torch_data
-
         loader: DataLoader = self._source
         key, sampler = hash_rows(self.first), _sampler_of(loader)
         is_map = not isinstance(loader.dataset, torch_data.IterableDataset)
@@ -332,15 +327,11 @@ IN_ORDER = (
 
 def is_iterable(dataset: Any) -> bool:
     """Whether a dataset is iterable-style: an ``IterableDataset``, or an iterable without len() or ``[index]``."""
-    from torch.utils.data import IterableDataset
-
     has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return hasattr(dataset, "__iter__") and (isinstance(dataset, IterableDataset) or not has_index)
 
 
 def is_loader(dataset: Any) -> bool:
-    from torch.utils.data import DataLoader
-
     return isinstance(dataset, DataLoader)
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.data.base import DataModule, PreparedData, Report, require
+from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, MANIFEST, verify
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json
 
 if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
     from toolkit.data.tokens.store import BlockDataset
 
 
@@ -53,7 +54,6 @@ class LitData(DataModule):
         self, folder: Path, block_size: int, report: Report
     ) -> tuple[BlockDataset, BlockDataset | None, bytes, int]:
         """Return the training rows, validation rows or None, bytes for the content key, and the largest token id."""
-        from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, MANIFEST, verify
         from toolkit.data.tokens.store import SPLITS, TOKENS, ChunkBlockDataset, TokenStore, open_splits
 
         is_store = (folder / MANIFEST).is_file() and (folder / TOKENS).is_dir()

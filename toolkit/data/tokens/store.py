@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from toolkit.data.cache import CRC_FILE
 from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, format_dtype
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
 TOKENS, LOSS_MASK = "tokens", "loss_mask"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.data.base import DataModule, PreparedData, Report, require, trained_vocabulary
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizer import Tokenizer
 
 
 @dataclass
