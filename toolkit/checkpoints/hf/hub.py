@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import glob
 import shutil
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config
 from toolkit.checkpoints.hf.origin import write_origin
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 TIMEOUT = 30  # seconds
-_HEARTBEAT = 10.0  # seconds between progress lines
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -42,6 +39,29 @@ class Repository(NamedTuple):
     sizes: dict[str, int]
     """File size in bytes by path; 0 if unknown."""
 
+    def error(self, reason: str) -> UserError:
+        return UserError(f"repo_id {self.repo_id}: {reason}")
+
+    def fetch(self, names: list[str], folder: Path, hint: str = "") -> None:
+        """Download files that a folder lacks, and verify them (S7). ``hint`` is appended to error messages."""
+        from huggingface_hub import snapshot_download
+
+        with _hub_errors(self.repo_id, self.revision, hint):
+            patterns = [glob.escape(name) for name in names]
+            snapshot_download(self.repo_id, revision=self.commit, local_dir=folder, allow_patterns=patterns)
+            # Without network access, snapshot_download only warns and returns an existing folder.
+            if missing := self.missing(names, folder):
+                raise OSError(f"{missing[0]} is incomplete")
+            if changed := find_changed(folder):
+                for name in changed:
+                    (folder / name).unlink()
+                raise OSError(f"{changed[0]} differs from the hub's checksum and was deleted")
+
+    def missing(self, names: list[str], folder: Path) -> list[str]:
+        """Return the files that a folder lacks or has only in part."""
+        files = {name: folder / name for name in names}
+        return [n for n, file in files.items() if not file.is_file() or self.sizes[n] not in (0, file.stat().st_size)]
+
 
 def download(
     repo_id: str,
@@ -51,7 +71,7 @@ def download(
     convert: bool = True,
     tokenizer_only: bool = False,
 ) -> list[str]:
-    """Download a model from the hub to a model folder. Record the commit in ``download.yaml`` and print progress.
+    """Download a model from the hub to a model folder. Record the commit in ``download.yaml`` and show progress.
 
     Files are downloaded to ``.download-NAME`` in out_dir's parent. After an interruption, the next call downloads only
     the missing files.
@@ -78,20 +98,20 @@ def download(
         size_ratio = _conversion_size_ratio(Path(preview), dtype) if convert else 0.0
     _require_disk_space(repository, names, folder, size_ratio, out_dir)
     with exclusive_lock(staging):
-        for other in staging.iterdir():  # left by an interrupted download of another commit
-            if other.is_dir() and other != folder:
-                shutil.rmtree(other)
         size = sum(repository.sizes[name] for name in names)
-        print(f"downloading {repo_id} at commit {repository.commit}: {len(names)} files, {size:,} bytes")
-        hint = f"; complete files remain in {staging}; run the same command again to download the rest"
-        _fetch(repository, names, folder, hint, is_silent=False)
+        print(f"downloading {repo_id} at commit {repository.commit}: {len(names)} files, {size:,} bytes", flush=True)
+        repository.fetch(
+            names, folder, f"; complete files remain in {staging}; run the same command again to download the rest"
+        )
         write_origin(folder, {"repo_id": repo_id, "revision": revision, "commit": repository.commit})
-        if convert:
-            print(f"converting {repo_id} to {out_dir}")
         try:
             if tokenizer_only:
                 Tokenizer.load(folder, f"repo_id {repo_id}:")
-            notes = import_hf(folder, out_dir, dtype, verify=False) if convert else _move(folder, out_dir)
+            if convert:
+                print(f"converting {repo_id} to {out_dir}")
+                notes = import_hf(folder, out_dir, dtype, verify=False)
+            else:
+                notes = _move(folder, out_dir)
         except UserError as error:
             raise UserError(f"{error}; the downloaded files remain in {staging}") from error
         shutil.rmtree(staging, ignore_errors=True)
@@ -118,39 +138,27 @@ def _select_tokenizer(repository: Repository) -> list[str]:
     names = sorted(filter(_is_tokenizer_file, repository.sizes))
     if "tokenizer.json" not in names:
         others = f" ({', '.join(names)} alone is not supported)" if names else ""
-        raise UserError(f"repo_id {repository.repo_id}: holds no tokenizer.json{others}; try another repository")
+        raise repository.error(f"holds no tokenizer.json{others}; try another repository")
     return names
 
 
 def _select_files(repository: Repository, folder: Path) -> list[str]:
     """Return the names of files to download. Downloads config.json and the weight index to ``folder``."""
-    sizes, where = repository.sizes, f"repo_id {repository.repo_id}"
+    sizes = repository.sizes
     if CONFIG not in sizes:
-        raise UserError(f"{where}: holds no {CONFIG}; give the repository of a Hugging Face model")
-    _fetch(repository, [CONFIG], folder)
-    with _name_repository(where, folder):
-        read_hf_config(folder, name=repository.repo_id)
-    if SINGLE in sizes:
-        weights = [SINGLE]
-    elif INDEX in sizes:
-        _fetch(repository, [INDEX], folder)
-        with _name_repository(where, folder):
-            shards = sorted(set(read_index(folder / INDEX).values()))
-        if missing := [name for name in shards if name not in sizes]:
-            raise UserError(f"{where}: {INDEX}: {missing[0]!r:.200} is not in the repository; try another --revision")
-        weights = [INDEX, *shards]
-    else:
-        raise UserError(f"{where}: {_missing_weights_hint(repository)}")
-    return [CONFIG, *sorted(filter(_is_tokenizer_file, sizes)), *weights]
-
-
-@contextmanager
-def _name_repository(where: str, folder: Path) -> Iterator[None]:
-    """Replace the temporary folder with the repository name in error messages."""
+        raise repository.error(f"holds no {CONFIG}; give the repository of a Hugging Face model")
+    weights = next((name for name in (SINGLE, INDEX) if name in sizes), None)
+    repository.fetch([CONFIG, INDEX] if weights == INDEX else [CONFIG], folder)
     try:
-        yield
+        read_hf_config(folder, name=repository.repo_id)
+        shards = sorted(set(read_index(folder / INDEX).values())) if weights == INDEX else []
     except UserError as error:
-        raise UserError(f"{where}: {str(error).replace(f'hf_dir {folder}: ', '').replace(f'{folder}/', '')}") from error
+        raise repository.error(str(error).replace(f"hf_dir {folder}: ", "").replace(f"{folder}/", "")) from error
+    if weights is None:
+        raise repository.error(_missing_weights_hint(repository))
+    if missing := [name for name in shards if name not in sizes]:
+        raise repository.error(f"{INDEX}: {missing[0]!r:.200} is not in the repository; try another --revision")
+    return [CONFIG, *sorted(filter(_is_tokenizer_file, sizes)), weights, *shards]
 
 
 def _is_tokenizer_file(name: str) -> bool:
@@ -181,71 +189,13 @@ def _conversion_size_ratio(folder: Path, dtype: torch.dtype | None) -> float:
 def _require_disk_space(repo: Repository, names: list[str], folder: Path, size_ratio: float, out_dir: Path) -> None:
     """Raise UserError unless the download and converted weights (``size_ratio`` times as large) fit on disk."""
     weights = sum(repo.sizes[name] for name in names if name.endswith(".safetensors"))
-    present = sum(repo.sizes[name] for name in names if _is_complete(repo, name, folder))
-    needed = sum(repo.sizes[name] for name in names) - present + int(size_ratio * weights)
-    disk = next(parent for parent in folder.absolute().parents if parent.is_dir())
-    free = shutil.disk_usage(disk).free
+    needed = sum(repo.sizes[name] for name in repo.missing(names, folder)) + int(size_ratio * weights)
+    free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.is_dir())).free
     if needed > free:
         raise UserError(
             f"--out_dir {out_dir}: downloading{' and converting' if size_ratio else ''} {repo.repo_id} needs "
             f"{needed:,} bytes of disk space, but only {free:,} are free; free some space or give another folder"
         )
-
-
-def _is_complete(repository: Repository, name: str, folder: Path) -> bool:
-    file = folder / name
-    return file.is_file() and repository.sizes[name] in (0, file.stat().st_size)
-
-
-def _fetch(repository: Repository, names: list[str], folder: Path, hint: str = "", is_silent: bool = True) -> None:
-    """Download files to a folder. ``hint`` is appended to error messages."""
-    from huggingface_hub import snapshot_download
-
-    size = sum(repository.sizes[name] for name in names)
-    with _hub_errors(repository.repo_id, repository.revision, hint), _progress(folder, size, is_silent) as tqdm_class:
-        snapshot_download(
-            repository.repo_id,
-            revision=repository.commit,
-            local_dir=folder,
-            allow_patterns=[glob.escape(name) for name in names],
-            tqdm_class=tqdm_class,
-        )
-        # Without network access, snapshot_download only warns and returns an existing folder.
-        if missing := [name for name in names if not _is_complete(repository, name, folder)]:
-            raise OSError(f"{missing[0]} is incomplete")
-        if changed := find_changed(folder):
-            for name in changed:
-                (folder / name).unlink()
-            raise OSError(f"{changed[0]} differs from the hub's checksum and was deleted")
-
-
-@contextmanager
-def _progress(folder: Path, size: int, is_silent: bool) -> Iterator[type | None]:
-    """Yield a tqdm class: None (default) on a terminal, else a disabled one, and print lines unless silent."""
-    if not is_silent and sys.stderr.isatty():
-        yield None
-        return
-    from huggingface_hub.utils import tqdm
-
-    class Silent(tqdm):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **(options | {"disable": True}))
-
-    done = threading.Event()
-
-    def report_bytes() -> None:
-        while not is_silent and not done.wait(_HEARTBEAT):
-            with suppress(OSError):  # a file may be renamed concurrently
-                present = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                print(f"downloaded {min(present, size):,} of {size:,} bytes")
-
-    reporter = threading.Thread(target=report_bytes, daemon=True)
-    reporter.start()
-    try:
-        yield Silent
-    finally:
-        done.set()
-        reporter.join()
 
 
 def _move(folder: Path, out_dir: Path) -> list[str]:
@@ -260,9 +210,7 @@ def _hub_errors(repo_id: str, revision: str, hint: str = "") -> Iterator[None]:
     """Translate exceptions of huggingface_hub into a one-line ``UserError``."""
     try:
         yield
-    except UserError:
-        raise
     except hub_error_types() as error:
-        if (full := disk_full_reason(error)) is not None:
-            raise UserError(f"repo_id {repo_id}: {full}; free some space{hint}") from error
-        raise UserError(describe_hub_error(error, repo_id, revision) + hint) from error
+        full = disk_full_reason(error)
+        reason = f"repo_id {repo_id}: {full}; free some space" if full else describe_hub_error(error, repo_id, revision)
+        raise UserError(reason + hint) from error
