@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 from toolkit.checkpoints.lock import require_unlocked
 from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.run.resume import resolve_resume
-from toolkit.checkpoints.store import newest
+from toolkit.checkpoints.store import FINAL, newest
 from toolkit.config import AUTO, RunOptions
 from toolkit.data.base import PreparedData, Report
 from toolkit.distributed.device import count_devices, deterministic_algorithms, fp32_reductions, pick_accelerator
@@ -67,7 +67,12 @@ class Launch:
 
     @property
     def is_finished(self) -> bool:
-        return self.state.is_finished(self.args)
+        """Whether a limit or early stopping is reached and ``final/`` is written."""
+        state, patience = self.state, self.args.train.patience
+        stale = state.callbacks.get("EarlyStopping", {}).get("stale_validations", 0)
+        is_stopped_early = patience is not None and stale >= patience
+        is_at_end = state.limits.reached(state.progress.step, state.progress.tokens)
+        return (is_at_end or is_stopped_early) and state.resume_from == self.out_dir / FINAL
 
 
 def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_short: bool = False) -> Launch:

@@ -7,7 +7,6 @@ from typing import Any
 
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint
-from toolkit.checkpoints.store import FINAL
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, row_lengths
 from toolkit.errors import UserError
@@ -16,7 +15,6 @@ from toolkit.optim.schedule import Schedule, build_schedule
 from toolkit.planning.frozen import frozen_flag
 from toolkit.planning.limits import Limits, Progress, build_limits, require_profiled_steps, require_within_limits
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.flops import flops_per_token
 from toolkit.training.checkpoint_meta import RunFingerprint, objective_fingerprint, read_callback_states, read_meta
 from toolkit.training.data import with_vocabulary
@@ -55,14 +53,6 @@ class StartState:
     damaged: list[Path]
     frozen: ModelSpec | None = None
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def is_finished(self, args: RunArgs) -> bool:
-        """Whether the run is finished: a limit or early stopping is reached and ``final/`` is written."""
-        patience = args.train.patience
-        reached = self.limits.reached(self.progress.step, self.progress.tokens)
-        stale = self.callbacks.get("EarlyStopping", {}).get("stale_validations", 0)
-        stopped_early = patience is not None and stale >= patience
-        return (reached or stopped_early) and self.resume_from == args.run_dir / FINAL
 
 
 def prepare_start_state(
