@@ -34,8 +34,9 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training import data_reader, engine, launch, rank_consistency
 from toolkit.training import run as run_module
 from toolkit.training.checkpoint_meta import RunFingerprint
-from toolkit.training.engine import run_training
+from toolkit.training.engine import resolve_run, run_training, start
 from toolkit.training.run import Run
+from toolkit.training.short_run import short_run_args
 
 
 def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:
@@ -575,6 +576,12 @@ def test_default_intervals_save_and_validate_during_the_run(corpus, tmp_path):
     run_training(arguments(corpus, tmp_path / "run", train=train, evaluation={"max_iters": 1}))
     assert folders(tmp_path / "run") == {*(f"step-{step:08d}" for step in (5, 10, 15, 20)), "final"}
     assert [row["step"] for row in rows_of(tmp_path / "run") if row["val_loss"]] == ["5", "10", "15", "20", "24"]
+
+
+def test_short_run_saves_and_logs_nothing(corpus, tmp_path):
+    args = short_run_args(arguments(corpus, tmp_path / "run"), 1, str(tmp_path / "run"))
+    start(*resolve_run(args), is_short=True)
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_time_intervals(corpus, tmp_path, monkeypatch):
