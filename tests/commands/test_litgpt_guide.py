@@ -22,8 +22,9 @@ from toolkit.commands import COMMANDS, finetune_full, finetune_lora, pretrain
 from toolkit.data import RedPajama
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.world import detect_world
+from toolkit.planning.auto import resolve_auto
 from toolkit.planning.options import check_start
-from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import run_args
 
 INSTALLED = extension._installed
@@ -109,7 +110,7 @@ def test_each_line_resolves_as_it_is_written(folder, monkeypatch):
             args = run_args(command, **parse(command, SETUPS[command], COMMANDS[command][1], rest))
             check_start(args)
             world = detect_world(args.devices, args.num_nodes, 8)
-            config = resolve(args, DeviceSpec("cuda", world.devices, world.num_nodes, has_bf16=True))
+            config = resolve_auto(args, DeviceSpec("cuda", world.devices, world.num_nodes, has_bf16=True))
         named = [int(words[words.index(flag) + 1]) for flag in ("--devices", "--num_nodes") if flag in words]
         assert launcher == "torchrun" or [world.devices, world.num_nodes][: len(named)] == named
         assert config.strategy.layout.world_size == world.world_size

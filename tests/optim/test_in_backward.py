@@ -14,7 +14,8 @@ from toolkit.config import OptimizerArgs
 from toolkit.data.batch import Batch
 from toolkit.errors import GuardError, UserError
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.auto import resolve_auto
+from toolkit.planning.resolve import DeviceSpec
 from toolkit.training.callbacks import Callback
 from toolkit.training.engine import run_training
 
@@ -76,11 +77,11 @@ def test_n7_nonfinite_gradients_never_reach_the_weights(fabric, pico, value):
 
 def test_options_that_need_all_gradients_at_once_are_refused(corpus, tmp_path):
     valid = arguments(corpus, tmp_path, train=TRAIN, optimizer=OptimizerArgs(in_backward=True))
-    resolve(valid, DeviceSpec("cpu", 1, 1))
+    resolve_auto(valid, DeviceSpec("cpu", 1, 1))
 
     def refused(changes, reason, spec):
         with pytest.raises(UserError, match=f"--optimizer.in_backward true .* with .*{reason}"):
-            resolve(replace(valid, **changes), spec)
+            resolve_auto(replace(valid, **changes), spec)
 
     one = DeviceSpec("cpu", 1, 1)
     check_each(refused, [

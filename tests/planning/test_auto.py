@@ -15,10 +15,10 @@ from toolkit.config import TrainArgs
 from toolkit.config.command import parse_object
 from toolkit.data.sft.datasets import Alpaca
 from toolkit.errors import UserError
-from toolkit.planning.auto import choose_size, with_options
+from toolkit.planning.auto import choose_size, resolve_auto, with_options
 from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import run_args
 from toolkit.planning.speed import micro_step
 
@@ -36,7 +36,7 @@ def config_of() -> Callable[..., ResolvedConfig]:
     base = run_args("pretrain", **parse_object(pretrain.setup, given))
 
     def resolved(options: dict, gb=80.0, devices=8, nodes=1, device="cuda") -> ResolvedConfig:
-        return resolve(with_options(base, options), DeviceSpec(device, devices, nodes, gb * 1e9))
+        return resolve_auto(with_options(base, options), DeviceSpec(device, devices, nodes, gb * 1e9))
 
     return resolved
 

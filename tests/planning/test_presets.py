@@ -7,7 +7,9 @@ import pytest
 from toolkit.cli import main
 from toolkit.commands import pretrain
 from toolkit.config.command import parse_object
-from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.errors import UserError
+from toolkit.planning.auto import resolve_auto
+from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import run_args
 
 EIGHT = DeviceSpec("cuda", 8, 1, memory=40e9)
@@ -17,7 +19,7 @@ def config_of(preset: str, devices: DeviceSpec = EIGHT, **options):
     train = {"max_steps": 1} | options.pop("train", {})
     options = {"model_name": "pythia-14m", "model_config": {"vocab_size": 50304}} | options
     arguments = parse_object(pretrain.setup, options | {"preset": preset, "train": train})
-    return resolve(run_args("pretrain", **arguments), devices)
+    return resolve_auto(run_args("pretrain", **arguments), devices)
 
 
 def test_each_preset_does_what_it_says():
@@ -62,6 +64,11 @@ def test_given_values_stay():
 def test_a_batch_that_only_the_preset_divides():
     batch = config_of("memory", DeviceSpec("cpu", 2, 1), train={"global_batch_size": 6}).batch
     assert batch.micro_batch_size * batch.accumulation == 3  # the default of 8 does not divide it
+
+
+def test_a_run_that_no_variant_can_start_has_its_own_error():
+    with pytest.raises(UserError, match="--optimizer.name LBFGS: evaluates the loss several times"):
+        config_of("memory", optimizer={"name": "LBFGS"})
 
 
 def test_plan_shows_the_preset(capsys):

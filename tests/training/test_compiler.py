@@ -8,7 +8,8 @@ import torch
 
 from toolkit.commands import pretrain
 from toolkit.config.command import parse_object
-from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.auto import resolve_auto
+from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import run_args
 from toolkit.training.compiler import compile_error, resolve_compiler
 
@@ -25,7 +26,7 @@ def wrong(function: Callable) -> Callable:
 
 def test_a_missing_or_wrong_compiler_never_breaks_an_auto_run(monkeypatch):
     given = {"model_name": "pythia-14m", "train": {"max_steps": 10**5}, "model_config": {"vocab_size": 256}}
-    config = resolve(run_args("pretrain", **parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 80e9))
+    config = resolve_auto(run_args("pretrain", **parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 80e9))
     limits, model = SimpleNamespace(total_steps=10**5), SimpleNamespace(config=config.model)
     state = SimpleNamespace(longest_ragged=0, limits=limits, model=model)
 
@@ -35,7 +36,7 @@ def test_a_missing_or_wrong_compiler_never_breaks_an_auto_run(monkeypatch):
         assert found.hyperparameters()["compiler"] == found.args.compiler
         return found.args.compiler, found.reasons["compiler"]
 
-    on_cpu = resolve(config.args, DeviceSpec("cpu", 1, 1, 80e9))
+    on_cpu = resolve_auto(config.args, DeviceSpec("cpu", 1, 1, 80e9))
     found = resolve_compiler(on_cpu, state, CPU)
     assert (found.args.compiler, found.hyperparameters()["compiler"]) == ("none", "auto")  # a GPU may compile
     name, reason = chosen(lambda function: function)

@@ -27,7 +27,8 @@ from toolkit.data.order import ShuffledOrder
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
-from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.auto import resolve_auto
+from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import run_args
 from toolkit.training import engine, launch
 from toolkit.training.engine import run_training
@@ -208,7 +209,7 @@ def test_s4_no_secret_is_an_option_or_is_saved(base, questions, tmp_path, name, 
 def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
     words = [str(base), "--data.json_path", str(questions), "--accelerator", "cpu"]
     args = run_args("finetune_lora", **parse("x", finetune_lora.setup, ("checkpoint_dir",), words))
-    resolved = resolve(args, DeviceSpec("cpu", 1, 1))
+    resolved = resolve_auto(args, DeviceSpec("cpu", 1, 1))
     assert args.train.learning_rate == 2e-4 and args.train.epochs is None and resolved.args.train.epochs == 3
     assert resolved.optimizer == {"name": "AdamW", "weight_decay": 0.0, "betas": (0.9, 0.999)}
     assert EvalArgs().interval == "auto" and args.eval.max_new_tokens == "auto"

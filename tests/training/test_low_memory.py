@@ -37,7 +37,8 @@ from toolkit.optim.classes import build_optimizer, resolve_optimizer
 from toolkit.optim.groups import block_params, no_decay_params, parameter_groups
 from toolkit.optim.hybrid import Muon
 from toolkit.optim.update import clip_gradients
-from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.auto import resolve_auto
+from toolkit.planning.resolve import DeviceSpec
 from toolkit.training.callbacks import Callback
 from toolkit.training.engine import run_training
 
@@ -428,7 +429,7 @@ FSDP, FSDP1 = {"strategy": "fsdp"}, {"strategy": "fsdp1"}
 def test_errors_name_the_option_and_the_fix():
     def check(message, devices, **options):
         with pytest.raises(UserError, match=message) as error:
-            resolve(arguments("corpus", "out", **{"strategy": "auto"} | options), DeviceSpec("cpu", devices, 1))
+            resolve_auto(arguments("corpus", "out", **{"strategy": "auto"} | options), DeviceSpec("cpu", devices, 1))
         assert "\n" not in str(error.value)
 
     moments = OptimizerArgs(state_dtype="bf16")
@@ -454,7 +455,7 @@ def test_errors_name_the_option_and_the_fix():
     for message, (devices, options) in cases.items():
         check(message, devices, **options)
     for strategy, devices in (("ddp", 2), ("single", 1)):
-        config = resolve(
+        config = resolve_auto(
             arguments("corpus", "out", precision="bf16-master", optimizer=moments, strategy=strategy),
             DeviceSpec("cpu", devices, 1),
         )

@@ -43,7 +43,8 @@ from toolkit.distributed.strategy import plan_strategy
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import PeerLostError, PeerShutdownError, UserError, mark_reported, require_option
 from toolkit.models.gpt import Block
-from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.auto import resolve_auto
+from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.engine import start
 from toolkit.training.short_run import short_run_args
@@ -221,7 +222,7 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
             strategy=options.strategy,
         )  # fmt: skip
         args = short_run_args(args, 1, folder)
-        config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
+        config = resolve_auto(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
         if world.global_rank == 0:
             check.run_references(args, 1, config, quiet=True)
         start(config, world, [check], is_short=True)

@@ -14,7 +14,8 @@ from toolkit.data.loader import exit_with_parent
 from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CommandError, GuardError, UserError
-from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.auto import resolve_auto
+from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.engine import start
@@ -80,6 +81,6 @@ def _train(args: RunArgs, steps: int, device: str, micro_batch_size: int | None)
     with TemporaryDirectory(prefix="toolkit-") as folder:
         args = single_process_args(short_run_args(args, steps, folder), micro_batch_size)
         world = WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
-        config = resolve(args, DeviceSpec.of_this_machine(device))
+        config = resolve_auto(args, DeviceSpec.of_this_machine(device))
         start(config, world, [*load_callbacks(args.callbacks), recorder], is_short=True)
     return recorder.records

@@ -13,8 +13,9 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
 from toolkit.errors import DifferenceError, UserError, require_option
 from toolkit.models.config import ModelOverrides
+from toolkit.planning.auto import resolve_auto
 from toolkit.planning.plan import format_memory, plan_run
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.engine import start
@@ -46,7 +47,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
     require_option(size == 1, "pipeline_parallel_size", size, hint)
     with TemporaryDirectory(prefix="toolkit-") as folder:
         trial = short_run_args(args, steps, folder)
-        config = resolve(trial, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
+        config = resolve_auto(trial, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
         callbacks, check = load_callbacks(args.callbacks), LayoutCheck()
         if world.global_rank == 0:
             require_memory_of_one_process(config.args, device)

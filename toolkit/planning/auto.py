@@ -1,25 +1,27 @@
-"""Choose strategy and micro-batch size by estimated memory, if they are "auto" or ``--preset`` sets them.
+"""Resolve a run whose strategy and micro-batch size are "auto", or set by ``--preset``: choose by estimated memory.
 
-Pure functions of the options, the devices and the memory estimates.
+Everything but :func:`resolve_auto` is a pure function of the options, the devices and the memory estimates.
 """
 
-from __future__ import annotations
-
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from toolkit.config import AUTO, none_if_auto
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.stages import nearest_micro_batches
 from toolkit.distributed.strategy import StrategyPlan, implied_strategy
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
 from toolkit.planning.compatibility import ROWS, Row
 from toolkit.planning.facts import Facts
-
-if TYPE_CHECKING:
-    from toolkit.planning.run_args import RunArgs
+from toolkit.planning.memory import plan_memory
+from toolkit.planning.memory_inputs import with_known_vocabulary
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, memory_inputs, resolve, resolve_model
+from toolkit.planning.run_args import RunArgs
 
 MAX_SHARD_GRAD_OP_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
 """Maximum fractions of device memory for SHARD_GRAD_OP and for a larger micro-batch. Memory is an estimate."""
@@ -33,7 +35,7 @@ UNKNOWN = "if memory is unknown before the run"
 
 Changes = dict[str, Any]
 """New values by option, such as ``{"train.micro_batch_size": 8}``."""
-MemoryEstimate = Callable[["RunArgs"], float]
+MemoryEstimate = Callable[[RunArgs], float]
 """Returns a run's bytes per device; NaN if unknown before the run, infinity if the run would be refused."""
 
 
@@ -52,25 +54,88 @@ class AutoChoices:
     preset: str = ""
 
 
-def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: MemoryEstimate) -> AutoChoices:
+def resolve_auto(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
+    """Resolve a run, and choose the options that are "auto" or that ``--preset`` sets.
+
+    Each candidate is resolved with :func:`toolkit.planning.resolve.resolve`, for its memory.
+    """
+    args, model, length = resolve_model(args, devices)
+    choices = choose_options(args, devices, length, make_memory_estimator(model, args, devices))
+    config = resolve(choices.args, devices)
+    strategy, reason = config.strategy, choices.reasons.get("strategy")
+    if reason is not None:
+        reason = reason if strategy.kind == "ddp" else f"{reason}; {strategy.reason}"
+        strategy = replace(strategy, reason=reason)
+    return replace(config, strategy=strategy, reasons=choices.reasons, preset=choices.preset)
+
+
+def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: DeviceSpec) -> MemoryEstimate:
+    """Return a function that estimates the memory of variants of ``args``.
+
+    Memory is unknown for user-provided modules and optimizers, and if the data defines the vocabulary.
+    """
+
+    @functools.cache
+    def complete_config() -> ModelConfig:
+        return with_known_vocabulary(model, args)
+
+    def estimate(changed: RunArgs) -> float:
+        try:
+            config = resolve(changed, devices)
+        except UserError:
+            return math.inf
+        if model is None or args.module is not None or args.optimizer_class is not None:
+            return math.nan
+        try:
+            full_config = complete_config()
+        except UserError:
+            return math.nan
+        return plan_memory(memory_inputs(config, full_config)).total
+
+    return estimate
+
+
+def choose_options(args: RunArgs, devices: DeviceSpec, length: int | None, estimate: MemoryEstimate) -> AutoChoices:
     """Choose the strategy and the micro-batch if they are "auto", and the options that ``--preset`` sets.
 
-    The strategy is fsdp, or ddp if the other options do not support fsdp. The preset "speed" uses SHARD_GRAD_OP if it
-    fits with a margin. On CUDA and with "speed", the micro-batch is the largest that fits with a margin. The preset
-    "memory" takes the combination with the least memory. Only options that have the command's default are changed.
+    The preset "memory" takes the combination with the least memory. Only options that have the command's default are
+    changed.
 
     Args:
-        devices: The devices of the run, a :class:`toolkit.planning.resolve.DeviceSpec`.
+        devices: The devices of the run.
         length: Tokens of the longest row; None if unknown.
         estimate: Estimates the memory of variants of ``args``.
     """
-    name, args = args.preset, replace(args, preset="balanced")
-    world_size, is_speed = devices.devices * devices.num_nodes, name == "speed"
+    preset, args = args.preset, replace(args, preset="balanced")
+    changes, reasons = _fit_devices(args, devices, length, estimate, is_speed=False)
+    balanced = with_options(args, changes)
+    if preset == "balanced":
+        return AutoChoices(balanced, {option: f"auto: {reason}" for option, reason in reasons.items()})
+    if preset == "speed":
+        changes, _ = _fit_devices(args, devices, length, estimate, is_speed=True)
+    else:
+        changes = _minimize_memory(args, devices, estimate) or changes
+    if not changes:
+        return AutoChoices(args, preset=f"{preset}: nothing to change")
+    chosen, flags = with_options(args, changes), ", ".join(f"--{option} {value}" for option, value in changes.items())
+    if not (total := estimate(chosen)) < math.inf:
+        return AutoChoices(chosen, preset=f"{preset}: {flags} (memory unknown for this model)")
+    memory = f"about {_gb(total)} per device, {_gb(estimate(balanced))} by default"
+    return AutoChoices(chosen, preset=f"{preset}: {flags} ({memory})")
+
+
+def _fit_devices(
+    args: RunArgs, devices: DeviceSpec, length: int | None, estimate: MemoryEstimate, *, is_speed: bool
+) -> tuple[Changes, dict[str, str]]:
+    """Choose the strategy and the micro-batch if they are "auto"; return the changes, and the reasons by option.
+
+    The strategy is fsdp, or ddp if the other options do not support fsdp. ``is_speed`` uses SHARD_GRAD_OP if it fits
+    with a margin. On CUDA and with ``is_speed``, the micro-batch is the largest that fits with a margin.
+    """
+    world_size = devices.devices * devices.num_nodes
     user_size, strategies = none_if_auto(args.train.micro_batch_size), _strategies(args, world_size, is_speed)
-    if name == "memory":
-        return _minimize_memory(args, world_size, devices.num_nodes, estimate)
     if user_size is not None and strategies == [{}]:
-        return AutoChoices(args, preset="speed: nothing to change" if is_speed else "")
+        return {}, {}
     sizes = _sizes(args, world_size) if user_size is None else [user_size]
     default = max((size for size in sizes if size <= args.defaults.micro_batch_size), default=sizes[0])
     has_choice = user_size is None and length is not None and (devices.device == "cuda" or is_speed)
@@ -97,14 +162,7 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, estimate: Me
     elif user_size is None:
         where = UNKNOWN if devices.device == "cuda" else f"on {devices.device}"
         reasons[MICRO_BATCH_SIZE] = f"up to {args.defaults.micro_batch_size} {where}"
-    changes = strategy | ({MICRO_BATCH_SIZE: size} if user_size is None else {})
-    if name == "balanced":
-        return AutoChoices(
-            with_options(args, changes), {option: f"auto: {reason}" for option, reason in reasons.items()}
-        )
-    return AutoChoices(
-        with_options(args, changes), preset=_describe(name, changes, need(strategy, size), estimate(args))
-    )
+    return strategy | ({MICRO_BATCH_SIZE: size} if user_size is None else {}), reasons
 
 
 def choose_size(
@@ -180,14 +238,14 @@ def _sizes(args: RunArgs, world_size: int) -> list[int]:
 # ---- preset memory
 
 
-def _minimize_memory(args: RunArgs, world_size: int, num_nodes: int, estimate: MemoryEstimate) -> AutoChoices:
-    """Return the combination with the least memory. If memory is unknown, return the one with the most changes."""
-    sizes, default = _sizes(args, world_size), args.defaults.micro_batch_size
+def _minimize_memory(args: RunArgs, devices: DeviceSpec, estimate: MemoryEstimate) -> Changes | None:
+    """Return the changes with the least memory, or the most changes if memory is unknown; None if none would run."""
+    world_size, default = devices.devices * devices.num_nodes, args.defaults.micro_batch_size
     choices: dict[str, list[Any]] = {
-        MICRO_BATCH_SIZE: [size for size in sizes if size <= default],
+        MICRO_BATCH_SIZE: [size for size in _sizes(args, world_size) if size <= default],
         "train.activation_checkpointing": ["none", "full"],
         "strategy": ["fsdp", "ddp"] if _strategies(args, world_size, False) != [{}] else [],
-        "fsdp.sharding_strategy": [AUTO, "FULL_SHARD"] if num_nodes > 1 else [],
+        "fsdp.sharding_strategy": [AUTO, "FULL_SHARD"] if devices.num_nodes > 1 else [],
         "fsdp.accumulate": [AUTO, "sharded"],
     }
     usual = {MICRO_BATCH_SIZE: AUTO, "train.activation_checkpointing": "none"}
@@ -202,9 +260,8 @@ def _minimize_memory(args: RunArgs, world_size: int, num_nodes: int, estimate: M
         elif math.isnan(total):  # prefer the variant that runs with the most changes
             variants.append((math.inf, -len(changes), changes))
     if not variants:
-        return AutoChoices(args)  # resolving raises the error
-    total, _, changes = min(variants, key=lambda each: (each[0], each[1], each[2].get(MICRO_BATCH_SIZE, 0)))
-    return AutoChoices(with_options(args, changes), preset=_describe("memory", changes, total, estimate(args)))
+        return None  # resolving raises the error
+    return min(variants, key=lambda each: (each[0], each[1], each[2].get(MICRO_BATCH_SIZE, 0)))[2]
 
 
 def _get(args: RunArgs, option: str) -> Any:
@@ -218,13 +275,6 @@ def with_options(args: RunArgs, changes: Changes) -> RunArgs:
         group, _, name = option.rpartition(".")
         args = replace(args, **({group: replace(getattr(args, group), **{name: value})} if group else {name: value}))
     return args
-
-
-def _describe(name: str, changes: Changes, total: float, default: float) -> str:
-    flags = ", ".join(f"--{option} {value}" for option, value in changes.items()) or "nothing to change"
-    if not total < math.inf:
-        return f"{name}: {flags} (memory unknown for this model)"
-    return f"{name}: {flags} (about {_gb(total)} per device, {_gb(default)} by default)"
 
 
 def _gb(size: float) -> str:

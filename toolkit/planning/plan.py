@@ -20,6 +20,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
 from toolkit.models.gpt import GPT, Block
 from toolkit.optim.schedule import Schedule, build_schedule, describe_scaling
+from toolkit.planning.auto import resolve_auto
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.memory_inputs import with_known_vocabulary
@@ -30,7 +31,6 @@ from toolkit.planning.resolve import (
     choose_model,
     has_limit,
     memory_inputs,
-    resolve,
     with_default_limit,
     with_model_limit,
 )
@@ -112,7 +112,7 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
         args = replace(args, train=replace(args.train, epochs=1))
     if not has_limit(args.train):
         args, length = with_model_limit(args, with_known_vocabulary(choose_model(args), args))
-    return replace(plan_resolved(args, resolve(args, devices)), length=length)
+    return replace(plan_resolved(args, resolve_auto(args, devices)), length=length)
 
 
 def plan_resolved(args: RunArgs, config: ResolvedConfig, steps: int | None = None) -> RunPlan:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -25,13 +24,12 @@ from toolkit.models.gpt import GPT
 from toolkit.objectives import Objective
 from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimizer
 from toolkit.optim.hybrid import Muon
-from toolkit.planning.auto import choose_options
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.frozen import find_frozen, frozen_flag
 from toolkit.planning.memory import plan_memory
-from toolkit.planning.memory_inputs import MemoryInputs, with_known_vocabulary
+from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.run_args import RunArgs, hyperparameters
 from toolkit.planning.sample_model import model_of
 from toolkit.planning.speed.flops import matmul_parameters
@@ -125,10 +123,13 @@ class ResolvedConfig:
         return hyperparameters(args)
 
 
-def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
-    """Resolve options that are "auto", and check that the options are compatible.
+def resolve_model(args: RunArgs, devices: DeviceSpec) -> tuple[RunArgs, ModelConfig | None, int | None]:
+    """Return the options with the run's limit, the architecture and the tokens per sequence.
 
-    This second stage needs torch. The first stage is :func:`toolkit.planning.run_args.run_args`.
+    The architecture is None for a user-provided module, the length None if the data decides.
+
+    Raises:
+        UserError: the options do not fit the model, or the sizes of the layout do not divide it or the devices.
     """
     args = with_default_limit(args)
     requested = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
@@ -139,8 +140,16 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     length = choose_length(args.train, model)
     require_equal_chunks(length, args.model_parallel)
     data_devices(args.model_parallel, devices.devices, devices.num_nodes)  # raises if the sizes do not divide them
-    choices = choose_options(args, devices, length, make_memory_estimator(model, args, devices))
-    args = choices.args
+    return args, model, length
+
+
+def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
+    """Resolve a run whose micro-batch size and strategy are set, and check that the options are compatible.
+
+    :func:`toolkit.planning.auto.resolve_auto` chooses them first. This second stage needs torch; the first is
+    :func:`toolkit.planning.run_args.run_args`.
+    """
+    args, model, length = resolve_model(args, devices)
     precision = choose_precision(args, devices)
     sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
     strategy = plan_strategy(
@@ -153,11 +162,8 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         precision=precision,
         groups=args.groups,
     )
-    if (reason := choices.reasons.get("strategy")) is not None:
-        reason = reason if strategy.kind == "ddp" else f"{reason}; {strategy.reason}"
-        strategy = replace(strategy, reason=reason)
     micro_batch_size = args.train.micro_batch_size
-    assert isinstance(micro_batch_size, int), "chosen above"
+    assert isinstance(micro_batch_size, int), "resolve_auto chooses it"
     batch = plan_batch(
         args.train.global_batch_size, micro_batch_size, **sizes, model_parallel=args.model_parallel.world_size
     )
@@ -182,33 +188,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         optimizer["loraplus_lr_ratio"] = ratio
     frozen = choose_frozen(args.objective, length)
     config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer, frozen)
-    return replace(config, accumulate=choose_accumulate(config), reasons=choices.reasons, preset=choices.preset)
-
-
-def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: DeviceSpec) -> Callable[[RunArgs], float]:
-    """Return a function that estimates the memory of variants of ``args``.
-
-    Memory is unknown for user-provided modules and optimizers, and if the data defines the vocabulary.
-    """
-
-    @functools.cache
-    def complete_config() -> ModelConfig:
-        return with_known_vocabulary(model, args)
-
-    def estimate(changed: RunArgs) -> float:
-        try:
-            config = resolve(changed, devices)
-        except UserError:
-            return math.inf
-        if model is None or args.module is not None or args.optimizer_class is not None:
-            return math.nan
-        try:
-            full_config = complete_config()
-        except UserError:
-            return math.nan
-        return plan_memory(memory_inputs(config, full_config)).total
-
-    return estimate
+    return replace(config, accumulate=choose_accumulate(config))
 
 
 def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]:

@@ -21,9 +21,10 @@ from toolkit.errors import GuardError, StoppedByFileError, StoppedBySignalError,
 from toolkit.objectives.base import total_counts
 from toolkit.optim.update import Update, choose_update, set_learning_rate
 from toolkit.planning.advice import oom_advice
+from toolkit.planning.auto import resolve_auto
 from toolkit.planning.limits import build_intervals, is_due
 from toolkit.planning.plan import device_spec_of
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.build import build_checkpointer, build_models, build_reader
 from toolkit.training.callbacks.loading import load_callbacks
@@ -57,7 +58,7 @@ def resolve_run(args: RunArgs, callbacks: Sequence[Callback] = ()) -> tuple[Reso
     """Return the resolved configuration, the processes, and the callbacks (``--callbacks`` first)."""
     device, world = detect_devices(args)
     devices = DeviceSpec.of_this_machine(device, world.devices, world.num_nodes)
-    config = resolve(args, device_spec_of(args) if is_alone(args) else devices)
+    config = resolve_auto(args, device_spec_of(args) if is_alone(args) else devices)
     all_callbacks = [*load_callbacks(args.callbacks), *callbacks]
     for callback in all_callbacks if args.optimizer.in_backward else ():
         if overrides(callback, "on_before_optimizer_step"):
