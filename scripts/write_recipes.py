@@ -91,7 +91,7 @@ def plan(recipe: Recipe) -> tuple[str, str, str]:
 
     on_cpu = ["--accelerator", "cpu", "--devices", "1"] if recipe.memory_gb is None else []
     arguments = parse("plan", command.setup, ("command",), [*shlex.split(recipe.command)[1:], *on_cpu])
-    with run_args_of(arguments["command"], arguments["run"]) as args:
+    with run_args_of(arguments["run"]) as args:
         planned = plan_run(args, device_spec_of(args, recipe.memory_gb))
         memory = f"{round(planned.memory.total / 1e9, 3):.2f} GB"  # rounded as in the output of plan
         if recipe.memory_gb is None:

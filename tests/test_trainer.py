@@ -12,7 +12,7 @@ from toolkit.cli.parser import parse
 from toolkit.commands import pretrain
 from toolkit.errors import UserError
 from toolkit.planning.options import check_start
-from toolkit.planning.run_args import run_args
+from toolkit.planning.training_options import run_args
 from toolkit.ui.loggers import read_metrics
 
 MODEL = toolkit.ModelConfig(vocab_size=64, block_size=16, n_layer=1, n_embd=16, n_head=2)
@@ -116,7 +116,7 @@ def test_names_of_other_libraries_are_answered():
         ("--data Alpaca2k", "--tokenizer_dir"),
     ):
         with pytest.raises(UserError, match=text):
-            check_start(run_args("pretrain", **parse("pretrain", pretrain.setup, ("model_name",), words.split())))
+            check_start(run_args(**parse("pretrain", pretrain.setup, ("model_name",), words.split())))
 
 
 def test_names_that_are_unknown_or_given_twice():

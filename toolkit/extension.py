@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, one_line
@@ -25,8 +24,6 @@ KINDS = (
 )  # fmt: skip
 """The fields of :class:`Extension` that hold names."""
 Names = Mapping[str, str]
-NO_GROUPS: Mapping[str, Any] = MappingProxyType({})
-"""Default for parameters that hold the options of other functions or of extensions, by name."""
 
 
 @dataclass(frozen=True)

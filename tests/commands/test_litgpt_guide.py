@@ -25,7 +25,7 @@ from toolkit.distributed.world import detect_world
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.options import check_start
 from toolkit.planning.resolve import DeviceSpec
-from toolkit.planning.run_args import run_args
+from toolkit.planning.training_options import run_args
 
 INSTALLED = extension._installed
 ALPACA = "--data JSON --data.json_path data/alpaca.json"
@@ -107,7 +107,7 @@ def test_each_line_resolves_as_it_is_written(folder, monkeypatch):
             if "--resume" in words:
                 (folder / "checkpoints/tinyllama-pretrain/step-00000001").mkdir(parents=True)
                 (folder / "checkpoints/tinyllama-pretrain/step-00000001/COMPLETE").touch()
-            args = run_args(command, **parse(command, SETUPS[command], COMMANDS[command][1], rest))
+            args = run_args(**parse(command, SETUPS[command], COMMANDS[command][1], rest))
             check_start(args)
             world = detect_world(args.devices, args.num_nodes, 8)
             config = resolve_auto(args, DeviceSpec("cuda", world.devices, world.num_nodes, has_bf16=True))

@@ -21,9 +21,10 @@ from toolkit.objectives import Objective
 
 
 def parse(*argv: str, setup=pretrain.setup, positionals=("model_name",)) -> dict:
-    """Return the arguments, those in ``shared`` by themselves; None after printing."""
+    """Return the arguments, a training command's by option; None after printing."""
     found = cli_parser.parse("pretrain", setup, positionals, list(argv))
-    if found and "shared" in found:
+    if found and "options" in found:
+        found = dict(vars(found["options"]))
         found |= vars(found.pop("shared")) | found.pop("groups")
     return found
 

@@ -59,7 +59,7 @@ def parse(tmp_path, monkeypatch):
             Path(f"file{i}.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
             words += ["--config", f"file{i}.yaml"]
         found = cli_parser.parse("pretrain", pretrain.setup, ("model_name",), [*words, *flags])
-        return found | vars(found["shared"])
+        return vars(found["options"]) | vars(found["options"].shared)
 
     return run
 

@@ -67,7 +67,7 @@ def test_model_too_large_for_one_process_names_the_layers_that_fit(monkeypatch, 
     flags = ["--devices", "8", "--train.micro_batch_size", "1", "--train.max_seq_length", "512"]
 
     def error(command, setup, positionals, *argv) -> str:
-        with run_args_of(command, parse(command, setup, positionals, [*argv, *flags])) as args:
+        with run_args_of(**parse(command, setup, positionals, [*argv, *flags])) as args:
             with pytest.raises(UserError) as caught:
                 require_memory_of_one_process(args, "cuda")
         return str(caught.value)
@@ -81,6 +81,6 @@ def test_model_too_large_for_one_process_names_the_layers_that_fit(monkeypatch, 
 
 def test_a_model_that_fits_is_accepted():
     arguments = parse("pretrain", pretrain.setup, ("model_name",), ["pico-llama", "--devices", "2"])
-    with run_args_of("pretrain", arguments) as args:
+    with run_args_of(**arguments) as args:
         require_memory_of_one_process(args, "cpu")
         assert args.train == TrainArgs(64)

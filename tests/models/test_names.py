@@ -26,6 +26,7 @@ from toolkit.models.families import (
     list_names_by_family,
 )
 from toolkit.models.gpt import GPT
+from toolkit.planning.training_options import PretrainOptions
 
 # Published totals, from model cards and papers; for Gemma, Qwen 3 and the larger Qwen 2.5, from KerasHub's presets.
 # Unlike LitGPT's counts, they show which embeddings are tied.
@@ -218,13 +219,13 @@ def test_configurations_name_the_family_of_their_module():
 
 
 def test_pretrain_list_prints_every_name_wrapped(monkeypatch, capsys):
-    pretrain.setup(model_name="list")
+    pretrain.setup(PretrainOptions(model_name="list"))
     out = capsys.readouterr().out
     assert set(list_names()) <= set(out.split())
     assert max(map(len, out.splitlines())) <= 80
     assert "\nqwen3       Qwen3-0.6B  Qwen3-1.7B" in out
-    monkeypatch.setattr("toolkit.models.families.list_names_by_family", lambda: {"free_transformer": ["free-tiny"]})
-    pretrain.setup(model_name="list")
+    monkeypatch.setattr("toolkit.commands.pretrain.list_names_by_family", lambda: {"free_transformer": ["free-tiny"]})
+    pretrain.setup(PretrainOptions(model_name="list"))
     assert "free_transformer free-tiny\n" in capsys.readouterr().out
 
 

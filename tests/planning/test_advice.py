@@ -18,7 +18,7 @@ COMMANDS = {
 def advise(command: str, devices: DeviceSpec, gb: float | None = None, **options) -> tuple[RunPlan, list[str]]:
     """Return the plan, and the changes for devices of this memory; by default, a little less than it takes."""
     setup, named = COMMANDS[command]
-    with run_args_of(command, parse_object(setup, named | options)) as args:
+    with run_args_of(**parse_object(setup, named | options)) as args:
         plan = plan_run(args, devices)
         limit = gb or 0.99 * plan.memory.total / 1e9
         return plan, [advice.change for advice in advice_for(plan, limit)]

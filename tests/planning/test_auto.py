@@ -19,8 +19,8 @@ from toolkit.planning.auto import choose_size, resolve_auto, with_options
 from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
-from toolkit.planning.run_args import run_args
 from toolkit.planning.speed import micro_step
+from toolkit.planning.training_options import run_args
 
 DDP = {"strategy": "ddp"}
 
@@ -33,7 +33,7 @@ class OfMatrices(torch.optim.SGD):
 def config_of() -> Callable[..., ResolvedConfig]:
     """Resolves a run with options by dotted names, on 8 GPUs of 80 GB."""
     given = {"model_name": "pythia-14m", "train": {"max_steps": 1}, "model_config": {"vocab_size": 50304}}
-    base = run_args("pretrain", **parse_object(pretrain.setup, given))
+    base = run_args(**parse_object(pretrain.setup, given))
 
     def resolved(options: dict, gb=80.0, devices=8, nodes=1, device="cuda") -> ResolvedConfig:
         return resolve_auto(with_options(base, options), DeviceSpec(device, devices, nodes, gb * 1e9))
@@ -192,6 +192,6 @@ def test_what_was_chosen_is_saved(config_of):
 
 def test_adapters_of_a_large_model_are_trained_without_accumulation():
     given = {"checkpoint_dir": "Llama-3-8B", "train": {"max_seq_length": 512}, "data": Alpaca()}
-    with run_args_of("finetune_lora", parse_object(finetune_lora.setup, given)) as args:
+    with run_args_of(**parse_object(finetune_lora.setup, given)) as args:
         plan = plan_run(args, DeviceSpec("cuda", 8, 1, 80e9))
     assert plan.config.strategy.kind == "fsdp" and plan.config.batch.micro_batch_size == 2

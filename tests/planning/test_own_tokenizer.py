@@ -12,7 +12,8 @@ from toolkit.errors import UserError
 from toolkit.models.families import get_config, list_names
 from toolkit.models.families.repositories import repository_of
 from toolkit.planning.options import check_start
-from toolkit.planning.run_args import RunArgs, run_args
+from toolkit.planning.run_args import RunArgs
+from toolkit.planning.training_options import run_args
 from toolkit.training.data import prepare_data
 
 TINY = "TinyLlama/TinyLlama_v1.1"
@@ -28,7 +29,7 @@ def here(tmp_path, monkeypatch):
 
 
 def read(words: str) -> RunArgs:
-    return run_args("pretrain", **parse("pretrain", pretrain.setup, ("model_name",), words.split()))
+    return run_args(**parse("pretrain", pretrain.setup, ("model_name",), words.split()))
 
 
 def write_tokenizer(folder: Path) -> str:

@@ -10,7 +10,7 @@ from toolkit.config.command import parse_object
 from toolkit.errors import UserError
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.resolve import DeviceSpec
-from toolkit.planning.run_args import run_args
+from toolkit.planning.training_options import run_args
 
 EIGHT = DeviceSpec("cuda", 8, 1, memory=40e9)
 
@@ -19,7 +19,7 @@ def config_of(preset: str, devices: DeviceSpec = EIGHT, **options):
     train = {"max_steps": 1} | options.pop("train", {})
     options = {"model_name": "pythia-14m", "model_config": {"vocab_size": 50304}} | options
     arguments = parse_object(pretrain.setup, options | {"preset": preset, "train": train})
-    return resolve_auto(run_args("pretrain", **arguments), devices)
+    return resolve_auto(run_args(**arguments), devices)
 
 
 def test_each_preset_does_what_it_says():

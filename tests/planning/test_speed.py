@@ -28,7 +28,6 @@ from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.optimizer_memory import main_params, orthogonalization_flops
 from toolkit.planning.plan import plan_run
 from toolkit.planning.resolve import DeviceSpec
-from toolkit.planning.run_args import run_args
 from toolkit.planning.speed import trace as tracing
 from toolkit.planning.speed.cuda_on_meta import CUDA, cuda_on_meta
 from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
@@ -40,6 +39,7 @@ from toolkit.planning.speed.operators import Access, Op, Recorder
 from toolkit.planning.speed.predict import predict
 from toolkit.planning.speed.suggestions import _compiler, _micro_batch, _precision, _strategy
 from toolkit.planning.speed.trace import LOSS, trace_micro_step, trace_update
+from toolkit.planning.training_options import run_args
 from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
 B, T = 2, 128
@@ -423,7 +423,7 @@ def test_times_are_shown_in_readable_units():
 
 def planned_run(**options):
     given = {"model_name": "pico-llama", "model_config": {"vocab_size": 512}} | options
-    return plan_run(run_args("pretrain", **parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 85e9))
+    return plan_run(run_args(**parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 85e9))
 
 
 def test_changes_that_auto_would_not_take_are_not_suggested():
@@ -445,7 +445,7 @@ def test_variants_are_runs_that_start():
 
     def texts(change, options, gb=85.0):
         given = {"model_name": "pythia-14m", "train": {"max_steps": 1, "micro_batch_size": 4, "max_seq_length": 64}}
-        args = run_args("pretrain", **parse_object(pretrain.setup, given | options))
+        args = run_args(**parse_object(pretrain.setup, given | options))
         planned = plan_run(args, DeviceSpec("cuda", 2, 1, gb * 1e9))
         return [text for text, changed in change(planned) if can_start(changed, planned)], planned
 

@@ -26,7 +26,7 @@ from toolkit.commands.pretrain import setup
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import MAX_BYTES
 from toolkit.planning.run_args import hyperparameters
-from toolkit.planning.training_options import pretrain as pretrain_options
+from toolkit.planning.training_options import run_args
 from toolkit.reporting.events import parse_events, write_event
 from toolkit.reporting.page import render_page, write_report
 from toolkit.reporting.run import read_run, read_runs
@@ -231,7 +231,7 @@ def test_command_repeats_the_run(tmp_path):
     words += ["--data", "TextFiles", "--data.train_data_path", "it's", "--eval.interval", "0"]
 
     def resolved(words: list[str]) -> dict:
-        args = pretrain_options(**parse("pretrain", setup, ("model_name",), words))
+        args = run_args(**parse("pretrain", setup, ("model_name",), words))
         return json.loads(json.dumps(hyperparameters(args.requested), default=str))
 
     run = read_run(write_run(tmp_path / "run", **resolved(words)))

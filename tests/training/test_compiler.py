@@ -10,7 +10,7 @@ from toolkit.commands import pretrain
 from toolkit.config.command import parse_object
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.resolve import DeviceSpec
-from toolkit.planning.run_args import run_args
+from toolkit.planning.training_options import run_args
 from toolkit.training.compiler import compile_error, resolve_compiler
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def wrong(function: Callable) -> Callable:
 
 def test_a_missing_or_wrong_compiler_never_breaks_an_auto_run(monkeypatch):
     given = {"model_name": "pythia-14m", "train": {"max_steps": 10**5}, "model_config": {"vocab_size": 256}}
-    config = resolve_auto(run_args("pretrain", **parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 80e9))
+    config = resolve_auto(run_args(**parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 80e9))
     limits, model = SimpleNamespace(total_steps=10**5), SimpleNamespace(config=config.model)
     state = SimpleNamespace(longest_ragged=0, limits=limits, model=model)
 

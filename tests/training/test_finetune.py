@@ -29,7 +29,7 @@ from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.resolve import DeviceSpec
-from toolkit.planning.run_args import run_args
+from toolkit.planning.training_options import run_args
 from toolkit.training import engine, launch
 from toolkit.training.engine import run_training
 
@@ -62,7 +62,7 @@ def arguments(command, base, questions, out, *flags):
         "--out_dir", str(out), "--accelerator", "cpu", "--train.global_batch_size", "8", "--train.micro_batch_size",
         "2", "--train.max_steps", "6", "--train.learning_rate", "1e-2", *flags,
     ]  # fmt: skip
-    return run_args(command.__name__.rpartition(".")[2], **parse("finetune", command.setup, ("checkpoint_dir",), words))
+    return run_args(**parse("finetune", command.setup, ("checkpoint_dir",), words))
 
 
 def losses(out: Path) -> list[str]:
@@ -151,7 +151,7 @@ def test_hyperparameters_yaml_repeats_the_run(base, questions, tmp_path):
     config = tmp_path / "a" / "final" / "hyperparameters.yaml"
     assert yaml.safe_load(config.read_text())["lora_r"] == 4
     words = ["--config", str(config), "--out_dir", str(tmp_path / "b")]
-    run_training(run_args("finetune_lora", **parse("x", finetune_lora.setup, ("checkpoint_dir",), words)))
+    run_training(run_args(**parse("x", finetune_lora.setup, ("checkpoint_dir",), words)))
     first, second = (load_state(tmp_path / run / "final" / ADAPTERS) for run in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -208,7 +208,7 @@ def test_s4_no_secret_is_an_option_or_is_saved(base, questions, tmp_path, name, 
 
 def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
     words = [str(base), "--data.json_path", str(questions), "--accelerator", "cpu"]
-    args = run_args("finetune_lora", **parse("x", finetune_lora.setup, ("checkpoint_dir",), words))
+    args = run_args(**parse("x", finetune_lora.setup, ("checkpoint_dir",), words))
     resolved = resolve_auto(args, DeviceSpec("cpu", 1, 1))
     assert args.train.learning_rate == 2e-4 and args.train.epochs is None and resolved.args.train.epochs == 3
     assert resolved.optimizer == {"name": "AdamW", "weight_decay": 0.0, "betas": (0.9, 0.999)}

@@ -94,7 +94,7 @@ def test_bare_flag_in_every_training_command(command):
     setup = __import__(module, fromlist=["setup"]).setup
     for words in (["--profile"], ["--profile", "true"], ["--profile=true"]):
         arguments = parse(command, setup, positionals, [*(["x"] if command != "pretrain" else []), *words, *SHORT])
-        assert arguments["shared"].profile is True and arguments["shared"].profiler.active == 2
+        assert arguments["options"].shared.profile is True and arguments["options"].shared.profiler.active == 2
 
 
 @pytest.mark.parametrize(

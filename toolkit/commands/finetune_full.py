@@ -1,6 +1,9 @@
 """`toolkit finetune_full`: finetune all weights of a checkpoint on instructions or text."""
 
-from toolkit.commands.training import training_command
-from toolkit.planning.training_options import finetune_full
+from toolkit.commands.training import train
+from toolkit.planning.training_options import FinetuneFullOptions
 
-setup = training_command(finetune_full)
+
+def setup(options: FinetuneFullOptions) -> None:
+    """Finetune all weights of a checkpoint on instructions or text; 3 epochs by default."""
+    train(options)

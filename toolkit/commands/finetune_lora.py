@@ -1,6 +1,9 @@
 """`toolkit finetune_lora`: train low-rank adapters on the frozen weights of a checkpoint."""
 
-from toolkit.commands.training import training_command
-from toolkit.planning.training_options import finetune_lora
+from toolkit.commands.training import train
+from toolkit.planning.training_options import FinetuneLoRAOptions
 
-setup = training_command(finetune_lora)
+
+def setup(options: FinetuneLoRAOptions) -> None:
+    """Train low-rank adapters on the frozen weights of a checkpoint; 3 epochs by default."""
+    train(options)

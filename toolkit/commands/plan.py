@@ -1,18 +1,19 @@
 """`toolkit plan`: batch, parameters and memory of a run before it starts."""
 
-from collections.abc import Mapping
+import json
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from jsonargparse.typing import PositiveFloat
 
 from toolkit.config import TrainingCommand
-from toolkit.extension import NO_GROUPS
+from toolkit.planning.compatibility import ROWS
+from toolkit.planning.training_options import TrainingOptions
 
 
 def setup(
     command: TrainingCommand | Literal["compatibility"],
-    run: Mapping[str, Any] = NO_GROUPS,
+    run: TrainingOptions | None = None,
     device_memory_gb: PositiveFloat | None = None,
     host_memory_gb: PositiveFloat | None = None,
     speed: str | None = None,
@@ -43,15 +44,13 @@ def setup(
             GPU and no memory; 8B parameters take about a minute, 70B several. Only for --strategy fsdp.
         format: Text table, or JSON.
     """
-    if command == "compatibility":
-        from toolkit.planning.compatibility import ROWS
-
+    if run is None:  # compatibility
         print(*(row.message() for row in ROWS), sep="\n")
         return
     if speed is not None:
         from toolkit.planning.speed.gpus import find_gpu
 
-        name, card = find_gpu(speed, str(run["shared"].accelerator))
+        name, card = find_gpu(speed, run.shared.accelerator)
         device_memory_gb = device_memory_gb or card.memory / 1e9
     from toolkit.distributed.device import device_memory
     from toolkit.planning.advice import advice_for
@@ -59,7 +58,7 @@ def setup(
     from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
     predicted = None
-    with run_args_of(command, run) as args:
+    with run_args_of(run) as args:
         if speed is not None:
             from toolkit.planning.speed.predict import predict
             from toolkit.planning.speed.suggestions import suggestions
@@ -80,8 +79,6 @@ def setup(
 
         summary["simulated"] = compare_with_plan(plan)
     if format == "json":
-        import json
-
         print(json.dumps(summary, indent=2))
     else:
         print(format_plan(summary))

@@ -2,25 +2,25 @@
 
 import shutil
 import textwrap
-from functools import wraps
-from typing import Any
 
-from toolkit.commands.training import training_command
+from toolkit.commands.training import train
 from toolkit.extension import describe_extensions
-from toolkit.planning.training_options import pretrain
+from toolkit.models.families import list_aliases, list_names_by_family
+from toolkit.planning.training_options import PretrainOptions
 
 
-@wraps(pretrain)
-def setup(**options: Any) -> None:
-    if options.get("model_name") == "list":
+def setup(options: PretrainOptions) -> None:
+    """Train a language model on text, from scratch or from a checkpoint.
+
+    `toolkit pretrain list` prints the names of the models.
+    """
+    if options.model_name == "list":
         _print_names()
     else:
-        training_command(pretrain)(**options)
+        train(options)
 
 
 def _print_names() -> None:
-    from toolkit.models.families import list_aliases, list_names_by_family
-
     width = max(40, shutil.get_terminal_size((100, 24)).columns)
     for family, names in list_names_by_family().items():
         lines = textwrap.wrap("  ".join(names), width - 12, break_long_words=False, break_on_hyphens=False)

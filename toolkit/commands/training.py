@@ -1,22 +1,12 @@
-"""The training commands: functions that train with the options in :mod:`toolkit.planning.training_options`."""
-
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
+"""Train with the options of a training command."""
 
 from toolkit.planning.options import check_start
-from toolkit.planning.run_args import RunArgs
+from toolkit.planning.training_options import TrainingOptions, run_args
 
 
-def training_command(read_options: Callable[..., RunArgs]) -> Callable[..., None]:
-    """Return a command that trains with the result of ``read_options`` and has its parameters and help."""
+def train(options: TrainingOptions) -> None:
+    args = run_args(options)
+    check_start(args)
+    from toolkit.training.engine import run_training  # imports torch
 
-    @wraps(read_options)
-    def setup(**options: Any) -> None:
-        args = read_options(**options)
-        check_start(args)
-        from toolkit.training.engine import run_training  # imports torch
-
-        run_training(args)
-
-    return setup
+    run_training(args)

@@ -1,15 +1,13 @@
 """`toolkit verify_parallel`: compare a run on its devices with the same run on one process."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from jsonargparse.typing import PositiveInt
 
 from toolkit.config import TrainingCommand
-from toolkit.extension import NO_GROUPS
+from toolkit.planning.options import check_start
+from toolkit.planning.training_options import TrainingOptions, run_args
 
 
-def setup(command: TrainingCommand, run: Mapping[str, Any] = NO_GROUPS, steps: PositiveInt = 5) -> None:
+def setup(command: TrainingCommand, run: TrainingOptions, steps: PositiveInt = 5) -> None:
     """Train the first steps of your run on its devices and on one process, and compare them.
 
     Put verify_parallel before the command that you would run:
@@ -30,10 +28,7 @@ def setup(command: TrainingCommand, run: Mapping[str, Any] = NO_GROUPS, steps: P
         run: Options of the command.
         steps: Optimizer steps to compare.
     """
-    from toolkit.planning.options import check_start
-    from toolkit.planning.run_args import run_args
-
-    args = run_args(command, **run)
+    args = run_args(run)
     check_start(args, writes=False)
     from toolkit.diagnostics.verify import verify_parallel  # imports torch
 

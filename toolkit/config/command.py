@@ -44,7 +44,7 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
 class CommandOptions:
     """The options of a command, the selected classes, and the user's values.
 
-    With two ``functions``, the first takes the second's arguments as ``run``. If both have a parameter with the same
+    With two ``functions``, the first takes the second's ``options`` as ``run``. If both have a parameter with the same
     name, the first function's is used. Parameters are scalars, dataclasses (option groups; fields of flat groups have
     no prefix), and abstract base classes (class options).
     """
@@ -222,7 +222,8 @@ class CommandOptions:
             arguments: dict[str, Any] = {}
             for name, parameter in parameters_of(function).items():
                 if name == "run":
-                    arguments[name] = arguments_of(self.functions[-1]) if len(self.functions) > 1 else parameter.default
+                    for other in self.functions[1:]:
+                        arguments[name] = arguments_of(other)["options"]
                 elif name == "groups":
                     arguments[name] = {group: ready[group] for group in self.extension_groups}
                 elif is_flat(parameter):

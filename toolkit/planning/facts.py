@@ -12,12 +12,12 @@ from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.extension import registered
 from toolkit.models.families import family_of
 from toolkit.objectives import NextToken
+from toolkit.planning.batch import BatchPlan
+from toolkit.planning.run_args import RunArgs
 
 if TYPE_CHECKING:
     from toolkit.distributed.strategy import StrategyPlan
     from toolkit.models.config import ModelConfig
-    from toolkit.planning.batch import BatchPlan
-    from toolkit.planning.run_args import RunArgs
 
 _ONLY_FSDP1 = ("buffer_dtype", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
 

@@ -1,14 +1,11 @@
 """Check a run's options without torch, which takes seconds to import."""
 
-from __future__ import annotations
-
 import glob
 import importlib.util
 import math
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.checkpoints.run.resume import resolve_resume
@@ -30,10 +27,8 @@ from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.limits import require_profiled_steps, unknown_rows_error
 from toolkit.planning.own_tokenizer import download_hint, own_repository
+from toolkit.planning.run_args import RunArgs
 from toolkit.ui.loggers import check_loggers
-
-if TYPE_CHECKING:
-    from toolkit.planning.run_args import RunArgs
 
 
 def check_options(args: RunArgs) -> None:

@@ -1,6 +1,6 @@
 """Plan a run before it starts, with the functions that the run uses: settings, parameters and memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +10,6 @@ from typing import Any
 
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.config import TrainingCommand
 from toolkit.distributed.device import count_devices
 from toolkit.distributed.stages import describe_stages
 from toolkit.distributed.units import describe_units, plan_units
@@ -34,8 +33,9 @@ from toolkit.planning.resolve import (
     with_default_limit,
     with_model_limit,
 )
-from toolkit.planning.run_args import RunArgs, run_args
+from toolkit.planning.run_args import RunArgs
 from toolkit.planning.sample_model import model_of
+from toolkit.planning.training_options import PretrainOptions, TrainingOptions, run_args
 
 
 @dataclass(frozen=True)
@@ -168,28 +168,30 @@ def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> Devi
 
 
 @contextmanager
-def run_args_of(command: TrainingCommand, options: Mapping[str, Any]) -> Iterator[RunArgs]:
-    """Yield the run arguments that a training command derives from its options.
+def run_args_of(options: TrainingOptions) -> Iterator[RunArgs]:
+    """Yield the arguments of the run that has these options.
 
     A missing checkpoint folder is replaced by a temporary folder with the config of the named architecture.
     """
-    option = "initial_checkpoint_dir" if command == "pretrain" else "checkpoint_dir"
-    value = options[option]
+    option, value = _checkpoint_option(options)
     with TemporaryDirectory() as folder:
         if value is not None and not any(path.exists() for path in (Path(value), Path("checkpoints") / value)):
             write_model_files(
                 Path(folder), state_dict=None, config=_config_of(option, value), hyperparameters=None, tokenizer=None
             )
-            options = {**options, option: folder}
-        yield run_args(command, **options)
+            if isinstance(options, PretrainOptions):
+                options = replace(options, initial_checkpoint_dir=folder)
+            else:
+                options = replace(options, checkpoint_dir=folder)
+        yield run_args(options)
 
 
-def missing_parts(args: RunArgs, options: Mapping[str, Any]) -> Iterator[str]:
+def missing_parts(args: RunArgs, options: TrainingOptions) -> Iterator[str]:
     """Yield the errors with which the planned run would not start."""
-    names = ("checkpoint_dir", "initial_checkpoint_dir")
+    option, value = _checkpoint_option(options)
     checks: list[tuple[Any, ...]] = [
         (with_default_limit, args),
-        *((find_checkpoint_dir, value, name) for name in names if (value := options.get(name))),
+        *([] if value is None else [(find_checkpoint_dir, value, option)]),
         (check_start, replace(args, dry_run=True)),  # its nodes have another environment
     ]
     for check, *arguments in checks:
@@ -197,6 +199,13 @@ def missing_parts(args: RunArgs, options: Mapping[str, Any]) -> Iterator[str]:
             check(*arguments)
         except UserError as error:
             yield str(error)
+
+
+def _checkpoint_option(options: TrainingOptions) -> tuple[str, str | None]:
+    """Return the option that names the initial checkpoint, and its value."""
+    if isinstance(options, PretrainOptions):
+        return "initial_checkpoint_dir", options.initial_checkpoint_dir
+    return "checkpoint_dir", options.checkpoint_dir
 
 
 def _config_of(option: str, value: str) -> ModelConfig:

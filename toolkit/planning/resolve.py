@@ -147,7 +147,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     """Resolve a run whose micro-batch size and strategy are set, and check that the options are compatible.
 
     :func:`toolkit.planning.auto.resolve_auto` chooses them first. This second stage needs torch; the first is
-    :func:`toolkit.planning.run_args.run_args`.
+    :func:`toolkit.planning.training_options.run_args`.
     """
     args, model, length = resolve_model(args, devices)
     precision = choose_precision(args, devices)

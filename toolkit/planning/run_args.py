@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.checkpoints.find import find_checkpoint_dir
-from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.remote.run import run_folder
-from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.config import (
     AUTO,
     FINETUNE,
@@ -24,21 +22,17 @@ from toolkit.config import (
     TrainArgs,
     TrainingCommand,
 )
-from toolkit.config.checks import note
 from toolkit.config.classes import class_path
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
 from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed.mesh import Layout
-from toolkit.errors import UserError
 from toolkit.extension import registered, split_names
 from toolkit.models.config import ModelOverrides
 from toolkit.models.families import extension_of
-from toolkit.models.lora_config import LoRAConfig, LoRAOptions
-from toolkit.objectives import KTO, NextToken, Objective
-from toolkit.planning.frozen import find_model, use_frozen_vocabulary
-from toolkit.planning.options import check_options
-from toolkit.planning.own_tokenizer import use_own_tokenizer
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.objectives import NextToken, Objective
+from toolkit.planning.frozen import find_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunArgs(RunOptions):
-    """The user's options of a run. :func:`toolkit.planning.resolve.resolve` resolves "auto".
+    """The user's options of a run. :func:`toolkit.planning.auto.resolve_auto` resolves "auto".
 
     Args:
         command: The training command. It sets the defaults for run length, warm-up and optimizer options.
@@ -126,66 +120,6 @@ class RunArgs(RunOptions):
         if not self.objective.has_reference or self.objective.frozen_option:
             return None
         return find_model(self.objective) or (self.base_dir if self.lora is None else None)
-
-
-def run_args(
-    command: TrainingCommand, shared: RunOptions, adapters: LoRAOptions | None = None, **options: Any
-) -> RunArgs:
-    """Build and check the arguments of a run: the first stage, before :func:`toolkit.planning.resolve.resolve`.
-
-    Args:
-        command: The training command.
-        shared: The options that the training commands share.
-        adapters: The adapter options of finetune_lora.
-        options: The other options of the command, by name.
-    """
-    values = vars(shared) | ({} if adapters is None else vars(adapters)) | options
-    values = {name: value for name, value in values.items() if name in RunArgs.__dataclass_fields__}
-    if shared.strategy == "fsdp2":
-        values["strategy"] = "fsdp"
-    if command != "pretrain":
-        name = options["checkpoint_dir"]
-        base = find_checkpoint_dir(name)
-        if (base / ADAPTERS).is_file() and not (base / WEIGHTS).exists():
-            raise UserError(
-                f"checkpoint_dir {name}: holds adapters, not a model; run `toolkit merge_lora {name}` first, or "
-                "continue that run with --resume"
-            )
-        lora = None if adapters is None else read_lora(adapters, name, shared.verify_checkpoint)
-        values |= {"initial_checkpoint_dir": name, "lora": lora}
-    values["requested"] = RunArgs(command=command, **values)
-    train, objective = values["train"], values["objective"]
-    if train.learning_rate == AUTO:
-        rates = (TrainArgs.learning_rate,) * 2 if command == "pretrain" else objective.learning_rates
-        values["train"] = replace(train, learning_rate=rates[values.get("lora") is None])
-    if isinstance(objective, KTO) and command == "finetune_full" and objective.reference_dir is None:
-        values["objective"] = replace(objective, reference_dir=options["checkpoint_dir"])
-    args = RunArgs(command=command, **values)
-    if not is_dataclass(args.objective):
-        raise UserError(
-            f"--objective {type(args.objective).__name__}: must be a dataclass; add @dataclass to the class"
-        )
-    check_options(args)
-    return use_own_tokenizer(use_frozen_vocabulary(args))
-
-
-def read_lora(adapters: LoRAOptions, checkpoint_dir: str, verify_checkpoint: bool) -> LoRAConfig:
-    """Return the configuration of the adapters: from the flags, or from the peft folder."""
-    options, peft_dir = vars(adapters), adapters.from_peft
-    if peft_dir is None:
-        return LoRAConfig.from_options(options)
-    for name, default in LoRAConfig().to_options().items():
-        if options[name] != default:
-            raise UserError(f"--{name} {options[name]} has no effect with --from_peft {peft_dir}; remove one of them")
-    from toolkit.checkpoints.folder import read_model_config  # these import torch
-    from toolkit.checkpoints.peft.import_peft import check_base, import_peft
-
-    base = find_checkpoint_dir(checkpoint_dir)
-    if verify_checkpoint:
-        note(*require_intact(Path(peft_dir), f"--from_peft {peft_dir}"))
-    lora, *_ = import_peft(Path(peft_dir), read_model_config(base))
-    check_base(peft_dir, base)
-    return lora
 
 
 def hyperparameters(args: RunArgs) -> dict[str, Any]:

@@ -1,12 +1,17 @@
-"""Define each training command's options as the parameters of a function that returns :class:`RunArgs`.
+"""The options of each training command, as a dataclass, and the arguments of the run. Does not import torch.
 
-They are also the command-line flags, and the options of :func:`toolkit.train` and :func:`toolkit.finetune`. Does not
-import torch.
+The fields are the command-line flags, and the options of :func:`toolkit.train` and :func:`toolkit.finetune`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from toolkit.checkpoints.find import find_checkpoint_dir
+from toolkit.checkpoints.hf.sums import require_intact
+from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.config import (
     AUTO,
     FINETUNE,
@@ -18,28 +23,23 @@ from toolkit.config import (
     TrainArgs,
     TrainingCommand,
 )
+from toolkit.config.checks import note
 from toolkit.data import JSON, DataModule, PythonStdlib
-from toolkit.extension import NO_GROUPS
+from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
-from toolkit.models.lora_config import LoRAOptions
-from toolkit.objectives import NextToken, Objective
-from toolkit.planning.run_args import RunArgs, run_args
+from toolkit.models.lora_config import LoRAConfig, LoRAOptions
+from toolkit.objectives import KTO, NextToken, Objective
+from toolkit.planning.options import check_options
+from toolkit.planning.own_tokenizer import use_frozen_vocabulary, use_own_tokenizer
+from toolkit.planning.run_args import RunArgs
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 
-def pretrain(
-    model_name: str | None = None,
-    model_config: ModelOverrides = ModelOverrides(),
-    data: DataModule = PythonStdlib(),
-    train: TrainArgs = TrainArgs(global_batch_size=64, learning_rate=4e-4, keep_last=3),
-    eval: EvalArgs = EvalArgs(),
-    optimizer: OptimizerArgs = OptimizerArgs(),
-    objective: Objective = NextToken(),
-    out_dir: str = "out/pretrain",
-    initial_checkpoint_dir: str | None = None,
-    precision: Precision | Auto = AUTO,
-    shared: RunOptions = RunOptions(),
-    groups: Mapping[str, Any] = NO_GROUPS,
-) -> RunArgs:
+@dataclass(frozen=True)
+class PretrainOptions:
     """Train a language model on text, from scratch or from a checkpoint.
 
     `toolkit pretrain list` prints the names of the models.
@@ -58,25 +58,26 @@ def pretrain(
         shared: See :class:`toolkit.config.RunOptions`.
         groups: Extension options by group.
     """
-    return run_args(
-        "pretrain", shared, model_name=model_name, model_config=model_config,
-        initial_checkpoint_dir=initial_checkpoint_dir, data=data, train=train, eval=eval, optimizer=optimizer,
-        objective=objective, out_dir=out_dir, precision=precision, groups=groups,
-    )  # fmt: skip
+
+    is_flat: ClassVar = True  # the fields are options without a prefix
+    command: ClassVar[TrainingCommand] = "pretrain"
+
+    model_name: str | None = None
+    model_config: ModelOverrides = field(default_factory=ModelOverrides)
+    data: DataModule = field(default_factory=PythonStdlib)
+    train: TrainArgs = TrainArgs(global_batch_size=64, learning_rate=4e-4, keep_last=3)
+    eval: EvalArgs = EvalArgs()
+    optimizer: OptimizerArgs = OptimizerArgs()
+    objective: Objective = field(default_factory=NextToken)
+    out_dir: str = "out/pretrain"
+    initial_checkpoint_dir: str | None = None
+    precision: Precision | Auto = AUTO
+    shared: RunOptions = RunOptions()
+    groups: Mapping[str, Any] = field(default_factory=dict)
 
 
-def finetune_full(
-    checkpoint_dir: str,
-    data: DataModule = JSON(json_path=""),
-    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=AUTO, keep_last=2),
-    eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
-    optimizer: OptimizerArgs = OptimizerArgs(),
-    objective: Objective = NextToken(),
-    out_dir: str = "out/finetune/full",
-    precision: Precision | Auto = AUTO,
-    shared: RunOptions = RunOptions(),
-    groups: Mapping[str, Any] = NO_GROUPS,
-) -> RunArgs:
+@dataclass(frozen=True)
+class FinetuneFullOptions:
     """Finetune all weights of a checkpoint on instructions or text; 3 epochs by default.
 
     Args:
@@ -91,26 +92,24 @@ def finetune_full(
         shared: See :class:`toolkit.config.RunOptions`.
         groups: Extension options by group.
     """
-    return run_args(
-        "finetune_full", shared, checkpoint_dir=checkpoint_dir,
-        data=data, train=train, eval=eval, optimizer=optimizer, objective=objective, out_dir=out_dir,
-        precision=precision, groups=groups,
-    )  # fmt: skip
+
+    is_flat: ClassVar = True
+    command: ClassVar[TrainingCommand] = "finetune_full"
+
+    checkpoint_dir: str
+    data: DataModule = field(default_factory=partial(JSON, json_path=""))
+    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=AUTO, keep_last=2)
+    eval: EvalArgs = EvalArgs(max_new_tokens=AUTO)
+    optimizer: OptimizerArgs = OptimizerArgs()
+    objective: Objective = field(default_factory=NextToken)
+    out_dir: str = "out/finetune/full"
+    precision: Precision | Auto = AUTO
+    shared: RunOptions = RunOptions()
+    groups: Mapping[str, Any] = field(default_factory=dict)
 
 
-def finetune_lora(
-    checkpoint_dir: str,
-    adapters: LoRAOptions = LoRAOptions(),
-    data: DataModule = JSON(json_path=""),
-    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=AUTO, keep_last=2),
-    eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
-    optimizer: OptimizerArgs = OptimizerArgs(),
-    objective: Objective = NextToken(),
-    out_dir: str = "out/finetune/lora",
-    precision: Precision | Auto = AUTO,
-    shared: RunOptions = RunOptions(),
-    groups: Mapping[str, Any] = NO_GROUPS,
-) -> RunArgs:
+@dataclass(frozen=True)
+class FinetuneLoRAOptions:
     """Train low-rank adapters on the frozen weights of a checkpoint; 3 epochs by default.
 
     Args:
@@ -126,15 +125,100 @@ def finetune_lora(
         shared: See :class:`toolkit.config.RunOptions`.
         groups: Extension options by group.
     """
-    return run_args(
-        "finetune_lora", shared, adapters, checkpoint_dir=checkpoint_dir,
-        data=data, train=train, eval=eval, optimizer=optimizer, objective=objective, out_dir=out_dir,
-        precision=precision, groups=groups,
-    )  # fmt: skip
+
+    is_flat: ClassVar = True
+    command: ClassVar[TrainingCommand] = "finetune_lora"
+
+    checkpoint_dir: str
+    adapters: LoRAOptions = LoRAOptions()
+    data: DataModule = field(default_factory=partial(JSON, json_path=""))
+    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=AUTO, keep_last=2)
+    eval: EvalArgs = EvalArgs(max_new_tokens=AUTO)
+    optimizer: OptimizerArgs = OptimizerArgs()
+    objective: Objective = field(default_factory=NextToken)
+    out_dir: str = "out/finetune/lora"
+    precision: Precision | Auto = AUTO
+    shared: RunOptions = RunOptions()
+    groups: Mapping[str, Any] = field(default_factory=dict)
 
 
-OPTIONS: dict[TrainingCommand, Callable[..., RunArgs]] = {
-    "pretrain": pretrain,
-    "finetune_full": finetune_full,
-    "finetune_lora": finetune_lora,
+TrainingOptions = PretrainOptions | FinetuneFullOptions | FinetuneLoRAOptions
+OPTIONS: dict[TrainingCommand, type[TrainingOptions]] = {
+    "pretrain": PretrainOptions,
+    "finetune_full": FinetuneFullOptions,
+    "finetune_lora": FinetuneLoRAOptions,
 }
+
+
+def run_args(
+    options: TrainingOptions,
+    *,
+    module: "nn.Module | None" = None,
+    block_classes: "tuple[type[nn.Module], ...]" = (),
+    optimizer_class: "type[Optimizer] | None" = None,
+) -> RunArgs:
+    """Build and check the arguments of a run: the first stage, before :func:`toolkit.planning.auto.resolve_auto`.
+
+    The other arguments are objects from Python, see :class:`RunArgs`.
+    """
+    args = RunArgs(
+        **vars(options.shared), command=options.command, data=options.data, train=options.train, eval=options.eval,
+        optimizer=options.optimizer, objective=options.objective, out_dir=options.out_dir, precision=options.precision,
+        groups=options.groups, module=module, block_classes=block_classes, optimizer_class=optimizer_class,
+    )  # fmt: skip
+    if args.strategy == "fsdp2":
+        args = replace(args, strategy="fsdp")
+    if isinstance(options, PretrainOptions):
+        folder = options.initial_checkpoint_dir
+        args = replace(args, model_name=options.model_name, model_config=options.model_config)
+    else:
+        folder = options.checkpoint_dir
+        _require_model(folder)
+    args = replace(args, initial_checkpoint_dir=folder)
+    if isinstance(options, FinetuneLoRAOptions):
+        adapters, lora = options.adapters, read_lora(options)
+        args = replace(
+            args, lora=lora, quantize=adapters.quantize, from_peft=adapters.from_peft,
+            loraplus_lr_ratio=adapters.loraplus_lr_ratio,
+        )  # fmt: skip
+    args = replace(args, requested=args)
+    if args.train.learning_rate == AUTO:
+        rates = args.objective.learning_rates if args.is_finetune else (TrainArgs.learning_rate,) * 2
+        args = replace(args, train=replace(args.train, learning_rate=rates[args.lora is None]))
+    if isinstance(args.objective, KTO) and args.command == "finetune_full" and args.objective.reference_dir is None:
+        args = replace(args, objective=replace(args.objective, reference_dir=folder))
+    if not is_dataclass(args.objective):
+        raise UserError(
+            f"--objective {type(args.objective).__name__}: must be a dataclass; add @dataclass to the class"
+        )
+    check_options(args)
+    return use_own_tokenizer(use_frozen_vocabulary(args))
+
+
+def _require_model(checkpoint_dir: str) -> None:
+    """Check that a folder has a model, not only adapters."""
+    folder = find_checkpoint_dir(checkpoint_dir)
+    if (folder / ADAPTERS).is_file() and not (folder / WEIGHTS).exists():
+        raise UserError(
+            f"checkpoint_dir {checkpoint_dir}: holds adapters, not a model; run `toolkit merge_lora {checkpoint_dir}` "
+            "first, or continue that run with --resume"
+        )
+
+
+def read_lora(options: FinetuneLoRAOptions) -> LoRAConfig:
+    """Return the configuration of the adapters: from the flags, or from the peft folder."""
+    flags, peft_dir = vars(options.adapters), options.adapters.from_peft
+    if peft_dir is None:
+        return LoRAConfig.from_options(flags)
+    for name, default in LoRAConfig().to_options().items():
+        if flags[name] != default:
+            raise UserError(f"--{name} {flags[name]} has no effect with --from_peft {peft_dir}; remove one of them")
+    from toolkit.checkpoints.folder import read_model_config  # these import torch
+    from toolkit.checkpoints.peft.import_peft import check_base, import_peft
+
+    base = find_checkpoint_dir(options.checkpoint_dir)
+    if options.shared.verify_checkpoint:
+        note(*require_intact(Path(peft_dir), f"--from_peft {peft_dir}"))
+    lora, *_ = import_peft(Path(peft_dir), read_model_config(base))
+    check_base(peft_dir, base)
+    return lora

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from toolkit.config import TrainingCommand
 from toolkit.config.command import CommandOptions
 from toolkit.config.values import OptionValue
 from toolkit.errors import UserError
-from toolkit.planning import training_options
+from toolkit.planning.training_options import OPTIONS
 
 _CLASSES = ("data", "objective")
 
 
-def command_of(settings: Mapping[str, Any]) -> str:
+def command_of(settings: Mapping[str, Any]) -> TrainingCommand:
     """Return the training command that has these settings."""
     if "checkpoint_dir" not in settings:
         return "pretrain"
@@ -36,12 +37,12 @@ def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): value for name, value in flat.items() if name != "resume"}
 
 
-def defaults_of(command: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_of(command: TrainingCommand, flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return {name: default} of the command's options, and of the classes that the settings name.
 
     A user's class is not imported: the folder of the run may hold its module. Its options have no default.
     """
-    options = CommandOptions(getattr(training_options, command))
+    options = CommandOptions(OPTIONS[command])
     for name in _CLASSES:
         with suppress(UserError):  # a class of an extension that is not installed
             options.update({name: OptionValue("", flat[name])} if str(flat.get(name, "")).isidentifier() else {})

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.planning.options import check_start
-from toolkit.planning.run_args import RunArgs, run_args
-from toolkit.planning.training_options import OPTIONS
+from toolkit.planning.run_args import RunArgs
+from toolkit.planning.training_options import OPTIONS, PretrainOptions, TrainingOptions, run_args
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.launch import detect_devices
 from toolkit.training.run import Callback
@@ -88,15 +88,18 @@ def read_run_args(
     """
     if not isinstance(strategy := options.get("strategy", AUTO), str):
         raise UserError(f"strategy {type(strategy).__name__}: give a name, such as 'fsdp', and options as fsdp={{...}}")
-    chosen, cls = _read_optimizer(optimizer)
-    arguments = parse_object(OPTIONS[command], options | {"optimizer": chosen})
-    if command == "pretrain":
-        arguments |= _read_model(model, block_classes, arguments)
-    data = _read_data(dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), arguments)
+    chosen, optimizer_class = _read_optimizer(optimizer)
+    cls = OPTIONS[command]
+    ready: TrainingOptions = cls(**parse_object(cls, options | {"optimizer": chosen}))
+    module: nn.Module | None = None
+    blocks: tuple[type[nn.Module], ...] = ()
+    if isinstance(ready, PretrainOptions):
+        ready, module, blocks = _read_model(model, block_classes, ready)
+    data = _read_data(dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), ready, module)
     for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
         if name not in getattr(data, "takes_urls", ()):
             require_local(f"data.{name}", value)
-    return run_args(command, **arguments | {"data": data, "optimizer_class": cls})
+    return run_args(replace(ready, data=data), module=module, block_classes=blocks, optimizer_class=optimizer_class)
 
 
 def run_from_python(
@@ -140,42 +143,43 @@ def _require_script(args: RunArgs) -> None:
 
 
 def _read_model(
-    model: Any, block_classes: Iterable[type[nn.Module] | str] | None, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the fields of RunArgs that define the model."""
-    if model is not None and arguments["model_name"] is not None:
-        raise UserError(f"model_name {arguments['model_name']}: a model is also given; remove one of them")
+    model: Any, block_classes: Iterable[type[nn.Module] | str] | None, options: PretrainOptions
+) -> tuple[PretrainOptions, nn.Module | None, tuple[type[nn.Module], ...]]:
+    """Return the options with the model, or a user-provided module and its block classes."""
+    if model is not None and options.model_name is not None:
+        raise UserError(f"model_name {options.model_name}: a model is also given; remove one of them")
     if isinstance(model, nn.Module):
-        return _read_module(model, block_classes, arguments)
+        return options, *_read_module(model, block_classes, options)
     if block_classes is not None:
         raise UserError("block_classes: has no effect on toolkit's models, whose blocks are known; remove it")
     if model is None or isinstance(model, str):
-        return {} if model is None else {"model_name": model}
+        return replace(options, model_name=model or options.model_name), None, ()
     if not isinstance(model, ModelConfig):
         raise UserError(f"model {type(model).__name__}: must be a model's name, a ModelConfig or a torch.nn.Module")
-    if arguments["initial_checkpoint_dir"] is not None:
+    if options.initial_checkpoint_dir is not None:
         raise UserError("initial_checkpoint_dir: defines the architecture; remove it or the ModelConfig")
-    return {"model_config": ModelOverrides(**model.override(arguments["model_config"]).to_dict())}
+    overrides = ModelOverrides(**model.override(options.model_config).to_dict())
+    return replace(options, model_config=overrides), None, ()
 
 
 def _read_module(
-    module: nn.Module, block_classes: Iterable[type[nn.Module] | str] | None, arguments: dict[str, Any]
-) -> dict[str, Any]:
+    module: nn.Module, block_classes: Iterable[type[nn.Module] | str] | None, options: PretrainOptions
+) -> tuple[nn.Module, tuple[type[nn.Module], ...]]:
     no_effect = {
-        "initial_checkpoint_dir": arguments["initial_checkpoint_dir"] is not None,
-        "model_config": arguments["model_config"] != ModelOverrides(),
-        "train.tie_embeddings": arguments["train"].tie_embeddings is not None,
+        "initial_checkpoint_dir": options.initial_checkpoint_dir is not None,
+        "model_config": options.model_config != ModelOverrides(),
+        "train.tie_embeddings": options.train.tie_embeddings is not None,
     }
     for name in (name for name, is_set in no_effect.items() if is_set):
         raise UserError(f"{name}: has no effect on a user-provided module; change the module instead")
     if any(p.is_meta for p in module.parameters()):
         raise UserError("model: has weights on the meta device, without values; build it on the CPU")
     if isinstance(module, GPT):
-        return {"module": module, "block_classes": (Block,)}
+        return module, (Block,)
     blocks = find_blocks(module, block_classes)
-    if (compiler := arguments["shared"].compiler) not in (AUTO, "none") and not blocks:
+    if (compiler := options.shared.compiler) not in (AUTO, "none") and not blocks:
         raise UserError(f"compiler {compiler}: compiles blocks, but found none in the module; set block_classes")
-    return {"module": LossWrapper(module), "block_classes": blocks}
+    return LossWrapper(module), blocks
 
 
 def _read_data(
@@ -184,9 +188,10 @@ def _read_data(
     num_workers: int,
     allow_duplicates: bool,
     data: DataModule | None,
-    arguments: dict[str, Any],
+    options: TrainingOptions,
+    module: nn.Module | None,
 ) -> DataModule:
-    train = arguments["train"]
+    train = options.train
     if allow_duplicates and not is_loader(dataset):
         raise UserError("allow_duplicate_data True: has no effect without a DataLoader; remove it")
     if dataset is not None and data is not None:
@@ -195,9 +200,9 @@ def _read_data(
         if val_dataset is not None or num_workers:
             name = "num_workers" if num_workers else "val_dataset"
             raise UserError(f"{name}: has no effect with a DataModule; set it on the DataModule")
-        if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length == AUTO:
+        if isinstance(module, LossWrapper) and train.max_seq_length == AUTO:
             raise UserError("train.max_seq_length: must be set, because the model's context length is unknown")
-        return arguments["data"] if dataset is None else dataset
+        return options.data if dataset is None else dataset
     ready: PythonData
     max_length = none_if_auto(train.max_seq_length)
     if is_iterable(dataset):

@@ -15,7 +15,7 @@ from toolkit.config.other_tools import suggest_option
 from toolkit.distributed import script
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
-from toolkit.planning.training_options import pretrain
+from toolkit.planning.training_options import PretrainOptions
 
 PYTHON_OBJECTS = (
     "model", "dataset", "val_dataset", "optimizer", "block_classes", "num_workers", "allow_duplicate_data",
@@ -87,7 +87,7 @@ class TrainerArguments:
 
 
 def _translate(arguments: dict[str, Any]) -> dict[str, Any]:
-    command = CommandOptions(pretrain)
+    command = CommandOptions(PretrainOptions)
     names = (*command.parameters, *PYTHON_OBJECTS, "callbacks", "data", "extensions")
     options = {name: value for name, value in arguments.items() if name in names}
     for name, value in arguments.items():
