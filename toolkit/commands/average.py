@@ -1,5 +1,9 @@
 """`toolkit average`: average the weights of several checkpoints."""
 
+from pathlib import Path
+
+from toolkit.errors import require_option
+
 
 def setup(out_dir: str, checkpoint_dirs: str, verify_checkpoint: bool = True) -> None:
     """Write a model with the mean of the weights of several checkpoints of one model, such as the last ones of a run.
@@ -11,12 +15,9 @@ def setup(out_dir: str, checkpoint_dirs: str, verify_checkpoint: bool = True) ->
         checkpoint_dirs: Two or more checkpoints, separated by commas: folders, or names below checkpoints/.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    from pathlib import Path
-
     from toolkit.checkpoints.average import average
     from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
-    from toolkit.errors import require_option
 
     names = [name.strip() for name in checkpoint_dirs.split(",") if name.strip()]
     require_option(len(names) >= 2, "checkpoint_dirs", checkpoint_dirs, "must be two or more folders: A,B,...")

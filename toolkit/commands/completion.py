@@ -8,12 +8,14 @@ from typing import Any, Literal, get_args, get_origin
 
 import shtab
 
+from toolkit.commands import COMMANDS, TRAINING, WRAPPING
 from toolkit.config import STRATEGIES
 from toolkit.config.classes import Option, parameters_of
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions
 from toolkit.config.types import union_members
 from toolkit.extension import registered
 from toolkit.io.paths import is_path_option
+from toolkit.models.families import list_names_by_family
 
 
 def setup(shell: Literal["bash", "zsh", "fish"]) -> None:
@@ -29,8 +31,6 @@ def setup(shell: Literal["bash", "zsh", "fish"]) -> None:
 
 def _program() -> ArgumentParser:
     """Return a parser with the words of all commands, which parses nothing."""
-    from toolkit.commands import COMMANDS, TRAINING, WRAPPING
-
     program = ArgumentParser("toolkit")
     program.add_argument("--version", action="store_true", help="print the version")
     parsers = program.add_subparsers()
@@ -50,9 +50,6 @@ def _program() -> ArgumentParser:
 
 def _add_options(parser: ArgumentParser, positionals: tuple[str, ...], *functions: Callable[..., None]) -> None:
     """Add a command's options, with those of all classes, and the values that are known."""
-    from toolkit.commands import COMMANDS, WRAPPING
-    from toolkit.models.families import list_names_by_family
-
     command = CommandOptions(*functions)
     options = command.options() | dict.fromkeys(COMMON_OPTIONS, Option(None, None, "", False))
     values: dict[str, list[str]] = {

@@ -1,5 +1,10 @@
 """`toolkit consolidate`: convert a sharded checkpoint to single files."""
 
+from pathlib import Path
+
+from toolkit.checkpoints.store import WEIGHTS
+from toolkit.io.paths import is_url
+
 
 def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> None:
     """Convert a sharded checkpoint to one with unsharded weights in one file and trainer state in another.
@@ -11,15 +16,11 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
         out_dir: The new folder.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    from pathlib import Path
-
     from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.remote.cached import local_copy
     from toolkit.checkpoints.run.consolidate import consolidate
     from toolkit.checkpoints.run.sharded import is_sharded
-    from toolkit.checkpoints.store import WEIGHTS
-    from toolkit.io.paths import is_url
 
     if is_url(checkpoint_dir):
         checkpoint_dir = str(local_copy(checkpoint_dir, "checkpoint_dir", with_trainer=True))

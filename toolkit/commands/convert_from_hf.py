@@ -1,5 +1,6 @@
 """`toolkit convert_from_hf`: convert a Hugging Face folder to a checkpoint folder."""
 
+import sys
 from typing import Literal
 
 
@@ -22,8 +23,6 @@ def setup(
         verify_checkpoint: Verify checksums first, from SHA256SUMS (in exports) and from the hub (in downloads). Damaged
             weights are an error, other damaged files a warning; false accepts all.
     """
-    import sys
-
     import torch
 
     from toolkit.checkpoints.hf.import_hf import import_hf

@@ -1,5 +1,7 @@
 """`toolkit convert_to_gguf`: export a checkpoint for llama.cpp and Ollama."""
 
+import sys
+from pathlib import Path
 from typing import Literal
 
 
@@ -21,9 +23,6 @@ def setup(
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    import sys
-    from pathlib import Path
-
     from toolkit.checkpoints.folder import find_model
     from toolkit.checkpoints.gguf.export_gguf import export_gguf
 

@@ -1,6 +1,10 @@
 """`toolkit convert_to_hf`: export a checkpoint to a Hugging Face folder."""
 
+import sys
+from pathlib import Path
 from typing import Any, Literal
+
+from toolkit.errors import GuardError
 
 # Wrong weights exceed it by orders of magnitude; correct ones stay far below.
 MAX_DIFFERENCE = 1e-4
@@ -36,9 +40,6 @@ def setup(
             in HF_TOKEN, or from `hf auth login`.
         private: Visibility of the repository; false makes it public.
     """
-    import sys
-    from pathlib import Path
-
     import torch
 
     from toolkit.checkpoints.adapters import has_adapters_only
@@ -46,7 +47,6 @@ def setup(
     from toolkit.checkpoints.folder import find_model, read_model_config
     from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers, verify_hf
     from toolkit.checkpoints.hf.push import push_folder, require_target
-    from toolkit.errors import GuardError
 
     require_target(push_to_hub, private)
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)

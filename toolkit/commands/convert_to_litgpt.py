@@ -1,5 +1,8 @@
 """`toolkit convert_to_litgpt`: export a checkpoint for LitGPT."""
 
+import sys
+from pathlib import Path
+
 
 def setup(
     checkpoint_dir: str,
@@ -17,9 +20,6 @@ def setup(
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    import sys
-    from pathlib import Path
-
     from toolkit.checkpoints.export_litgpt import export_litgpt
     from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_model

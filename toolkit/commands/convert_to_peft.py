@@ -1,5 +1,11 @@
 """`toolkit convert_to_peft`: export adapters to a folder that peft loads."""
 
+import shlex
+import sys
+from pathlib import Path
+
+from toolkit.errors import require_option
+
 
 def setup(
     checkpoint_dir: str,
@@ -23,15 +29,10 @@ def setup(
             in HF_TOKEN, or from `hf auth login`.
         private: Visibility of the repository; false makes it public.
     """
-    import shlex
-    import sys
-    from pathlib import Path
-
     from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.hf.push import push_folder, require_target
     from toolkit.checkpoints.peft.export_peft import export_peft
-    from toolkit.errors import require_option
 
     require_target(push_to_hub, private)
     folder = find_checkpoint_dir(checkpoint_dir)

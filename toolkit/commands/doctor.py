@@ -3,6 +3,7 @@
 from jsonargparse.typing import PositiveFloat
 
 from toolkit.config import AUTO, Accelerator, Auto, Strategy
+from toolkit.diagnostics.environment import describe_environment, format_sections
 from toolkit.errors import require_option
 
 
@@ -52,8 +53,6 @@ def setup(
     try:
         from toolkit.diagnostics.doctor import DoctorOptions, examine
     except Exception:  # torch or Lightning does not import
-        from toolkit.diagnostics.environment import describe_environment, format_sections
-
         print(format_sections(describe_environment(out_dir)), flush=True)
         raise
     examine(DoctorOptions(comm, check_grads, topology, strategy, accelerator, devices, num_nodes, timeout, out_dir))

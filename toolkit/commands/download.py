@@ -1,6 +1,10 @@
 """`toolkit download`: download a model from the Hugging Face hub."""
 
+import sys
+from pathlib import Path
 from typing import Literal
+
+from toolkit.errors import UserError
 
 
 def setup(
@@ -26,11 +30,6 @@ def setup(
         convert: Convert to a checkpoint folder; false keeps the files as they are on the hub.
         tokenizer_only: Download only the files of the tokenizer, for --tokenizer_dir.
     """
-    import sys
-    from pathlib import Path
-
-    from toolkit.errors import UserError
-
     if dtype is not None and (tokenizer_only or not convert):
         what = "--tokenizer_only" if tokenizer_only else "--convert false"
         raise UserError(f"--dtype {dtype}: has no effect with {what}; remove it")

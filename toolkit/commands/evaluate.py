@@ -10,6 +10,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from toolkit.config import AUTO, Auto, Precision, none_if_auto
 from toolkit.data import DataModule, PreparedData
 from toolkit.errors import require_option
+from toolkit.planning.options import check_files
 
 
 @dataclass
@@ -110,8 +111,6 @@ def setup(
     has_effect = not (trust_checkpoint_data and has_data)
     require_option(has_effect, "trust_checkpoint_data", True, "has no effect with --data; remove it")
     if has_data:
-        from toolkit.planning.options import check_files
-
         check_files(data)
 
     from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint

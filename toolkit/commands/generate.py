@@ -9,6 +9,7 @@ from jsonargparse.typing import PositiveInt
 
 from toolkit.commands.inference_options import InferenceOptions
 from toolkit.errors import UserError, for_terminal, require_option
+from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
 DEFAULT_PROMPT = "def main("
 
@@ -90,7 +91,6 @@ def stream_samples(loaded: Any, text: str, seeds: range, sampling: dict[str, Any
     import torch
 
     from toolkit.inference.generate import generate
-    from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
     model, tokenizer, notes = loaded.model, loaded.tokenizer, list[str]()
     ids, eos_ids = encode_prompt(tokenizer, text, model.config), stop_tokens(tokenizer)

@@ -1,11 +1,16 @@
 """`toolkit inspect_data`: inspect the training data before a run."""
 
+import json
+import sys
 from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from toolkit.config import AUTO, Auto, none_if_auto
 from toolkit.data import DataModule, PythonStdlib
+from toolkit.data.base import choose_seq_length
+from toolkit.data.inspection import inspect_rows
+from toolkit.data.tokenizer import Tokenizer
 
 
 def setup(
@@ -24,13 +29,6 @@ def setup(
         num_samples: Number of samples to show.
         format: Text, or one JSON object.
     """
-    import json
-    import sys
-
-    from toolkit.data.base import choose_seq_length
-    from toolkit.data.inspection import inspect_rows
-    from toolkit.data.tokenizer import Tokenizer
-
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     length = choose_seq_length(data, none_if_auto(max_seq_length), "max_seq_length") or 2048
     prepared = data.prepare(

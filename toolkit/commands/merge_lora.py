@@ -1,6 +1,11 @@
 """`toolkit merge_lora`: merge adapters into the base's weights."""
 
+from pathlib import Path
 from typing import Literal
+
+from toolkit.checkpoints.store import WEIGHTS
+from toolkit.errors import require_option
+from toolkit.io.paths import is_url
 
 
 def setup(
@@ -24,16 +29,11 @@ def setup(
         verify: Compare the logits with and without merging, in float32.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    from pathlib import Path
-
     import torch
 
     from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.merge import logit_difference, merge_in_place, merge_to
-    from toolkit.checkpoints.store import WEIGHTS
-    from toolkit.errors import require_option
-    from toolkit.io.paths import is_url
 
     require_option(
         out_dir is not None or not is_url(checkpoint_dir),

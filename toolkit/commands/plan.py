@@ -8,7 +8,9 @@ from jsonargparse.typing import PositiveFloat
 
 from toolkit.config import TrainingCommand
 from toolkit.planning.compatibility import ROWS
+from toolkit.planning.speed.gpus import find_gpu
 from toolkit.planning.training_options import TrainingOptions
+from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
 
 def setup(
@@ -48,14 +50,11 @@ def setup(
         print(*(row.message() for row in ROWS), sep="\n")
         return
     if speed is not None:
-        from toolkit.planning.speed.gpus import find_gpu
-
         name, card = find_gpu(speed, run.shared.accelerator)
         device_memory_gb = device_memory_gb or card.memory / 1e9
     from toolkit.distributed.device import device_memory
     from toolkit.planning.advice import advice_for
     from toolkit.planning.plan import device_spec_of, missing_parts, plan_run, run_args_of
-    from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
     predicted = None
     with run_args_of(run) as args:

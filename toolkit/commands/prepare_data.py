@@ -6,6 +6,8 @@ from jsonargparse.typing import PositiveInt
 
 from toolkit.config import AUTO, Auto, none_if_auto
 from toolkit.data import DataModule, HuggingFaceText, PythonStdlib
+from toolkit.data.base import choose_seq_length
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 
 
@@ -26,9 +28,6 @@ def setup(
         part: What to tokenize on this machine, for HuggingFaceText with a shared cache_dir: 2/4 is the second of four
             parts.
     """
-    from toolkit.data.base import choose_seq_length
-    from toolkit.data.tokenizer import Tokenizer
-
     part_of_total = _parse_part(part)
     is_streamed = isinstance(data, HuggingFaceText)
     for flag, value, is_default in (("workers", workers, workers == 1), ("part", part, part_of_total == (1, 1))):

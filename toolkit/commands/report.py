@@ -1,6 +1,11 @@
 """`toolkit report`: show what runs have trained, how, how well, and how to repeat them."""
 
+from pathlib import Path
 from typing import Literal
+
+from toolkit.errors import one_line, require_option
+from toolkit.io.atomic import file_error, write_atomic
+from toolkit.io.paths import is_url
 
 
 def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str | None = None) -> None:
@@ -14,11 +19,6 @@ def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str |
         out_path: File to write; an existing one must be a report. Default: report.html in the run's folder, or in the
             current folder for several runs and remote ones.
     """
-    from pathlib import Path
-
-    from toolkit.errors import one_line, require_option
-    from toolkit.io.atomic import file_error, write_atomic
-    from toolkit.io.paths import is_url
     from toolkit.reporting.markdown import render_markdown
     from toolkit.reporting.page import REPORT, render_page
     from toolkit.reporting.run import read_runs

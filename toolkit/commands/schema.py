@@ -1,5 +1,12 @@
 """`toolkit schema`: JSON Schema of a command's YAML files."""
 
+import importlib
+
+from toolkit.commands import COMMANDS, WRAPPING
+from toolkit.config.command import CommandOptions
+from toolkit.config.schema import format_schema, json_schema
+from toolkit.errors import UserError, did_you_mean
+
 
 def setup(command: str = "pretrain") -> None:
     """Print the JSON Schema of the YAML files that a command takes with --config.
@@ -9,13 +16,6 @@ def setup(command: str = "pretrain") -> None:
     Args:
         command: The command, such as pretrain or finetune_lora.
     """
-    import importlib
-
-    from toolkit.commands import COMMANDS, WRAPPING
-    from toolkit.config.command import CommandOptions
-    from toolkit.config.schema import format_schema, json_schema
-    from toolkit.errors import UserError, did_you_mean
-
     names = [name for name in COMMANDS if name not in WRAPPING]
     if command not in names:
         raise UserError(f"command {command}: must be one of {', '.join(names)}{did_you_mean(command, names)}")

@@ -2,7 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from toolkit.checkpoints.manifest import COMPLETE, read_manifest
+from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
+from toolkit.errors import UserError
+from toolkit.io.checksums import find_damage
+from toolkit.io.paths import is_url
+from toolkit.io.storage import Storage, StorageError
 
 
 def setup(checkpoint_dir: str) -> None:
@@ -13,9 +21,6 @@ def setup(checkpoint_dir: str) -> None:
     Args:
         checkpoint_dir: A checkpoint folder, a name below checkpoints/, or the out_dir of a run; also on remote storage.
     """
-    from toolkit.errors import UserError
-    from toolkit.io.paths import is_url
-
     checkpoints = find_remote(checkpoint_dir) if is_url(checkpoint_dir) else find_local(checkpoint_dir)
     failed = []
     for name, (read, compare) in checkpoints.items():
@@ -44,12 +49,7 @@ Checkpoint = tuple[Callable[[], Any], Callable[[Any], dict[str, str]]]
 
 def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
     """Return the checkpoints in a folder, by path."""
-    from pathlib import Path
-
-    from toolkit.checkpoints.manifest import COMPLETE, read_manifest
     from toolkit.checkpoints.store import WEIGHTS, is_complete, newest_first
-    from toolkit.errors import UserError
-    from toolkit.io.checksums import find_damage
 
     path = Path(checkpoint_dir).expanduser()
     path = path if path.is_dir() else Path("checkpoints") / path
@@ -63,10 +63,7 @@ def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
 
 def find_remote(url: str) -> dict[str, Checkpoint]:
     """Return the checkpoints at the URL of a run or a checkpoint, by URL. Their files are not stored locally."""
-    from toolkit.checkpoints.manifest import COMPLETE
     from toolkit.checkpoints.remote.checkpoints import newest_first
-    from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
-    from toolkit.io.storage import Storage, StorageError
 
     storage = Storage(url, "checkpoint_dir")
 

@@ -132,7 +132,7 @@ class TrainArgs:
 
     @property
     def peak_learning_rate(self) -> float:
-        """``learning_rate`` after :func:`toolkit.planning.run_args.run_args` has replaced auto."""
+        """``learning_rate`` after :func:`toolkit.planning.training_options.run_args` has replaced auto."""
         assert self.learning_rate != AUTO
         return cast("float", self.learning_rate)
 

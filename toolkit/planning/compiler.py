@@ -8,7 +8,9 @@ from toolkit.data.mixture import Mixture
 from toolkit.extension import registered
 from toolkit.models.config import ModelConfig
 from toolkit.planning.resolve import ResolvedConfig, memory_inputs
+from toolkit.planning.sample_model import one_layer_of_each_kind
 from toolkit.planning.speed.gpus import GPUS, gpu_of_driver
+from toolkit.planning.speed.micro_step import micro_step_seconds
 from toolkit.ui.formats import format_seconds
 
 COMPILE_S, COMPILE_LAYER_S = 5.0, 0.9
@@ -43,9 +45,6 @@ def choose_compiler(
 
 def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int | None) -> tuple[float, float] | None:
     """Return the seconds that compilation saves in a run, and those it takes; None if they cannot be predicted."""
-    from toolkit.planning.sample_model import one_layer_of_each_kind  # a CPU does not need them
-    from toolkit.planning.speed.micro_step import micro_step_seconds
-
     minutes = config.args.train.max_time
     if model is None or (steps is None and minutes is None):
         return None

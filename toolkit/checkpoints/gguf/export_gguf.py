@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,7 +96,6 @@ def _require_new_file(path: Path) -> None:
 def _write(writer: Any, path: Path, shapes: NamedTensors, tensors: NamedTensors, dtype: str) -> list[str]:
     """Write the metadata, then one tensor after the other. Return the names of tensors that contain NaN or Inf."""
     import gguf
-    import numpy as np
 
     for name, tensor in shapes:
         kind = gguf.GGMLQuantizationType[_type_of(name, tensor, dtype)]
