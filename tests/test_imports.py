@@ -288,7 +288,6 @@ UNBOUNDED = {  # reads without a limit, with the reason
     "installed": {
         "data/chat/sources.py files('toolkit.data.chat') / 'prompt_styles' / f'{style}.jinja'", "extension.py file",
         "diagnostics/environment.py file", "data/text/python_stdlib.py path",
-        "planning/options.py Path(spec.origin).with_name('optim').joinpath('__init__.py')",
         "reporting/page.py files('toolkit.reporting') / name",
     },
     "written by this process": {

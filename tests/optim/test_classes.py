@@ -4,6 +4,7 @@ from torch import nn
 
 from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError
+from toolkit.optim import TORCH_OPTIMIZERS
 from toolkit.optim.classes import build_optimizer, resolve_optimizer
 from toolkit.optim.groups import no_decay_params, parameter_groups
 
@@ -81,3 +82,8 @@ def test_errors_name_the_flag(options, message):
 
 def test_options_are_passed_to_the_class():
     assert build(name="SGD", options={"momentum": 0.9, "nesterov": True}).param_groups[0]["momentum"] == 0.9
+
+
+def test_the_names_for_checks_without_torch_are_those_of_torch():
+    classes = {name for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
+    assert {*TORCH_OPTIMIZERS} == classes - {"Muon", "Optimizer"}  # Muon is ours

@@ -35,7 +35,7 @@ from toolkit.planning.resolve import (
 )
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.sample_model import model_of
-from toolkit.planning.training_options import PretrainOptions, TrainingOptions, run_args
+from toolkit.planning.training_options import TrainingOptions, run_args
 
 
 @dataclass(frozen=True)
@@ -173,25 +173,22 @@ def run_args_of(options: TrainingOptions) -> Iterator[RunArgs]:
 
     A missing checkpoint folder is replaced by a temporary folder with the config of the named architecture.
     """
-    option, value = _checkpoint_option(options)
+    value = options.initial_checkpoint_dir
     with TemporaryDirectory() as folder:
         if value is not None and not any(path.exists() for path in (Path(value), Path("checkpoints") / value)):
-            write_model_files(
-                Path(folder), state_dict=None, config=_config_of(option, value), hyperparameters=None, tokenizer=None
-            )
-            if isinstance(options, PretrainOptions):
-                options = replace(options, initial_checkpoint_dir=folder)
-            else:
-                options = replace(options, checkpoint_dir=folder)
+            config = _config_of(options.checkpoint_option, value)
+            write_model_files(Path(folder), state_dict=None, config=config, hyperparameters=None, tokenizer=None)
+            changes: dict[str, Any] = {options.checkpoint_option: folder}
+            options = replace(options, **changes)
         yield run_args(options)
 
 
 def missing_parts(args: RunArgs, options: TrainingOptions) -> Iterator[str]:
     """Yield the errors with which the planned run would not start."""
-    option, value = _checkpoint_option(options)
+    value = options.initial_checkpoint_dir
     checks: list[tuple[Any, ...]] = [
         (with_default_limit, args),
-        *([] if value is None else [(find_checkpoint_dir, value, option)]),
+        *([] if value is None else [(find_checkpoint_dir, value, options.checkpoint_option)]),
         (check_start, replace(args, dry_run=True)),  # its nodes have another environment
     ]
     for check, *arguments in checks:
@@ -199,13 +196,6 @@ def missing_parts(args: RunArgs, options: TrainingOptions) -> Iterator[str]:
             check(*arguments)
         except UserError as error:
             yield str(error)
-
-
-def _checkpoint_option(options: TrainingOptions) -> tuple[str, str | None]:
-    """Return the option that names the initial checkpoint, and its value."""
-    if isinstance(options, PretrainOptions):
-        return "initial_checkpoint_dir", options.initial_checkpoint_dir
-    return "checkpoint_dir", options.checkpoint_dir
 
 
 def _config_of(option: str, value: str) -> ModelConfig:

@@ -61,6 +61,7 @@ class PretrainOptions:
 
     is_flat: ClassVar = True  # the fields are options without a prefix
     command: ClassVar[TrainingCommand] = "pretrain"
+    checkpoint_option: ClassVar = "initial_checkpoint_dir"
 
     model_name: str | None = None
     model_config: ModelOverrides = field(default_factory=ModelOverrides)
@@ -77,8 +78,8 @@ class PretrainOptions:
 
 
 @dataclass(frozen=True)
-class FinetuneFullOptions:
-    """Finetune all weights of a checkpoint on instructions or text; 3 epochs by default.
+class FinetuneOptions:
+    """The options that both finetuning commands have.
 
     Args:
         checkpoint_dir: Checkpoint of the initial model: a folder, or a name below checkpoints/.
@@ -89,12 +90,10 @@ class FinetuneFullOptions:
         objective: The training objective.
         out_dir: Folder for checkpoints and logs, or a URL such as s3://bucket/run.
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
-        shared: See :class:`toolkit.config.RunOptions`.
-        groups: Extension options by group.
     """
 
     is_flat: ClassVar = True
-    command: ClassVar[TrainingCommand] = "finetune_full"
+    checkpoint_option: ClassVar = "checkpoint_dir"
 
     checkpoint_dir: str
     data: DataModule = field(default_factory=partial(JSON, json_path=""))
@@ -104,49 +103,50 @@ class FinetuneFullOptions:
     objective: Objective = field(default_factory=NextToken)
     out_dir: str = "out/finetune/full"
     precision: Precision | Auto = AUTO
+
+    @property
+    def initial_checkpoint_dir(self) -> str:
+        return self.checkpoint_dir
+
+
+@dataclass(frozen=True)
+class FinetuneFullOptions(FinetuneOptions):
+    """Finetune all weights of a checkpoint on instructions or text; 3 epochs by default.
+
+    Args:
+        shared: See :class:`toolkit.config.RunOptions`.
+        groups: Extension options by group.
+    """
+
+    command: ClassVar[TrainingCommand] = "finetune_full"
+
     shared: RunOptions = RunOptions()
     groups: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class FinetuneLoRAOptions:
+class FinetuneLoRAOptions(FinetuneOptions):
     """Train low-rank adapters on the frozen weights of a checkpoint; 3 epochs by default.
 
     Args:
         checkpoint_dir: Checkpoint of the base model, which does not change: a folder, or a name below checkpoints/.
-        adapters: See :class:`toolkit.models.lora_config.LoRAOptions`.
-        data: Training data.
-        train: Training options.
-        eval: Validation options.
-        optimizer: Optimizer options.
-        objective: The training objective.
-        out_dir: Folder for checkpoints and logs, or a URL such as s3://bucket/run.
         precision: Precision of the base; adapters are fp32. auto: 32-true on CPU, bf16-true on CUDA.
+        adapters: See :class:`toolkit.models.lora_config.LoRAOptions`.
         shared: See :class:`toolkit.config.RunOptions`.
         groups: Extension options by group.
     """
 
-    is_flat: ClassVar = True
     command: ClassVar[TrainingCommand] = "finetune_lora"
 
-    checkpoint_dir: str
-    adapters: LoRAOptions = LoRAOptions()
-    data: DataModule = field(default_factory=partial(JSON, json_path=""))
-    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=AUTO, keep_last=2)
-    eval: EvalArgs = EvalArgs(max_new_tokens=AUTO)
-    optimizer: OptimizerArgs = OptimizerArgs()
-    objective: Objective = field(default_factory=NextToken)
     out_dir: str = "out/finetune/lora"
-    precision: Precision | Auto = AUTO
+    adapters: LoRAOptions = LoRAOptions()
     shared: RunOptions = RunOptions()
     groups: Mapping[str, Any] = field(default_factory=dict)
 
 
 TrainingOptions = PretrainOptions | FinetuneFullOptions | FinetuneLoRAOptions
 OPTIONS: dict[TrainingCommand, type[TrainingOptions]] = {
-    "pretrain": PretrainOptions,
-    "finetune_full": FinetuneFullOptions,
-    "finetune_lora": FinetuneLoRAOptions,
+    cls.command: cls for cls in (PretrainOptions, FinetuneFullOptions, FinetuneLoRAOptions)
 }
 
 
@@ -164,17 +164,15 @@ def run_args(
     args = RunArgs(
         **vars(options.shared), command=options.command, data=options.data, train=options.train, eval=options.eval,
         optimizer=options.optimizer, objective=options.objective, out_dir=options.out_dir, precision=options.precision,
-        groups=options.groups, module=module, block_classes=block_classes, optimizer_class=optimizer_class,
+        initial_checkpoint_dir=options.initial_checkpoint_dir, groups=options.groups, module=module,
+        block_classes=block_classes, optimizer_class=optimizer_class,
     )  # fmt: skip
     if args.strategy == "fsdp2":
         args = replace(args, strategy="fsdp")
     if isinstance(options, PretrainOptions):
-        folder = options.initial_checkpoint_dir
         args = replace(args, model_name=options.model_name, model_config=options.model_config)
     else:
-        folder = options.checkpoint_dir
-        _require_model(folder)
-    args = replace(args, initial_checkpoint_dir=folder)
+        _require_model(options.checkpoint_dir)
     if isinstance(options, FinetuneLoRAOptions):
         adapters, lora = options.adapters, read_lora(options)
         args = replace(
@@ -186,7 +184,7 @@ def run_args(
         rates = args.objective.learning_rates if args.is_finetune else (TrainArgs.learning_rate,) * 2
         args = replace(args, train=replace(args.train, learning_rate=rates[args.lora is None]))
     if isinstance(args.objective, KTO) and args.command == "finetune_full" and args.objective.reference_dir is None:
-        args = replace(args, objective=replace(args.objective, reference_dir=folder))
+        args = replace(args, objective=replace(args.objective, reference_dir=args.initial_checkpoint_dir))
     if not is_dataclass(args.objective):
         raise UserError(
             f"--objective {type(args.objective).__name__}: must be a dataclass; add @dataclass to the class"
