@@ -107,6 +107,11 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def one_line(text: object) -> str:
     """Return a text, such as another library's error, as one printable line of at most 2,000 characters."""
     line = " ".join(str(text).split())

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit.errors import first_line
+
 _TOLERANCE = {torch.float32: 1e-4}  # relative to the largest logit
 _TOLERANCE_16_BITS = 2e-2
 
@@ -34,7 +36,7 @@ def capture(
         graph.replay()
         reason = None if is_close(actual, expected) else "its logits differ from the uncaptured step's"
     except RuntimeError as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
     undo()
     if reason is None:
         return graph.replay

@@ -63,12 +63,7 @@ class CausalSelfAttention(nn.Module):
         if rope is not None and rope.query_scale is not None:
             q = q * rope.query_scale.to(q.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads or groups, T, head_size)
-        if cache is not None:
-            k, v = cache.update(k, v)
-        if attn_mask.context is not None:
-            k, v = attn_mask.context.gather(k, v)
-        if cache is not None or attn_mask.context is not None:  # a slice of all would copy their gradients
-            k, v = k[:, :, -attn_mask.n_keys :], v[:, :, -attn_mask.n_keys :]
+        k, v = visible_keys(k, v, attn_mask, cache)
         y = attend(q, k, v, attn_mask, self.scale, self.softcap, self.sinks)
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
 
@@ -88,6 +83,17 @@ class CausalSelfAttention(nn.Module):
         if width == self.head_size:
             return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
         return torch.cat([norm(part.flatten(2)).view_as(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
+
+
+def visible_keys(k: Tensor, v: Tensor, attn_mask: AttentionMask, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+    """Return the keys and values, (B, groups, n_keys, width), of new, cached and other ranks' tokens."""
+    if cache is not None:
+        k, v = cache.update(k, v)
+    if attn_mask.context is not None:
+        k, v = attn_mask.context.gather(k, v)
+    if cache is None and attn_mask.context is None:
+        return k, v  # a slice of all would copy their gradients
+    return k[:, :, -attn_mask.n_keys :], v[:, :, -attn_mask.n_keys :]
 
 
 def attend(

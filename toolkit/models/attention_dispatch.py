@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from toolkit.errors import first_line
 from toolkit.models.attention import attend
 from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
-from toolkit.models.masks import AttentionMaskBuilder, ContextMaskBuilder, KernelChoice
+from toolkit.models.masks import AttentionMaskBuilder, ContextMaskBuilder, KernelChoice, MaskBuilder
 from toolkit.private_torch import has_no_data
 
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -125,8 +126,7 @@ def check_kernel(case: KernelCase) -> str | None:
         with torch.inference_mode(False), torch.enable_grad():
             error = largest_error(case)
     except Exception as raised:  # the kernel or torch.compile may raise anything
-        lines = str(raised).strip().splitlines()
-        return f"{type(raised).__name__}: {lines[0] if lines else ''}"
+        return f"{type(raised).__name__}: {first_line(raised)}"
     return None if error <= TOLERANCE else f"a relative error of {error:.3g} in the self-check"
 
 
@@ -168,7 +168,7 @@ def _outputs(
     return y, *torch.autograd.grad(y, inputs, direction.to(y))
 
 
-def _check_masks(case: KernelCase, T: int, kernel: KernelChoice | None) -> AttentionMaskBuilder | ContextMaskBuilder:
+def _check_masks(case: KernelCase, T: int, kernel: KernelChoice | None) -> MaskBuilder:
     """Return masks for two rows: several documents with padding, and a single document."""
     documents, bounds = None, None
     if case.has_documents:

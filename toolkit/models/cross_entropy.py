@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit.errors import first_line
 from toolkit.models.mixed_mm import has_values
 
 CrossEntropy = Callable[..., tuple[Tensor, Tensor | None]]
@@ -146,8 +147,7 @@ def _checked_kernel(
         torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(grad.float(), expected.float(), rtol=2e-2, atol=1e-6)  # type: ignore[union-attr]
     except Exception as error:  # compilation can fail in many ways; fall back to the uncompiled version
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        fallback = "the uncompiled one is used, which is slower"
-        warnings.warn(f"the compiled loss kernel fails its check: {reason[:200]}; {fallback}", stacklevel=2)
+        what = f"the compiled loss kernel fails its check: {first_line(error)[:200]}"
+        warnings.warn(f"{what}; the uncompiled one is used, which is slower", stacklevel=2)
         return cross_entropy_
     return kernel

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.models.attention import attend
+from toolkit.models.attention import attend, visible_keys
 from toolkit.models.config import ModelConfig
 from toolkit.models.kv_cache import LayerCache
 from toolkit.models.masks import AttentionMask
@@ -74,12 +74,7 @@ class LatentAttention(nn.Module):
             plain, rotated = q.split((self.nope, self.rope), dim=-1)
             q, shared = torch.cat((plain, rope.apply(rotated)), dim=-1), rope.apply(shared)
         shared = shared.transpose(1, 2)
-        if cache is not None:
-            latent, shared = cache.update(latent, shared)
-        if attn_mask.context is not None:
-            latent, shared = attn_mask.context.gather(latent, shared)
-        if cache is not None or attn_mask.context is not None:
-            latent, shared = latent[:, :, -attn_mask.n_keys :], shared[:, :, -attn_mask.n_keys :]
+        latent, shared = visible_keys(latent, shared, attn_mask, cache)
         k, v = self._keys_and_values(latent, shared)
         # The kernels need equal widths; zero padding changes neither scores nor the kept values.
         width = max(self.head_size, self.v_size)

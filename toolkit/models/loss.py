@@ -91,16 +91,17 @@ def head_loss(
     dtype = matmul_dtype(weight)
     tensors = (bias, x, weight, *(low_rank or ()))
     needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
-    function = _HeadLogProbs if log_probs else _ReusableHeadLoss if reusable else _HeadLoss
-    return function.apply(labels, dtype, needs_grad, softcap, compiled, *tensors)
+    function = _HeadLogProbs if log_probs else _HeadLoss
+    return function.apply(labels, dtype, needs_grad, softcap, compiled, reusable, *tensors)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, labels, dtype, needs_grad, softcap, compiled, bias, *factors):
+    def forward(ctx, labels, dtype, needs_grad, softcap, compiled, reusable, bias, *factors):
         with torch.autocast(labels.device.type, enabled=False):  # dtypes are explicit below
             losses, _, grads = _losses_and_grads(labels, dtype, needs_grad, softcap, compiled, None, bias, *factors)
-        ctx.grads, ctx.dtypes = grads, [None if t is None else t.dtype for t in (bias, *factors)]
+        ctx.grads, ctx.reusable = grads, reusable
+        ctx.dtypes = [None if t is None else t.dtype for t in (bias, *factors)]
         return losses.sum()
 
     @staticmethod
@@ -108,22 +109,15 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx, grad_output):
         if ctx.grads is None:
             raise RuntimeError("backward was already called on this loss: gradients are scaled in place, once")
-        grads, ctx.grads = ctx.grads, None
-        scaled = [None if g is None else g.mul_(grad_output).to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
-        return *_NO_GRADIENTS, *scaled
-
-
-class _ReusableHeadLoss(_HeadLoss):
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        scaled = [None if g is None else (g * grad_output).to(d) for g, d in zip(ctx.grads, ctx.dtypes, strict=True)]
+        multiply, grads = torch.mul if ctx.reusable else Tensor.mul_, ctx.grads
+        ctx.grads = grads if ctx.reusable else None
+        scaled = [None if g is None else multiply(g, grad_output).to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
         return *_NO_GRADIENTS, *scaled
 
 
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, labels, dtype, needs_grad, softcap, compiled, *tensors):
+    def forward(ctx, labels, dtype, needs_grad, softcap, compiled, reusable, *tensors):
         with torch.autocast(labels.device.type, enabled=False):
             losses, supervised, _ = _losses_and_grads(
                 labels, dtype, [False] * len(tensors), softcap, compiled, None, *tensors
@@ -143,7 +137,7 @@ class _HeadLogProbs(torch.autograd.Function):
         return *_NO_GRADIENTS, *(None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 
-_NO_GRADIENTS = (None,) * 5  # for the non-tensor arguments
+_NO_GRADIENTS = (None,) * 6  # for the non-tensor arguments
 
 
 def _losses_and_grads(

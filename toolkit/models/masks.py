@@ -4,6 +4,7 @@ No mask is built if causal or full attention is equivalent, because fused kernel
 of :mod:`toolkit.models.attention_kernels` is used.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +46,31 @@ class AttentionMask(NamedTuple):
     chunks: "tuple[AttentionMask, ...]" = ()
 
 
-class AttentionMaskBuilder:
+class MaskBuilder(ABC):
     """Builds and caches the attention masks of one forward pass, one per sliding-window size.
 
-    Not a dataclass or tuple: see :class:`toolkit.models.rope.RotaryEmbedding`.
+    Not a dataclass or tuple: see :class:`toolkit.models.rope.RotaryEmbedding`. Windows of ``longest`` tokens are full
+    attention.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._masks: dict[int | None, AttentionMask] = {}
+
+    def for_window(self, window: int | None) -> AttentionMask:
+        """Return the mask for a sliding window in tokens, including the current one; None for full attention."""
+        if window is not None and window >= self._longest:
+            window = None
+        if window not in self._masks:
+            self._masks[window] = self._build(window)
+        return self._masks[window]
+
+    @abstractmethod
+    def _build(self, window: int | None) -> AttentionMask: ...
+
+
+class AttentionMaskBuilder(MaskBuilder):
+    """See :class:`MaskBuilder`.
 
     Args:
         n_cached: Number of tokens before the new ones, such as those in the KV cache.
@@ -56,7 +78,7 @@ class AttentionMaskBuilder:
         device: Device of the masks.
         documents: (B, n_cached + n_new or more), int64, document ids of packed rows; tokens attend only within their
             document (N9).
-        uniform_length: See :class:`toolkit.models.gpt.GPT`.
+        uniform_length: See :class:`toolkit.models.execution.Execution`.
         batch_size: Number of rows, B.
         kernel: Kernel to use instead of masks.
         bounds: Document bounds on ``device``; "flash" needs them for packed rows.
@@ -76,19 +98,11 @@ class AttentionMaskBuilder:
         bounds: DocumentBounds | None = None,
         starts: Tensor | None = None,
     ) -> None:
+        super().__init__(max(n_cached + n_new, uniform_length))
         assert documents is None or starts is None, "rows of packed documents are not padded on the left"
         self._batch_size, self._kernel, self._bounds = batch_size, kernel, bounds
         self._n_cached, self._n_new, self._device, self._documents = n_cached, n_new, device, documents
-        self._uniform_length, self._starts = uniform_length, starts
-        self._masks: dict[int | None, AttentionMask] = {}
-
-    def for_window(self, window: int | None) -> AttentionMask:
-        """Return the mask for a sliding window in tokens, including the current one; None for full attention."""
-        if window is not None and window >= max(self._n_cached + self._n_new, self._uniform_length):
-            window = None
-        if window not in self._masks:
-            self._masks[window] = self._build(window)
-        return self._masks[window]
+        self._starts = starts
 
     def _build(self, window: int | None) -> AttentionMask:
         total = self._n_cached + self._n_new
@@ -124,7 +138,7 @@ class AttentionMaskBuilder:
         return make_flex_mask(shape, window, self._documents, self._device, start=self._n_cached)
 
 
-class ContextMaskBuilder:
+class ContextMaskBuilder(MaskBuilder):
     """Builds the attention masks of a forward pass whose rows are shared by the ranks of a context group.
 
     Each of this rank's two chunks attends to the tokens before it like new tokens to a KV cache.
@@ -139,14 +153,14 @@ class ContextMaskBuilder:
         size = length // (2 * group.size)
         self._group, self._length = group, length
         self._builders = [AttentionMaskBuilder(start, size, *options) for start in group.chunk_starts(size)]
+        super().__init__(max(builder._longest for builder in self._builders))
 
-    def for_window(self, window: int | None) -> AttentionMask:
-        """See :meth:`AttentionMaskBuilder.for_window`."""
+    def _build(self, window: int | None) -> AttentionMask:
         chunks = tuple(builder.for_window(window) for builder in self._builders)
         return AttentionMask(self._length, context=self._group, chunks=chunks)
 
 
-class FixedShapeMaskBuilder:
+class FixedShapeMaskBuilder(MaskBuilder):
     """Builds fixed-shape masks for decoding one token per row with a fixed-shape KV cache.
 
     Args:
@@ -156,19 +170,14 @@ class FixedShapeMaskBuilder:
     """
 
     def __init__(self, position: Tensor, n_keys: int, starts: Tensor | None = None) -> None:
-        self._position, self._n_keys, self._starts = position, n_keys, starts
-        self._masks: dict[int | None, AttentionMask] = {}
+        super().__init__(n_keys)
+        self._position, self._starts = position, starts
 
-    def for_window(self, window: int | None) -> AttentionMask:
-        """See :meth:`AttentionMaskBuilder.for_window`."""
-        if window is not None and window >= self._n_keys:
-            window = None
-        if window not in self._masks:
-            keys = torch.arange(self._n_keys, device=self._position.device)
-            mask = (keys <= self._position)[None]
-            if window is not None:
-                mask = mask & (keys > self._position - window)
-            if self._starts is not None:
-                mask = (mask & (keys >= self._starts[:, None, None, None])) | (keys == self._position)
-            self._masks[window] = AttentionMask(self._n_keys, mask)
-        return self._masks[window]
+    def _build(self, window: int | None) -> AttentionMask:
+        keys = torch.arange(self._longest, device=self._position.device)
+        mask = (keys <= self._position)[None]
+        if window is not None:
+            mask = mask & (keys > self._position - window)
+        if self._starts is not None:
+            mask = (mask & (keys >= self._starts[:, None, None, None])) | (keys == self._position)
+        return AttentionMask(self._longest, mask)

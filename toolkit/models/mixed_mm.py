@@ -6,6 +6,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from toolkit.errors import first_line
+
 
 def mm_out_fp32(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute out = a @ b. If supported, 16-bit factors give an unrounded fp32 ``out``."""
@@ -63,7 +65,6 @@ def _check_fp32_results(device: torch.device, dtype: torch.dtype) -> bool:
         torch.testing.assert_close(out, a.float() @ b.float().t(), rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(total, start + a.float().t() @ b.float(), rtol=1e-3, atol=1e-3)
     except Exception as error:  # the message depends on the version of torch
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        warnings.warn(f"the head's products are rounded to 16 bits: {reason[:200]}", stacklevel=2)
+        warnings.warn(f"the head's products are rounded to 16 bits: {first_line(error)[:200]}", stacklevel=2)
         return False
     return True
