@@ -355,7 +355,8 @@ def test_packed_batches_have_positions_and_documents_with_padding_as_a_separate_
     assert batch.packed["documents"].tolist() == [[0, 0, 1, 1], [0, 0, 1, -1]]
     assert batch.packed["positions"].tolist() == [[0, 1, 0, 1], [0, 1, 0, 0]]
     assert set(batch.inputs(torch.device("cpu"))) == {"input_ids", "labels", "positions", "documents"}
-    bounds = batch.inputs(torch.device("cpu"), with_bounds=True)["document_bounds"]
+    documents, bounds = batch.inputs(torch.device("cpu"), with_bounds=True)["documents"]
+    assert documents is batch.packed["documents"]
     assert bounds.cu_seqlens.tolist() == [0, 2, 4, 6, 7, 8, 8, 8, 8] and bounds.cu_seqlens.dtype == torch.int32
     (plain,) = val_batches(ROWS, micro_batch_size=2, rank=0, world_size=1, max_rows=2)
     assert set(plain.inputs(torch.device("cpu"))) == {"input_ids", "labels"}

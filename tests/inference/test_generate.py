@@ -40,8 +40,9 @@ def test_cached_logits_equal_uncached(model):
     ids = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(ids)
-        cache = KVCache(model.config, 2, 30)
-        pieces = [model(piece, kv_cache=cache, sequence_length=30) for piece in ids.split([1, 7, 1, 20, 1], dim=1)]
+        cache = model.make_cache(2, 30)
+        cache.sequence_length = 30
+        pieces = [model(piece, kv_cache=cache) for piece in ids.split([1, 7, 1, 20, 1], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-4, rtol=1e-4)
 
 

@@ -19,7 +19,7 @@ from toolkit.models import attention_dispatch, attention_kernels
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention import attend
 from toolkit.models.attention_dispatch import KernelCase, check_kernel, kernel_of
-from toolkit.models.attention_kernels import document_bounds, make_flash_mask, make_flex_mask
+from toolkit.models.attention_kernels import Documents, document_bounds, make_flash_mask, make_flex_mask
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.masks import AttentionMask, KernelChoice
 from toolkit.objectives.inputs import forward_inputs
@@ -47,6 +47,10 @@ def packings(T: int) -> list[torch.Tensor]:
         cases.append((torch.arange(T) >= ends[..., None]).sum(1))
     cases[-1][1, T // 2 :] = -1
     return cases
+
+
+def with_bounds(documents: torch.Tensor, device: torch.device = CPU) -> Documents:
+    return Documents(documents.to(device), document_bounds(documents).to(device))
 
 
 def test_n9_bounds_and_blocks_of_every_packing_rebuild_its_mask():
@@ -110,10 +114,10 @@ def test_kernels_and_their_gradients_match_masks(name):
 
 def loss_and_gradients(model: GPT, documents: torch.Tensor | None, dtype: torch.dtype) -> list[torch.Tensor]:
     ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(1))
-    bounds = None if documents is None else document_bounds(documents)
+    rows = None if documents is None else with_bounds(documents)
     model.zero_grad()
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-        loss, _ = model(ids, ids, documents=documents, document_bounds=bounds)
+        loss, _ = model(ids, ids, documents=rows)
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
@@ -142,14 +146,13 @@ def test_models_with_kernels_match_models_with_masks(names):
 @pytest.mark.parametrize("changes", slow_except([SINKS], [SINKS, SOFTCAP]), ids=["flash", "flex"])
 def test_n9_kernels_see_one_document_only(changes):
     documents = packings(24)[2]
-    bounds = document_bounds(documents)
     ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(1))
     changed = torch.where(documents == documents[0, 0], (ids + 1) % 100, ids)
     others = documents != documents[0, 0]
     assert others.any()
     with kernels_on_cpu():
         model = small("llama", **changes)
-        a, b = (model(x, documents=documents, document_bounds=bounds) for x in (ids, changed))
+        a, b = (model(x, documents=with_bounds(documents)) for x in (ids, changed))
         assert torch.equal(a[others], b[others]) and not torch.equal(a, b)
 
 
@@ -217,20 +220,24 @@ def test_masks_without_bounds_or_with_a_cache():
     ids = torch.randint(0, 100, (2, 24))
     with kernels_on_cpu() as calls, torch.no_grad():
         model(ids, documents=documents)
-        model.uses_kernels = False
-        model(ids, documents=documents, document_bounds=document_bounds(documents))
+        model.execute_with(uses_kernels=False)
+        model(ids, documents=with_bounds(documents))
     assert not calls
 
 
-def test_user_provided_modules_get_no_document_bounds():
+def test_only_gpt_gets_document_bounds():
     class Own(nn.Module):
         def forward(self, input_ids, labels, positions, documents): ...
 
+    class Derived(GPT):
+        def forward(self, input_ids, labels=None, **options): ...
+
     rows = [{name: torch.arange(4) for name in ("input_ids", "labels", "positions", "documents")}]
     batch = collate(rows, [0], [0], 4, NO_ROUNDING)
-    names = {"input_ids", "labels", "positions", "documents"}
-    assert set(forward_inputs(Own(), batch, CPU)) == names
-    assert set(forward_inputs(small("llama"), batch, CPU)) == names | {"document_bounds"}
+    gpt = small("llama")
+    inputs = [forward_inputs(model, batch, CPU) for model in (Own(), Derived(gpt.config), gpt)]
+    assert all(set(one) == {"input_ids", "labels", "positions", "documents"} for one in inputs)
+    assert [type(one["documents"]) for one in inputs] == [torch.Tensor, torch.Tensor, Documents]
 
 
 def test_operators_have_the_shapes_of_aten_on_fake_cuda_tensors():
@@ -283,19 +290,19 @@ def test_kernels_match_masks_on_cuda(name, always, softcap, heads, has_documents
 def test_models_with_kernels_match_models_with_masks_on_cuda(name, is_compiled):
     model = small("llama", **MODELS[name]).cuda()
     ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(1)).cuda()
-    documents = packings(24)[3]
-    bounds = document_bounds(documents).to(ids.device)
+    documents = with_bounds(packings(24)[3], ids.device)
     found = []
     with warnings.catch_warnings():
         for text in (".*attention masks are used instead", "Mismatch dtype"):  # the self-check; unfused RMSNorm
             warnings.filterwarnings("error", text)
-        for model.uses_kernels in (False, True):
-            if is_compiled and model.uses_kernels:
+        for uses_kernels in (False, True):
+            model.execute_with(uses_kernels=uses_kernels)
+            if is_compiled and uses_kernels:
                 for block in model.blocks:
                     nn.Module.compile(block)
             model.zero_grad()
             with torch.autocast("cuda", torch.bfloat16):
-                loss, _ = model(ids, ids, documents=documents.cuda(), document_bounds=bounds)
+                loss, _ = model(ids, ids, documents=documents)
             loss.backward()
             found.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from tests.models.test_gpt import small
 from toolkit.models.activation_checkpointing import checkpoint_blocks
-from toolkit.models.attention_kernels import document_bounds
+from toolkit.models.attention_kernels import Documents, document_bounds
 from toolkit.models.families import config_from_hf
 from toolkit.models.gpt import GPT, Block
 from toolkit.training.model import compile_blocks
@@ -61,8 +61,8 @@ def count_graphs(
         ids, extra = torch.randint(0, 90, (2, length)), {}
         if packed:
             at = torch.arange(length)
-            extra["documents"] = torch.stack([at * n_documents // length, at * 2 // length])
-            extra["document_bounds"] = document_bounds(extra["documents"])
+            documents = torch.stack([at * n_documents // length, at * 2 // length])
+            extra["documents"] = Documents(documents, document_bounds(documents))
         model.train(is_training)
         with torch.set_grad_enabled(is_training):
             loss, _ = model(ids, ids, **extra)

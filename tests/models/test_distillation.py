@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from toolkit.models import distillation
 from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.distillation import DistillationLoss, DistillationOptions
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, Targets
 from toolkit.models.loss import chunk_rows, head_loss
 
 VOCAB, ROWS = 70, (3, 11)
@@ -146,17 +147,18 @@ def test_a_model_passes_its_scaled_hidden_states_to_the_loss(options):
         model.lm_head.weight.data.mul_(20)
     student, teacher = models
     ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
-    hidden = teacher(ids, ids, hidden_states=True).detach()
+    hidden, _ = teacher(ids, Targets(ids, lambda model, x, labels: model.head_input(x).detach()))
     head = lambda: (teacher.lm_head.weight, teacher.lm_head.bias)  # noqa: E731
     softcap = config.final_logit_softcapping
-    student.row_loss = DistillationLoss(DistillationOptions("forward_kl", 0.5, 1.0, 0.25), hidden, head, softcap, VOCAB)
-    total, _ = student(ids, ids)
+    loss = DistillationLoss(DistillationOptions("forward_kl", 0.5, 1.0, 0.25), hidden, head, softcap, VOCAB)
+    total, balancing_loss = student(ids, Targets(ids, partial(GPT.cross_entropy, row_loss=loss)))
+    assert balancing_loss == 0
     log_p, log_q = (model(ids).double()[..., :VOCAB].log_softmax(-1) for model in models)
     divergence = (log_q.exp() * (log_q - log_p)).sum()
     assert divergence > 1
-    torch.testing.assert_close(student.row_loss.sums[0].double(), divergence, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss.sums[0].double(), divergence, rtol=1e-5, atol=0)
     label = F.cross_entropy(student(ids).flatten(0, 1), ids.flatten(), reduction="sum")
-    expected = 0.75 * student.row_loss.sums[0] + 0.25 * label
+    expected = 0.75 * loss.sums[0] + 0.25 * label
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
 
 

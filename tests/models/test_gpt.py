@@ -185,9 +185,9 @@ def test_uniform_length_does_not_change_results():
     for model, length in ((window, 10), (window, 24), (longrope(), 10), (longrope(), 24)):
         x = ids(length=length) % 50
         expected = model(x, x)[0]
-        model.uniform_length = 40
+        model.execute_with(uniform_length=40)
         torch.testing.assert_close(model(x, x)[0], expected)
-        model.uniform_length = 0
+        model.execute_with(uniform_length=0)
 
 
 def test_n9_rope_of_packed_documents_uses_document_length():

@@ -21,7 +21,7 @@ from toolkit.distributed.stages import STAGES_PER_RANK
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.models import aligned, attention
 from toolkit.models.activation_checkpointing import checkpoint_blocks
-from toolkit.models.attention_kernels import document_bounds
+from toolkit.models.attention_kernels import Documents, document_bounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.distillation import DistillationLoss, DistillationOptions
@@ -124,10 +124,10 @@ def build(setup: MemoryInputs) -> GPT:
 def loss_of(model: GPT, setup: MemoryInputs) -> torch.Tensor:
     ids = torch.randint(0, 512, (setup.micro_batch_size, setup.seq_length))
     documents = torch.arange(setup.seq_length).expand_as(ids) // 50 if setup.packed else None
-    bounds = None if documents is None else document_bounds(documents)
+    rows = None if documents is None else Documents(documents, document_bounds(documents))
     positions = None if documents is None else torch.arange(setup.seq_length).expand_as(ids) % 50
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.is_mixed):
-        return model(ids, ids, positions=positions, documents=documents, document_bounds=bounds)[0]
+        return model(ids, ids, positions=positions, documents=rows)[0]
 
 
 def saved_bytes(setup: MemoryInputs, model: GPT | None = None) -> int:
@@ -221,7 +221,7 @@ def test_context_parallel_ranks_save_activations_of_their_tokens_and_all_keys(pa
     setup = setup_of("llama", "32-true", packed=packed)
     shared = replace(setup, strategy=replace(SINGLE, kind="fsdp", sharding="FULL_SHARD", layout=Layout(context=4)))
     model = build(setup)
-    model.context = ContextGroup(0, 4)
+    model.execute_with(context=ContextGroup(0, 4))
     with mock.patch.object(ContextGroup, "gather", all_keys):
         expected = saved_bytes(setup, model)
     assert plan_memory(shared).activations == pytest.approx(expected, rel=0.1)
@@ -541,7 +541,7 @@ def test_a_frozen_model_has_weights_and_at_the_loss_logits(precision):
     with torch.autocast("cpu", torch.bfloat16, enabled=setup.is_mixed), LiveBytes(known) as live:
         options = DistillationOptions("jsd", 0.5, 2.0, 0.5)
         loss = DistillationLoss(options, hidden, lambda: (teacher.lm_head.weight, None), None, 20_000)
-        model.lm_head.loss(x, labels, None, loss).backward()
+        model.lm_head.loss(x, labels, compiled=loss).backward()
     assert live.peak + hidden.nbytes == pytest.approx(0.92 * planned.logits, rel=0.12)  # chunks are of equal size
     assert planned.total - alone.total == pytest.approx(planned.frozen_model + planned.logits - alone.logits)
     two = plan_memory(sharded(with_frozen, 2))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.data.base import State
-from toolkit.models.attention_kernels import DocumentBounds, document_bounds
+from toolkit.models.attention_kernels import DocumentBounds, Documents, document_bounds
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 
 FILLER = -1  # row index of a filler row, which completes a short batch
@@ -97,18 +97,17 @@ class Batch:
 
     def inputs(
         self, device: torch.device, with_keys: bool = False, with_bounds: bool = False
-    ) -> dict[str, Tensor | DocumentBounds]:
+    ) -> dict[str, Tensor | Documents]:
         """Return the model's forward arguments on ``device``.
 
-        ``with_keys`` adds sample_keys, (B,) int64. ``with_bounds`` adds document_bounds for packed rows.
+        ``with_keys`` adds sample_keys, (B,) int64. ``with_bounds`` adds the bounds to the documents of packed rows.
         """
         tensors = {"input_ids": self.input_ids, "labels": self.labels, **self.packed}
         if with_keys:
             tensors["sample_keys"] = torch.tensor(self.sample_keys)
-        inputs: dict[str, Tensor | DocumentBounds]
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        inputs: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         if with_bounds and self.bounds is not None:
-            inputs["document_bounds"] = self.bounds.to(device)
+            inputs["documents"] = Documents(inputs["documents"], self.bounds.to(device))
         return inputs
 
     def value(self, name: str, device: torch.device) -> Tensor:

@@ -167,7 +167,7 @@ def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
         skip_stage_negotiation()
         Pipeline(model, setup.schedule, torch.device("cpu"), strategy.precision.forward_context)
     if layout.context > 1:
-        model.context = ContextGroup.of(ranks.group("context"))
+        model.execute_with(context=ContextGroup.of(ranks.group("context")))
     checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
     strategy.setup_module(model)  # not in the mode, where a mesh cannot be built
     with mode:

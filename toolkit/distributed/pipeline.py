@@ -68,7 +68,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """A rank's stages of a model. Removes the other stages from ``model`` and replaces its forward.
+    """A rank's stages of a model. Removes the other stages from ``model``, whose forward calls :meth:`forward`.
 
     Args:
         model: On the meta device.
@@ -95,9 +95,8 @@ class Pipeline:
         self._losses: list[Tensor] = []
         self._scale = 1.0
         self._built: tuple[Any, Any] = (None, None)
-        model.reusable_loss = schedule == "zbv"  # inputs and weights get their gradients in two backward passes
-        model.forward = self.forward  # type: ignore[method-assign]
-        model.pipeline = self  # type: ignore[assignment]
+        # with zbv, inputs and weights get their gradients in two backward passes
+        model.execute_with(pipeline=self, reusable_loss=schedule == "zbv")
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs errors that are raised
 
     @property
@@ -199,11 +198,8 @@ class Pipeline:
         assert not torch.is_grad_enabled()
         inputs |= {"input_ids": input_ids, "labels": labels}
         mine = {stage.index: stage for stage in self.stages}
-        if labels is None:
-            x = self._residual_stream(input_ids)
-        else:
-            labels = self.model.own_tokens(labels)
-            x = self._residual_stream(labels)
+        tokens = input_ids if labels is None else self.model.own_tokens(labels)
+        x = self._residual_stream(tokens)
         for index in range(self.n_stages):
             if (stage := mine.get(index)) is not None:
                 stage.inputs = iter([inputs])
@@ -215,7 +211,7 @@ class Pipeline:
             for layer in cache.layers:
                 layer.length = length
         if labels is not None:
-            return x if self.has_last else torch.zeros((), device=self._device), (labels >= 0).sum()
+            return x if self.has_last else torch.zeros((), device=self._device), (tokens >= 0).sum()
         kept = inputs.get("logits_to_keep", 0) or input_ids.size(1)
         shape = (input_ids.size(0), kept, self.model.config.padded_vocab_size)
         logits = x.float().contiguous() if self.has_last else torch.empty(shape, device=self._device)
@@ -240,4 +236,4 @@ class Pipeline:
 
 def pipeline_of(module: nn.Module) -> Pipeline | None:
     """Return the pipeline of a rank's model; None without pipeline parallelism."""
-    return getattr(module, "pipeline", None)
+    return module.execution.pipeline if isinstance(module, GPT) else None

@@ -15,7 +15,6 @@ Other parameters (norms, biases of outputs) are equal on all ranks of the group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,12 +31,11 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.cross_entropy import cross_entropy_
 from toolkit.models.gpt import GPT
 from toolkit.models.init import ParameterValue
-from toolkit.models.lora_layers import LoRALinear, LoRAMixin
+from toolkit.models.lora_layers import LoRALinear, LoRAMixin, replace_linear
 from toolkit.models.mlp import GptNeoxMLP, LLaMAMLP
 from toolkit.models.norm import LayerNormPerHead
 from toolkit.private_torch import local_shard
 
-_CUTS = "tensor_cuts"
 _COLUMN_LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     CausalSelfAttention: ("qkv",), LLaMAMLP: ("fc_1", "fc_2"), GptNeoxMLP: ("fc",)
 }  # fmt: skip
@@ -134,7 +132,7 @@ def require_divisible(config: ModelConfig, size: int) -> None:
 
 def cuts_of(module: nn.Module) -> dict[str, Cut]:
     """Return the cut of each divided parameter of a model, by name; empty without tensor parallelism."""
-    return getattr(module, _CUTS, {})
+    return module.execution.cuts if isinstance(module, GPT) else {}
 
 
 def split_model(model: GPT, size: int, rank: int = 0, group: Any = None) -> Callable[[ParameterValue], ParameterValue]:
@@ -149,13 +147,7 @@ def split_model(model: GPT, size: int, rank: int = 0, group: Any = None) -> Call
         A function that makes a function of name and shape return this rank's part of a parameter instead of all of it.
     """
     require_divisible(model.config, size)
-    split = _Split(model, size, rank, group)
-    split.layers()
-    cuts = split.cuts
-    setattr(model, _CUTS, cuts)
-    model.config = replace(
-        model.config, n_head=model.config.n_head // size, n_query_groups=model.config.n_query_groups // size
-    )  # sizes of the KV cache and of attention's kernels
+    cuts = _Split(model, size, rank, group).layers()
 
     def part_of(value_of: ParameterValue) -> ParameterValue:
         return lambda name, shape: (
@@ -170,43 +162,45 @@ class _Split:
 
     def __init__(self, model: GPT, size: int, rank: int, group: Any) -> None:
         self.model, self.size, self.rank, self.group = model, size, rank, group
-        self.cuts: dict[str, Cut] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters remain one
-        self._names = {module: name for name, module in model.named_modules()}
+        self._cuts: dict[nn.Parameter, Cut] = {}
 
-    def layers(self) -> None:
+    def layers(self) -> dict[str, Cut]:
+        """Divide all layers. Return the cuts by name."""
         for module in list(self.model.modules()):
             for kind, names in _COLUMN_LAYERS.items():
                 if isinstance(module, kind):
                     for name in names:
                         self._columns(getattr(module, name), module)
-                    self._rows(module.get_submodule("proj"))
+                    self._rows(module)
                     module.register_forward_pre_hook(lambda module, args: (copy(args[0], self.group), *args[1:]))
             if isinstance(module, CausalSelfAttention):
                 self._attention(module)
         embedding, head = self.model.transformer.wte, self.model.lm_head
         self._columns(head)
         self._parameter(embedding, "weight")
-        first = self.rank * embedding.weight.size(0)
-        vars(embedding).update(group=self.group, first=first)
-        embedding.__class__ = _Embedding
+        size, width = embedding.weight.shape
+        local = _Embedding(size, width, device="meta")
+        local.weight, local.group, local.first = embedding.weight, self.group, self.rank * size
+        self.model.transformer.wte = local
         head.register_forward_hook(self._gather_logits)
         self.model.transformer.ln_f.register_forward_hook(lambda module, args, output: copy(output, self.group))
-        kernel = partial(_loss_and_grad_, self.group, first, embedding.weight.size(0))
-        self.model.compiled_loss = partial(cross_entropy_, kernel=kernel)
+        loss = partial(cross_entropy_, kernel=partial(_loss_and_grad_, self.group, local.first, size))
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        cuts = {name: self._cuts[parameter] for name, parameter in parameters if parameter in self._cuts}
+        self.model.execute_with(tensor_ranks=self.size, cuts=cuts, compiled_loss=loss)
+        return cuts
 
     def _parameter(self, owner: nn.Module, key: str, dim: int = 0, sections: tuple[int, ...] = ()) -> None:
         """Replace a parameter by a meta tensor of the local size, and record its cut."""
         old = getattr(owner, key)
         if old is None:
             return
-        cut = Cut(old.shape, dim, sections or (old.size(dim),), self.size, self.rank)
         if old not in self._replaced:
             shape = [n // self.size if i == dim else n for i, n in enumerate(old.shape)]
-            new = nn.Parameter(old.new_empty(shape), requires_grad=old.requires_grad)
-            self._replaced[old] = new
+            self._replaced[old] = new = nn.Parameter(old.new_empty(shape), requires_grad=old.requires_grad)
+            self._cuts[new] = Cut(old.shape, dim, sections or (old.size(dim),), self.size, self.rank)
         setattr(owner, key, self._replaced[old])
-        self.cuts[f"{self._names[owner]}.{key}"] = cut
 
     def _columns(self, layer: nn.Linear, owner: nn.Module | None = None) -> None:
         """Divide the rows of a layer's weight."""
@@ -220,15 +214,15 @@ class _Split:
                 self._parameter(adapter, "magnitude")
             adapter.rows = range(adapter.rows.start // self.size, adapter.rows.stop // self.size)
 
-    def _rows(self, layer: nn.Module) -> None:
-        """Divide the columns of a layer's weight."""
-        assert isinstance(layer, nn.Linear)
+    def _rows(self, owner: nn.Module) -> None:
+        """Divide the columns of the weight of ``owner.proj``, and let the layer sum over the group."""
+        new_class = _RowLoRALinear if isinstance(owner.proj, LoRALinear) else _RowLinear
+        layer = replace_linear(owner, "proj", new_class)
+        layer.group = self.group
         self._parameter(layer, "weight", 1)
         layer.in_features //= self.size
-        vars(layer)["group"] = self.group
         for adapter in layer.adapters if isinstance(layer, LoRAMixin) else ():
             self._parameter(adapter, "A", 1)
-        layer.__class__ = _RowLoRALinear if isinstance(layer, LoRALinear) else _RowLinear
 
     def _attention(self, attention: CausalSelfAttention) -> None:
         attention.n_head //= self.size

@@ -18,7 +18,6 @@ from toolkit.errors import GuardError
 from toolkit.inference.decode import PREFILL
 from toolkit.inference.sampling import draw_uniforms, require_finite, sample
 from toolkit.models.gpt import GPT
-from toolkit.models.kv_cache import KVCache
 
 _SPARE_COLUMNS = 64  # the cache is moved to the left once in so many steps, not in each
 
@@ -107,9 +106,8 @@ class Batcher(threading.Thread):
         self.waiting: queue.Queue[Request | None] = queue.Queue()
         self.running: list[Request] = []
         self.max_length = max_length
-        weight = next(p for p in model.parameters() if p.is_floating_point())  # the head's weight may be quantized
-        self._device = weight.device
-        self._cache = KVCache(model.config, self.n_rows, max_length + _SPARE_COLUMNS, weight.device, weight.dtype)
+        self._cache = model.make_cache(self.n_rows, max_length + _SPARE_COLUMNS)
+        self._device = self._cache[0].keys.device
         self._starts: list[int] = []  # first column of each row
         self._end = 0  # column after the last of all rows
 
@@ -150,8 +148,9 @@ class Batcher(threading.Thread):
                 tensor[row, :, :start] = 0
             self._cache.prompt, self._cache.seed, self._cache.state = ids, request.seed or 0, {}
             cache = self._cache.view(slice(row, row + 1), start, 0)
+            cache.sequence_length = ids.size(1)
             for chunk in ids.split(PREFILL, dim=1):
-                logits = self.model(chunk, kv_cache=cache, sequence_length=ids.size(1), logits_to_keep=1)[:, -1]
+                logits = self.model(chunk, kv_cache=cache, logits_to_keep=1)[:, -1]
             self._append([request], logits)
         except Exception as error:  # the request fails, the others continue
             _report(error)
@@ -178,10 +177,10 @@ class Batcher(threading.Thread):
             if any(start > first for start in self._starts):
                 cache.starts = torch.tensor(self._starts, device=self._device) - first
             ids = torch.tensor([[request.tokens[-1]] for request in self.running], device=self._device)
-            lengths = None
             if original_max is not None:
-                lengths = torch.tensor([[request.length] for request in self.running], device=self._device)
-            logits = self.model(ids, kv_cache=cache, sequence_length=lengths, logits_to_keep=1)[:, -1]
+                lengths = [[request.length] for request in self.running]
+                cache.sequence_length = torch.tensor(lengths, device=self._device)
+            logits = self.model(ids, kv_cache=cache, logits_to_keep=1)[:, -1]
             self._end += 1
             self._append(self.running, logits)
         except Exception as error:  # these requests fail, the server continues

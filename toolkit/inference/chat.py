@@ -15,7 +15,6 @@ from toolkit.errors import UserError
 from toolkit.inference.generate import generate
 from toolkit.inference.text import TextStream, require_embedded, stop_tokens
 from toolkit.models.gpt import GPT
-from toolkit.models.kv_cache import KVCache
 
 
 def find_template(tokenizer: Tokenizer, prompt_style: str | None = None, file: str | None = None) -> ChatTemplate:
@@ -66,8 +65,7 @@ class Conversation:
         self._model, self._tokenizer, self._template, self._notice = model, tokenizer, template, notice
         self._max_new_tokens, self._sampling, self._seed = max_new_tokens, sampling, seed
         self._eos_ids = {*stop_tokens(tokenizer), *template.stop_ids}
-        weight = model.get_parameter("transformer.wte.weight")
-        self._cache = KVCache(model.config, 1, 0, weight.device, weight.dtype)
+        self._cache = model.make_cache(1, 0)
         self._cached_ids: list[int] = []  # the tokens in the KV cache
         template.encode_prompt([*self.messages, {"role": "user", "content": "question"}])
 

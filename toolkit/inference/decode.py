@@ -60,7 +60,6 @@ class Decoder:
         cache.starts = torch.tensor(starts, device=device) if any(starts) else None
         cache.prompt, cache.seed = self.ids[:, : self.width], seeds[0] or 0
         self._settings, self._uniforms = settings, None
-        self._sequence_length: Tensor | int | None = None
         if settings["temperature"] != 0:
             uniforms = F.pad(draw_uniforms(seeds, count), (self.width, 0))  # a number for each column of ids
             self._uniforms = uniforms.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
@@ -77,9 +76,9 @@ class Decoder:
             if long_rows != (cache.long_rows or [cache.length > original_max] * len(lengths)):
                 cache.truncate(0)
             cache.long_rows = long_rows
-            self._sequence_length = lengths[0]
+            cache.sequence_length = lengths[0]
             if len(lengths) > 1:
-                self._sequence_length = torch.tensor(lengths, device=self.ids.device)[:, None]
+                cache.sequence_length = torch.tensor(lengths, device=self.ids.device)[:, None]
         for chunk in self.ids[:, cache.length : self.width + done].split(PREFILL, dim=1):
             logits = self._logits(chunk)
         self._append(logits)
@@ -119,8 +118,7 @@ class Decoder:
         return tokens
 
     def _logits(self, ids: Tensor) -> Tensor:
-        length = self._sequence_length
-        return self.model(ids, kv_cache=self.cache, sequence_length=length, logits_to_keep=1)[:, -1]
+        return self.model(ids, kv_cache=self.cache, logits_to_keep=1)[:, -1]
 
     def _append(self, logits: Tensor) -> None:
         self.position += 1
@@ -169,11 +167,10 @@ def decode(
     Arguments: see :class:`Decoder` and :func:`toolkit.inference.generate.generate`. When the caller stops, the KV cache
     holds the yielded tokens except the last.
     """
-    weight = next(p for p in model.parameters() if p.is_floating_point())  # the head's weight may be quantized
-    device, capacity = weight.device, max(map(len, prompts)) + count
-    if cache is None:
-        cache = KVCache(model.config, len(prompts), capacity, device, weight.dtype)
+    capacity = max(map(len, prompts)) + count
+    cache = model.make_cache(len(prompts), capacity) if cache is None else cache
     cache.reserve(capacity)
+    device = cache[0].keys.device
     decoder = Decoder(model, cache, prompts, count, settings, seeds)
     step: Callable[[], object] = decoder.step
     done = n_yielded = 0
@@ -199,5 +196,5 @@ def decode(
                 yield tokens
             done += n
     finally:
-        cache.position = None
+        cache.position = cache.sequence_length = None
         cache.truncate(min(cache.length, decoder.width + n_yielded - 1))

@@ -21,7 +21,6 @@ from toolkit.inference.decode import PREFILL
 from toolkit.inference.generate import generate_batch
 from toolkit.inference.text import require_embedded, stop_tokens
 from toolkit.models.gpt import GPT
-from toolkit.models.kv_cache import KVCache
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 256  # lm-eval's default
@@ -59,8 +58,7 @@ class HarnessLM(TemplateLM):
         self._batch_size = batch_size if model.config.original_max_position is None else 1
         self._rows_together = batch_size if model.is_row_independent else 1
         self._template, self._notice, self._has_warned = template, notice, False
-        weight = model.get_parameter("transformer.wte.weight")
-        self._device, self._dtype = weight.device, weight.dtype
+        self._device = model.get_parameter("transformer.wte.weight").device
         self._eos_ids = {*stop_tokens(tokenizer), self.eot_token_id}
         require_embedded([self.prefix_token_id], model.config, tokenizer.name)
 
@@ -147,10 +145,13 @@ class HarnessLM(TemplateLM):
         """
         width = len(inputs[0])
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in inputs], device=self._device)
-        cache = KVCache(self._model.config, len(inputs), width, self._device, self._dtype) if width > PREFILL else None
+        cache = None
+        if width > PREFILL:
+            cache = self._model.make_cache(len(inputs), width)
+            cache.sequence_length = width
         totals, greedy = [0.0] * len(targets), [True] * len(targets)
         for start in range(0, width, PREFILL):
-            logits = self._model(ids[:, start : start + PREFILL], kv_cache=cache, sequence_length=width)
+            logits = self._model(ids[:, start : start + PREFILL], kv_cache=cache)
             for k, (row, continuation) in enumerate(targets):
                 first = len(inputs[row]) - len(continuation)  # the position that predicts its first token
                 begin, end = max(first, start), min(len(inputs[row]), start + logits.size(1))

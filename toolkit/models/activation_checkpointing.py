@@ -22,7 +22,9 @@ _WEIGHT_ARGUMENT = {
 _THIN = 16
 
 
-def checkpoint_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], mode: ActivationCheckpointing) -> None:
+def checkpoint_blocks(
+    module: nn.Module, blocks: tuple[type[nn.Module], ...], mode: ActivationCheckpointing, **options: Any
+) -> None:
     """Checkpoint the blocks in place. Classes and parameter names do not change.
 
     "full" saves the inputs of each block (Chen et al. 2016, arXiv 1604.06174). "selective" also saves the outputs of
@@ -36,8 +38,10 @@ def checkpoint_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], mo
         module: Model that contains the blocks.
         blocks: Module classes to checkpoint. Their forward must be repeatable.
         mode: "none" also removes checkpointing that an earlier call added.
+        options: Further arguments of ``torch.utils.checkpoint.checkpoint``.
     """
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    if mode == "selective":
+        options.setdefault("context_fn", selective_contexts)
     for part in module.modules():
         if not isinstance(part, blocks):
             continue
@@ -53,8 +57,8 @@ def _forward(plain: Callable[..., Any], checkpointed: Callable[..., Any], *args:
     return (checkpointed if torch.is_grad_enabled() else plain)(*args, **kwargs)
 
 
-def _selective_contexts() -> Any:
-    """Return the contexts of one forward pass and its recomputation.
+def selective_contexts() -> Any:
+    """Return the contexts of one forward pass and its recomputation, for "selective".
 
     Every second matmul is saved, as in torchtitan, but starting with the second. This skips the last matmul of a gated
     MLP, whose output the backward pass does not need.

@@ -39,6 +39,13 @@ class DocumentBounds(NamedTuple):
         return self._replace(cu_seqlens=self.cu_seqlens.to(device, non_blocking=True))
 
 
+class Documents(NamedTuple):
+    """Document ids of packed rows, (B, T) int64, and their bounds on the same device."""
+
+    ids: Tensor
+    bounds: DocumentBounds
+
+
 def document_bounds(documents: Tensor) -> DocumentBounds:
     """Return the document bounds of packed rows. ``documents`` are ids on the CPU, (B, T).
 

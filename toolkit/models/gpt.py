@@ -1,6 +1,8 @@
 """The GPT model: embedding, blocks, norm, head. Weight names are LitGPT's, so LitGPT checkpoints load unchanged."""
 
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +11,9 @@ from toolkit.config.options import DEFAULT_SEED
 from toolkit.errors import require_option
 from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.attention_dispatch import choose_kernel
-from toolkit.models.attention_kernels import DocumentBounds
+from toolkit.models.attention_kernels import Documents
 from toolkit.models.config import ModelConfig
-from toolkit.models.context_parallel import ContextGroup
-from toolkit.models.cross_entropy import CrossEntropy
+from toolkit.models.execution import Execution
 from toolkit.models.families import family_of
 from toolkit.models.head import Head
 from toolkit.models.init import InitializedModel
@@ -20,7 +21,13 @@ from toolkit.models.kv_cache import KVCache, LayerCache
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.loss import RowLoss
-from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, ContextMaskBuilder, FixedShapeMaskBuilder
+from toolkit.models.masks import (
+    AttentionMask,
+    AttentionMaskBuilder,
+    ContextMaskBuilder,
+    FixedShapeMaskBuilder,
+    MaskBuilder,
+)
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, mask_until_last_label
 from toolkit.models.norm import make_norm
@@ -93,10 +100,22 @@ class Transformer(nn.ModuleDict):
 class BlockInputs(NamedTuple):
     """Inputs shared by all blocks of a forward pass. For ``token_mask``, see :class:`Block`."""
 
-    masks: AttentionMaskBuilder | ContextMaskBuilder | FixedShapeMaskBuilder
+    masks: MaskBuilder
     ropes: dict[int, RotaryEmbedding]
     kv_cache: KVCache | None
     token_mask: Tensor | None = None
+
+
+class Targets(NamedTuple):
+    """Labels, and a function to compute from them instead of the cross-entropy.
+
+    Args:
+        labels: (B, T), int64, as in :meth:`GPT.forward`.
+        head: Takes the model, the last block's output x, (B, T, n_embd), and the labels, as :meth:`GPT.log_probs`.
+    """
+
+    labels: Tensor
+    head: Callable[["GPT", Tensor, Tensor], Tensor]
 
 
 class GPT(nn.Module, metaclass=InitializedModel):
@@ -113,18 +132,10 @@ class GPT(nn.Module, metaclass=InitializedModel):
         loss_parts: Names of the loss components that a subclass logs.
         loss_part_sums: Sum per loss component. Each forward with labels adds the detached fp32 sum over the supervised
             tokens. All ranks must add the same components.
-        seed: Seed of the initial weights and of random numbers that a subclass draws in training.
+        execution: How this process computes the model. Change it with :meth:`execute_with`.
         note: Note about the metrics, printed at the start of a run.
         is_row_independent: Whether a row's logits depend only on its tokens and positions. If not, prompts are
             generated one at a time.
-        uniform_length: Build masks and rotary embeddings for rows of this many tokens, so that compiled blocks share
-            one graph for all lengths. 0 picks the fastest form per batch.
-        uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` instead of masks where supported.
-        context: With context parallelism, the ranks that share the tokens of a row. A forward pass with labels takes
-            complete rows, computes this rank's tokens, and returns their loss. Others compute all tokens on every rank.
-        compiled_loss: Whether to use a compiled cross-entropy kernel if available, or the function to use.
-        reusable_loss: Whether the backward pass runs through the loss several times.
-        row_loss: A loss to use instead of the cross-entropy in the next forward pass with labels.
 
     Embedding and logits have size ``config.padded_vocab_size``, a multiple of ``padding_multiple`` by default. The
     first ``config.vocab_size`` entries are the tokenizer's: ``logits[..., :config.vocab_size]`` leaves the padding out.
@@ -139,12 +150,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         if config.padded_vocab_size is None:
             raise ValueError(f"the model configuration {config.name!r} has no vocab_size; set it from the tokenizer")
         self.config = config
-        self.seed, self.uniform_length = seed, 0
-        self.uses_kernels = True
-        self.context: ContextGroup | None = None
-        self.compiled_loss: bool | CrossEntropy = False
-        self.reusable_loss = False
-        self.row_loss: RowLoss | None = None
+        self.execution = Execution(seed)
         self.loss_part_sums: dict[str, Tensor] = {}
         self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
@@ -155,6 +161,15 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.transformer = Transformer(parts)
         self._frequencies: dict[tuple, Tensor] = {}  # not buffers: see rope.py
         self.tie_weights()
+
+    def execute_with(self, **changes: Any) -> None:
+        """Replace fields of :class:`toolkit.models.execution.Execution`."""
+        self.execution = replace(self.execution, **changes)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return self.execution.seed
 
     @property
     def blocks(self) -> list[Block]:
@@ -174,21 +189,23 @@ class GPT(nn.Module, metaclass=InitializedModel):
         if self.config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
 
+    def __call__(self, *args: Any, log_probs: bool = False, **inputs: Any) -> Any:
+        """Call :meth:`forward`. ``log_probs`` stands for ``Targets(labels, GPT.log_probs)``, as in earlier objectives."""
+        if log_probs:
+            inputs["labels"] = Targets(inputs["labels"], GPT.log_probs)
+        return super().__call__(*args, **inputs)
+
     def forward(
         self,
         input_ids: Tensor,
-        labels: Tensor | None = None,
+        labels: Tensor | Targets | None = None,
         *,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        document_bounds: DocumentBounds | None = None,
+        documents: Tensor | Documents | None = None,
         kv_cache: KVCache | None = None,
-        sequence_length: int | Tensor | None = None,
         logits_to_keep: int = 0,
-        log_probs: bool = False,
-        hidden_states: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute the logits, the loss, or the label log-probabilities.
+        """Compute the logits, or the loss.
 
         Args:
             input_ids: (B, T), int64.
@@ -196,14 +213,10 @@ class GPT(nn.Module, metaclass=InitializedModel):
                 -100 for tokens excluded from the loss.
             positions: (T,) or (B, T), int64; default: continue after the cached tokens.
             documents: (B, T), int64, document ids of packed rows; tokens attend only within their document (N9).
-                ``positions`` should start at 0 in each. Not supported with a KV cache.
-            document_bounds: Bounds of ``documents``. If None, packed rows need attention masks.
+                ``positions`` should start at 0 in each. Without their bounds, packed rows need attention masks. Not
+                supported with a KV cache.
             kv_cache: One cache per block; the new keys and values are appended to it.
-            sequence_length: Complete sequence length for longrope, if this pass and the cache cover only the beginning;
-                or (B, 1), int64, per row.
             logits_to_keep: Compute logits only for this many last positions; 0 for all.
-            log_probs: Return the log-probability of each label instead of the loss.
-            hidden_states: Return the input of the head, (B, T, n_embd).
 
         Returns:
             Logits (B, T or ``logits_to_keep``, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the
@@ -211,51 +224,56 @@ class GPT(nn.Module, metaclass=InitializedModel):
             tensor. In training mode, ``loss_sum`` of a model with experts includes the load-balancing loss: per row,
             ``router_aux_loss_coef`` times the mean over layers of :func:`toolkit.models.moe.load_balancing_loss`,
             weighted by the row's supervised tokens. The loss therefore does not depend on the split into micro-batches
-            (N2). With ``log_probs`` ``(log_probs, balancing_loss)``: (B, T), fp32, in nats, 0 where the label is -100,
-            and the load-balancing loss, an fp32 scalar.
+            (N2). With :class:`Targets`, the pair is the result of ``head`` and the load-balancing loss, an fp32 scalar.
 
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
         """
+        rows: dict[str, Any] = {"positions": positions, "documents": documents, "kv_cache": kv_cache}
+        if self.execution.pipeline is not None:
+            return self.execution.pipeline.forward(input_ids, labels, logits_to_keep=logits_to_keep, **rows)
+        labels, head = labels if isinstance(labels, Targets) else (labels, None)
         is_balanced = self.training and self.config.n_moe_layer > 0 and self.config.router_aux_loss_coef
         token_mask = mask_until_last_label(labels) if labels is not None and is_balanced else None
-        x, inputs = self.embed(input_ids, labels, positions, documents, document_bounds, kv_cache, sequence_length)
+        x, inputs = self.embed(input_ids, labels, **rows)
         inputs = inputs._replace(token_mask=token_mask)
         x, balancing_losses = self.run_blocks(x, range(self.config.n_layer), inputs)
-        if hidden_states:
-            return self._head_input(x)
         if labels is None:
             return self.logits(x[:, -logits_to_keep:])
         labels = self.own_tokens(labels)
-        loss = self.log_probs(x, labels) if log_probs else self.cross_entropy(x, labels)
+        loss = self.cross_entropy(x, labels) if head is None else head(self, x, labels)
         supervised = (labels != IGNORE_INDEX).sum(1)
         if balancing_losses:
             per_row = torch.stack(balancing_losses).mean(0)
             balancing_loss = self.config.router_aux_loss_coef * (per_row * supervised).sum()
-            return (loss, balancing_loss) if log_probs else (loss + balancing_loss, supervised.sum())
-        return loss, (x.new_zeros((), dtype=torch.float32) if log_probs else supervised.sum())
+            return (loss + balancing_loss, supervised.sum()) if head is None else (loss, balancing_loss)
+        return loss, supervised.sum() if head is None else x.new_zeros((), dtype=torch.float32)
 
     def own_tokens(self, rows: Tensor) -> Tensor:
         """Return what this rank computes with context parallelism, (..., T / size), of complete rows, (..., T)."""
-        return rows if self.context is None else self.context.split(rows)
+        context = self.execution.context
+        return rows if context is None else context.split(rows)
 
     def embed(
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        document_bounds: DocumentBounds | None = None,
+        documents: Tensor | Documents | None = None,
         kv_cache: KVCache | None = None,
         sequence_length: int | Tensor | None = None,
         x: Tensor | None = None,
     ) -> tuple[Tensor, BlockInputs]:
         """Return the first block's input, (B, T, n_embd), and the shared block inputs.
 
-        Takes the arguments of :meth:`forward`, and ``x`` if an earlier pipeline stage has computed the residual stream.
+        Takes the arguments of :meth:`forward`, ``sequence_length`` to override the KV cache's, and ``x`` if an earlier
+        pipeline stage has computed the residual stream.
         """
-        T, context = input_ids.size(1), None if labels is None else self.context
-        uniform_length = self.uniform_length if kv_cache is None else 0
+        T, context = input_ids.size(1), None if labels is None else self.execution.context
+        uniform_length = self.execution.uniform_length if kv_cache is None else 0
+        documents, bounds = documents if isinstance(documents, Documents) else (documents, None)
+        if sequence_length is None and kv_cache is not None:
+            sequence_length = kv_cache.sequence_length
         default_positions, length = self._default_positions(T, input_ids.device, kv_cache)
         positions = default_positions if positions is None else positions
         lengths = length if sequence_length is None else sequence_length
@@ -267,19 +285,24 @@ class GPT(nn.Module, metaclass=InitializedModel):
             lengths = context.split(lengths) if isinstance(lengths, Tensor) else lengths
         x = self._embed_tokens(input_ids, positions) if x is None else x
         kernel, starts = None, None if kv_cache is None else kv_cache.starts
-        if self.uses_kernels and kv_cache is None:
-            has = (documents is not None, document_bounds is not None, context is not None)
+        if self.execution.uses_kernels and kv_cache is None:
+            has = (documents is not None, bounds is not None, context is not None)
             kernel = choose_kernel(self.config, x, *has)
-        masks: AttentionMaskBuilder | ContextMaskBuilder | FixedShapeMaskBuilder
+        options = (x.device, documents, uniform_length, input_ids.size(0), kernel, bounds, starts)
+        masks: MaskBuilder
         if kv_cache is not None and kv_cache.position is not None:
             masks = FixedShapeMaskBuilder(kv_cache.position, length, starts)
+        elif context is None:
+            masks = AttentionMaskBuilder(length - T, T, *options)
         else:
-            options = (x.device, documents, uniform_length, input_ids.size(0), kernel, document_bounds, starts)
-            if context is None:
-                masks = AttentionMaskBuilder(length - T, T, *options)
-            else:
-                masks = ContextMaskBuilder(context, T, *options)
+            masks = ContextMaskBuilder(context, T, *options)
         return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache)
+
+    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """Return an empty KV cache for this rank's heads, on the model's device and in its dtype."""
+        weight = next(p for p in self.parameters() if p.is_floating_point())  # the head's weight may be quantized
+        ranks = self.execution.tensor_ranks
+        return KVCache(self.config, batch_size, max_length, weight.device, weight.dtype, ranks)
 
     def _default_positions(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[Tensor, int]:
         """Return default positions, (T,) or (B, T), and the number of keys (cached plus T new)."""
@@ -317,23 +340,30 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits, (B, T, padded_vocab_size), from the last block's output, (B, T, n_embd)."""
-        logits, softcap = self.lm_head(self._head_input(x)), self.config.final_logit_softcapping
+        logits, softcap = self.lm_head(self.head_input(x)), self.config.final_logit_softcapping
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def cross_entropy(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the summed cross-entropy in nats, an fp32 scalar, from the last block's output, (B, T, n_embd)."""
-        return self._head_loss(x, labels)
+    def cross_entropy(self, x: Tensor, labels: Tensor, row_loss: RowLoss | None = None) -> Tensor:
+        """Return the summed cross-entropy in nats, an fp32 scalar, from the last block's output, (B, T, n_embd).
+
+        ``row_loss`` is a loss to use instead.
+        """
+        return self._head_loss(x, labels, row_loss)
 
     def log_probs(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return label log-probabilities in nats, (B, T) fp32, from the last block's output, (B, T, n_embd)."""
+        """Return label log-probabilities in nats, (B, T) fp32, from the last block's output, (B, T, n_embd).
+
+        0 where the label is -100.
+        """
         return self._head_loss(x, labels, log_probs=True)
 
-    def _head_loss(self, x: Tensor, labels: Tensor, log_probs: bool = False) -> Tensor:
-        softcap = self.config.final_logit_softcapping
-        options = softcap, self.row_loss or self.compiled_loss, log_probs, self.reusable_loss
-        return self.lm_head.loss(self._head_input(x), labels, *options)
+    def _head_loss(self, x: Tensor, labels: Tensor, row_loss: RowLoss | None = None, **options: Any) -> Tensor:
+        options["softcap"], options["reusable"] = self.config.final_logit_softcapping, self.execution.reusable_loss
+        loss = row_loss or self.execution.compiled_loss
+        return self.lm_head.loss(self.head_input(x), labels, compiled=loss, **options)
 
-    def _head_input(self, x: Tensor) -> Tensor:
+    def head_input(self, x: Tensor) -> Tensor:
+        """Return the head's input, (B, T, n_embd), from the last block's output."""
         x = self.transformer.ln_f(x)
         return x if self.config.logits_scaling == 1.0 else x / self.config.logits_scaling
 

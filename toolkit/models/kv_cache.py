@@ -56,7 +56,7 @@ class LayerCache:
 
 
 class KVCache:
-    """One :class:`LayerCache` per layer, allocated for ``max_length`` positions.
+    """One :class:`LayerCache` per layer, allocated for ``max_length`` positions. ``tensor_ranks`` divide the heads.
 
     Memory: 2 x n_layer x batch_size x n_query_groups x max_length x head_size x bytes of ``dtype``; with latent
     attention, n_layer x batch_size x max_length x (kv_lora_rank + qk_rope_head_dim) x bytes.
@@ -68,6 +68,8 @@ class KVCache:
         seed: Sampling seed, the same on all ranks; default 0.
         state: Model-specific state of the cached sequence.
         starts: (B,), int64: index of the first token in each left-padded row; None without padding.
+        sequence_length: Complete sequence length for longrope, if the next pass and the cache cover only the beginning;
+            or (B, 1), int64, per row.
     """
 
     def __init__(
@@ -77,9 +79,10 @@ class KVCache:
         max_length: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        tensor_ranks: int = 1,
     ) -> None:
         assert config.n_query_groups is not None and config.head_size is not None  # set by ModelConfig
-        groups, widths = config.n_query_groups, (config.head_size, config.head_size)
+        groups, widths = config.n_query_groups // tensor_ranks, (config.head_size, config.head_size)
         if (latent := config.latent_attention) is not None:
             groups, widths = 1, (latent["kv_lora_rank"], latent["qk_rope_head_dim"])
         shape = (batch_size, groups, max_length)
@@ -88,6 +91,7 @@ class KVCache:
         self.seed = 0
         self.state: dict[str, Any] = {}
         self.starts: Tensor | None = None
+        self.sequence_length: int | Tensor | None = None
         self.layers = [LayerCache(shape, widths, device, dtype) for _ in range(config.n_layer)]
 
     def __getitem__(self, layer: int) -> LayerCache:

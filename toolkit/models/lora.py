@@ -13,7 +13,7 @@ from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.head import Head, LoRAHead
 from toolkit.models.init import ParameterValue, parameter_generator
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.lora_layers import Adapter, LoRALinear, LoRAMixin
+from toolkit.models.lora_layers import Adapter, LoRALinear, LoRAMixin, replace_linear
 
 _ALL_ROWS = "whole"  # adapter name of unfused layers in files
 
@@ -122,8 +122,4 @@ def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, ran
     if not adapted:
         return
     layer_class = LoRAHead if isinstance(linear, Head) else LoRALinear
-    layer = layer_class(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    layer.weight, layer.bias = linear.weight, linear.bias  # the same parameters: preserves ties
-    layer.train(linear.training)
-    layer.add_adapters(config, adapted)
-    setattr(owner, name, layer)
+    replace_linear(owner, name, layer_class).add_adapters(config, adapted)

@@ -17,7 +17,7 @@ one pair of matrices: stacked A, and block-diagonal B with zero rows where there
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +65,6 @@ class LoRAMixin(nn.Module):
         self.lora = nn.ModuleDict(
             {name: Adapter(config.r, self.in_features, rows, config.dora, device) for name, rows in parts.items()}
         )
-
-    def share_adapters(self, other: LoRAMixin) -> None:
-        """Share the adapters of another layer."""
-        self.lora, self.scaling, self.dropout, self.dora = other.lora, other.scaling, other.dropout, other.dora
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -152,6 +148,18 @@ class LoRALinear(LoRAMixin, nn.Linear):
 
     def base_weight(self) -> Tensor:
         return self.weight
+
+
+def replace_linear(owner: nn.Module, name: str, new_class: type[nn.Linear]) -> Any:
+    """Put a ``new_class`` in the place of a linear layer, with the same parameters, which preserves ties."""
+    old = getattr(owner, name)
+    new = new_class(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
+    new.weight, new.bias = old.weight, old.bias
+    if isinstance(old, LoRAMixin) and isinstance(new, LoRAMixin):
+        new.lora, new.scaling, new.dropout, new.dora = old.lora, old.scaling, old.dropout, old.dora
+    new.train(old.training)
+    setattr(owner, name, new)
+    return new
 
 
 def _aligned(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

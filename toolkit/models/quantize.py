@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toolkit.errors import require_bitsandbytes, require_option
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.lora_layers import LoRALinear
+from toolkit.models.lora_layers import LoRALinear, replace_linear
 
 if TYPE_CHECKING:  # it needs bitsandbytes
     from toolkit.models.linear_4bit import Linear4bit
@@ -88,11 +88,5 @@ def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, nn.Line
         hint += "computes incorrectly on some devices; run without --quantize"
         require_option(layer.in_features % BLOCK == 0, "quantize", kind, hint)
         new_class = LoRALinear4bit if isinstance(layer, LoRALinear) else Linear4bit
-        new: Linear4bit = new_class(layer.in_features, layer.out_features, bias=False, device="meta")
-        new.bias = layer.bias
-        if isinstance(layer, LoRALinear) and isinstance(new, LoRALinear4bit):
-            new.share_adapters(layer)
-        new.train(layer.training)
         owner, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(owner), own_name, new)
-        yield name, layer, new
+        yield name, layer, replace_linear(model.get_submodule(owner), own_name, new_class)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.errors import require_option
@@ -58,12 +59,13 @@ class Distillation(Objective):
 
         from toolkit.distributed.fsdp import gather_head, release_head
         from toolkit.models.distillation import DistillationLoss, DistillationOptions
-        from toolkit.objectives.inputs import forward_inputs, original_module
+        from toolkit.models.gpt import GPT
+        from toolkit.objectives.inputs import original_module, run_with_head
 
         student: Any = original_module(model)
         teacher: Any = original_module(self.frozen)
         with torch.no_grad():
-            hidden = self.frozen(**forward_inputs(self.frozen, batch, device), hidden_states=True)
+            hidden, _ = run_with_head(self.frozen, batch, device, lambda model, x, labels: model.head_input(x))
         loss = DistillationLoss(
             DistillationOptions(self.divergence, self.beta, self.temperature, self.label_weight),
             hidden,
@@ -71,10 +73,8 @@ class Distillation(Objective):
             teacher.config.final_logit_softcapping,
             min(teacher.vocab_size, student.vocab_size),
         )
-        student.row_loss = loss
         try:
-            loss_sum, _ = model(**forward_inputs(model, batch, device))
+            loss_sum, balancing = run_with_head(model, batch, device, partial(GPT.cross_entropy, row_loss=loss))
         finally:
-            student.row_loss = None
             release_head(teacher)
-        return {LOSS: loss_sum, DIVERGENCE: loss.sums[0], NEXT_TOKEN: loss.sums[1]}
+        return {LOSS: loss_sum + balancing, DIVERGENCE: loss.sums[0], NEXT_TOKEN: loss.sums[1]}

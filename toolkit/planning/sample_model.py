@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.distributed.tensor_parallel import split_model
-from toolkit.models.attention_kernels import DocumentBounds
+from toolkit.models.attention_kernels import DocumentBounds, Documents
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.families import family_of
@@ -102,7 +102,8 @@ def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
     if setup.fp8 != "none":
         convert_to_fp8(model, setup.fp8, setup.device)
     if (size := setup.strategy.layout.context) > 1:
-        model.context = ContextGroup(0, size)  # every rank computes as much; nothing is gathered without data
+        # every rank computes as much; nothing is gathered without data
+        model.execute_with(context=ContextGroup(0, size))
     return model
 
 
@@ -120,5 +121,5 @@ def micro_batch(setup: MemoryInputs, n_rows: int, device: str) -> dict[str, Any]
     inputs: dict[str, Any] = {name: torch.empty(shape, dtype=torch.int64, device=device) for name in names}
     if setup.packed:
         cu_seqlens = torch.empty(n_rows + 1, dtype=torch.int32, device=device)
-        inputs["document_bounds"] = DocumentBounds(cu_seqlens, setup.seq_length)
+        inputs["documents"] = Documents(inputs["documents"], DocumentBounds(cu_seqlens, setup.seq_length))
     return inputs

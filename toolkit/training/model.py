@@ -155,9 +155,8 @@ def build_model(
         materialize_with(fabric, module, materialize)
     if isinstance(module, GPT):
         pad_head(module)
-        module.seed = args.seed
-        if ranks.layout().context > 1:
-            module.context = ContextGroup.of(ranks.group("context"))
+        context = ContextGroup.of(ranks.group("context")) if ranks.layout().context > 1 else None
+        module.execute_with(seed=args.seed, context=context)
     checkpoint_blocks(module, spec.blocks, args.train.activation_checkpointing)
     if args.compiler == "torch":
         compile_blocks(module, spec.blocks, longest_ragged)
@@ -180,13 +179,12 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
     precision, where the accumulated gradient is fp32 and the weight bf16 (pytorch 111317).
     """
     if isinstance(module, GPT):
-        module.compiled_loss = module.compiled_loss or True
+        loss = module.execution.compiled_loss or True
+        module.execute_with(compiled_loss=loss, uniform_length=longest_ragged)
         # selective checkpointing warns about in-place operations such as gpt-oss's; tests cover them
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.reset()  # graphs of an earlier run in this process count toward torch's recompile limit
     configure_compiler(any_length=longest_ragged > 0)
-    if longest_ragged and isinstance(module, GPT):
-        module.uniform_length = longest_ragged
     for part in module.modules():
         if isinstance(part, blocks):
             part.compile(dynamic=True if longest_ragged else None)

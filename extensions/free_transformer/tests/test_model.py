@@ -86,7 +86,8 @@ def test_losses_are_what_the_equations_say():
     labels[1, 6:] = -100  # padding
     for training in (True, False):
         model.train(training)
-        model.seed, model.loss_part_sums = 0, {}
+        model.execute_with(seed=0)
+        model.loss_part_sums = {}
         with torch.no_grad():
             loss, n = model(IDS, labels, sample_keys=keys)
         parts[training] = {name: float(value) for name, value in model.loss_part_sums.items()}

@@ -87,7 +87,6 @@ class FreeTransformer(GPT):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         kv_cache: KVCache | None = None,
-        sequence_length: int | Tensor | None = None,
         logits_to_keep: int = 0,
         sample_keys: Tensor | None = None,
         mode: Literal["training", "inference"] = "inference",
@@ -96,7 +95,7 @@ class FreeTransformer(GPT):
         """Compute logits, or the loss.
 
         Args:
-            input_ids, labels, positions, documents, kv_cache, sequence_length, logits_to_keep: See :class:`GPT`.
+            input_ids, labels, positions, documents, kv_cache, logits_to_keep: See :class:`GPT`.
             sample_keys: (B,) int64 row numbers that seed the latents. Default: 0, 1, 2, ...; for "inference" 0, so that
                 a sequence does not depend on its batch.
             mode: Source of the latents without labels. "training": the encoder. "inference": the prior, except for
@@ -130,9 +129,7 @@ class FreeTransformer(GPT):
             return self.logits(self._upper(x, inputs, self._draw(z_logits, keys), z_logits)), z_logits
         if codes is None:
             codes = self._inference_codes(input_ids, keys, kv_cache)
-        x, inputs = self._lower(
-            input_ids, positions=positions, documents=documents, kv_cache=kv_cache, sequence_length=sequence_length
-        )
+        x, inputs = self._lower(input_ids, positions=positions, documents=documents, kv_cache=kv_cache)
         return self.logits(self._upper(x, inputs, codes)[:, -logits_to_keep:])
 
     # ---- training

@@ -35,7 +35,7 @@ def compile_blocks(
     if longest_ragged:
         warnings.warn("row lengths vary: Thunder recompiles for each length, which takes seconds", stacklevel=2)
     if isinstance(module, GPT):
-        module.uses_kernels = False  # blocks get masks, which Thunder can trace
+        module.execute_with(uses_kernels=False)  # blocks get masks, which Thunder can trace
     options: ThunderArgs = groups.get("thunder", ThunderArgs())
     kernels: dict[Hashable, Kernel] = {}
     for name, part in module.named_modules():

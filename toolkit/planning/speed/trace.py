@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
-from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.activation_checkpointing import checkpoint_blocks, selective_contexts
 from toolkit.models.cross_entropy import pointwise_cross_entropy
 from toolkit.models.gpt import GPT, Block
 from toolkit.optim.classes import HYBRID, optimizer_class
@@ -77,7 +77,7 @@ def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace
     recorder = Recorder((p.grad for p in trained if p.grad is not None), quantized)
     _follow_blocks(model, recorder)
     if is_compiled and setup.tensor == 1:
-        model.compiled_loss = partial(_compiled_loss, recorder)
+        model.execute_with(compiled_loss=partial(_compiled_loss, recorder))
     with recorder, warnings.catch_warnings():
         with cuda_on_meta(AUTOCAST.get(setup.precision)):
             loss_sum, _ = model(**inputs)
@@ -99,14 +99,9 @@ def _compiled_loss(recorder: Recorder, *args: Any) -> Any:
 def _checkpoint(model: GPT, setup: MemoryInputs) -> None:
     """Checkpoint the blocks. The recomputation also emulates CUDA; torch does not check the recomputed tensors."""
     mode = setup.activation_checkpointing
-    checkpoint_blocks(model, (Block,), mode)
-    for block in model.blocks if mode != "none" else ():
-        forward: Any = block.forward
-        plain, checkpointed = forward.args
-        make = checkpointed.keywords.get("context_fn", lambda: (nullcontext(), nullcontext()))
-        contexts = partial(_contexts, make, AUTOCAST.get(setup.precision))
-        checkpointed = partial(checkpointed, determinism_check="none", context_fn=contexts)
-        block.forward = partial(forward.func, plain, checkpointed)  # type: ignore[method-assign]
+    make = selective_contexts if mode == "selective" else lambda: (nullcontext(), nullcontext())
+    contexts = partial(_contexts, make, AUTOCAST.get(setup.precision))
+    checkpoint_blocks(model, (Block,), mode, determinism_check="none", context_fn=contexts)
 
 
 def _contexts(make: Callable[[], tuple[Any, Any]], autocast: torch.dtype | None) -> tuple[Any, Any]:
