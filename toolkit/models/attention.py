@@ -8,6 +8,7 @@ from toolkit.models.attention_kernels import FlashMask, FlexMask, flash_attentio
 from toolkit.models.config import ModelConfig
 from toolkit.models.kv_cache import LayerCache
 from toolkit.models.masks import AttentionMask
+from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.models.norm import Norm, make_qk_norm
 from toolkit.models.rope import RotaryEmbedding
 
@@ -122,9 +123,7 @@ def attend(
         if sinks is not None:
             return sink_attention(q, k, v, attn_mask, scale, sinks)
         return fused_attention(q, k, v, attn_mask.mask, attn_mask.is_causal, scale)
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):  # it does not know these kernels
-        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+    q, k, v = (t.to(matmul_dtype(t)) for t in (q, k, v))  # autocast does not know these kernels
     if isinstance(attn_mask.kernel_mask, FlexMask):
         assert softcap is not None
         return flex_attention_with_softcap(q, k, v, attn_mask.kernel_mask, scale, softcap)

@@ -15,6 +15,7 @@ from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.masks import AttentionMaskBuilder, ContextMaskBuilder, KernelChoice, MaskBuilder
+from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.private_torch import has_no_data
 
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -90,8 +91,7 @@ def choose_kernel(
     ):  # compiling the complete model, which cannot include the self-check
         return None
     kernel = kernel_of(config, has_documents, has_context)
-    is_mixed = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if is_mixed else x.dtype
+    dtype = matmul_dtype(x)
     if kernel is None or dtype not in DTYPES or (kernel.name == "flash" and has_documents and not has_bounds):
         return None
     groups = config.n_head if config.latent_attention is not None else config.n_query_groups

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class DistillationOptions(NamedTuple):
     label_weight: float
 
 
+@dataclass
 class DistillationLoss(RowLoss):
     """The loss of one micro-batch, to be used once.
 
@@ -52,17 +54,14 @@ class DistillationLoss(RowLoss):
         sums: Sums over the supervised rows, (2,) fp32 in nats: divergence and cross-entropy.
     """
 
-    def __init__(
-        self,
-        options: DistillationOptions,
-        hidden: Tensor,
-        head: Callable[[], tuple[Tensor, Tensor | None]],
-        softcap: float | None,
-        vocab_size: int,
-    ) -> None:
-        self.options, self.hidden, self.head, self.softcap = options, hidden, head, softcap
-        self.vocab_size = vocab_size
-        self.sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+    options: DistillationOptions
+    hidden: Tensor
+    head: Callable[[], tuple[Tensor, Tensor | None]]
+    softcap: float | None
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        self.sums = torch.zeros(2, dtype=torch.float32, device=self.hidden.device)
         self._start = 0
 
     def start(self, dtype: torch.dtype, supervised: Tensor | None, ignored: Tensor | None) -> CrossEntropy:

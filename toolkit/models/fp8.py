@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.errors import join_first, require_option, require_package
 from toolkit.models.gpt import GPT
+from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.private_torch import inner_shard
 
 SIZE_MULTIPLE = 16  # of both sizes of a matrix, for torch's fp8 products
@@ -71,7 +72,7 @@ def convert_to_fp8(model: GPT, kind: str, device: str, pads_tokens: bool = False
 
 def _autocast_on_cpu(layer: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     """Cast the input as torchao does under autocast, but only for CUDA."""
-    return (args[0].to(torch.get_autocast_dtype("cpu")),) if torch.is_autocast_enabled("cpu") else args
+    return (args[0].to(matmul_dtype(args[0])),)
 
 
 def gather_in_fp8(module: nn.Module, device: str = "cuda") -> None:

@@ -39,15 +39,16 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.norm_1 = make_norm(config) if config.norm_1 else nn.Identity()
+
+        def norm(is_used: bool) -> nn.Module:
+            return make_norm(config) if is_used else nn.Identity()
+
+        self.norm_1 = norm(config.norm_1)
         self.attn = (CausalSelfAttention if config.latent_attention is None else LatentAttention)(config)
-        self.post_attention_norm = make_norm(config) if config.post_attention_norm else nn.Identity()
-        if config.shared_attention_norm:
-            self.norm_2 = None
-        else:
-            self.norm_2 = make_norm(config) if config.norm_2 else nn.Identity()
+        self.post_attention_norm = norm(config.post_attention_norm)
+        self.norm_2 = None if config.shared_attention_norm else norm(config.norm_2)
         self.mlp = LLaMAMoE(config) if config.has_experts(layer) else make_mlp(config)
-        self.post_mlp_norm = make_norm(config) if config.post_mlp_norm else nn.Identity()
+        self.post_mlp_norm = norm(config.post_mlp_norm)
         self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier
         self.window, self.rope_index = config.window(layer), config.rope_index(layer)
         self.has_experts = config.has_experts(layer)
@@ -190,7 +191,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             self.lm_head.weight = self.transformer.wte.weight
 
     def __call__(self, *args: Any, log_probs: bool = False, **inputs: Any) -> Any:
-        """Call :meth:`forward`. ``log_probs`` stands for ``Targets(labels, GPT.log_probs)``, as in earlier objectives."""
+        """Call :meth:`forward`. ``log_probs`` is short for ``Targets(labels, GPT.log_probs)``, for older objectives."""
         if log_probs:
             inputs["labels"] = Targets(inputs["labels"], GPT.log_probs)
         return super().__call__(*args, **inputs)

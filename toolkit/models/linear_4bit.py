@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.models.lora_layers import LoRAMixin
+from toolkit.models.mixed_mm import matmul_dtype
 
 
 class Linear4bit(bnb.nn.Linear4bit):
@@ -27,10 +28,7 @@ class Linear4bit(bnb.nn.Linear4bit):
 
     def project(self, x: Tensor) -> Tensor:
         """Return the output without the bias."""
-        device_type = x.device.type
-        if torch.is_autocast_enabled(device_type):
-            x = x.to(torch.get_autocast_dtype(device_type))
-        return bnb.matmul_4bit(x, self.weight.view(torch.uint8), quant_state=self.quant_state)
+        return bnb.matmul_4bit(x.to(matmul_dtype(x)), self.weight.view(torch.uint8), quant_state=self.quant_state)
 
     def base_weight(self) -> Tensor:
         """Return the dequantized weight, (out, in)."""
