@@ -49,10 +49,13 @@ def kernel_of(config: ModelConfig, has_documents: bool, has_context: bool = Fals
         return None
     if config.attention_logit_softcapping is not None:
         return KernelChoice("flex", for_causal=True) if width >= MIN_FLEX_WIDTH else None
-    has_windows = any(config.window(layer) is not None for layer in range(config.n_layer))
-    if has_documents or has_windows or config.attention_sinks or has_context:
+    if has_documents or _has_windows(config) or config.attention_sinks or has_context:
         return KernelChoice("flash", for_causal=config.attention_sinks or has_context)
     return None
+
+
+def _has_windows(config: ModelConfig) -> bool:
+    return any(config.window(layer) is not None for layer in range(config.n_layer))
 
 
 def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
@@ -102,7 +105,7 @@ def choose_kernel(
         (config.n_head, groups, max(config.head_size, config.value_size)),
         config.attention_scale,
         config.attention_logit_softcapping,
-        any(config.window(layer) is not None for layer in range(config.n_layer)),
+        _has_windows(config),
         has_documents,
         has_context,
     )

@@ -191,7 +191,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             self.lm_head.weight = self.transformer.wte.weight
 
     def __call__(self, *args: Any, log_probs: bool = False, **inputs: Any) -> Any:
-        """Call :meth:`forward`. ``log_probs`` is short for ``Targets(labels, GPT.log_probs)``, for older objectives."""
+        """Call :meth:`forward`. ``log_probs`` is short for ``Targets(labels, GPT.log_probs)``."""
         if log_probs:
             inputs["labels"] = Targets(inputs["labels"], GPT.log_probs)
         return super().__call__(*args, **inputs)

@@ -37,7 +37,7 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
     model.requires_grad_(False)
     for block in model.blocks:
         for name, rows_of in attention_rows(model.config).items():
-            _adapt(block.attn, name, config, {part: rows for part, rows in rows_of.items() if getattr(config, part)})
+            _adapt(block.attn, name, config, {part: rows for part, rows in rows_of.items() if part in config.parts})
         _adapt(block.attn, "proj", config, {_ALL_ROWS: config.projection})
         for name, layer in list(block.mlp.named_children()):
             if isinstance(layer, nn.Linear):

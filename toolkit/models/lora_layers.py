@@ -153,9 +153,9 @@ class LoRALinear(LoRAMixin, nn.Linear):
 def replace_linear(owner: nn.Module, name: str, new_class: type[nn.Linear]) -> Any:
     """Put a ``new_class`` in the place of a linear layer, with the same parameters, which preserves ties."""
     old = getattr(owner, name)
-    new = new_class(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
+    new: Any = new_class(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
     new.weight, new.bias = old.weight, old.bias
-    if isinstance(old, LoRAMixin) and isinstance(new, LoRAMixin):
+    if isinstance(old, LoRAMixin):
         new.lora, new.scaling, new.dropout, new.dora = old.lora, old.scaling, old.dropout, old.dora
     new.train(old.training)
     setattr(owner, name, new)

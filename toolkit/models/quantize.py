@@ -49,8 +49,8 @@ def quantize_linears(
             avoid rounding twice. Default: the layers' weights.
         device: Device of the quantized weights.
     """
-    for name, layer, new in _replaced_linears(model, kind):
-        weight = layer.weight if weight_of is None else weight_of(f"{name}.weight")
+    for name, new in _replaced_linears(model, kind):
+        weight = new.weight if weight_of is None else weight_of(f"{name}.weight")
         new.quantize_weight(weight, kind == NESTED, device)
 
 
@@ -66,14 +66,14 @@ def reserve_quantized(
         Functions by parameter name that return the packed values.
     """
     values: dict[str, Callable[[], Tensor]] = {}
-    for name, _, new in _replaced_linears(model, kind):
+    for name, new in _replaced_linears(model, kind):
         new.reserve_weight(storage)
         values[f"{name}.weight"] = partial(new.pack, partial(weight_of, f"{name}.weight"), kind == NESTED, device)
     return values
 
 
-def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, nn.Linear, Linear4bit]]:
-    """Replace the blocks' linear layers. Yields name, old layer and new layer (without a weight) one by one."""
+def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, Linear4bit]]:
+    """Replace the blocks' linear layers. Yields name and new layer, still with the old weight, one by one."""
     refuse_experts(model.config, kind)
     # on import, bitsandbytes warns about missing optional CPU kernels
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -89,4 +89,4 @@ def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, nn.Line
         require_option(layer.in_features % BLOCK == 0, "quantize", kind, hint)
         new_class = LoRALinear4bit if isinstance(layer, LoRALinear) else Linear4bit
         owner, _, own_name = name.rpartition(".")
-        yield name, layer, replace_linear(model.get_submodule(owner), own_name, new_class)
+        yield name, replace_linear(model.get_submodule(owner), own_name, new_class)

@@ -84,7 +84,7 @@ class Objective(ABC):
         """Return the sums of a micro-batch by part as fp32 scalars. All ranks must return the same parts.
 
         Call ``model`` (as the strategy wraps it) once, with :func:`toolkit.objectives.inputs.forward_inputs`.
-        :func:`toolkit.objectives.inputs.token_log_probs` returns the log-probabilities of the labels (M1).
+        ``model(..., labels=labels, log_probs=True)`` returns the log-probabilities of the labels (M1).
         """
 
 

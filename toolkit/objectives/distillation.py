@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.errors import require_option
@@ -59,7 +58,6 @@ class Distillation(Objective):
 
         from toolkit.distributed.fsdp import gather_head, release_head
         from toolkit.models.distillation import DistillationLoss, DistillationOptions
-        from toolkit.models.gpt import GPT
         from toolkit.objectives.inputs import original_module, run_with_head
 
         student: Any = original_module(model)
@@ -74,7 +72,9 @@ class Distillation(Objective):
             min(teacher.vocab_size, student.vocab_size),
         )
         try:
-            loss_sum, balancing = run_with_head(model, batch, device, partial(GPT.cross_entropy, row_loss=loss))
+            loss_sum, balancing = run_with_head(
+                model, batch, device, lambda model, x, labels: model.cross_entropy(x, labels, loss)
+            )
         finally:
             release_head(teacher)
         return {LOSS: loss_sum + balancing, DIVERGENCE: loss.sums[0], NEXT_TOKEN: loss.sums[1]}

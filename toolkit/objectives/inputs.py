@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from toolkit.data.batch import Batch
 from toolkit.distributed.private_lightning import FabricModule
-from toolkit.models.attention_kernels import Documents
 from toolkit.models.gpt import GPT, Targets
 
 
@@ -19,7 +18,7 @@ def original_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, FabricModule) else model
 
 
-def forward_inputs(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor | Documents]:
+def forward_inputs(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Any]:
     """Return the arguments of the model's forward, on ``device``.
 
     Models with random numbers in forward get ``sample_keys``; GPT, which has attention kernels, gets document bounds.
@@ -29,16 +28,11 @@ def forward_inputs(model: nn.Module, batch: Batch, device: torch.device) -> dict
 
 
 def run_with_head(
-    model: nn.Module, batch: Batch, device: torch.device, head: Callable[[GPT, Tensor, Tensor], Tensor]
+    model: nn.Module, batch: Batch, device: torch.device, head: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Run a GPT. Return the result of ``head``, see :class:`Targets`, and the load-balancing loss, an fp32 scalar."""
-    inputs: Any = forward_inputs(model, batch, device)
+    inputs = forward_inputs(model, batch, device)
     return model(**inputs | {"labels": Targets(inputs["labels"], head)})
-
-
-def token_log_probs(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each label, (B, T) fp32 in nats, 0 where it is -100, and the balancing loss."""
-    return run_with_head(model, batch, device, GPT.log_probs)
 
 
 @cache

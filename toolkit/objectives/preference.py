@@ -111,13 +111,14 @@ def label_log_probs(
     import torch
 
     from toolkit.models.lora import without_adapters
-    from toolkit.objectives.inputs import original_module, token_log_probs
+    from toolkit.objectives.inputs import forward_inputs, original_module
 
+    inputs = forward_inputs(model, batch, device)
     if with_adapters:
-        log_probs, balancing = token_log_probs(model, batch, device)
+        log_probs, balancing = model(**inputs, log_probs=True)
     else:
         with torch.no_grad(), without_adapters(original_module(model)):
-            log_probs, balancing = token_log_probs(model, batch, device)
+            log_probs, balancing = model(**inputs, log_probs=True)
     return log_probs.sum(1), balancing
 
 
