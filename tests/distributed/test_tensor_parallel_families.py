@@ -48,7 +48,7 @@ def step(model: GPT, log_probs: bool = False) -> torch.Tensor:
     ids = torch.randint(0, 96, (2, 32), generator=generator)
     labels = ids.roll(-1, 1).masked_fill(torch.rand(2, 32, generator=generator) < 0.3, -100)
     documents = torch.arange(32).ge(13).long().expand(2, 32)
-    loss, _ = model(input_ids=ids, labels=labels, documents=documents, log_probs=log_probs)
+    loss, _ = model(ids, labels, documents=documents, log_probs=log_probs)
     loss = -(loss * torch.arange(64.0).view(2, 32)).sum() if log_probs else loss
     loss.backward()
     return loss.detach()

@@ -190,11 +190,10 @@ class GPT(nn.Module, metaclass=InitializedModel):
         if self.config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
 
-    def __call__(self, *args: Any, log_probs: bool = False, **inputs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, labels: Any = None, *, log_probs: bool = False, **inputs: Any) -> Any:
         """Call :meth:`forward`. ``log_probs`` is short for ``Targets(labels, GPT.log_probs)``."""
-        if log_probs:
-            inputs["labels"] = Targets(inputs["labels"], GPT.log_probs)
-        return super().__call__(*args, **inputs)
+        labels = Targets(labels, GPT.log_probs) if log_probs else labels
+        return super().__call__(input_ids, labels, **inputs)
 
     def forward(
         self,
