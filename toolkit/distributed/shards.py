@@ -111,7 +111,8 @@ def sharded_values(values: dict[str, Any], parameter: nn.Parameter) -> dict[str,
 
 def _has_rows(key: str, value: Tensor, shard: Tensor) -> bool:
     """Whether an optimizer's tensor has values for each row of a shard."""
-    return not is_shared_state(key, value) and (key in (*ROW_STATE, *SHARED_STATE) or value.shape == shard.shape)
+    is_as_shard = value.shape in (shard.shape, (shard.numel(),))  # Prodigy flattens its state
+    return not is_shared_state(key, value) and (key in (*ROW_STATE, *SHARED_STATE) or is_as_shard)
 
 
 def is_shared_state(key: str, value: Any) -> bool:
