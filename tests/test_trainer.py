@@ -99,7 +99,12 @@ def test_names_of_other_libraries_are_answered():
         toolkit.Trainer(nn.Linear(2, 2), ROWS).save_checkpoint("x.pt", state_dict_type="full")
     with pytest.raises(UserError, match="^strategy FSDPStrategy: give a name, such as 'fsdp'"):
         toolkit.finetune("x", ROWS, strategy=FSDPStrategy())
-    for strategy, hint in (("zero2", "SHARD_GRAD_OP"), ("zero3", "use fsdp"), ("deepspeed", "use fsdp")):
+    for strategy, hint in (
+        ("zero2", "SHARD_GRAD_OP"),
+        ("zero3", "use fsdp"),
+        ("deepspeed", "use fsdp"),
+        ("fsdp1", "use fsdp, which resumes its checkpoints"),
+    ):
         with pytest.raises(UserError, match=f"strategy {strategy}: must be .*; .*{hint}"):
             toolkit.train("pico-llama", ROWS, strategy=strategy)
     with pytest.raises(UserError, match=r"ModelConfig\(hidden_dim=...\): no such field; did you mean n_embd\?"):

@@ -80,6 +80,16 @@ def test_s2_a_checkpoint_of_fsdp1_is_resumed_under_fsdp(kind, devices, tmp_path,
     assert write.losses(tmp_path / "resumed") == pytest.approx(expected, rel=1e-6)  # measured: the same bits
 
 
+def test_the_configuration_of_a_run_under_fsdp1_names_what_to_use(tmp_path, monkeypatch, capsys):
+    unpack(tmp_path, "7341057", "fsdp1")
+    monkeypatch.chdir(tmp_path)
+    options = ["--config", f"fsdp1/{write.STEP}/hyperparameters.yaml", "--out_dir", "again"]
+    assert cli.main(["pretrain", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "strategy fsdp1: must be one of" in line and line.endswith("; use fsdp, which resumes its checkpoints")
+    assert not Path("again").exists()
+
+
 def test_s2_a_run_begun_without_bos_resumes_without_it(tmp_path, monkeypatch, capsys):
     """Its checkpoints and its evaluation keep that rule, although its tokenizer adds bos."""
     unpack(tmp_path, "7341057", "bos")

@@ -89,7 +89,7 @@ EFFECTS = [
                 "fsdp_min_num_params": 5000,
                 "fsdp_state_dict_type": "sharded_state_dict",
                 "fsdp_reduce_dtype": "bfloat16",
-                "fsdp_buffer_dtype": "float16",
+                "fsdp_buffer_dtype": "float32",
                 "cpu_offload": True,
             },
         },
@@ -101,13 +101,13 @@ EFFECTS = [
             "precision": "bf16-mixed",
             "train.max_norm": 0.5,
             "fsdp.sharding_strategy": "SHARD_GRAD_OP",
-            "fsdp.backward_prefetch": "pre",  # fsdp1 has the other
-            "fsdp.forward_prefetch": False,
+            "fsdp.backward_prefetch": "none",
+            "fsdp.forward_prefetch": True,
             "fsdp.auto_wrap": "size",
             "fsdp.min_num_params": 5000,
             "fsdp.state_dict_type": "sharded",
             "fsdp.reduce_dtype": "bf16",
-            "fsdp.buffer_dtype": "fp16",
+            "fsdp.buffer_dtype": "auto",
             "fsdp.cpu_offload": True,
         },
     ),
@@ -259,7 +259,7 @@ def test_printed_guide_fits_any_layout(parse):
         assert not list(find_conflicts(Facts(args, args.precision, "cpu", devices, strategy)))
     fsdp = options["fsdp"]
     assert (fsdp.auto_wrap, fsdp.min_num_params, fsdp.reduce_dtype) == ("size", 1_000_000, "bf16")
-    assert (fsdp.backward_prefetch, fsdp.forward_prefetch, fsdp.buffer_dtype) == ("pre", False, "auto")
+    assert (fsdp.backward_prefetch, fsdp.forward_prefetch, fsdp.buffer_dtype) == ("none", True, "auto")
 
 
 def test_what_cannot_be_honored_is_an_error_unless_a_flag_overrides_it(parse):

@@ -83,8 +83,9 @@ def forked(monkeypatch):
 def inputs(sharding: str, layout: Layout, options: dict) -> MemoryInputs:
     values = {"config": LLAMA, "precision": "bf16-mixed", "micro_batch_size": 1, "accumulation": 1, "seq_length": 4096,
               "optimizer": {"name": "AdamW", "weight_decay": 0.1}, "activation_checkpointing": "full"}  # fmt: skip
-    strategy = StrategyPlan("fsdp", sharding, layout, "", engine="fsdp2")
-    return MemoryInputs(strategy=strategy, **(values | options))
+    values = {"fsdp": FSDPArgs()} | values | options
+    values["fsdp"] = replace(values["fsdp"], sharding_strategy=sharding)
+    return MemoryInputs(strategy=StrategyPlan("fsdp", sharding, layout, ""), **values)
 
 
 @pytest.mark.parametrize("case", slow_except(["hybrid"], CASES))

@@ -84,10 +84,10 @@ def test_masks_are_needed_for_windows_shorter_than_the_rows():
     assert needs_masks(None, 8)  # a user-provided module
 
 
-def test_minimum_torch_version_has_grouped_mm():
+def test_minimum_torch_version_is_the_first_whose_fully_shard_is_supported():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     major, minor = re.search(r'"torch>=(\d+)\.(\d+)"', text).groups()
-    assert (int(major), int(minor)) >= (2, 10)  # torch.nn.functional.grouped_mm
+    assert (int(major), int(minor)) >= (2, 11)  # grouped_mm has been there since 2.10
 
 
 def test_nccl_gets_its_device():

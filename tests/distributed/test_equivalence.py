@@ -10,7 +10,6 @@ from toolkit.checkpoints.weights import load_weights
 
 SHARDINGS = ["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 ACCUMULATED = SHARDINGS[:3]  # with sharded gradients between the micro-batches
-ENGINES = {"fsdp": "", "fsdp1": "fsdp1-"}  # and their mark in the names of cases
 PRECISIONS = ["32-true", "bf16-mixed"]
 WRAPPED = {
     "wrap-class": ["--fsdp.auto_wrap", "class", "--fsdp.wrap_classes", "[Block, CausalSelfAttention]"],
@@ -29,18 +28,17 @@ def cases(size: int) -> list[Case]:
             found.append(Case(f"1-single-{precision}", same))
             for micro in (8, 4):  # other micro-batch splits: the tolerance of bf16
                 found.append(Case(f"split-{micro}-{precision}", [*same, "--train.micro_batch_size", str(micro)]))
-        for engine, mark in ENGINES.items() if size > 1 else ():
-            for sharding in SHARDINGS if engine == "fsdp" else ACCUMULATED:
-                flags = [*same, "--strategy", engine, "--fsdp.sharding_strategy", sharding]
-                is_hybrid = size == 4 and sharding == "HYBRID_SHARD"
-                found.append(Case(f"{size}-{mark}{sharding}-{precision}", flags, look_at="collectives"))
-                if is_hybrid:
-                    found.append(Case(f"2x2-{mark}{sharding}-{precision}", flags, nodes=2, look_at="collectives"))
-                if sharding in ACCUMULATED:
-                    layout, nodes = ("2x2", 2) if is_hybrid else (size, 1)
-                    sharded = [*flags, "--fsdp.accumulate", "sharded"]
-                    name = f"{layout}-{mark}{sharding}-accumulate-{precision}"
-                    found.append(Case(name, sharded, nodes=nodes, look_at="collectives"))
+        for sharding in SHARDINGS if size > 1 else ():
+            flags = [*same, "--strategy", "fsdp", "--fsdp.sharding_strategy", sharding]
+            is_hybrid = size == 4 and sharding == "HYBRID_SHARD"
+            found.append(Case(f"{size}-{sharding}-{precision}", flags, look_at="collectives"))
+            if is_hybrid:
+                found.append(Case(f"2x2-{sharding}-{precision}", flags, nodes=2, look_at="collectives"))
+            if sharding in ACCUMULATED:
+                layout, nodes = ("2x2", 2) if is_hybrid else (size, 1)
+                sharded = [*flags, "--fsdp.accumulate", "sharded"]
+                name = f"{layout}-{sharding}-accumulate-{precision}"
+                found.append(Case(name, sharded, nodes=nodes, look_at="collectives"))
         fsdp = [*same, "--strategy", "fsdp"]
         if size < 4:
             offloaded = [*fsdp, "--fsdp.cpu_offload", "true"]
@@ -76,6 +74,8 @@ def cases(size: int) -> list[Case]:
             "wrap-size-full": [*fsdp, *full, *WRAPPED["wrap-size"]],
             "wrap-class-compiled": [*compiled, *WRAPPED["wrap-class"]],
             "selective-compiled": [*compiled, *selective],
+            "forward-prefetch": [*fsdp, "--fsdp.forward_prefetch", "true"],
+            "no-prefetch": [*fsdp, "--fsdp.backward_prefetch", "none"],
         }.items():
             found.append(Case(f"2-{name}-32-true", flags))
     if size == 2:
@@ -123,7 +123,7 @@ def relative(a: list[float], b: list[float]) -> float:
 NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.name.startswith("split")]
 
 
-ALWAYS = ["1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "2-fsdp1-FULL_SHARD-32-true", "2-untied-32-true"]
+ALWAYS = ["1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "2-untied-32-true"]
 
 
 def named(names: list[str]):
@@ -149,11 +149,13 @@ SAME = {
     "2-full-fsdp-32-true": "2-FULL_SHARD-32-true",
     "2-selective-ddp-32-true": "2-ddp-32-true",
     "2-wrap-size-full-32-true": "2-wrap-size-32-true",
+    "2-forward-prefetch-32-true": "2-FULL_SHARD-32-true",
+    "2-no-prefetch-32-true": "2-FULL_SHARD-32-true",
 }
 
 
 @named(list(SAME))
-def test_checkpointed_activations_change_no_bit(runs, name):
+def test_checkpointed_activations_and_prefetching_change_no_bit(runs, name):
     folder, _ = runs
     assert losses(folder / name) == losses(folder / SAME[name])
 
@@ -219,9 +221,6 @@ REDUCTIONS = {
     "2-wrap-class-32-true": UNITS + 2 + 2,  # an attention inside each block
     "2-wrap-size-32-true": UNITS + 2,
     "2-wrap-nothing-32-true": 1 + 2,
-    "2-fsdp1-FULL_SHARD-32-true": UNITS + 2,
-    "2-fsdp1-FULL_SHARD-accumulate-bf16-mixed": 4 * UNITS + 3,
-    "2x2-fsdp1-HYBRID_SHARD-accumulate-32-true": 2 * UNITS + UNITS + 3,
 }
 
 

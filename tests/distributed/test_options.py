@@ -6,8 +6,9 @@ import pytest
 from helpers.cases import has_slow_tests
 from helpers.groups import Case, run_group
 
+from toolkit import cli
+
 FSDP = ["--strategy", "fsdp", "--train.max_steps", "2"]
-FSDP1 = ["--strategy", "fsdp1", "--train.max_steps", "2"]
 DDP = ["--strategy", "ddp", "--train.max_steps", "2"]
 STATIC = ["--ddp.static_graph", "true", "--train.micro_batch_size", "4"]
 
@@ -17,15 +18,10 @@ def seen(tmp_path_factory, shared_flags, request):
     folder = tmp_path_factory.mktemp("options")
     cases = [
         Case("fsdp", FSDP),
-        Case("fsdp1", FSDP1),
         Case("mixed", [*FSDP, "--precision", "bf16-mixed"]),
         Case("fsdp-all", [
             *FSDP, "--precision", "bf16-mixed", "--fsdp.param_dtype", "fp32", "--fsdp.reduce_dtype", "bf16",
-        ]),
-        Case("fsdp1-all", [
-            *FSDP1, "--precision", "bf16-mixed", "--fsdp.param_dtype", "fp32", "--fsdp.reduce_dtype", "bf16",
-            "--fsdp.backward_prefetch", "post", "--fsdp.forward_prefetch", "true",
-            "--fsdp.limit_all_gathers", "false", "--fsdp.sharding_strategy", "SHARD_GRAD_OP",
+            "--fsdp.backward_prefetch", "none", "--fsdp.forward_prefetch", "true",
         ]),
         Case("bf16-true", [*FSDP, "--precision", "bf16-true", "--fsdp.reduce_dtype", "fp32"]),
         Case("ddp", DDP),
@@ -34,17 +30,9 @@ def seen(tmp_path_factory, shared_flags, request):
         Case("ddp-static", [*DDP, *STATIC], fault="weights of the MLPs are not used"),
     ]  # fmt: skip
     if not has_slow_tests(request):
-        cases = [case for case in cases if case.name in ("mixed", "fsdp1-all")]
+        cases = [case for case in cases if case.name in ("mixed", "fsdp-all")]
     results = run_group(folder, 2, cases, shared_flags)
     return {name: ranks[1] for name, ranks in results.items()}
-
-
-@pytest.mark.slow
-def test_fsdp1_defaults(seen):
-    options = seen["fsdp1"]["options"]
-    assert "BACKWARD_PRE" in options["backward_prefetch"] and options["limit_all_gathers"]
-    assert not options["forward_prefetch"] and "FULL_SHARD" in options["sharding"]
-    assert "param_dtype=None" in options["block"] and "reduce_dtype=None" in options["block"]
 
 
 def test_n8_mixed_precision_keeps_reduction_and_master_weights_in_fp32(seen):
@@ -53,17 +41,25 @@ def test_n8_mixed_precision_keeps_reduction_and_master_weights_in_fp32(seen):
     assert seen["mixed"]["dtypes"] == ["torch.float32"]
 
 
-@pytest.mark.slow
 def test_every_fsdp_option_reaches_the_units(seen):
-    assert seen["fsdp-all"]["options"]["dtypes"]["FSDPBlock"] == ["torch.float32", "torch.bfloat16"]
+    default, changed = seen["mixed"]["options"], seen["fsdp-all"]["options"]
+    assert changed["dtypes"]["FSDPBlock"] == ["torch.float32", "torch.bfloat16"]
+    assert default["prefetched"] == {"forward": {}, "backward": {}}  # in the backward pass torch prefetches one unit
+    first, second = "transformer.h.0", "transformer.h.1"
+    assert changed["prefetched"] == {
+        "forward": {"": [first], first: [second]},
+        "backward": {name: [name] for name in ("", first, second)},  # itself, so nothing ahead
+    }
 
 
-def test_every_fsdp1_option_reaches_the_wrapper(seen):
-    options = seen["fsdp1-all"]["options"]
-    assert "BACKWARD_POST" in options["backward_prefetch"] and "SHARD_GRAD_OP" in options["sharding"]
-    assert options["forward_prefetch"] and not options["limit_all_gathers"]
-    for dtype in ("param_dtype=torch.float32", "reduce_dtype=torch.bfloat16"):
-        assert dtype in options["block"]
+def test_values_without_an_effect_are_refused(capsys):
+    for option, value, message in (
+        ("limit_all_gathers", "false", "FSDP always limits them; remove it"),
+        ("buffer_dtype", "bf16", "must be auto"),
+        ("backward_prefetch", "post", "must be one of pre, none"),
+    ):
+        assert cli.main(["pretrain", f"--fsdp.{option}", value]) == 2
+        assert capsys.readouterr().err == f"toolkit pretrain: --fsdp.{option} {value}: {message}\n"
 
 
 @pytest.mark.slow

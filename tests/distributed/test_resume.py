@@ -72,8 +72,8 @@ def test_s2_resume(resumed, source, target, kind):
 
 @pytest.mark.slow
 def test_s2_resume_under_the_other_strategy(tmp_path, shared_flags):
-    """--strategy auto may choose ddp on one machine, and fsdp on the next; fsdp shards rows, fsdp1 elements."""
-    under = {name: ["--strategy", name] for name in ("fsdp", "ddp", "fsdp1")}
+    """--strategy auto may choose ddp on one machine, and fsdp on the next."""
+    under = {name: ["--strategy", name] for name in ("fsdp", "ddp")}
     names = [(source, kind) for source in under for kind in FORMATS]
     run_group(tmp_path, 2, [Case(f"{s}-{kind}", [*flags(kind), *under[s]]) for s, kind in names], shared_flags)
     again = []
@@ -101,8 +101,8 @@ LESS_MEMORY = ["--train.activation_checkpointing", "selective", "--fsdp.accumula
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [flags("full"), flags("sharded"), [*flags("sharded"), *LESS_MEMORY], [*flags("sharded"), "--strategy", "fsdp1"]],
-    ids=[*FORMATS, "less-memory", "fsdp1"],
+    [flags("full"), flags("sharded"), [*flags("sharded"), *LESS_MEMORY]],
+    ids=[*FORMATS, "less-memory"],
 )
 def test_s2_run_after_two_sigkills_on_two_ranks_is_bit_equal(corpus, tmp_path, options, shared_flags):
     run_uninterrupted_and_killed_twice(["pretrain", *shared_flags, *options, "--devices", "2"], tmp_path)

@@ -106,7 +106,7 @@ def test_plan_has_the_part_of_each_rank(runs):
     config = replace(get_config("pico-llama"), tie_embeddings=False).with_vocab_size(300)
 
     def plan(tensor: int) -> Memory:
-        strategy = StrategyPlan("fsdp", "NO_SHARD", Layout(tensor=tensor), "", engine="fsdp2")
+        strategy = StrategyPlan("fsdp", "NO_SHARD", Layout(tensor=tensor), "")
         return plan_memory(MemoryInputs(config, "32-true", strategy, 1, 8, 32, {"name": "AdamW"}, "cpu"))
 
     half, complete = plan(2), plan(1)

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.faulty_callbacks import skew_gradient
@@ -35,7 +35,7 @@ from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
 from toolkit.diagnostics import communication, single_process
 from toolkit.diagnostics.gradients import GradientRecorder
-from toolkit.distributed import fsdp, fsdp1, ranks, strategy
+from toolkit.distributed import fsdp, ranks, strategy
 from toolkit.distributed.shards import shard_of, sharded_values
 from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import GuardError
@@ -82,12 +82,7 @@ def waiting_gradients(module) -> list[torch.Tensor]:
         held += [group._partial_reduce_output for group in groups]  # of HYBRID_SHARD
         shown = {id(p.grad) for p in module.parameters()}
         return [gradient for gradient in held if gradient is not None and id(gradient) not in shown]
-    if not isinstance(module, FullyShardedDataParallel):
-        return []
-    units = FullyShardedDataParallel.fsdp_modules(module)
-    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
-    shown = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
-    return [p.grad for p in flat if p.grad is not None and p.grad.untyped_storage().data_ptr() not in shown]
+    return []
 
 
 def watch(seen: dict, fit):
@@ -141,15 +136,17 @@ def options_of(module) -> dict:
         _, *units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         policies = {type(part).__name__: part._get_fsdp_state()._mp_policy for part in (*units, module)}
         dtypes = {name: [str(policy.param_dtype), str(policy.reduce_dtype)] for name, policy in policies.items()}
-        return {"units": [type(unit).__name__.removeprefix("FSDP") for unit in units], "dtypes": dtypes}
-    if isinstance(module, FullyShardedDataParallel):
-        root, *units = FullyShardedDataParallel.fsdp_modules(module)
-        return {
-            "backward_prefetch": str(module.backward_prefetch), "forward_prefetch": module.forward_prefetch,
-            "limit_all_gathers": module.limit_all_gathers, "block": str(units[0].mixed_precision) if units else None,
-            "root": str(root.mixed_precision), "sharding": str(module.sharding_strategy),
-            "units": [type(unit.module).__name__ for unit in units],
-        }  # fmt: skip
+        names = {part: name for name, part in module.named_modules() if isinstance(part, FSDPModule)}
+        prefetched = {
+            kind: {
+                name: [names[unit] for state in lists for unit in state._modules]
+                for part, name in names.items()
+                if (lists := getattr(part._get_fsdp_state(), f"_states_to_{kind}_prefetch"))
+            }
+            for kind in ("forward", "backward")
+        }
+        classes = [type(unit).__name__.removeprefix("FSDP") for unit in units]
+        return {"units": classes, "dtypes": dtypes, "prefetched": prefetched}
     if isinstance(module, DistributedDataParallel):
         return {
             "bucket_bytes": module.bucket_bytes_cap, "bucket_view": module.gradient_as_bucket_view,
@@ -221,19 +218,15 @@ def broken(kind: str):
     """Inject a fault."""
     if kind == "mesh":  # shard groups of one rank without replicas
         return mock.patch.object(fsdp, "data_mesh", lambda layout, device: hybrid_mesh(device)["shard"])
-    if kind == "mesh of fsdp1":  # shard groups of one rank: torch does not synchronize the replicas
-        hybrid = {"FULL_SHARD": ShardingStrategy.HYBRID_SHARD}
-        mesh = lambda layout, device: hybrid_mesh(device)  # noqa: E731
-        return mock.patch.multiple(fsdp1, data_mesh=mesh, ShardingStrategy=hybrid)
     if kind == "norms":  # gradients of replicated parameters are never reduced
-        return mock.patch.object(fsdp.ShardedStrategy, "_complete_gradients", lambda self, module: None)
+        return mock.patch.object(fsdp.FullyShardedStrategy, "_complete_gradients", lambda self, module: None)
     if kind == "norms that differ":  # between the replicas of HYBRID_SHARD, by more than rounding
-        norm = fsdp.ShardedStrategy._norm_of_replica
+        norm = fsdp.FullyShardedStrategy._norm_of_replica
 
         def skewed(self, module):
             return norm(self, module) * (1 + 0.1 * (dist.get_rank() // 2))
 
-        return mock.patch.object(fsdp.ShardedStrategy, "_norm_of_replica", skewed)
+        return mock.patch.object(fsdp.FullyShardedStrategy, "_norm_of_replica", skewed)
     if kind == "16-mixed on a CPU":  # no fault: GPUs without bfloat16 use it
         return mock.patch.object(resolve, "pick_precision", lambda *args: "16-mixed")
     if kind == "compile with the eager backend":  # no fault: dynamo without the compile time

@@ -176,11 +176,9 @@ def test_n2_dpo_is_one_curve_in_every_split_and_resumed_bit_equal(base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "fsdp1", "fsdp --tensor_parallel_size 2"])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "fsdp --tensor_parallel_size 2"])
 def test_n2_dpo_on_two_ranks(base, strategy):
     for command in ("finetune_lora", "finetune_full"):
-        if strategy == "fsdp1" and command == "finetune_lora":
-            continue  # FSDP1 has no adapters
         whole = run(command, f"--objective DPO --train.micro_batch_size 4 --out_dir {command}")
         words = f"--objective DPO --devices 2 --strategy {strategy} --out_dir {command}-two"
         subprocess.run([sys.executable, "-m", "toolkit", command, "base", *RUN.split(), *words.split()], check=True)

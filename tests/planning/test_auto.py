@@ -83,7 +83,6 @@ def test_strategies_of_runs(config_of):
             # what is given implies its strategy, also as the value that auto would take
             ({"strategy": "fsdp"}, {}, "fsdp FULL_SHARD"),
             ({"fsdp.sharding_strategy": "HYBRID_SHARD"}, {}, "fsdp FULL_SHARD"),
-            ({"strategy": "fsdp1", "fsdp.forward_prefetch": True}, {}, "fsdp1 FULL_SHARD"),
             ({"fsdp.state_dict_type": "sharded"}, {}, "fsdp FULL_SHARD"),
             ({"fsdp.sharding_strategy": "NO_SHARD"}, {}, "fsdp NO_SHARD, one unit per block, 1 shard, 8 replicas"),
             ({"ddp.bucket_cap_mb": 5.0}, {"gb": 1}, "ddp, 8 replicas (options of --ddp"),

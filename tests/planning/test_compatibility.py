@@ -38,11 +38,11 @@ LORA, MODULE, SGD = {"lora": LoRAConfig()}, {"module": nn.Linear(1, 1)}, {"optim
 SPLIT = {"tensor_parallel_size": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
-FSDP1 = {"strategy": "fsdp1"}
 CONTEXT = {"context_parallel_size": 2}
 FP8, BF16_MIXED = {"train.fp8": "tensorwise"}, {"precision": "bf16-mixed"}
 DISTILLATION = {"objective": Distillation("teacher")}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
+EXTENSION = {"devices": 2, "extension": "thunder_fsdp"}
 PIPELINE, MICRO, LLAMA = {"pipeline_parallel_size": 2}, {"devices": 2, "micro": 8}, get_config("mini-llama")
 
 
@@ -53,13 +53,16 @@ class Preferences(NextToken):
     """An objective of an extension."""
 
 
-def facts_of(options: dict, *, devices=1, device="cpu", precision="32-true", micro=None, **facts) -> Facts:
+def facts_of(
+    options: dict, *, devices=1, device="cpu", precision="32-true", micro=None, extension=None, **facts
+) -> Facts:
     """The facts about a run on these devices, as resolving it finds them; without accumulation by default."""
     args = with_options(ARGS, options)
     strategy = plan_strategy(
         args.strategy, args.fsdp, args.ddp,
         devices=devices, num_nodes=1, accelerator=device, precision=precision, model_parallel=args.model_parallel,
     )  # fmt: skip
+    strategy = replace(strategy, extension=extension)
     batch = plan_batch(64, micro or 64 // devices, devices, model_parallel=args.model_parallel.world_size)
     return Facts(args, precision, device, devices, strategy, batch, **facts)
 
@@ -96,11 +99,11 @@ CASES = [
      "--objective Distillation is not supported with a user-provided or extension model: only toolkit's GPT computes"),
     (DISTILLATION | SPLIT, FSDP,
      "--objective Distillation is not supported with --tensor_parallel_size 2: its frozen model is not divided; "),
-    (DISTILLATION | FSDP1, FSDP,
-     "--objective Distillation is not supported with fsdp1: the frozen model's head cannot be gathered alone; use "
-     "--strategy fsdp or ddp"),
+    (DISTILLATION, EXTENSION,
+     "--objective Distillation is not supported with thunder_fsdp: the frozen model's head cannot be gathered alone; "
+     "use --strategy fsdp or ddp"),
     ({"strategy": "ddp", "tensor_parallel_size": 2}, {"devices": 2},
-     "--tensor_parallel_size 2 is not supported with --strategy ddp: only FSDP2 can be combined with it; use "
+     "--tensor_parallel_size 2 is not supported with --strategy ddp: only FSDP can be combined with it; use "
      "--strategy fsdp"),
     (SPLIT, {"model": get_config("Mixtral-8x7B-v0.1")} | FSDP,
      "--tensor_parallel_size 2 is not supported with experts (MoE): they are not divided; remove one of them"),
@@ -183,14 +186,8 @@ CASES = [
      "bf16-mixed or bf16-true"),
     (FP8 | SPLIT, FSDP | BF16_MIXED,
      "--train.fp8 tensorwise is not supported with --tensor_parallel_size 2; remove one of them"),
-    ({}, {"devices": 2, "torch": "2.10.1+cu126"},
-     "--strategy fsdp is not supported with torch 2.10.1+cu126; install torch 2.11 or newer, or use --strategy fsdp1"),
     ({"fsdp.shard_size": 2, "fsdp.sharding_strategy": "FULL_SHARD"}, FSDP,
      "--fsdp.shard_size 2 has no effect with --fsdp.sharding_strategy FULL_SHARD; use HYBRID_SHARD"),
-    ({"fsdp.forward_prefetch": True}, FSDP,
-     "--fsdp.forward_prefetch true is not supported with --strategy fsdp; remove it, or use --strategy fsdp1"),
-    (FSDP1 | {"train.activation_checkpointing": "full"}, FSDP,
-     "--strategy fsdp1 is not supported with --train.activation_checkpointing full; use --strategy fsdp"),
     ({"fsdp.accumulate": "sharded"}, FSDP,
      "--fsdp.accumulate sharded has no effect with one micro-batch per step: nothing is accumulated; remove it"),
     ({"fsdp.cpu_offload": True, **NF4, **LORA}, CUDA,
@@ -212,13 +209,12 @@ CASES = [
     (LORA, {"precision": "bf16-master"},
      "--precision bf16-master is not supported with finetune_lora: adapters are already fp32 and their base is bf16; "
      "use bf16-true"),
-    ({"optimizer.name": "adafactor", **FSDP1}, FSDP, "--optimizer.name Adafactor is not supported with fsdp1"),
-    ({"optimizer.name": "Muon", **FSDP1}, FSDP,
-     "--optimizer.name Muon is not supported with fsdp1: its shards are not rows of matrices"),
+    ({"optimizer.name": "Muon"}, EXTENSION,
+     "--optimizer.name Muon is not supported with thunder_fsdp: its shards are not rows of matrices"),
     (SGD, {"needs_unsharded": True, **FSDP},
      "a user-provided or extension optimizer is not supported with fsdp: its needs_unsharded is True"),
     ({}, {"precision": "bf16-master", **FSDP}, "--precision bf16-master is not supported with fsdp"),
-    (BF16 | FSDP1, FSDP, "--optimizer.state_dtype bf16 is not supported with fsdp1"),
+    (BF16, EXTENSION, "--optimizer.state_dtype bf16 is not supported with thunder_fsdp"),
     (SGD, {"precision": "bf16-master"}, "--precision bf16-master is not supported with a user-provided"),
     (BF16 | SGD, {}, "--optimizer.state_dtype bf16 is not supported with a user-provided"),
     (BF16, {"precision": "bf16-true"}, "--optimizer.state_dtype bf16 is not supported with --precision bf16-true"),
@@ -254,7 +250,6 @@ def test_each_row_is_violated_by_a_run_and_says_so(monkeypatch, thunder):
     def check(options: dict, run: dict, message: str) -> None:
         run = dict(run)
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL" if run.pop("detail", False) else "OFF")
-        monkeypatch.setattr(Facts, "torch_version", run.pop("torch", torch.__version__))
         facts = facts_of(options, **run)
         (found,) = find_conflicts(facts)
         assert found.startswith(message) and "{" not in found
@@ -293,30 +288,13 @@ def test_supported_runs_violate_no_row():
     ])  # fmt: skip
 
 
-def test_fsdp1_refuses_what_only_fsdp_does():
-    def check(options: dict, option: str) -> None:
-        (message,) = find_conflicts(facts_of(FSDP1 | options, devices=2))
-        assert message == f"--strategy fsdp1 is not supported with {option}; use --strategy fsdp"
-        assert not list(find_conflicts(facts_of({"strategy": "fsdp"} | options, devices=2)))
-
-    check_each(check, [
-        (LORA, "finetune_lora"),
-        ({"module": nn.Linear(1, 1), "block_classes": (nn.Linear,)}, "a module from Python"),
-        ({"compiler": "torch"}, "--compiler torch"),
-        ({"fsdp.cpu_offload": True}, "--fsdp.cpu_offload true"),
-        ({"fsdp.auto_wrap": "size"}, "--fsdp.auto_wrap size"),
-    ])  # fmt: skip
-    only = {"fsdp.limit_all_gathers": False, "fsdp.backward_prefetch": "none", "fsdp.reduce_dtype": "fp32"}
-    assert not list(find_conflicts(facts_of(FSDP1 | only, devices=2)))
-
-
 def test_fp8_names_the_option_that_it_does_not_support(thunder):
     def check(options: dict, run: dict, option: str) -> None:
         (message,) = find_conflicts(facts_of(FP8 | options, **BF16_MIXED, **run))
         assert message == f"--train.fp8 tensorwise is not supported with {option}; remove one of them"
 
     check_each(check, [
-        (FSDP1, FSDP, "--strategy fsdp1"),
+        ({}, EXTENSION, "--strategy thunder_fsdp"),
         ({"compiler": "thunder"}, {}, "--compiler thunder"),
         (MODULE, {}, "a user-provided module"),
     ])  # fmt: skip

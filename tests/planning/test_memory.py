@@ -516,8 +516,6 @@ def test_unsharded_units_are_those_at_the_loss():
     block = sum(p.numel() for p in model.transformer.h[0].parameters())
     root = sum(p.numel() for p in model.transformer.ln_f.parameters())
     head = model.lm_head.weight.numel()
-    fsdp1 = replace(setup, strategy=replace(sharded(setup, 2).strategy, engine="fsdp1"))
-    assert plan_memory(fsdp1).unsharded_unit == 4 * (2 * block + 2 * head + root) + 4 * (2 * block + 2 * head + root)
     assert plan_memory(sharded(setup, 2)).unsharded_unit == 4 * (root + 2 * head)  # with the buffer of its all-gather
     kept = plan_memory(sharded(setup, 2, sharding_strategy="SHARD_GRAD_OP")).unsharded_unit
     assert kept == 4 * (6 * block + 3 * head + root)
@@ -607,26 +605,6 @@ def test_offloaded_shards_are_in_cpu_memory():
     assert offloaded.host == pytest.approx(4 * shards, rel=0.01) and plain.host == 0
     # gradients replace activations in both
     assert plain.total - offloaded.total == pytest.approx(3 * shards, rel=0.01)
-
-
-def test_unsharded_units_of_fsdp1_are_those_of_the_wrap_plan():
-    setup = setup_of("llama", "32-true")
-    model = build_on_meta(setup)
-    attention, mlp = (sum(p.numel() for p in part.parameters()) for part in (model.blocks[0].attn, model.blocks[0].mlp))
-    total = sum(p.numel() for p in model.parameters())
-
-    def unsharded(*classes: str) -> int:
-        wrapped = sharded(setup, 2, auto_wrap="class", wrap_classes=list(classes))
-        return plan_memory(replace(wrapped, strategy=replace(wrapped.strategy, engine="fsdp1"))).unsharded_unit
-
-    rest = total - 2 * mlp
-    assert unsharded("LLaMAMLP") == 4 * (2 * mlp + rest) + 4 * (2 * mlp + rest)
-    rest = total - 2 * (attention + mlp)
-    assert unsharded("LLaMAMLP", "CausalSelfAttention") == 4 * (attention + mlp + rest) + 4 * (2 * mlp + rest)
-    block = sum(p.numel() for p in model.blocks[0].parameters())
-    rest, outer = total - 2 * block, block - mlp
-    # the block around an MLP stays gathered, and the next block is gathered meanwhile
-    assert unsharded("Block", "LLaMAMLP") == 4 * (outer + mlp + outer + rest) + 4 * (2 * max(mlp, outer) + rest)
 
 
 def test_hybrid_shards_within_a_node():

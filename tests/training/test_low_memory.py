@@ -423,7 +423,7 @@ def test_muon_takes_the_matrices_of_blocks_but_no_biases():
     assert {n.rpartition(".")[2] for n in names} == {"weight"} and len(names) > 4
 
 
-FSDP, FSDP1 = {"strategy": "fsdp"}, {"strategy": "fsdp1"}
+FSDP = {"strategy": "fsdp"}
 
 
 def test_errors_name_the_option_and_the_fix():
@@ -436,12 +436,6 @@ def test_errors_name_the_option_and_the_fix():
     cases = {
         "--precision bf16-master.*fsdp.*use bf16-mixed": (2, FSDP | {"precision": "bf16-master"}),
         "--precision bf16-master.*use bf16-true": (1, {"precision": "bf16-master", "lora": LoRAConfig()}),
-        "--optimizer.state_dtype bf16.*use --strategy fsdp or ddp": (2, FSDP1 | {"optimizer": moments}),
-        "--optimizer.name Muon.*use --strategy fsdp, ddp or AdamW": (2, FSDP1 | {"optimizer": OptimizerArgs("Muon")}),
-        "--optimizer.name AdamW8bit.*use --strategy fsdp, ddp or AdamW": (
-            2,
-            FSDP1 | {"optimizer": OptimizerArgs("AdamW8bit")},
-        ),
         "state_dtype bf16 has no .*SGD: it has no moments": (
             1,
             {"optimizer": replace(moments, name="SGD")},

@@ -18,7 +18,7 @@ T = TypeVar("T")
 Accelerator = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["32-true", "bf16-true", "bf16-master", "bf16-mixed", "16-mixed"]
 TrainingCommand = Literal["pretrain", "finetune_full", "finetune_lora"]
-Strategy = Literal["auto", "single", "ddp", "fsdp", "fsdp1", "fsdp2"]
+Strategy = Literal["auto", "single", "ddp", "fsdp", "fsdp2"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 DEFAULT_SEED = 42
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -206,7 +206,7 @@ class OptimizerArgs:
 
     Args:
         name: Name of a torch.optim class, Muon or AdamW8bit. Muon updates the matrices of the blocks, AdamW the other
-            weights; AdamW8bit has 8-bit moments (bitsandbytes). Not supported with fsdp1.
+            weights; AdamW8bit has 8-bit moments (bitsandbytes).
         weight_decay: Weight decay of matrices; biases, norms and embeddings do not decay. auto: 0.1 for pretraining and
             0 for finetuning, if the optimizer has it.
         betas: Decay rates of the moments. auto: 0.9 and 0.95 for pretraining, 0.9 and 0.999 for finetuning, if the
@@ -280,7 +280,7 @@ class RunOptions:
         tensor_parallel_size: Devices of a node over which each matrix of a layer is split.
         context_parallel_size: Devices over which the tokens of a sequence are split.
         pipeline_parallel_size: Devices over which the layers are split. A step needs at least as many micro-batches.
-        strategy: auto, single, ddp, fsdp (torch's fully_shard), fsdp1 (torch's older FSDP), or an extension's. auto:
+        strategy: auto, single, ddp, fsdp (Fabric's FSDPStrategy, by torch's fully_shard), or an extension's. auto:
             single on one device; on several fsdp, or ddp if the other options do not support fsdp. Options of --fsdp or
             --ddp imply that strategy.
         preset: Choose sharding, micro-batch and activation checkpointing by the run's estimated memory. memory: the

@@ -113,6 +113,7 @@ def suggest_option(key: str, valid_names: Container[str], show: Callable[[str], 
 
 
 VALUE_HINTS = {
+    ("strategy", "fsdp1"): "; use fsdp, which resumes its checkpoints",
     ("strategy", "zero2"): "; use fsdp with --fsdp.sharding_strategy SHARD_GRAD_OP",
     ("strategy", "zero3"): "; use fsdp, which shards like ZeRO 3",
     ("strategy", "deepspeed"): "; use fsdp, which shards like ZeRO 3",

@@ -29,11 +29,11 @@ class FSDPArgs:
             commands read both.
         param_dtype: Compute dtype of the blocks' weights. auto: as --precision.
         reduce_dtype: Dtype of gradient reduction. auto: fp32 under mixed precision.
-        buffer_dtype: Dtype of buffers, for models that have them; fsdp1 only. auto: fp32 under mixed precision.
-        backward_prefetch: All-gather the next block's weights before ("pre") or after ("post") the current gradient
-            reduction; fsdp1 only.
-        forward_prefetch: Issue the next block's all-gather before the current block's forward pass; fsdp1 only.
-        limit_all_gathers: Keep at most two blocks' unsharded weights in memory; fsdp1 only, fsdp always does.
+        buffer_dtype: auto: buffers keep their dtype. There is no other value.
+        backward_prefetch: pre: all-gather the next block's weights before the current block's backward pass; none: when
+            its own starts, which takes less memory.
+        forward_prefetch: Issue the next block's all-gather before the current block's forward pass.
+        limit_all_gathers: Keep at most two blocks' unsharded weights in memory. Always true.
         accumulate: How gradients accumulate over micro-batches. unsharded: each device keeps all gradients and reduces
             them once per step; sharded: each device reduces them after every micro-batch and keeps its shard. auto:
             sharded if unsharded gradients do not fit in device memory.
@@ -49,8 +49,8 @@ class FSDPArgs:
     state_dict_type: Literal["full", "sharded"] = "full"
     param_dtype: Dtype = AUTO
     reduce_dtype: Dtype = AUTO
-    buffer_dtype: Dtype = AUTO
-    backward_prefetch: Literal["pre", "post", "none"] = "pre"
+    buffer_dtype: Auto = AUTO
+    backward_prefetch: Literal["pre", "none"] = "pre"
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
     accumulate: Literal["auto", "unsharded", "sharded"] = AUTO
@@ -68,6 +68,7 @@ class FSDPArgs:
             self.auto_wrap != "class" or bool(self.wrap_classes),
             "fsdp.auto_wrap", "class", "name the classes: --fsdp.wrap_classes CausalSelfAttention,LLaMAMLP",
         )  # fmt: skip
+        require_option(self.limit_all_gathers, "fsdp.limit_all_gathers", "false", "FSDP always limits them; remove it")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from toolkit.distributed import ranks
-from toolkit.distributed.fsdp1 import flat_parts
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import checksum
 from toolkit.distributed.tensor_parallel import cuts_of
@@ -65,7 +64,7 @@ class GradientRecorder(Callback):
 def gradient_norms(module: nn.Module) -> dict[str, float]:
     """Return the gradient norm of each trained parameter over all ranks. Collective."""
     parameters = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-    sharded, cuts = flat_parts(module).keys() | local_parts(module).keys(), cuts_of(module)
+    sharded, cuts = local_parts(module), cuts_of(module)
     layout = ranks.layout()
     gradients = [local_shard(p.grad) if p.grad is not None else torch.zeros(0) for p in parameters.values()]
     all_squares = _all_gather(torch.stack([_sum_of_squares(g) for g in gradients]))

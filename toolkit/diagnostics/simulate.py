@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.distributed import ranks
-from toolkit.distributed.fsdp import FullyShardedStrategy
+from toolkit.distributed.fsdp import FullyShardedStrategy, fsdp_strategy
 from toolkit.distributed.pipeline import Pipeline, pipeline_of
 from toolkit.distributed.shards import shard_of
 from toolkit.errors import UserError
@@ -125,9 +125,9 @@ def compare_with_plan(plan: RunPlan) -> dict[str, Any]:
 
 def _require_support(setup: MemoryInputs) -> None:
     strategy, layout = setup.strategy, setup.strategy.layout
-    if not setup.is_fsdp2 or strategy.extension is not None:
+    if strategy.kind != "fsdp" or strategy.extension is not None:
         fix = "--devices 8" if layout.world_size == 1 else "--strategy fsdp"
-        raise UserError(f"--simulate: simulates FSDP2, but the strategy is {strategy}; use {fix}")
+        raise UserError(f"--simulate: simulates FSDP, but the strategy is {strategy}; use {fix}")
     options = {
         "--tensor_parallel_size": layout.tensor > 1,
         "--quantize": setup.quantize is not None,
@@ -160,9 +160,9 @@ def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
     with mode:
         model = sample_model(replace(setup, strategy=replace(setup.strategy, kind="single")), setup.config, "cpu")
         batch = micro_batch(setup, setup.micro_batch_size, "cpu")
-    assert setup.strategy.sharding is not None
-    strategy = FullyShardedStrategy({Block}, layout, setup.strategy.sharding, setup.fsdp, setup.precision, "cpu")
-    strategy.parallel_devices = [torch.device("cpu")]
+    strategy = fsdp_strategy(setup.strategy, setup.fsdp, setup.precision, "cpu", {Block})
+    strategy.num_nodes = layout.pipeline * layout.replicate
+    strategy.parallel_devices = [torch.device("cpu")] * (layout.world_size // strategy.num_nodes)
     if layout.pipeline > 1:
         skip_stage_negotiation()
         Pipeline(model, setup.schedule, torch.device("cpu"), strategy.precision.forward_context)

@@ -2,27 +2,27 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import HalfPrecision
-from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
 from torch import nn
 
 from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed import ranks
 from toolkit.distributed.ddp_bf16 import BF16DDPStrategy
 from toolkit.distributed.device import pick_accelerator, pick_precision
-from toolkit.distributed.fsdp import FullyShardedStrategy, ShardedStrategy
-from toolkit.distributed.fsdp1 import FSDP1Strategy
+from toolkit.distributed.fsdp import FullyShardedStrategy, fsdp_strategy
 from toolkit.distributed.memory import disable_malloc_trim
-from toolkit.distributed.private_lightning import FabricModule, LauncherMixin
+from toolkit.distributed.private_lightning import FabricModule, with_launcher
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, cluster_environment
 from toolkit.extension import load_registered
+from toolkit.models.init import Materializer
 from toolkit.private_torch import prebuild_ddp_buckets, tensor_norms
 
 
@@ -67,9 +67,9 @@ def _precision_options(precision: Precision) -> tuple[dict[str, Any], list[Any]]
     return ({}, [_True16Bits("bf16-true")]) if is_bf16 else ({"precision": precision}, [])
 
 
-def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:
+def materialize_with(fabric: Fabric, module: nn.Module, materialize: Materializer) -> None:
     """Materialize a meta-device module immediately. With FSDP, do so when the strategy shards it."""
-    if isinstance(fabric.strategy, ShardedStrategy):
+    if isinstance(fabric.strategy, FullyShardedStrategy):
         fabric.strategy.materialize = materialize
     else:
         for submodule in module.modules():
@@ -78,24 +78,32 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
 
 def setup_module(fabric: Fabric, module: nn.Module) -> FabricModule:
     """Wrap a module for the strategy. DDP does not wrap a module that is not trained."""
-    if isinstance(fabric.strategy, ShardedStrategy) or any(p.requires_grad for p in module.parameters()):
-        return fabric.setup(module)
+    if isinstance(fabric.strategy, FullyShardedStrategy) or any(p.requires_grad for p in module.parameters()):
+        wrapped = fabric.setup(module)
+        ranks.set_timeout(ranks.timeout())  # new groups start with torch's default timeout
+        return wrapped
     return FabricModule(fabric.to_device(module), fabric.strategy)
 
 
 def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype in which FSDP all-gathers block weights of dtype ``dtype``; None without FSDP."""
-    return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, ShardedStrategy) else None
+    return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, FullyShardedStrategy) else None
+
+
+def saves_shards(fabric: Fabric, fsdp: FSDPArgs) -> bool:
+    """Whether every rank writes its shards into a checkpoint. ``fsdp`` has the format of other strategies."""
+    strategy = fabric.strategy
+    return (strategy if isinstance(strategy, FullyShardedStrategy) else fsdp).state_dict_type == "sharded"
 
 
 def knows_gradient_norm(fabric: Fabric) -> bool:
     """Whether :func:`gradient_norm` supports the strategy. Extension strategies support only clipping."""
-    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, BF16DDPStrategy, ShardedStrategy))
+    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, BF16DDPStrategy, FullyShardedStrategy))
 
 
 def gradient_norm(fabric: Fabric, model: FabricModule, optimizer: Any) -> torch.Tensor:
     """Complete the gradient reduction and return the norm, an fp32 scalar on every rank. Call once per step."""
-    if isinstance(fabric.strategy, ShardedStrategy):
+    if isinstance(fabric.strategy, FullyShardedStrategy):
         return fabric.strategy.gradient_norm(model._forward_module)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not gradients:
@@ -126,22 +134,19 @@ def build_fabric(
     options, plugins = _precision_options(precision)
     if plan.kind == "single":
         return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **options)
-    cls: type
-    positional: tuple[Any, ...] = ()
+    strategy: ParallelStrategy
     if plan.extension is not None:
         extension = load_registered("strategies", plan.extension)()
         cls, arguments = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
+        strategy = with_launcher(cls)(**arguments)
     elif plan.kind == "ddp":
-        cls, arguments = BF16DDPStrategy if precision == "bf16-master" else _DDP, asdict(ddp)
+        strategy = with_launcher(BF16DDPStrategy if precision == "bf16-master" else _DDP)(**asdict(ddp))
     else:
-        positional = block_classes, plan.layout, plan.sharding, fsdp, precision, accelerator
-        cls, arguments = FullyShardedStrategy, {"offloads": plan.offloads}
-        if plan.engine == "fsdp1":
-            cls, arguments = FSDP1Strategy, {}
+        strategy = fsdp_strategy(plan, fsdp, precision, accelerator, block_classes)
         options, plugins = {}, []  # the strategy sets the precision
     return Fabric(
         accelerator=accelerator,
-        strategy=type(cls.__name__, (LauncherMixin, cls), {})(*positional, **arguments),
+        strategy=strategy,
         devices=world.devices,
         num_nodes=world.num_nodes,
         plugins=[cluster_environment(world), *plugins],

@@ -1,4 +1,4 @@
-"""FSDP on CUDA and CPU (torch's ``fully_shard``), with explicit meshes and the same numerics as one device.
+"""Fabric's ``FSDPStrategy`` with torch's ``fully_shard``, explicit meshes and the same numerics as one device.
 
 Parameters are DTensors, sharded by rows within a shard group. Shard groups are replicas of each other.
 
@@ -16,18 +16,21 @@ Over 20 steps on 2 ranks, the loss differs from one device by at most 3.7e-5 (re
 micro-batch size on one device differs by 6.5e-5, and Fabric's default, all parameters in bf16, by 3.7e-4.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.precision import FSDPPrecision
-from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
+from lightning.fabric.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -37,52 +40,158 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from toolkit.config import FSDPArgs, Precision
+from toolkit.config import AUTO, FSDPArgs, Precision
 from toolkit.distributed import ranks
-from toolkit.distributed.mesh import Layout, data_mesh
+from toolkit.distributed.mesh import UNSHARDED, Layout, data_mesh, sharded_layout
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.pipeline import pipeline_of
-from toolkit.distributed.private_lightning import BackwardSyncControl
+from toolkit.distributed.private_lightning import BackwardSyncControl, with_launcher
 from toolkit.distributed.shards import add_shards, give_gradients, shard_of
+from toolkit.distributed.strategy import StrategyPlan, sharding_strategy_of
 from toolkit.distributed.tensor_parallel import cuts_of, reduce_gradients
-from toolkit.distributed.units import UnitDtypes, plan_units, unit_precision
+from toolkit.distributed.units import block_dtypes, plan_units
 from toolkit.models.head import Head
 from toolkit.models.init import Materializer
 from toolkit.private_torch import allocate, fill_shard, tensor_norms
 
 
-class ShardedStrategy(ParallelStrategy):
-    """Base class of both FSDP engines. Replicates vectors in fp32 under mixed precision, and clips the gradient.
+def fsdp_strategy(
+    plan: StrategyPlan, options: FSDPArgs, precision: Precision, device_type: str, block_classes: set[type[nn.Module]]
+) -> "FullyShardedStrategy":
+    """Construct Fabric's FSDP strategy for a plan.
+
+    With the default options, the first three arguments are those of LitGPT: ``{Block}``, "full" and "HYBRID_SHARD".
 
     Args:
-        block_classes: The classes of the blocks. Each block is a unit.
-        sharding: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD.
-        options: FSDP options (``--fsdp``).
         device_type: "cpu" or "cuda".
+        block_classes: The classes of the blocks.
+    """
+    layout, dtypes = plan.layout, block_dtypes(options, precision)
+    return with_launcher(FullyShardedStrategy)(
+        auto_wrap_policy=block_classes,
+        state_dict_type=options.state_dict_type,
+        sharding_strategy="FULL_SHARD" if layout.world_size == 1 else sharding_strategy_of(options),
+        device_mesh=None if options.shard_size == AUTO else (layout.replicate, layout.shard),
+        cpu_offload=plan.offloads,
+        mixed_precision=None if dtypes is None else MixedPrecision(*dtypes),
+        precision=ShardedPrecision(precision, device_type),
+        model_parallel=replace(layout, replicate=1, shard=1),
+        options=options,
+    )
+
+
+class FullyShardedStrategy(FSDPStrategy):
+    """Fabric's FSDP strategy with torch's ``fully_shard`` (FSDP2) as its engine, on CUDA and CPU.
+
+    Replicates vectors in fp32 under mixed precision. ``materialize`` computes the values of meta-device parameters.
+
+    Args:
+        auto_wrap_policy: The classes of the blocks. Each block is a unit, unless ``options`` define the units.
+        state_dict_type: "full": a run's checkpoints have one file; "sharded": one file per rank.
+        sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD.
+        device_mesh: With HYBRID_SHARD, the number of replicas and the data-parallel ranks of each; None: the nodes and
+            the devices of a node.
+        cpu_offload: Whether to keep the shards in CPU memory.
+        mixed_precision: Dtypes of the block units; the other units are gathered in the dtype of their weights.
+        precision: The precision plugin.
+        model_parallel: Sizes of the pipeline, context and tensor dimensions.
+        options: Units by size or class, accumulation and prefetching.
     """
 
-    materialize: Callable[..., None] | None = None
+    materialize: Materializer | None = None
+    _module: nn.Module | None = None
+    _layout: Layout
     _shard_group: dist.ProcessGroup
 
     def __init__(
         self,
-        block_classes: set[type[nn.Module]],
-        layout: Layout,
-        sharding: str,
-        options: FSDPArgs,
-        precision: Precision,
-        device_type: str,
-        **lightning: Any,
+        *,
+        auto_wrap_policy: set[type[nn.Module]],
+        state_dict_type: Literal["full", "sharded"] = "full",
+        sharding_strategy: str = "HYBRID_SHARD",
+        device_mesh: tuple[int, int] | None = None,
+        cpu_offload: bool = False,
+        mixed_precision: MixedPrecision | None = None,
+        precision: FSDPPrecision | None = None,
+        model_parallel: Layout = UNSHARDED,
+        options: FSDPArgs | None = None,
     ) -> None:
-        super().__init__(precision=ShardedPrecision(precision, device_type), **lightning)
-        self._blocks, self._layout, self._sharding = tuple(block_classes), layout, sharding
-        self._options, self._dtypes = options, precision
+        super().__init__(
+            precision=precision,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+            auto_wrap_policy=auto_wrap_policy,
+            sharding_strategy=sharding_strategy,  # type: ignore[arg-type]
+            state_dict_type=state_dict_type,
+            device_mesh=device_mesh,
+        )
+        self.state_dict_type, self._blocks = state_dict_type, tuple(auto_wrap_policy)
+        self._options = FSDPArgs() if options is None else options
+        self._device_mesh, self._model_parallel = device_mesh, model_parallel
         self._replicated: list[nn.Parameter] = []
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the mesh dimensions."""
+        shard_size = None if self._device_mesh is None else self._device_mesh[1]
+        sharding = self.sharding_strategy.name
+        return sharded_layout(sharding, shard_size, self._model_parallel, self.num_processes, self.num_nodes)
 
     def block_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which block weights of dtype ``dtype`` are all-gathered."""
-        unit, _ = unit_precision(self._options, self._dtypes)
-        return dtype if unit is None or unit.param_dtype is None else unit.param_dtype
+        return (self.mixed_precision and self.mixed_precision.param_dtype) or dtype
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Shard ``module`` in place and initialize its meta-device parameters."""
+        self._layout, sharding = self.layout, self.sharding_strategy.name
+        is_replicated = self._layout.shard * self._layout.context == 1 < self._layout.world_size
+        self._backward_sync_control = GradientSync(
+            self._options.accumulate == "sharded", keeps_weights=sharding == "SHARD_GRAD_OP" and not is_replicated
+        )
+        self._replicate_vectors(module)
+        originals = dict(module.named_parameters())
+        mesh, offloads = data_mesh(self._layout, self.root_device.type), self.cpu_offload.offload_params
+        self._shard_group = mesh.get_group("shard")
+        shared: dict[str, Any] = {
+            "mesh": mesh,
+            "ignored_params": set(self._replicated),
+            "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
+        }
+        pipeline = pipeline_of(module)
+        roots: list[nn.Module] = [module] if pipeline is None else [*pipeline.stages]
+        # otherwise a pipeline would gather the weights for every micro-batch
+        keeps_weights = sharding in ("SHARD_GRAD_OP", "NO_SHARD") or is_replicated or pipeline is not None
+        units: list[Any] = [unit.module for unit in plan_units(module, self._options, self._blocks)[1:]]
+        for part in reversed(units):  # inner units first
+            is_head = isinstance(part, Head)  # its backward pass follows at once
+            reshards, policy = not keeps_weights and not is_head, self._policy(self._is_block(part))
+            sharded: Any = fully_shard(part, mp_policy=policy, reshard_after_forward=reshards, **shared)
+            if is_head:
+                register_fsdp_forward_method(sharded, Head.loss.__name__)
+            elif isinstance(part, nn.Embedding):
+                sharded.set_unshard_in_backward(False)  # its gradient does not depend on its weights
+        reshards_root = False if keeps_weights else None
+        for stage in roots:  # a root stays gathered until the end of the backward pass
+            fully_shard(stage, mp_policy=self._policy(is_block=False), reshard_after_forward=reshards_root, **shared)
+            stage.register_forward_hook(_reshard)
+            inside = set(stage.modules())
+            self._set_prefetching([stage, *(part for part in units if part in inside)])
+        if self.materialize is not None:
+            allocate(module, torch.device("cpu") if offloads else self.root_device)
+            for name, parameter in module.named_parameters():
+                if (original := originals[name]).is_meta:
+                    fill_shard(parameter, self.materialize.value(original))
+            self.materialize = None  # with the values that it drew ahead for other pipeline stages, and its threads
+        add_shards(module)
+        self._module = module
+        return module
+
+    def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
+        result = super().optimizer_step(optimizer, **options)
+        assert self._module is not None
+        for parameter in self._module.parameters():
+            parameter.grad = None  # the optimizer uses the shards' gradients
+        return result
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
@@ -99,13 +208,41 @@ class ShardedStrategy(ParallelStrategy):
         self._complete_gradients(module)
         return self._norm(module)
 
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Refuse ``fabric.save``, because the optimizer's parameters are local shards.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("fabric.save and fabric.load are not supported with FSDP; use run.save(name)")
+
+    load_checkpoint = save_checkpoint  # type: ignore[assignment]
+
+    def _policy(self, is_block: bool) -> MixedPrecisionPolicy:
+        if (dtypes := self.mixed_precision) is None:
+            return MixedPrecisionPolicy()
+        param_dtype = dtypes.param_dtype if is_block else None
+        return MixedPrecisionPolicy(param_dtype, dtypes.reduce_dtype, cast_forward_inputs=False)
+
+    def _is_block(self, part: nn.Module) -> bool:
+        """Whether a unit is gathered in the dtype of the blocks: blocks, and parts without an embedding."""
+        has_embedding = isinstance(part, Head) or any(isinstance(m, nn.Embedding) for m in part.modules())
+        return isinstance(part, self._blocks) or not has_embedding
+
+    def _set_prefetching(self, units: list[Any]) -> None:
+        """Apply the prefetch options to a root and its units, in the order of the forward pass."""
+        for unit, following in pairwise([*units, None]):
+            if self._options.forward_prefetch and following is not None:
+                unit.set_modules_to_forward_prefetch([following])
+            if self._options.backward_prefetch == "none":
+                unit.set_modules_to_backward_prefetch([unit])  # no list, or an empty one, is the unit before it
+
     def _replicate_vectors(self, module: nn.Module) -> None:
         """Choose and materialize the parameters to replicate.
 
         Under mixed precision, norms and biases are too small to shard, and would be gathered in 16 bits.
         """
-        unit, _ = unit_precision(self._options, self._dtypes)
-        names = [name for name, p in module.named_parameters() if unit and p.ndim < 2]
+        names = [name for name, p in module.named_parameters() if self.mixed_precision and p.ndim < 2]
         if self.materialize is not None:
             replicated = {id(module.get_parameter(name)) for name in names}
             for owner in module.modules():
@@ -129,6 +266,8 @@ class ShardedStrategy(ParallelStrategy):
             sums = ranks.sum_together(gradients, "replicate", "shard", "context")
             for gradient, total in zip(gradients, sums, strict=True):
                 gradient.copy_(total / ranks.layout().loss_ranks)
+        reduce_gradients(module, self.root_device)
+        give_gradients(module)
 
     def _norm(self, module: nn.Module) -> Tensor:
         """Return the total gradient norm, an fp32 scalar on this rank's device, equal on all ranks."""
@@ -140,18 +279,16 @@ class ShardedStrategy(ParallelStrategy):
 
     def _norm_of_replica(self, module: nn.Module) -> Tensor:
         replicated, cuts, pipeline = {id(p) for p in self._replicated}, cuts_of(module), pipeline_of(module)
-        gradients: dict[tuple[bool, bool], list[Tensor]] = {}  # by whether sharded, and cut by tensor parallelism
+        gradients: dict[tuple[bool, ...], list[Tensor]] = {}  # by whether sharded, and cut by tensor parallelism
         for name, parameter in module.named_parameters():
             is_copy = pipeline is not None and parameter is pipeline.tied_copy
             if (gradient := shard_of(parameter).grad) is not None and not is_copy:
                 kind = id(parameter) not in replicated, canonical_name(name) in cuts
                 gradients.setdefault(kind, []).append(gradient)
-        sharded, unsharded = (
-            torch.stack([self._sum_of_squares(gradients.get((is_sharded, is_cut), [])) for is_cut in (False, True)])
-            for is_sharded in (True, False)
-        )
+        sums = [self._sum_of_squares(gradients.get(kind, [])) for kind in product((True, False), repeat=2)]
+        sharded, unsharded = torch.stack(sums).view(2, 2)
         dist.all_reduce(sharded, group=self._shard_group)
-        whole, cut = sharded + unsharded
+        cut, whole = sharded + unsharded
         if cuts:
             ranks.sum_over_ranks(cut, "tensor")
         total = whole + cut
@@ -162,83 +299,6 @@ class ShardedStrategy(ParallelStrategy):
             return torch.zeros((), device=self.root_device)
         norms = tensor_norms(gradients, torch.float32)  # on the CPU if gradients are offloaded
         return torch.stack([norm.to(self.root_device) for norm in norms]).square().sum()
-
-
-class FullyShardedStrategy(ShardedStrategy, DDPStrategy):
-    """FSDP with one unit per block, or with the units that ``options`` define. See :class:`ShardedStrategy`.
-
-    ``offloads``: whether to keep the shards in CPU memory. ``materialize`` computes the values of meta-device
-    parameters. Processes and collectives come from Fabric's DDP.
-    """
-
-    materialize: Materializer | None = None
-
-    def __init__(self, *args: Any, offloads: bool = False) -> None:
-        super().__init__(*args)
-        self._offloads = offloads
-        self._module: nn.Module | None = None
-        self._backward_sync_control = GradientSync(
-            self._options.accumulate == "sharded", keeps_weights=self._sharding == "SHARD_GRAD_OP"
-        )
-
-    def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing; ``setup_module`` moves the shards."""
-
-    def setup_module(self, module: nn.Module) -> Any:
-        """Shard ``module`` in place and initialize its meta-device parameters."""
-        unit, root = unit_precision(self._options, self._dtypes)
-        self._replicate_vectors(module)
-        originals = dict(module.named_parameters())
-        mesh = data_mesh(self._layout, self.root_device.type)
-        self._shard_group = mesh.get_group("shard")
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "ignored_params": set(self._replicated),
-            "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
-        }
-        pipeline = pipeline_of(module)
-        roots: list[nn.Module] = [module] if pipeline is None else [*pipeline.stages]
-        # otherwise a pipeline would gather the weights for every micro-batch
-        keeps_weights = self._sharding in ("SHARD_GRAD_OP", "NO_SHARD") or pipeline is not None
-        for part in reversed(plan_units(module, self._options, self._blocks)[1:]):  # inner units first
-            is_head = isinstance(part.module, Head)  # its backward pass follows at once
-            policy = _policy(unit if self._is_16_bit(part.module) else root)
-            reshards = not keeps_weights and not is_head
-            sharded: Any = fully_shard(part.module, mp_policy=policy, reshard_after_forward=reshards, **options)
-            if is_head:
-                register_fsdp_forward_method(sharded, Head.loss.__name__)
-            elif isinstance(part.module, nn.Embedding):
-                sharded.set_unshard_in_backward(False)  # its gradient does not depend on its weights
-        reshards_root = False if keeps_weights else None
-        for stage in roots:  # a root stays gathered until the end of the backward pass
-            fully_shard(stage, mp_policy=_policy(root), reshard_after_forward=reshards_root, **options)
-            stage.register_forward_hook(_reshard)
-        if self.materialize is not None:
-            allocate(module, torch.device("cpu") if self._offloads else self.root_device)
-            for name, parameter in module.named_parameters():
-                if (original := originals[name]).is_meta:
-                    fill_shard(parameter, self.materialize.value(original))
-            self.materialize = None  # with the values that it drew ahead for other pipeline stages, and its threads
-        add_shards(module)
-        self._module = module
-        return module
-
-    def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
-        result = super().optimizer_step(optimizer, **options)
-        assert self._module is not None
-        for parameter in self._module.parameters():
-            parameter.grad = None  # the optimizer uses the shards' gradients
-        return result
-
-    def _complete_gradients(self, module: nn.Module) -> None:
-        super()._complete_gradients(module)
-        reduce_gradients(module, self.root_device)
-        give_gradients(module)
-
-    def _is_16_bit(self, part: nn.Module) -> bool:
-        """Whether a unit is all-gathered in 16 bits under mixed precision: blocks, and parts without an embedding."""
-        has_embedding = isinstance(part, Head) or any(isinstance(m, nn.Embedding) for m in part.modules())
-        return isinstance(part, self._blocks) or not has_embedding
 
 
 class GradientSync(BackwardSyncControl):
@@ -296,12 +356,8 @@ def _reshard(module: nn.Module, *_: Any) -> None:
                 part.reshard()
 
 
-def _policy(dtypes: UnitDtypes | None) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy() if dtypes is None else MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)
-
-
 class ShardedPrecision(FSDPPrecision):
-    """Uses the same autocast as one device. :func:`unit_precision` sets the unit dtypes.
+    """Uses the same autocast as one device. ``mixed_precision`` has the dtypes of the units.
 
     Fabric's class would reduce gradients and store buffers in 16 bits, and enter CUDA autocast even on a CPU.
     """

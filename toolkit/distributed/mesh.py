@@ -4,7 +4,7 @@
 (loss), and all ranks, which synchronize flags and errors.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from toolkit.errors import UserError
@@ -118,6 +118,24 @@ def data_devices(model_parallel: Layout, devices: int, num_nodes: int) -> tuple[
     if pipeline % num_nodes == 0:
         return rest // pipeline, 1
     return 1, rest // pipeline
+
+
+def sharded_layout(
+    sharding: str, shard_size: int | None, model_parallel: Layout, devices: int, num_nodes: int
+) -> Layout:
+    """Return FSDP's layout for the name of a sharding strategy and the devices of each node.
+
+    HYBRID_SHARD shards over ``shard_size`` data-parallel ranks, by default those of a node, and replicates over the
+    rest. ``model_parallel`` has the sizes of the other dimensions.
+
+    Raises:
+        UserError: The sizes do not divide the devices.
+    """
+    per_node, nodes = data_devices(model_parallel, devices, num_nodes)
+    ranks = per_node * nodes
+    shards = {"HYBRID_SHARD": shard_size or per_node, "NO_SHARD": 1}.get(sharding, ranks)
+    require_divisor("fsdp.shard_size", shards, ranks, f"the data-parallel size {ranks}")
+    return replace(model_parallel, replicate=ranks // shards, shard=shards)
 
 
 def require_divisor(option: str, size: int, whole: int, description: str) -> None:

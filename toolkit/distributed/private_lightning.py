@@ -3,22 +3,27 @@
 import atexit
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.wrappers import _FabricModule as FabricModule
-from torch import nn
 
-from toolkit.distributed import ranks
 from toolkit.distributed.shutdown import PARENT, children, wait_for_children
 
-__all__ = ["BackwardSyncControl", "FabricModule", "LauncherMixin"]
+__all__ = ["BackwardSyncControl", "FabricModule", "with_launcher"]
+
+T = TypeVar("T", bound=ParallelStrategy)
 
 
-class LauncherMixin(ParallelStrategy):
+def with_launcher(strategy: type[T]) -> type[T]:
+    """Return a subclass of Fabric's strategy that launches processes without creating the process group."""
+    return type(strategy.__name__, (_LauncherMixin, strategy), {})
+
+
+class _LauncherMixin(ParallelStrategy):
     """Mixin for Fabric's multi-process strategies that launches processes without creating the process group.
 
     Fabric creates the group at launch, before the data is prepared. A strategy cannot publicly set its launcher.
@@ -32,11 +37,6 @@ class LauncherMixin(ParallelStrategy):
         ParallelStrategy.setup_environment(self)
         strategy: Any = self
         strategy._set_world_ranks()
-
-    def setup_module(self, module: nn.Module) -> Any:
-        wrapped = super().setup_module(module)
-        ranks.set_timeout(ranks.timeout())  # new groups start with torch's default timeout
-        return wrapped
 
 
 class _Launcher(_SubprocessScriptLauncher):

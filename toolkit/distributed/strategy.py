@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from toolkit.config import AUTO, STRATEGIES, DDPArgs, FSDPArgs, Precision
-from toolkit.distributed.mesh import UNSHARDED, Layout, data_devices, require_divisor
+from toolkit.config import AUTO, STRATEGIES, DDPArgs, FSDPArgs, Precision, none_if_auto
+from toolkit.distributed.mesh import UNSHARDED, Layout, sharded_layout
 from toolkit.extension import load_registered
 
 FSDP = (AUTO, "fsdp", "fsdp2")
-"""Values of ``--strategy`` that use the current FSDP engine. "fsdp2" is another spelling of "fsdp"."""
+"""Values of ``--strategy`` that use FSDP on several devices. "fsdp2" is another spelling of "fsdp"."""
 OFFLOADING = ("cuda",)
 """Accelerators that can offload to CPU memory."""
 
@@ -34,7 +34,6 @@ class StrategyPlan:
     units: str = "one unit per block"
     offloads: bool = False
     extension: str | None = None
-    engine: Literal["fsdp1", "fsdp2"] = "fsdp2"
 
     @property
     def shards(self) -> int:
@@ -50,8 +49,7 @@ class StrategyPlan:
             return f"ddp, {self.layout.replicate} replicas ({self.reason})"
         shards = f"{self.shards} shard{'s' if self.shards > 1 else ''}"
         replicas = f", {self.layout.replicate} replicas" if self.layout.replicate > 1 else ""
-        name = "fsdp1" if self.engine == "fsdp1" else "fsdp"
-        return f"{name} {self.sharding}, {self.units}, {shards}{replicas} ({self.reason})"
+        return f"fsdp {self.sharding}, {self.units}, {shards}{replicas} ({self.reason})"
 
 
 class StrategyExtension(Protocol):
@@ -89,10 +87,8 @@ def plan_strategy(
 ) -> StrategyPlan:
     """Choose the strategy and its layout. ``groups``: see :class:`StrategyExtension`.
 
-    ``model_parallel`` has the sizes of the pipeline, context and tensor dimensions; the others follow.
-
-    FSDP1 with shard groups of one rank becomes ddp, because torch would not synchronize the replicas (N4). A single
-    device uses FSDP only to offload.
+    ``model_parallel`` has the sizes of the pipeline, context and tensor dimensions; the others follow. A single device
+    uses FSDP only to offload.
 
     Raises:
         UserError: these devices do not support the strategy, or one of its options has no effect.
@@ -106,9 +102,7 @@ def plan_strategy(
     requested = strategy
     if strategy == AUTO and ranks > 1:
         strategy = implied_strategy(fsdp, ddp) or AUTO
-    plan = _plan(strategy, fsdp, *data_devices(model_parallel, devices, num_nodes))
-    if model_parallel != UNSHARDED:
-        plan = _add_model_parallel(plan, model_parallel, fsdp)
+    plan = _plan(strategy, fsdp, model_parallel, devices, num_nodes)
     if (requested, strategy) == (AUTO, "ddp"):
         plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
@@ -116,21 +110,7 @@ def plan_strategy(
         plan = StrategyPlan("fsdp", "FULL_SHARD", Layout(), "--fsdp.cpu_offload on one device")
     if offloads and plan.kind == "fsdp":
         plan = replace(plan, offloads=True)
-    if fsdp.auto_wrap != "block":
-        plan = replace(plan, units=f"units by {fsdp.auto_wrap}")
-    return replace(plan, engine="fsdp1") if strategy == "fsdp1" else plan
-
-
-def _add_model_parallel(plan: StrategyPlan, sizes: Layout, fsdp: FSDPArgs) -> StrategyPlan:
-    """Add the dimensions of model parallelism to a plan. Weights are sharded over context ranks as well."""
-    if (sharding := sharding_strategy_of(fsdp)) == "HYBRID_SHARD":
-        _hybrid_shards(fsdp, 1, plan.layout.world_size)  # not checked yet with one data-parallel device
-    layout = replace(plan.layout, pipeline=sizes.pipeline, context=sizes.context, tensor=sizes.tensor)
-    if layout.shard * layout.context == 1:
-        sharding = "NO_SHARD"
-    elif sharding == "HYBRID_SHARD" and layout.replicate == 1:
-        sharding = "FULL_SHARD"
-    return replace(plan, kind="fsdp", sharding=sharding, layout=layout, reason=f"{layout}")
+    return plan if fsdp.auto_wrap == "block" else replace(plan, units=f"units by {fsdp.auto_wrap}")
 
 
 def implied_strategy(fsdp: FSDPArgs, ddp: DDPArgs) -> Literal["ddp", "fsdp"] | None:
@@ -145,18 +125,21 @@ def sharding_strategy_of(fsdp: FSDPArgs) -> str:
     return "HYBRID_SHARD" if fsdp.sharding_strategy == AUTO else fsdp.sharding_strategy
 
 
-def _plan(strategy: str, fsdp: FSDPArgs, devices: int, num_nodes: int) -> StrategyPlan:
+def _plan(strategy: str, fsdp: FSDPArgs, model_parallel: Layout, devices: int, num_nodes: int) -> StrategyPlan:
     ranks, sharding = devices * num_nodes, sharding_strategy_of(fsdp)
-    if ranks == 1:
+    if ranks == 1 and model_parallel == UNSHARDED:
         reason = "only one available" if strategy in ("auto", "single") else f"{strategy} on one device is equivalent"
         if sharding not in ("HYBRID_SHARD", "NO_SHARD"):
             reason += f", nothing for --fsdp.sharding_strategy {sharding} to shard over"
         return StrategyPlan("single", None, Layout(), reason)
-    if strategy == "ddp":
+    if strategy == "ddp" and model_parallel == UNSHARDED:
         return StrategyPlan("ddp", None, Layout(replicate=ranks), "--strategy ddp")
-    shards = {"HYBRID_SHARD": _hybrid_shards(fsdp, devices, ranks), "NO_SHARD": 1}.get(sharding, ranks)
+    layout = sharded_layout(sharding, none_if_auto(fsdp.shard_size), model_parallel, devices, num_nodes)
+    shards = layout.shard * layout.context
     reason = f"--fsdp.sharding_strategy {sharding}"
-    if fsdp.shard_size != AUTO and sharding == "HYBRID_SHARD":
+    if model_parallel != UNSHARDED:
+        reason = f"{layout}"
+    elif fsdp.shard_size != AUTO and sharding == "HYBRID_SHARD":
         reason = f"--fsdp.shard_size {shards}"
     elif sharding == "NO_SHARD":
         reason += ": replicas"
@@ -165,15 +148,8 @@ def _plan(strategy: str, fsdp: FSDPArgs, devices: int, num_nodes: int) -> Strate
     elif sharding == "HYBRID_SHARD":
         where = f": sharded within each of {num_nodes} nodes, replicated between them"
         reason += " on one node is full sharding" if shards == ranks else where
-    if shards == 1 and strategy == "fsdp1":
-        return StrategyPlan("ddp", None, Layout(replicate=ranks), reason)
-    if sharding == "HYBRID_SHARD":
-        sharding = "NO_SHARD" if shards == 1 else "FULL_SHARD" if shards == ranks else sharding
-    return StrategyPlan("fsdp", sharding, Layout(replicate=ranks // shards, shard=shards), reason)
-
-
-def _hybrid_shards(fsdp: FSDPArgs, devices: int, ranks: int) -> int:
-    if fsdp.shard_size == AUTO:
-        return devices
-    require_divisor("fsdp.shard_size", fsdp.shard_size, ranks, f"the data-parallel size {ranks}")
-    return fsdp.shard_size
+    if shards == 1:
+        sharding = "NO_SHARD"
+    elif sharding == "HYBRID_SHARD" and layout.replicate == 1:
+        sharding = "FULL_SHARD"
+    return StrategyPlan("fsdp", sharding, layout, reason)

@@ -53,16 +53,14 @@ class Unit(NamedTuple):
         return self.name.startswith(f"{other.name}.")
 
 
-def plan_units(
-    module: nn.Module, options: FSDPArgs, block_classes: tuple[type[nn.Module], ...], has_head_unit: bool = True
-) -> list[Unit]:
+def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[nn.Module], ...]) -> list[Unit]:
     """Return the units in the order of the forward pass, the root first.
 
-    With units by block, an untied head and embedding of GPT are units, unless ``has_head_unit`` is False (FSDP1).
+    With units by block, an untied head and embedding of GPT are units.
     """
     if options.auto_wrap == "block":
         names = {name for name, part in module.named_modules() if isinstance(part, block_classes)}
-        if has_head_unit and isinstance(module, GPT) and not module.config.tie_embeddings:
+        if isinstance(module, GPT) and not module.config.tie_embeddings:
             names |= {HEAD, EMBEDDING}
     elif options.auto_wrap == "class":
         classes = options.wrap_classes or []
@@ -148,22 +146,24 @@ class UnitDtypes(NamedTuple):
     reduce_dtype: torch.dtype | None
 
 
-def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[UnitDtypes | None, UnitDtypes | None]:
-    """Return the dtypes of the block units and of the root unit; None where the model's dtypes are kept.
+def block_dtypes(options: FSDPArgs, precision: Precision) -> UnitDtypes | None:
+    """Return the dtypes of the block units; None where the model's dtypes are kept.
 
     Inputs are not cast: the residual stream keeps the same dtype as on one device.
     """
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
-    if mixed is None and {options.param_dtype, options.reduce_dtype, options.buffer_dtype} == {"auto"}:
-        return None, None
+    if mixed is None and options.param_dtype == options.reduce_dtype == "auto":
+        return None
 
     def dtype(name: Dtype, otherwise: torch.dtype | None) -> torch.dtype | None:
         return otherwise if name == "auto" else DTYPES[name]
 
     reduce_dtype = dtype(options.reduce_dtype, None if mixed is None else torch.float32)
-    return UnitDtypes(dtype(options.param_dtype, mixed), reduce_dtype), UnitDtypes(None, reduce_dtype)
+    return UnitDtypes(dtype(options.param_dtype, mixed), reduce_dtype)
 
 
 def unit_dtypes(part: Unit, options: FSDPArgs, precision: Precision) -> UnitDtypes | None:
     """Return the dtypes of a unit of GPT. Head, embedding and root are all-gathered in the dtype of their weights."""
-    return unit_precision(options, precision)[part.name in ("", HEAD, EMBEDDING)]
+    dtypes = block_dtypes(options, precision)
+    is_block = part.name not in ("", HEAD, EMBEDDING)
+    return dtypes if is_block or dtypes is None else dtypes._replace(param_dtype=None)

@@ -112,7 +112,7 @@ class RotaryEmbedding:
     """Rotates queries and keys by position. Created once per forward pass and shared by all blocks.
 
     Not a tuple or dataclass of tensors: FSDP casts every floating-point tensor among a block's arguments to the
-    parameters' dtype (FSDP1 also inside dataclasses), and bf16 cosines cannot resolve positions.
+    parameters' dtype, and bf16 cosines cannot resolve positions.
 
     Args:
         positions: (T,) or (B, T), int64.

@@ -54,8 +54,6 @@ def _dtypes() -> Iterator[Row]:
         yield Row(f"--fsdp.param_dtype {dtype}", other, applies, "the weights have another dtype", f"use {fix}")
 
 
-_MIN_TORCH = (2, 11)
-"""First version of torch whose ``fully_shard`` is supported."""
 _IN_BACKWARD = "--optimizer.in_backward true"
 _CHECKPOINTING = "--train.activation_checkpointing {train.activation_checkpointing:selective, full}"
 _QUANTIZE = "--quantize {quantize:bnb.nf4, bnb.nf4-dq}"
@@ -63,7 +61,7 @@ _OFFLOAD = "--fsdp.cpu_offload true"
 _MASTERS = "--precision bf16-master"
 _MOMENTS = "--optimizer.state_dtype bf16"
 _NAME = "--optimizer.name {optimizer.name:NAME}"
-_NO_ROWS = "{strategy_name:fsdp1 or an extension's strategy}"
+_NO_ROWS = "{strategy_name:an extension's strategy}"
 _TENSOR = "--tensor_parallel_size {tensor_parallel_size:N}"
 _PIPELINE = "--pipeline_parallel_size {pipeline_parallel_size:N}"
 _FOREIGN = "a user-provided or extension optimizer"
@@ -99,9 +97,9 @@ ROWS: tuple[Row, ...] = (
         lambda f: f.args.ddp.static_graph and f.accumulation > 1, "torch's DDP cannot combine them",
         "use --train.micro_batch_size {samples_per_device:equal to a device's share of the global batch}"),
     Row("{model_parallel_flag:--tensor_parallel_size, --context_parallel_size, --pipeline_parallel_size}",
-        "--strategy {args.strategy:single, ddp, fsdp1 or an extension's strategy}",
+        "--strategy {args.strategy:single, ddp or an extension's strategy}",
         lambda f: bool(f.model_parallel_flag) and f.args.strategy not in (AUTO, "fsdp", "fsdp2"),
-        "only FSDP2 can be combined with it", "use --strategy fsdp"),
+        "only FSDP can be combined with it", "use --strategy fsdp"),
     # tensor parallelism
     Row(_TENSOR, "experts (MoE)", lambda f: f.divides("n_expert"), "they are not divided"),
     Row(_TENSOR, "latent attention (MLA)", lambda f: f.divides("latent_attention"), "it is not divided"),
@@ -181,7 +179,7 @@ ROWS: tuple[Row, ...] = (
         lambda f: f.has_frozen and (f.args.module is not None or f.is_extension_model),
         "only toolkit's GPT computes its loss"),
     Row(_FROZEN, _TENSOR, lambda f: f.has_frozen and f.is_tensor_parallel, "its frozen model is not divided"),
-    Row(_FROZEN, _NO_ROWS, lambda f: f.has_frozen and f.is_extension_or_fsdp1,
+    Row(_FROZEN, _NO_ROWS, lambda f: f.has_frozen and f.is_extension,
         "the frozen model's head cannot be gathered alone", "use --strategy fsdp or ddp"),
     # dtypes
     *_dtypes(),
@@ -199,20 +197,13 @@ ROWS: tuple[Row, ...] = (
     Row(_FP8, "--precision {precision:32-true, 16-mixed, bf16-master}",
         lambda f: f.has_fp8 and f.precision not in ("", "bf16-mixed", "bf16-true"),
         "the other layers compute in bf16", "use bf16-mixed or bf16-true"),
-    Row(_FP8, "{not_in_fp8:--tensor_parallel_size, fsdp1, an extension's strategy or compiler, a user-provided module}",
+    Row(_FP8, "{not_in_fp8:--tensor_parallel_size, an extension's strategy or compiler, a user-provided module}",
         lambda f: f.has_fp8 and bool(f.not_in_fp8), ""),
     # FSDP
-    Row("--strategy fsdp", "torch {torch_version:older than 2.11}",
-        lambda f: f.is_fsdp2 and tuple(map(int, f.torch_version.split(".")[:2])) < _MIN_TORCH,
-        "", "install torch 2.11 or newer, or use --strategy fsdp1"),
     _no_effect("--fsdp.shard_size {fsdp.shard_size:N}",
                "--fsdp.sharding_strategy {fsdp.sharding_strategy:FULL_SHARD, SHARD_GRAD_OP, NO_SHARD}",
                lambda f: f.args.fsdp.shard_size != AUTO and f.args.fsdp.sharding_strategy not in (AUTO, "HYBRID_SHARD"),
                fix="use HYBRID_SHARD"),
-    Row("{fsdp1_only:--fsdp.buffer_dtype, backward_prefetch, forward_prefetch, limit_all_gathers}", "--strategy fsdp",
-        lambda f: bool(f.fsdp1_only), "", "remove it, or use --strategy fsdp1"),
-    Row("--strategy fsdp1", "{not_in_fsdp1:finetune_lora, modules from Python, recomputed activations, compilers, "
-        "--fsdp.cpu_offload, --fsdp.auto_wrap}", lambda f: bool(f.not_in_fsdp1), "", "use --strategy fsdp"),
     _no_effect("--fsdp.accumulate {fsdp.accumulate:sharded, unsharded}", "one micro-batch per step",
                lambda f: f.args.fsdp.accumulate != AUTO and f.batch is not None and f.accumulation == 1,
                "nothing is accumulated"),
@@ -252,16 +243,13 @@ ROWS: tuple[Row, ...] = (
     Row(_MASTERS, "finetune_lora", lambda f: f.has_adapters and f.precision == "bf16-master",
         "adapters are already fp32 and their base is bf16", "use bf16-true"),
     # optimizers
-    Row("--optimizer.name Adafactor", "fsdp1",
-        lambda f: f.is_fsdp1 and f.args.optimizer.name.lower() == "adafactor",
-        "its shards are not rows of matrices", "use --strategy fsdp or AdamW"),
     Row("--optimizer.name {optimizer.name:Muon, AdamW8bit}", _NO_ROWS,
-        lambda f: f.is_extension_or_fsdp1 and f.uses("muon", "adamw8bit"),
+        lambda f: f.is_extension and f.uses("muon", "adamw8bit"),
         "its shards are not rows of matrices", "use --strategy fsdp, ddp or AdamW"),
-    Row(_MASTERS, "{strategy_name:fsdp, fsdp1 or an extension's strategy}",
-        lambda f: (f.is_fsdp or f.is_extension_or_fsdp1) and f.precision == "bf16-master",
+    Row(_MASTERS, "{strategy_name:fsdp or an extension's strategy}",
+        lambda f: (f.is_fsdp or f.is_extension) and f.precision == "bf16-master",
         "under fsdp, bf16-mixed has fp32 shards and gathers in bf16", "use bf16-mixed or --strategy ddp"),
-    Row(_MOMENTS, _NO_ROWS, lambda f: f.is_extension_or_fsdp1 and f.has_bf16_moments,
+    Row(_MOMENTS, _NO_ROWS, lambda f: f.is_extension and f.has_bf16_moments,
         "its shards are not rows of matrices", "use --strategy fsdp or ddp"),
     Row(_FOREIGN, "{strategy_name:fsdp}", lambda f: f.is_fsdp and f.needs_unsharded,
         "its needs_unsharded is True", "use --strategy ddp"),

@@ -67,7 +67,6 @@ def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:
         "a user-provided model": args.module is not None,
         "an extension's model": family in registered("families"),
         f"--strategy {strategy.extension}": strategy.extension is not None,
-        "--strategy fsdp1": strategy.engine == "fsdp1",
         f"--quantize {args.quantize}": args.quantize is not None,
         "--fsdp.cpu_offload true": strategy.offloads,
         f"--pipeline_parallel_size {args.pipeline_parallel_size}": args.pipeline_parallel_size > 1,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from toolkit.config import AUTO, COMPILERS, DDPArgs, FSDPArgs
+from toolkit.config import COMPILERS, DDPArgs, FSDPArgs
 from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.extension import registered
 from toolkit.models.families import family_of
@@ -18,8 +17,6 @@ from toolkit.planning.run_args import RunArgs
 if TYPE_CHECKING:
     from toolkit.distributed.strategy import StrategyPlan
     from toolkit.models.config import ModelConfig
-
-_ONLY_FSDP1 = ("buffer_dtype", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,7 @@ class Facts:
 
     @property
     def strategy_name(self) -> str:
-        if self.strategy is None:
-            return ""
-        return "fsdp1" if self.is_fsdp1 else self.strategy.extension or self.strategy.kind
+        return "" if self.strategy is None else self.strategy.extension or self.strategy.kind
 
     @property
     def is_fsdp(self) -> bool:
@@ -59,9 +54,9 @@ class Facts:
         return self.strategy is not None and self.strategy.kind == "fsdp"
 
     @property
-    def is_extension_or_fsdp1(self) -> bool:
-        """Whether the strategy is an extension's or FSDP1, whose shards are not rows."""
-        return self.is_fsdp1 or (self.strategy is not None and self.strategy.extension is not None)
+    def is_extension(self) -> bool:
+        """Whether the strategy is an extension's."""
+        return self.strategy is not None and self.strategy.extension is not None
 
     @property
     def offloads(self) -> bool:
@@ -111,26 +106,12 @@ class Facts:
     @property
     def unused_fsdp(self) -> str:
         """The first FSDP option that has no effect, as a flag with value; "" if there is none."""
-        if self.strategy is None or self.strategy_name in ("fsdp", "fsdp1"):
+        if self.strategy is None or self.strategy_name == "fsdp":
             return ""
         allowed = ["state_dict_type"]
         if self.strategy.extension is None:
             allowed += ["sharding_strategy", *(["cpu_offload"] if self.device == "cpu" else [])]
         return _first_changed("fsdp", self.args.fsdp, allowed)
-
-    @property
-    def is_fsdp1(self) -> bool:
-        return self.strategy is not None and self.is_fsdp and self.strategy.engine == "fsdp1"
-
-    @property
-    def is_fsdp2(self) -> bool:
-        return self.strategy_name == "fsdp"
-
-    @property
-    def fsdp1_only(self) -> str:
-        """The first option that only FSDP1 has, as a flag with value; "" if there is none."""
-        supported = [field.name for field in fields(self.args.fsdp) if field.name not in _ONLY_FSDP1]
-        return _first_changed("fsdp", self.args.fsdp, supported) if self.is_fsdp2 else ""
 
     @property
     def model_parallel_flag(self) -> str:
@@ -152,35 +133,16 @@ class Facts:
         return self.model is not None and family_of(self.model).model_class() is not None
 
     @property
-    def not_in_fsdp1(self) -> str:
-        """The first option that FSDP1 does not support, with its value; "" if there is none."""
-        if not self.is_fsdp1:
-            return ""
-        args, rest = self.args, ("cpu_offload", "auto_wrap", "min_num_params", "wrap_classes")
-        unsupported = {
-            "finetune_lora": self.has_adapters,
-            "a module from Python": args.module is not None,
-            f"--train.activation_checkpointing {args.train.activation_checkpointing}": self.is_recomputed,
-            f"--compiler {args.compiler}": args.compiler not in (AUTO, "none"),
-        }
-        first = next((name for name, is_used in unsupported.items() if is_used), "")
-        return first or _first_changed("fsdp", args.fsdp, [f.name for f in fields(args.fsdp) if f.name not in rest])
-
-    @property
     def not_in_fp8(self) -> str:
         """The first option that --train.fp8 does not support, with its value; "" if there is none."""
         args = self.args
         unsupported = {
             f"--tensor_parallel_size {args.tensor_parallel_size}": self.is_tensor_parallel,
-            f"--strategy {self.strategy_name}": self.is_extension_or_fsdp1,
+            f"--strategy {self.strategy_name}": self.is_extension,
             f"--compiler {args.compiler}": args.compiler not in COMPILERS,
             "a user-provided module": args.module is not None,
         }
         return next((name for name, is_used in unsupported.items() if is_used), "")
-
-    @property
-    def torch_version(self) -> str:
-        return version("torch")
 
     @property
     def is_pipeline_parallel(self) -> bool:

@@ -30,7 +30,7 @@ from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.optimizer_memory import optimizer_bytes, update_bytes
 from toolkit.planning.sample_model import first_layers, model_of
 from toolkit.planning.speed.flops import matmul_parameters
-from toolkit.planning.unsharded import BYTES_4BIT, QUANTIZED_BYTES, fsdp1_bytes, fsdp2_bytes, is_replicated
+from toolkit.planning.unsharded import BYTES_4BIT, QUANTIZED_BYTES, fsdp_bytes, is_replicated
 
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
 CUDA_CONTEXT, FRAGMENTATION = 0.6e9, 0.03
@@ -60,9 +60,9 @@ class Memory:
         checkpoint_copy: On a CPU, the state copy that --train.async_save writes.
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
-        outside_loss: With FSDP2, the most bytes of unsharded weights, gradients and activations together at another
+        outside_loss: With FSDP, the most bytes of unsharded weights, gradients and activations together at another
             time than the loss; an alternative in ``total``, not a part. See
-            :func:`toolkit.planning.unsharded.fsdp2_bytes`.
+            :func:`toolkit.planning.unsharded.fsdp_bytes`.
         frozen_forward: What the forward pass of the frozen model needs before the forward pass of the trained one; an
             alternative in ``total``, not a part.
         host: CPU memory per process for FSDP's offloaded weights, gradients and optimizer state; not in ``total``.
@@ -168,13 +168,11 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         gradients = FP32 * elements + (gradients if setup.strategy.kind == "ddp" else 0)
     activations = measure_activations(setup) if with_activations else Activations(0.0, 0.0, 0.0)
     checkpoint_copy = _copied_bytes(setup, model, list(base.values())) if setup.async_save else 0.0
-    if setup.is_fsdp2:
-        unsharded, outside_loss = fsdp2_bytes(setup, model, quantized, activations)
-    else:
-        unsharded, outside_loss = fsdp1_bytes(setup, model, quantized), 0.0
+    is_sharded = setup.strategy.kind == "fsdp"
+    unsharded, outside_loss = fsdp_bytes(setup, model, quantized, activations) if is_sharded else (0.0, 0.0)
     frozen = None if setup.frozen is None else model_of(setup.frozen, None)
     frozen_weights = 0.0 if frozen is None else setup.frozen_itemsize * _count(frozen.parameters())
-    frozen_weights /= setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
+    frozen_weights /= setup.strategy.shards if is_sharded else 1
     is_on_host = setup.device == "cpu"
     parts = {
         "weights": weights,

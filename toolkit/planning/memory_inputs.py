@@ -70,11 +70,6 @@ class MemoryInputs:
         return self.strategy.layout.tensor
 
     @property
-    def is_fsdp2(self) -> bool:
-        """Whether torch's ``fully_shard`` shards the weights."""
-        return self.strategy.kind == "fsdp" and self.strategy.engine == "fsdp2"
-
-    @property
     def gathers_fp8(self) -> bool:
         """Whether FSDP all-gathers fp8 layers in fp8, see :func:`toolkit.models.fp8.gather_in_fp8`."""
         return (self.fp8, self.device, self.strategy.offloads) == ("tensorwise", "cuda", False)

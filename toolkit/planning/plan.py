@@ -123,7 +123,7 @@ def plan_resolved(args: RunArgs, config: ResolvedConfig, steps: int | None = Non
     units = None
     if config.strategy.kind == "fsdp":
         part = model_of(model, args.lora, config.strategy.layout.tensor)
-        units = describe_units(plan_units(part, config.fsdp, (Block,), config.strategy.engine == "fsdp2"), config.fsdp)
+        units = describe_units(plan_units(part, config.fsdp, (Block,)), config.fsdp)
     steps = steps or planned_steps(args.train, config.max_seq_length or model.block_size)
     return RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units, steps)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_dtypes, unit_precision
+from toolkit.distributed.units import EMBEDDING, HEAD, Unit, block_dtypes, plan_units, unit_dtypes
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.planning.activations import Activations
@@ -18,7 +18,7 @@ QUANTIZED_BYTES = {"bnb.nf4": BYTES_4BIT + 4 / 64, "bnb.nf4-dq": BYTES_4BIT + 1 
 
 def is_replicated(setup: MemoryInputs, parameter: nn.Parameter) -> bool:
     """Whether FSDP replicates a parameter: vectors under mixed precision."""
-    return unit_precision(setup.fsdp, setup.precision)[0] is not None and parameter.ndim < 2
+    return block_dtypes(setup.fsdp, setup.precision) is not None and parameter.ndim < 2
 
 
 def unit_sizer(
@@ -44,41 +44,10 @@ def unit_sizer(
     return size
 
 
-def fsdp1_bytes(setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
-    """Return the bytes of FSDP1's unsharded tensors.
-
-    The root unit stays unsharded during the step. Of the other units, the current and the next are unsharded, or all
-    with SHARD_GRAD_OP or without limit_all_gathers. A unit's gradient is copied into a buffer to reduce it. The head's
-    gradient is counted by :func:`toolkit.planning.activations.logits_bytes`.
-    """
-    if setup.strategy.kind != "fsdp":
-        return 0
-    size = unit_sizer(setup, model, quantized)
-
-    def gathered_bytes(part: Unit) -> float:
-        return size(part, "param_dtype", False)
-
-    def gradient_bytes(part: Unit) -> float:
-        return size(part, "reduce_dtype", True) + (size(part, "param_dtype", True) if part.name else 0)
-
-    rest, *units = plan_units(model, setup.fsdp, (Block,), has_head_unit=False)
-    gathered = sum(map(gathered_bytes, units))
-    if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers:
-        # a unit, its enclosing units, and the next unit
-        together = [
-            [*(other for other in units if part.is_inside(other)), *units[i : i + 2]] for i, part in enumerate(units)
-        ]
-        gathered = max((sum(map(gathered_bytes, parts)) for parts in together), default=0)
-    gradient = max(map(gradient_bytes, units), default=0)
-    # gradients that accumulate unsharded include the root's
-    root_gradient = 0 if setup.accumulates_unsharded else gradient_bytes(rest)
-    return gathered + gathered_bytes(rest) + gradient + root_gradient
-
-
-def fsdp2_bytes(
+def fsdp_bytes(
     setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter], activations: Activations
 ) -> tuple[float, float]:
-    """Return the bytes of FSDP2's unsharded weights at the loss, and the most bytes of a step at another time.
+    """Return the bytes of FSDP's unsharded weights at the loss, and the most bytes of a step at another time.
 
     An all-gather writes to a buffer, from which the weights are copied and which the next all-gather frees. Gradients
     are copied to a buffer, which the next reduction frees (torch.distributed.fsdp, _fully_shard). The root's own

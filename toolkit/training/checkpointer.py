@@ -31,6 +31,7 @@ from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, save_state
 from toolkit.data.base import State
 from toolkit.distributed import ranks
+from toolkit.distributed.fabric import saves_shards
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
@@ -66,7 +67,7 @@ class Checkpointer:
     @property
     def sharded(self) -> bool:
         """Whether every rank writes its shards; otherwise rank 0 writes one file."""
-        return self.launch.args.fsdp.state_dict_type == "sharded"
+        return saves_shards(self.launch.fabric, self.launch.args.fsdp)
 
     @property
     def is_async(self) -> bool:

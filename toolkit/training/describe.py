@@ -38,7 +38,7 @@ def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
         yield f"Preset {config.preset}"
     yield f"Strategy: {config.strategy}"
     if config.strategy.kind == "fsdp" and config.strategy.extension is None:
-        units = plan_units(state.model.module, config.fsdp, state.model.blocks, config.strategy.engine == "fsdp2")
+        units = plan_units(state.model.module, config.fsdp, state.model.blocks)
         yield f"FSDP units: {describe_units(units, config.fsdp)}"
     if config.fsdp.cpu_offload and config.device == "cpu":
         yield "note: --fsdp.cpu_offload true has no effect on a CPU, because weights are already in CPU memory"

@@ -32,7 +32,7 @@ _RENAMED = {
 }
 """Argument names of other trainers that have the same values as the option."""
 _PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
-_PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", None: "none"}
+_PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "none", None: "none"}
 
 
 def _accelerator(device: Any) -> str | None:

@@ -97,8 +97,8 @@ def test_combinations_without_effect_are_refused(args, message, monkeypatch):
     [
         (None, "2.13.0", f"x: needs lightning-thunder {THUNDER}, found none; run: pip install"),
         ("0.2.5", "2.13.0", f"x: needs lightning-thunder {THUNDER}, found 0.2.5"),
-        (THUNDER, "2.14.0+cpu", f"x: lightning-thunder {THUNDER} needs torch 2.10 to 2.13, found 2.14.0"),
-        (THUNDER, "2.9.1", f"x: lightning-thunder {THUNDER} needs torch 2.10 to 2.13, found 2.9.1"),
+        (THUNDER, "2.14.0+cpu", f"x: lightning-thunder {THUNDER} needs torch 2.11 to 2.13, found 2.14.0"),
+        (THUNDER, "2.9.1", f"x: lightning-thunder {THUNDER} needs torch 2.11 to 2.13, found 2.9.1"),
         (THUNDER, "2.11.0+cu128", None),
     ],
 )

@@ -12,7 +12,7 @@ from toolkit.errors import UserError
 
 THUNDER = "0.2.6"
 """The only supported version, because the extension uses private APIs of Thunder."""
-TORCH = ((2, 10), (2, 13))
+TORCH = ((2, 11), (2, 13))
 """Supported minor versions: from toolkit's minimum to the latest tested with this version of Thunder."""
 _NAMED_TENSORS = ("align_as", "align_to", "has_names", "refine_names", "rename")
 """Methods of torch.Tensor that Thunder registers on import, and that torch 2.13 has removed."""

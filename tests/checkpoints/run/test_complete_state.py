@@ -12,7 +12,6 @@ from torch import distributed as dist
 
 from toolkit.checkpoints.run import state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state, require_complete
-from toolkit.config.strategy_options import FSDPArgs
 from toolkit.distributed import ranks
 from toolkit.distributed.fsdp import FullyShardedStrategy
 from toolkit.distributed.mesh import Layout
@@ -56,8 +55,8 @@ def saved_shapes(config: ModelConfig, layout: Layout) -> tuple[dict[str, torch.S
             if layout.pipeline > 1:
                 Pipeline(spec.module, "1f1b", torch.device("cpu"), nullcontext)
             if layout.shard > 1:
-                strategy = FullyShardedStrategy({Block}, layout, "FULL_SHARD", FSDPArgs(), "32-true", "cpu")
-                strategy.parallel_devices = [torch.device("cpu")]
+                strategy = FullyShardedStrategy(auto_wrap_policy={Block}, model_parallel=Layout(tensor=layout.tensor))
+                strategy.parallel_devices = [torch.device("cpu")] * layout.world_size
                 strategy.materialize = Materializer(spec.module, lambda name, shape: torch.zeros(shape))
                 strategy.setup_module(spec.module)
             optimizer = torch.optim.SGD(map(shard_of, spec.module.parameters()), lr=0.1)

@@ -12,13 +12,14 @@ from helpers.groups import free_port, start_ranks
 from helpers.peak_memory import with_path
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard
 
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.sharded import save_sharded
 from toolkit.checkpoints.run.state_dicts import full_state, sharded_state
 from toolkit.checkpoints.weights import load_state, save_state
+from toolkit.distributed.mesh import Layout, data_mesh
+from toolkit.distributed.shards import add_shards, give_gradients, shard_of
 from toolkit.errors import UserError
 
 
@@ -72,11 +73,9 @@ def build(name: str, mesh=None) -> tuple[nn.Module, torch.optim.Optimizer]:
         nn.init.zeros_(model[2].bias)
     else:
         # a vector, as under mixed precision; not of an optimizer whose steps differ by rank
-        unsharded = [model[2].bias] if name in ("AdamW", "SGD") else None
-        model = FullyShardedDataParallel(
-            model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True, ignored_states=unsharded
-        )
-    params = list(model.parameters())
+        fully_shard(model, mesh=mesh, ignored_params={model[2].bias} if name in ("AdamW", "SGD") else None)
+        add_shards(model)
+    params = list(map(shard_of, model.parameters()))
     return model, (MAKERS | OTHERS)[name]([{"params": params[::2]}, {"params": params[1::2]}])
 
 
@@ -84,8 +83,10 @@ def train(model, optimizer, steps) -> None:
     for step in steps:
         draw = torch.Generator().manual_seed(step)
         model(torch.randn(4, 6, generator=draw)).square().sum().backward()
+        give_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
+        model.zero_grad()
 
 
 def save(model, optimizer, kind, folder):
@@ -122,7 +123,8 @@ def resumes_bit_for_bit(name, kind, folder, mesh=None) -> bool:
     load(other, resumed, folder)
     for pair in ((model, optimizer), (other, resumed)):
         train(*pair, range(3, 6))
-    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    pairs = zip(map(shard_of, model.parameters()), map(shard_of, other.parameters()), strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs)
     plain = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return same and plain == [{k: v for k, v in group.items() if k != "params"} for group in resumed.param_groups]
 
@@ -136,7 +138,7 @@ def test_s2_optimizers_resume_bit_for_bit(tmp_path, name, kind):
 def rank_main(rank, port, folder) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = data_mesh(Layout(shard=2), "cpu")
     found = {}
     for name in MAKERS:
         for kind in ("full", "sharded"):

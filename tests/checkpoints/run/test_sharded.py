@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from toolkit.checkpoints import scratch
@@ -51,16 +50,12 @@ def unsharded() -> dict[str, torch.Tensor]:
     return tensors | {"w|step": torch.tensor(3.0), "flags": torch.tensor([True, False])}
 
 
-def fsdp(seed: int, mesh) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
-    """A model with DTensors in its state dict where there is a mesh, else with ShardedTensors, after one step."""
+def fsdp(seed: int, mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model after one step."""
     torch.manual_seed(seed)
-    model = FullyShardedDataParallel(
-        nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)),
-        device_id=torch.device("cpu"),
-        device_mesh=mesh,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=True,
-    )
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(4, 6)).square().sum().backward()
     optimizer.step()
@@ -87,7 +82,6 @@ def rank_main(rank: int, folder) -> None:
     mesh, found = init_device_mesh("cpu", (RANKS,)), {}
     save_and_load_dtensors(mesh, folder, found)
     save_and_load_fsdp(mesh, folder / "fsdp", found)
-    save_and_load_fsdp(None, folder / "fsdp-without-mesh", found)
     fail(rank, mesh, folder, found)
     torch.save(found, folder / f"found-{rank}.pt")
     dist.destroy_process_group()
@@ -165,7 +159,7 @@ def group(tmp_path_factory):
 
 def test_two_ranks_save_and_load_under_any_placement(group):
     for found in group[1]:
-        assert found["types"] and found["fsdp equal"] and found["fsdp-without-mesh equal"]
+        assert found["types"] and found["fsdp equal"]
         placements = [key for key in found if key.startswith("equal ")]
         assert len(placements) == 3 and all(found[key] for key in placements)
 
@@ -181,10 +175,9 @@ def test_one_process_reads_shards_of_two_ranks(group):
         assert torch.equal(into[name], value) and torch.equal(read[name], value) and read[name].dtype == value.dtype
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp-without-mesh"])
-def test_one_process_reads_fsdp(group, kind):
-    for part, expected in zip(("weights", "optimizer"), group[1][0][kind], strict=True):
-        read = read_sharded(group[0] / kind / part)
+def test_one_process_reads_fsdp(group):
+    for part, expected in zip(("weights", "optimizer"), group[1][0]["fsdp"], strict=True):
+        read = read_sharded(group[0] / "fsdp" / part)
         assert read.keys() == expected.keys() and len(read) >= 4
         assert all(torch.equal(read[name], expected[name]) for name in expected)
 

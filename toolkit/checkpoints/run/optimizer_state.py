@@ -23,10 +23,9 @@ from toolkit.checkpoints.scratch import SMALL_NUMEL
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data.base import State
 from toolkit.distributed import ranks
-from toolkit.distributed.fsdp1 import flat_parts
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
-from toolkit.distributed.shards import is_shared_state, shard_of, sharding_of
+from toolkit.distributed.shards import is_shared_state, shard_of
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
@@ -165,8 +164,7 @@ def load_optimizer(
             _fill(state, entry, part, is_torch_optimizer)
         except _MismatchError as error:
             raise UserError(f"{where}: optimizer state of {part.names[0]}: {error}{_FIX}") from None
-        if part.parameter.numel() or sharding_of(part.parameter) is not None:  # FSDP1 has no state for no elements
-            optimizer.state[part.parameter] = state
+        optimizer.state[part.parameter] = state
         if part.parameter.numel() >= SMALL_NUMEL:
             malloc_trim()
     if missing and (entries or not may_be_empty):
@@ -226,7 +224,7 @@ def _local_parameters(module: nn.Module, optimizer: Optimizer) -> list[_LocalPar
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(canonical_name(name))
-    sharded, cuts, parts = flat_parts(module) | local_parts(module), cuts_of(module), []
+    sharded, cuts, parts = local_parts(module), cuts_of(module), []
     for parameter in module.parameters():
         trained = shard_of(parameter)
         if id(trained) in groups:

@@ -39,7 +39,7 @@ def is_sharded(path: Path) -> bool:
 def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Write tensors, one file of shards per rank. Collective if a process group is initialized.
 
-    ``tensors`` has the same names on every rank. Values are DTensor, ShardedTensor or plain (equal on all ranks, stored
+    ``tensors`` has the same names on every rank. Values are DTensor or plain (equal on all ranks, stored
     once). If a rank fails to write, all ranks raise a ``RuntimeError`` with that rank's exception as its cause.
     """
     save = ShardedSave(tensors, folder)
@@ -119,7 +119,7 @@ class ShardedSave:
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Load shards into ``tensors`` in place. Collective if a process group is initialized.
 
-    All ranks pass the same names. Layout (DTensor, ShardedTensor or plain), dtype and number of ranks may differ from
+    All ranks pass the same names. Layout (DTensor or plain), dtype and number of ranks may differ from
     the save. Other tensors in the folder are ignored.
     """
     metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, Path(folder)))

@@ -46,19 +46,6 @@ def _without_shards(file: ForeignConfig) -> str:
     return "no effect on one device" if file.world_size() == 1 else ""
 
 
-def _prefetch(option: str, default: object) -> Convert:
-    """Return the converter for a key whose other values only fsdp1 has."""
-
-    def convert(file: ForeignConfig, value: object) -> Options | str:
-        if reason := _without_shards(file):
-            return reason
-        if value != default and file.option("strategy") != "fsdp1":
-            return "no effect: fsdp always prefetches; only --strategy fsdp1 has this option"
-        return {option: value}
-
-    return convert
-
-
 def _min_num_params(file: ForeignConfig, number: int) -> Options | str:
     policy = file.option("fsdp.auto_wrap") or file.find("distributed", "fsdp_auto_wrap_policy")
     if policy not in ("size", "size_based_auto_wrap"):
@@ -184,11 +171,11 @@ DISTRIBUTED = {
         no_effect=_without_fsdp,
     ),
     "fsdp_backward_prefetch": Rule(
-        {"backward_pre": "pre", "backward_post": "post"},
+        {"backward_pre": "pre", "backward_post": "none"},  # fully_shard gathers before the backward pass, or not ahead
         "fsdp.backward_prefetch",
-        _prefetch("fsdp.backward_prefetch", "pre"),
+        no_effect=_without_shards,
     ),
-    "fsdp_forward_prefetch": Rule(BOOL, "fsdp.forward_prefetch", _prefetch("fsdp.forward_prefetch", False)),
+    "fsdp_forward_prefetch": Rule(BOOL, "fsdp.forward_prefetch", no_effect=_without_shards),
     "fsdp_auto_wrap_policy": Rule(
         {"transformer_auto_wrap": "block", "size_based_auto_wrap": "size"},
         "fsdp.auto_wrap",

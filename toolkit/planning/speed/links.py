@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from toolkit.distributed.mesh import Layout
-from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_precision
+from toolkit.distributed.units import EMBEDDING, HEAD, Unit, block_dtypes, plan_units
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
 from toolkit.planning.memory import quantized_weights
@@ -117,8 +117,8 @@ def _tensor(setup: MemoryInputs, topology: _Topology) -> float:
 
 def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, backward: float) -> tuple[float, float]:
     """Return the seconds of all collectives, and the exposed seconds."""
-    rest, *units = plan_units(model, setup.fsdp, (Block,), setup.strategy.engine == "fsdp2")
-    has_vectors = unit_precision(setup.fsdp, setup.precision)[0] is not None  # replicated
+    rest, *units = plan_units(model, setup.fsdp, (Block,))
+    has_vectors = block_dtypes(setup.fsdp, setup.precision) is not None  # replicated
     size = unit_sizer(setup, model, quantized_weights(setup, model))
     strategy, steps = setup.strategy, setup.accumulation
 
