@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, get_args
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from toolkit.config.types import expand_integer, is_restricted, union_members
 from toolkit.errors import UserError, did_you_mean
@@ -44,6 +44,8 @@ class OptionValue(NamedTuple):
             value = parser.parse_object({"value": copy.deepcopy(self.value)}).value
         else:
             value = parser.parse_args([f"--value={expand_integer(self.text, kind)}"]).value
+        if isinstance(value, list):  # jsonargparse takes mappings with a class_path, such as callbacks, for classes
+            value = [entry.as_dict() if isinstance(entry, Namespace) else entry for entry in value]
         return value._type(value) if is_restricted(type(value)) else value  # YAML does not write the special class
 
 
