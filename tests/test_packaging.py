@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 # Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 60_800,
+    "data": 60_700,
     "models": 58_500,
     "checkpoints": 48_200,
     "planning": 37_400,
-    "training": 37_900,
+    "training": 37_000,
     "distributed": 24_700,
     "diagnostics": 15_200,
     "config": 11_900,
@@ -30,7 +30,7 @@ BUDGET = {
     "ui": 9_900,
     "commands": 8_500,
     "optim": 8_500,
-    "reporting": 6_900,
+    "reporting": 6_800,
     "io": 5_700,
     "serving": 5_400,
     "(top level)": 5_000,
