@@ -163,6 +163,7 @@ def test_tokenizer_only_is_found_by_its_hub_name(hub, exported, capsys):
 
 
 def test_progress_is_visible_without_a_terminal(hub, exported, capfd):
+    huggingface_hub.utils.enable_progress_bars()  # an upload in another test disables them
     hub.add("org/tiny", exported[0])
     assert main(["download", "org/tiny"]) == 0
     out, err = capfd.readouterr()

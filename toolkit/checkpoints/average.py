@@ -11,11 +11,10 @@ from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
+from toolkit.checkpoints.scratch import mmap_copy, trim_after
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
-from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
 from toolkit.models.gpt import model_on_meta
 
@@ -64,9 +63,8 @@ def _mean(tensors: list[Tensor], path: Path) -> Tensor:
     total = tensors[0].to(torch.float64, copy=True)
     for tensor in tensors[1:]:
         total += tensor
-    mean = mmap_empty(total.shape, tensors[0].dtype, path).copy_(total.div_(len(tensors)))
-    if mean.numel() >= SMALL_NUMEL:
-        malloc_trim()
+    mean = mmap_copy(total.div_(len(tensors)), path, tensors[0].dtype)
+    trim_after(mean.numel())
     return mean
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import yaml
-from torch import Tensor
 
 from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.finite import nonfinite_tensors
@@ -12,11 +11,10 @@ from toolkit.checkpoints.folder import CONFIG
 from toolkit.checkpoints.hf.export_hf import read_model
 from toolkit.checkpoints.litgpt import config_from_litgpt
 from toolkit.checkpoints.merge import MergedWeights, copy_files
-from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
+from toolkit.checkpoints.scratch import mmap_copy, trim_after
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import Tensors, save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
-from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import FAMILIES
@@ -72,13 +70,14 @@ def export_litgpt(
             nonfinite.extend(nonfinite_tensors({name: tensor}))
             if ".mlp.experts." in name:
                 for i, expert in enumerate(tensor):
-                    tensors[name.replace(".experts.", f".experts.{i}.")] = _copy(expert, tmp)
+                    tensors[name.replace(".experts.", f".experts.{i}.")] = mmap_copy(expert, tmp / WEIGHTS)
             elif isinstance(weights, MergedWeights) or (name == _HEAD and config.tie_embeddings):
-                tensors[name] = _copy(tensor, tmp)  # LitGPT does not tie weights
+                tensors[name] = mmap_copy(tensor, tmp / WEIGHTS)  # LitGPT does not tie weights
             else:
                 tensors[name] = tensor
+            trim_after(tensor.numel())
         if config.tie_embeddings and _HEAD not in tensors:
-            tensors[_HEAD] = _copy(tensors["transformer.wte.weight"], tmp)
+            tensors[_HEAD] = mmap_copy(tensors["transformer.wte.weight"], tmp / WEIGHTS)
         save_weights(tensors, tmp / WEIGHTS)
         (tmp / CONFIG).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         copy_files(checkpoint_dir, tmp, FILE_PATTERNS)
@@ -127,14 +126,6 @@ def _effective_values(config: ModelConfig) -> Fields:
     }
     unused = (*_IRRELEVANT, "sliding_window_size", *(() if 1 in values["rope_indices"] else ("rope_local_base_freq",)))
     return {field: value for field, value in values.items() if field not in unused}
-
-
-def _copy(tensor: Tensor, folder: Path) -> Tensor:
-    """Return a copy in a memory-mapped temporary file: torch.save needs all tensors at once."""
-    copy = mmap_empty(tensor.shape, tensor.dtype, folder / WEIGHTS).copy_(tensor)
-    if tensor.numel() >= SMALL_NUMEL:
-        malloc_trim()
-    return copy
 
 
 def _write_tokenizer_config(path: Path, tokenizer: Tokenizer) -> None:

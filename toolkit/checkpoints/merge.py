@@ -13,11 +13,10 @@ from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_config
 from toolkit.checkpoints.manifest import read_manifest
-from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
+from toolkit.checkpoints.scratch import mmap_copy, trim_after
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
 from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
-from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
 from toolkit.io.paths import require_inside
 from toolkit.models.config import ModelConfig
@@ -154,9 +153,8 @@ def _write_weights(merged: MergedWeights, path: Path) -> None:
     for name in merged:
         weight = merged[name]
         if weight is not merged._weights[name]:
-            weight = mmap_empty(weight.shape, weight.dtype, path).copy_(weight)
-            if weight.numel() >= SMALL_NUMEL:
-                malloc_trim()
+            weight = mmap_copy(weight, path)
+            trim_after(weight.numel())
         weights[name] = weight
         merged.nonfinite += nonfinite_tensors({name: weight})
     if merged.config.tie_embeddings:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import sweep, temporary_prefix
 
@@ -32,6 +33,17 @@ def mmap_empty(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
         f"{folder}: needs {nbytes:,} bytes of disk space in its parent folder or in {tempfile.gettempdir()}; free some "
         "space or set TMPDIR to a folder with enough"
     )
+
+
+def mmap_copy(tensor: Tensor, folder: Path, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy in a temporary file (see :func:`mmap_empty`): torch.save needs all tensors at once."""
+    return mmap_empty(tensor.shape, dtype or tensor.dtype, folder).copy_(tensor)
+
+
+def trim_after(numel: int) -> None:
+    """Return the memory of a deleted tensor to the system if it was large."""
+    if numel >= SMALL_NUMEL:
+        malloc_trim()
 
 
 def _map_file(parent: Path, nbytes: int) -> Tensor:

@@ -17,10 +17,9 @@ from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
 from toolkit.checkpoints.gguf import architecture
 from toolkit.checkpoints.gguf.vocabulary import add_vocabulary, stop_tokens
 from toolkit.checkpoints.hf.export_hf import complete_weight_map, read_model
-from toolkit.checkpoints.scratch import SMALL_NUMEL
+from toolkit.checkpoints.scratch import trim_after
 from toolkit.checkpoints.store import write_file
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
 from toolkit.io.atomic import file_error, write_atomic
 from toolkit.models.config import ModelConfig
@@ -116,9 +115,9 @@ def _write(writer: Any, path: Path, shapes: NamedTensors, tensors: NamedTensors,
             writer.write_padding(file, stored.nbytes)
             has_overflow = stored.dtype == np.float16 and not np.isfinite(stored).all()
             nonfinite += [name] if has_overflow else nonfinite_tensors({name: tensor})
-            if tensor.numel() >= SMALL_NUMEL:
-                del tensor, stored
-                malloc_trim()
+            numel = tensor.numel()
+            del tensor, stored
+            trim_after(numel)
     finally:
         writer.close()
     return nonfinite

@@ -16,12 +16,11 @@ from toolkit.checkpoints.hf.files import FORMAT_NAMES
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE
 from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import MergedWeights, copy_files, random_tokens, relative_difference
-from toolkit.checkpoints.scratch import SMALL_NUMEL
+from toolkit.checkpoints.scratch import trim_after
 from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.checkpoints.weights import Tensors
 from toolkit.data.chat.template import GENERATION_FILE, eos_tokens
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
-from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import GuardError, UserError, one_line
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import Fields, ModelConfig, ModelOverrides
@@ -239,9 +238,9 @@ def write_safetensors(path: Path, expected: Tensors, tensors: Iterator[tuple[str
             assert (name, tensor.shape, tensor.dtype) == (key, meta.shape, meta.dtype), f"{name} is not {key}"
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             nonfinite += nonfinite_tensors({name: tensor})
-            if tensor.numel() >= SMALL_NUMEL:
-                del tensor
-                malloc_trim()
+            numel = tensor.numel()
+            del tensor
+            trim_after(numel)
     return nonfinite
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config
 from toolkit.checkpoints.hf.origin import write_origin
-from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits, read_index
+from toolkit.checkpoints.hf.reader import ADAPTER, CONFIG, INDEX, SINGLE, no_weights_hint, quantized_bits, read_index
 from toolkit.checkpoints.hf.sums import find_changed, write_sums
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.store import disk_full_reason, require_new_folder
@@ -46,7 +46,7 @@ class Repository(NamedTuple):
         """Download files that a folder lacks, and verify them (S7). ``hint`` is appended to error messages."""
         from huggingface_hub import snapshot_download
 
-        with _hub_errors(self.repo_id, self.revision, hint):
+        with hub_errors(self.repo_id, self.revision, hint):
             patterns = [glob.escape(name) for name in names]
             snapshot_download(self.repo_id, revision=self.commit, local_dir=folder, allow_patterns=patterns)
             # Without network access, snapshot_download only warns and returns an existing folder.
@@ -127,7 +127,7 @@ def _look_up(repo_id: str, revision: str) -> Repository:
             "`toolkit pretrain list` prints the named architectures"
         )
     require_repo_id(repo_id, "repo_id")
-    with _hub_errors(repo_id, revision):
+    with hub_errors(repo_id, revision):
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
         if not info.sha:
             raise ValueError("no commit")
@@ -172,9 +172,7 @@ def _missing_weights_hint(repository: Repository) -> str:
             f"safetensors, or fetch it with `hf download {repository.repo_id} --local-dir hf_dir` and convert it with "
             "toolkit convert_from_hf, which does not run code"
         )
-    if "adapter_model.safetensors" in repository.sizes:
-        return "holds an adapter, not a complete model; give the repository of its base model"
-    return f"holds neither {SINGLE} nor {INDEX}; give the repository of a Hugging Face model"
+    return no_weights_hint(ADAPTER in repository.sizes)
 
 
 def _conversion_size_ratio(folder: Path, dtype: torch.dtype | None) -> float:
@@ -206,11 +204,11 @@ def _move(folder: Path, out_dir: Path) -> list[str]:
 
 
 @contextmanager
-def _hub_errors(repo_id: str, revision: str, hint: str = "") -> Iterator[None]:
-    """Translate exceptions of huggingface_hub into a one-line ``UserError``."""
+def hub_errors(repo_id: str, revision: str = "main", hint: str = "", is_upload: bool = False) -> Iterator[None]:
+    """Translate exceptions of huggingface_hub into a one-line ``UserError`` that ends with ``hint``."""
     try:
         yield
     except hub_error_types() as error:
         full = disk_full_reason(error)
-        reason = f"repo_id {repo_id}: {full}; free some space" if full else describe_hub_error(error, repo_id, revision)
-        raise UserError(reason + hint) from error
+        reason = describe_hub_error(error, repo_id, revision, is_upload=is_upload)
+        raise UserError((f"repo_id {repo_id}: {full}; free some space" if full else reason) + hint) from error

@@ -17,11 +17,10 @@ from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentencepiece
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
+from toolkit.checkpoints.scratch import mmap_copy, trim_after
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import Tensors, require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
-from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import ModelConfig
@@ -260,11 +259,10 @@ def _convert(
         for name, tensor in zip(entry.native, entry.from_hf(originals), strict=True):
             target_dtype = resolve_weight_dtype(name, dtype) or dtype
             if tensor.dtype != target_dtype or all(tensor is not original for original in originals):
-                tensor = mmap_empty(tensor.shape, target_dtype, out_dir).copy_(tensor)
+                tensor = mmap_copy(tensor, out_dir, target_dtype)
             weights[name] = tensor
             nonfinite += nonfinite_tensors({name: tensor})
-            if tensor.numel() >= SMALL_NUMEL:
-                malloc_trim()
+            trim_after(tensor.numel())
         del originals  # free dequantized weights
     if config.tie_embeddings:
         weights[_HEAD] = weights[_EMBEDDING]

@@ -2,8 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
 
-from toolkit.checkpoints.hf.hub import TIMEOUT
-from toolkit.data.hub_errors import describe_hub_error, hub_error_types, hub_url, require_repo_id
+from toolkit.checkpoints.hf.hub import TIMEOUT, hub_errors
+from toolkit.data.hub_errors import hub_error_types, hub_url, require_repo_id
 from toolkit.errors import UserError, require_option
 
 
@@ -30,7 +29,7 @@ def require_target(repo_id: str | None, private: bool) -> None:
         raise UserError(f"{where}: not a valid hub name; give USER/NAME or ORGANIZATION/NAME")
     if get_token() is None:
         raise UserError(f"{where}: needs a token that may write; set HF_TOKEN, or log in with `hf auth login`")
-    with _hub_errors(repo_id):
+    with hub_errors(repo_id, is_upload=True):
         try:
             is_private = HfApi().model_info(repo_id, timeout=TIMEOUT).private
         except RepositoryNotFoundError:
@@ -50,7 +49,7 @@ def push_folder(folder: Path, repo_id: str, private: bool) -> str:
         disable_progress_bars()
     visibility = "" if not private else " --private"
     command = f"hf upload {repo_id} {shlex.quote(str(folder))} .{visibility}"
-    with _hub_errors(repo_id, f"; {folder} is complete; to upload it later, run `{command}`"):
+    with hub_errors(repo_id, is_upload=True, hint=f"; {folder} is complete; to upload it later, run `{command}`"):
         _complete_card(folder / "README.md", repo_id)
         HfApi().create_repo(repo_id, private=private, exist_ok=True)
         stale = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"]
@@ -70,11 +69,3 @@ def _complete_card(path: Path, repo_id: str) -> None:
                 if isinstance(value := base_card.get(name), str):
                     card.data[name] = value
     card.save(path)
-
-
-@contextmanager
-def _hub_errors(repo_id: str, hint: str = "") -> Iterator[None]:
-    try:
-        yield
-    except hub_error_types() as error:
-        raise UserError(describe_hub_error(error, repo_id, "main", is_upload=True) + hint) from error

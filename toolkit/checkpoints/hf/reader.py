@@ -13,6 +13,7 @@ from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object
 
 CONFIG = "config.json"
+ADAPTER = "adapter_model.safetensors"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # Causal masks and RoPE tables that older versions of transformers saved with GPT-2, GPT-NeoX and Llama.
@@ -81,6 +82,10 @@ def read_index(path: Path) -> dict[str, str]:
 def _missing_weights_hint(hf_dir: Path) -> str:
     if (hf_dir / WEIGHTS).exists():
         return f"is already a checkpoint folder (it has {WEIGHTS}); use it directly as checkpoint_dir"
-    if (hf_dir / "adapter_model.safetensors").exists():
-        return "holds an adapter, not a complete model; give the folder of its base model"
-    return f"holds neither {SINGLE} nor {INDEX}; give the folder of a Hugging Face model"
+    return no_weights_hint((hf_dir / ADAPTER).exists())
+
+
+def no_weights_hint(is_adapter: bool) -> str:
+    if is_adapter:
+        return "holds an adapter, not a complete model; give its base model"
+    return f"holds neither {SINGLE} nor {INDEX}; give a Hugging Face model"

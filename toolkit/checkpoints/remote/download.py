@@ -9,7 +9,6 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from toolkit.checkpoints.manifest import (
@@ -21,7 +20,7 @@ from toolkit.checkpoints.manifest import (
     manifest_bytes,
     parse_manifest,
 )
-from toolkit.io.checksums import CHUNK, Checksums, find_damage
+from toolkit.io.checksums import CHUNK, Checksums
 from toolkit.io.storage import Storage
 
 _THREADS = 4  # each holds one chunk in memory
@@ -38,7 +37,7 @@ def has_same_manifest(storage: Storage, folder: str, local: Path) -> bool:
 def download(
     storage: Storage, folder: str, target: Path, report: Callable[[str], None], model_only: bool = False
 ) -> None:
-    """Download a checkpoint and replace the local folder ``target``. Reuses intact files in ``target``.
+    """Download a checkpoint and replace the local folder ``target``.
 
     Only one process at a time may download to ``target``. ``report`` receives a message with the size. ``model_only``
     omits the trainer state. Raises DamagedCheckpointError if the checkpoint is incomplete or its bytes do not match its
@@ -53,7 +52,6 @@ def download(
         partial.mkdir()
         (partial / COMPLETE).write_bytes(manifest)
     files = {name: entry for name, entry in checksums.items() if not (model_only and name.startswith(TRAINER_STATE))}
-    _reuse(files, target, partial)
     report(f"downloading {where} ({sum(entry['size'] for entry in files.values()):,} bytes) to {target}")
     damage = fetch_files(storage, folder, files, partial)
     if damage:
@@ -120,18 +118,6 @@ def _chunks(files: Checksums) -> Iterator[tuple[str, int, int, str]]:
     for name, entry in sorted(files.items()):
         for index, crc32 in enumerate(entry["crc32"]):
             yield name, index * CHUNK, min(entry["size"], (index + 1) * CHUNK), crc32
-
-
-def _reuse(files: Checksums, source: Path, partial: Path) -> None:
-    """Hard-link intact files of ``source`` into ``partial``."""
-    if not source.is_dir():
-        return
-    missing = {name: entry for name, entry in files.items() if not (partial / name).exists()}
-    damaged = find_damage(source, missing)
-    for name in missing.keys() - damaged.keys():
-        (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # without hard links it is downloaded
-            os.link(source / name, partial / name)
 
 
 def _read(path: Path, start: int = 0, stop: int | None = None) -> bytes:

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.checkpoints.run.sharded import ShardReader, is_sharded
-from toolkit.checkpoints.scratch import SMALL_NUMEL
+from toolkit.checkpoints.scratch import trim_after
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data.base import State
 from toolkit.distributed import ranks
-from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import is_shared_state, shard_of
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
@@ -165,8 +164,7 @@ def load_optimizer(
         except _MismatchError as error:
             raise UserError(f"{where}: optimizer state of {part.names[0]}: {error}{_FIX}") from None
         optimizer.state[part.parameter] = state
-        if part.parameter.numel() >= SMALL_NUMEL:
-            malloc_trim()
+        trim_after(part.parameter.numel())
     if missing and (entries or not may_be_empty):
         unexpected = [part for part in missing if not without.intersection(part.names)]
         if unexpected or not entries:

@@ -22,9 +22,8 @@ from torch.futures import Future
 
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.shard_metadata import read_metadata, stored_tensors
-from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
+from toolkit.checkpoints.scratch import mmap_empty, trim_after
 from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
-from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.ranks import all_gather_object, run_on_rank0
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import open_regular
@@ -218,8 +217,7 @@ class _Reader(dcp.FileSystemReader):
             with _translate_errors(self._folder / name), open_regular(self._folder / name) as file:
                 for item in items:
                     self._read_chunk(file, item, planner)
-                    if item.lengths.numel() >= SMALL_NUMEL:
-                        malloc_trim()
+                    trim_after(item.lengths.numel())
         done: Future[None] = Future()
         done.set_result(None)
         return done
