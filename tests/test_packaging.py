@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 BUDGET = {
     "data": 60_700,
     "models": 58_500,
-    "checkpoints": 48_200,
+    "checkpoints": 47_500,
     "planning": 37_400,
     "training": 37_000,
     "distributed": 24_700,
@@ -31,7 +31,7 @@ BUDGET = {
     "commands": 8_500,
     "optim": 8_500,
     "reporting": 6_800,
-    "io": 5_700,
+    "io": 5_000,
     "serving": 5_400,
     "(top level)": 5_000,
     "objectives": 4_200,
