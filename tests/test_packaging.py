@@ -25,7 +25,7 @@ BUDGET = {
     "training": 37_000,
     "distributed": 24_700,
     "diagnostics": 15_200,
-    "config": 11_900,
+    "config": 12_000,
     "inference": 10_400,
     "ui": 9_900,
     "commands": 8_500,

@@ -417,16 +417,19 @@ def test_missing_positional_shows_the_usage():
 def test_user_provided_data_class(tmp_path, monkeypatch, capsys):
     (tmp_path / "user_data.py").write_text(
         "from dataclasses import dataclass, field\nfrom toolkit.data import DataModule\n"
-        "@dataclass\nclass UserData(DataModule):\n    size: int = 3\n"
+        "@dataclass\nclass Split:\n    seed: int = 1\n"
+        "@dataclass\nclass UserData(DataModule):\n    size: int = 3\n    split: Split = field(default_factory=Split)\n"
         "    names: list[str] = field(default_factory=list)\n    def prepare(self, **kwargs): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     data = parse("--data", "user_data.UserData", "--data.size", "4")["data"]
-    assert type(data).__name__ == "UserData" and (data.size, data.names) == (4, [])
+    assert type(data).__name__ == "UserData" and (data.size, data.split.seed, data.names) == (4, 1, [])
+    data = parse("--data", "user_data.UserData", "--data.split", '{"seed": 2}')["data"]
+    assert data.split == type(type(data)().split)(2)
     parse("--data", "user_data.UserData", "--data.size", "4", "--print_config")
     assert yaml.safe_load(capsys.readouterr().out)["data"] == {
         "class_path": "user_data.UserData",
-        "init_args": {"size": 4, "names": []},
+        "init_args": {"size": 4, "split": {"seed": 1}, "names": []},
     }
 
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -188,5 +189,5 @@ def dump(command: CommandOptions, values: dict[str, Any], extensions: list[str])
         values |= {name: {"class_path": class_path(cls, command.class_options[name]), "init_args": values[name]}}
     if extensions:
         values |= {"extensions": extensions}
-    plain = json.loads(json.dumps(values))  # tuples become lists
+    plain = json.loads(json.dumps(values, default=asdict))  # tuples become lists
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from toolkit.config.classes import Option, classes_of, kind_of, parameters_of
 from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
 from toolkit.config.types import describe, expand_integer, is_mapping, is_restricted, limits, union_members
-from toolkit.config.values import OptionValue, with_entry
+from toolkit.config.values import OptionValue, instantiate, with_entry
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import add_extensions, import_object, load_registered, registered
 from toolkit.io.paths import require_folder, require_local
@@ -215,8 +215,10 @@ class CommandOptions:
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments for the functions from resolved values, with groups and classes as objects."""
-        classes = self.groups | self.selected
-        ready = {name: classes[name](**value) if name in classes else value for name, value in values.items()}
+        ready = dict(values)
+        for name, cls in (self.groups | self.selected).items():
+            kinds = {key: option.kind for key, option in parameters_of(cls).items() if f"{name}.{key}" in self.values}
+            ready[name] = cls(**values[name] | {key: instantiate(values[name][key], kinds[key]) for key in kinds})
 
         def arguments_of(function: Callable[..., Any]) -> dict[str, Any]:
             arguments: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 from jsonargparse import ArgumentParser, Namespace
 
-from toolkit.config.types import expand_integer, is_restricted, union_members
+from toolkit.config.types import expand_integer, is_mapping, is_restricted, union_members
 from toolkit.errors import UserError, did_you_mean
 from toolkit.io.paths import mask_url
 from toolkit.io.safe_parse import parse_yaml
@@ -38,15 +38,34 @@ class OptionValue(NamedTuple):
 
     def convert(self, kind: Any) -> Any:
         """Return the value as an instance of ``kind``, by jsonargparse. Raise ArgumentError if it is none."""
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_argument("--value", type=kind)
+        parser = _parser(kind)
         if self.source is None:  # a copy, because values in a dictionary are converted in place
-            value = parser.parse_object({"value": copy.deepcopy(self.value)}).value
+            parsed = parser.parse_object({"value": copy.deepcopy(self.value)})
         else:
-            value = parser.parse_args([f"--value={expand_integer(self.text, kind)}"]).value
-        if isinstance(value, list):  # jsonargparse takes mappings with a class_path, such as callbacks, for classes
-            value = [entry.as_dict() if isinstance(entry, Namespace) else entry for entry in value]
+            parsed = parser.parse_args([f"--value={expand_integer(self.text, kind)}"])
+        value = _plain(parsed.value)
         return value._type(value) if is_restricted(type(value)) else value  # YAML does not write the special class
+
+
+def _parser(kind: Any) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=kind)
+    return parser
+
+
+def _plain(value: Any) -> Any:
+    """Undo that jsonargparse makes Namespaces of mappings that describe an object."""
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    return value.as_dict() if isinstance(value, Namespace) else value
+
+
+def instantiate(value: Any, kind: Any) -> Any:
+    """Return a converted value of a user's class, with objects instead of the mappings that describe them."""
+    if not isinstance(value, dict | list) or is_mapping(kind):
+        return value
+    parser = _parser(kind)
+    return parser.instantiate(parser.parse_object({"value": value})).value
 
 
 def with_entry(mapping: Any, path: Sequence[str], entry: OptionValue, key: str, kind: Any) -> Any:
