@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
     "data": 60_700,
-    "models": 58_500,
+    "models": 58_600,
     "checkpoints": 47_500,
     "planning": 37_400,
     "training": 37_000,

@@ -71,8 +71,9 @@ def test_an_execution_changes_by_name():
     assert (model.execution.uniform_length, before.uniform_length, model.seed) == (16, 0, 3)
     with pytest.raises(TypeError, match="uniform_lenght"):
         model.execute_with(uniform_lenght=16)
-    with pytest.raises(AttributeError):
-        model.seed = 4
+    for name in ("seed", "uses_kernels", "cuts", "row_loss"):  # without effect, if they were set on the model
+        with pytest.raises(AttributeError, match=f"{name}: use execute_with"):
+            setattr(model, name, 4)
 
 
 @pytest.mark.parametrize("lora", [None, LoRAConfig(projection=True, mlp=True, head=True)], ids=["plain", "lora"])

@@ -167,6 +167,11 @@ class GPT(nn.Module, metaclass=InitializedModel):
         """Replace fields of :class:`toolkit.models.execution.Execution`."""
         self.execution = replace(self.execution, **changes)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Execution.__dataclass_fields__ or name == "row_loss":  # it would have no effect
+            raise AttributeError(f"{name}: use execute_with(), or Targets for a loss")
+        super().__setattr__(name, value)
+
     @property
     def seed(self) -> int:
         """Seed of the run."""
