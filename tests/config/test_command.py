@@ -194,10 +194,13 @@ def test_null_in_a_yaml_file_means_the_default_where_the_type_does_not_take_it(t
         "seed: null\nout_dir: null\nlogger_name: null\nmodel_name: null\n"
         "train: {log_interval: null, max_steps: null, lr_schedule: null, save_every_minutes: null}\n"
         "data: {class_path: SyntheticTokens, init_args: {seed: null, num_rows: 3}}\n"
+        "model_config: {family_options: null}\n"
     )
     found = parse("--config", str(file))
     assert found == parse() | {"train": TrainArgs(save_every_minutes=None), "data": SyntheticTokens(num_rows=3)}
     assert parse("--config", str(file), "--out_dir", "null")["out_dir"] == "null"
+    found = parse("--config", str(file), "--model_config.family_options.a", "2")
+    assert found["model_config"].family_options == {"a": 2}
 
 
 def test_yaml_file_sets_options_and_flags_override_it(tmp_path):

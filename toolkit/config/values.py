@@ -83,6 +83,7 @@ def with_entry(mapping: Any, path: Sequence[str], entry: OptionValue, key: str, 
                 value = parse_yaml(value)
     with suppress(ValueError):
         mapping = parse_yaml(mapping) if isinstance(mapping, str) else copy.deepcopy(mapping)
+    mapping = {} if mapping is None else mapping
     if not isinstance(mapping, dict):
         return mapping  # the check of its type reports it
     inner = mapping
