@@ -2,18 +2,29 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from helpers.cases import slow_except
 from helpers.corpus import WORDS
 from helpers.sealing import seal
 from helpers.talker import make_talker
+from helpers.tiny_configs import PHI3, longrope
 
+from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
+from toolkit.checkpoints.fingerprint import base_fingerprint
+from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.cli import main
 from toolkit.data import PythonStdlib
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+from toolkit.inference.tasks import load_lm, run_tasks
+from toolkit.models.lora import LoRAConfig, add_lora, is_adapter
 from toolkit.training.evaluate import data_of_run
 
 METRICS = ("acc", "acc_norm")
@@ -94,6 +105,126 @@ def test_task_results_match_lm_eval_on_the_export(settings, talker, task, tmp_pa
     assert native["settings"]["apply_chat_template"] is settings.get("apply_chat_template", True)
     if not settings:  # it knows the three answers by heart
         assert 0 < native["tasks"]["say"]["exact_match"] < 1
+
+
+def test_log_likelihoods_match_the_model(talker, tmp_path):
+    """Also of an empty context, of a continuation with several tokens, and of a text longer than the context."""
+    export_hf(talker, tmp_path / "hf")
+    options = {"max_length": 128, "batch_size": 3, "device": torch.device("cpu"), "precision": "32-true"}
+    lm = load_lm(tmp_path / "hf", tasks="t", tokenizer_dir=str(talker), tokenizer_name="t", **options)
+    pairs = [("Q1A", "eins"), ("", "drei"), ("Q2A", "zwei 🎉"), ("Q3AdreiQ2A", "x"), ("Q1Aeins" * 30, "zwei")]
+    model, tokenizer = load_model(talker), Tokenizer.load(talker)
+    scores = lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs])
+    for (context, answer), (score, is_greedy) in zip(pairs, scores, strict=True):
+        ids = torch.tensor(tokenizer.encode(context + answer) if context else [0, *tokenizer.encode(answer)])[-129:]
+        n = len(tokenizer.encode(answer))
+        with torch.no_grad():
+            log_probs = model(ids[None, :-1])[0, -n:].log_softmax(-1)
+        assert score == pytest.approx(float(log_probs.gather(-1, ids[-n:, None]).sum()), abs=1e-4)
+        assert is_greedy is bool((log_probs.argmax(-1) == ids[-n:]).all())
+
+
+def test_longrope_is_evaluated_row_by_row(talker, tmp_path):
+    """Rows together would use the factors of the longest."""
+    transformers = pytest.importorskip("transformers")
+    transformers.Phi3ForCausalLM(transformers.Phi3Config(**PHI3, **longrope(16))).save_pretrained(tmp_path)
+    options = {"max_length": None, "batch_size": 3, "device": torch.device("cpu"), "precision": "32-true"}
+    lm = load_lm(tmp_path, tasks="t", tokenizer_dir=str(talker), tokenizer_name="t", **options)
+    assert lm.batch_size == 1 and lm.max_length == 64
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.fixture
+def stopped_before_loading(monkeypatch, tmp_path):
+    """Evaluate without loading the export: return a function that gives exit code, its folder and config.json."""
+    folders: list[tuple[Path, dict]] = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+
+    def evaluate(*words, error=StopError) -> tuple[int, Path, dict]:
+        def stop(folder, **options):
+            folders.append((folder, json.loads((folder / "config.json").read_text())))
+            raise error
+
+        monkeypatch.setattr("toolkit.inference.tasks.load_lm", stop)
+        return main(["evaluate", *map(str, words), "--accelerator", "cpu"]), *folders[-1]
+
+    return evaluate
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (StopError, 1)])
+def test_export_is_temporary(stopped_before_loading, talker, task, tmp_path, error, code, capsys):
+    actual, folder, config = stopped_before_loading(talker, "--tasks", "say", "--include_path", task, error=error)
+    assert actual == code and config["torch_dtype"] == "float32"
+    assert folder.parent.parent == tmp_path / "tmp" and not list((tmp_path / "tmp").iterdir())
+    assert "export" not in capsys.readouterr().err
+
+
+def test_hugging_face_folder_is_used_directly(stopped_before_loading, talker, task, tmp_path, capsys):
+    export_hf(talker, tmp_path / "hf")
+    words = [tmp_path / "hf", "--tasks", "say", "--include_path", task]
+    assert stopped_before_loading(*words)[:2] == (1, tmp_path / "hf")
+    assert main(["evaluate", *map(str, words), "--base_checkpoint_dir", "x"]) == 2
+    assert "--base_checkpoint_dir x: has no effect on a Hugging Face folder" in capsys.readouterr().err
+    with open(tmp_path / "hf/model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    assert main(["evaluate", *map(str, words)]) == 2
+    assert "model.safetensors: checksum mismatch" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "hf")]) == 2  # on text
+    assert "toolkit convert_from_hf" in capsys.readouterr().err
+
+
+def test_4_bits_and_adapters_are_exported_in_bf16(stopped_before_loading, talker, task, tmp_path, capsys):
+    words = ["--tasks", "say", "--include_path", task]
+    _, _, config = stopped_before_loading(talker, *words, "--quantize", "bnb.nf4")
+    assert config["torch_dtype"] == "bfloat16"
+    assert "--tasks: evaluates an export in bf16, not quantized to bnb.nf4" in capsys.readouterr().err
+    model, lora = load_model(talker), LoRAConfig(r=4)
+    add_lora(model, lora)
+    values = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+    files = {"state_dict": None, "config": model.config, "hyperparameters": None, "tokenizer": Tokenizer.load(talker)}
+    (tmp_path / "lora").mkdir()
+    write_adapter_files(tmp_path / "lora", values, AdapterInfo(lora, talker, base_fingerprint(talker)))
+    write_model_files(tmp_path / "lora", **files)
+    _, _, config = stopped_before_loading(seal(tmp_path / "lora"), *words)
+    assert config["torch_dtype"] == "bfloat16"
+    assert "--tasks: evaluates an export with merged adapters in bf16\n" in capsys.readouterr().err
+
+
+def test_tasks_need_transformers_and_a_family_that_it_has(talker, capsys, monkeypatch):
+    words = ["evaluate", str(talker), "--tasks", "say", "--accelerator", "cpu"]
+    monkeypatch.setattr("toolkit.inference.tasks.find_tasks", lambda *_: None)
+    monkeypatch.setattr("toolkit.models.families.Family.is_in_transformers", False)
+    assert main(words) == 2
+    assert "--tasks say: transformers has no class for 'llama'; remove --tasks" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("toolkit evaluate: --tasks say: ") and line.endswith("pip install 'lm-eval[hf]>=0.4.9.2'")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (AssertionError(), "an answer has no tokens, or more than the model's context length, 64"),
+        (AssertionError("max tokens (96) must be less"), "max tokens (96) must be less"),
+        (ConnectionError("offline"), "cannot load the dataset: offline"),
+        (ValueError("this task is unsafe"), "executes code written by the model, which is not supported"),
+    ],
+)
+def test_tasks_that_cannot_run(error, message, monkeypatch):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", fail)
+    options = {"num_fewshot": None, "limit": None, "apply_chat_template": False, "notice": print}
+    with pytest.raises(UserError) as info:
+        run_tasks(SimpleNamespace(max_length=64), ["a", "b"], None, **options)
+    assert str(info.value) == f"--tasks a,b: {message}"
 
 
 def test_results_of_tasks_as_a_table(talker, task, capsys):

@@ -2,14 +2,17 @@
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.cli import main
-from toolkit.data.tokenizer import BYTES, Tokenizer, train_bpe
+from toolkit.data.tokenizer import BYTES, train_bpe
 from toolkit.errors import UserError
+from toolkit.inference.tasks import load_lm
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 
@@ -72,15 +75,12 @@ def test_text_to_evaluate(folder, monkeypatch, capsys, tmp_path, tokenizer_dir):
     assert output.startswith(f"toolkit evaluate: {flag} {folder}: encodes this text with token 2")
 
 
-def test_tasks(folder):
+def test_tasks(folder, tmp_path):
     pytest.importorskip("lm_eval")
-    from toolkit.inference.harness import HarnessLM
-
-    tokenizer, model = Tokenizer.load(folder), load_model(folder)
-    lm = HarnessLM(model, tokenizer, batch_size=1)
-    assert lm.tok_encode(KNOWN) == tokenizer.encode(KNOWN, bos=False)
-    with pytest.raises(UserError, match="encodes this text with token 2.."):
-        lm.tok_encode(UNKNOWN)
-    tokenizer.bos_id = tokenizer.vocab_size - 1
-    with pytest.raises(UserError, match=f"encodes this text with token {tokenizer.bos_id}"):
-        HarnessLM(model, tokenizer, batch_size=1)
+    export_hf(folder, tmp_path / "hf")
+    options = {"max_length": None, "batch_size": 1, "device": torch.device("cpu"), "precision": "32-true"}
+    lm = load_lm(tmp_path / "hf", tasks="t", tokenizer_dir=None, tokenizer_name="checkpoint_dir m", **options)
+    ((score, _),) = lm.loglikelihood([SimpleNamespace(args=(KNOWN, KNOWN))])
+    assert score < 0
+    with pytest.raises(UserError, match="checkpoint_dir m: encodes this text with token 2.., but the model has"):
+        lm.loglikelihood([SimpleNamespace(args=(UNKNOWN, KNOWN))])

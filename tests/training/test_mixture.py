@@ -157,7 +157,8 @@ def words_of(corpus, folder) -> list[str]:
 def test_evaluating_rows_that_are_numbered_with_gaps_is_refused(monkeypatch):
     monkeypatch.setattr(EndlessRows, "__len__", lambda rows: len(rows.rows), raising=False)
     data = Mixture({"a": {"weight": 0.5, "data": SyntheticTokens(10)}, "b": {"weight": 0.5, "data": Endless(10)}})
-    checkpoint = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(block_size=16)), tokenizer=None)
+    model = SimpleNamespace(config=SimpleNamespace(block_size=16))
+    checkpoint = SimpleNamespace(load_model=lambda: model, tokenizer=None)
     options = dict.fromkeys(("max_iters", "max_seq_length", "trust_checkpoint_data"))
     with pytest.raises(UserError, match="--split train: is not supported with data that defines its sample order; use"):
         evaluate(checkpoint, data, split="train", micro_batch_size=2, **options)

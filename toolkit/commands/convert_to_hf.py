@@ -52,7 +52,7 @@ def setup(
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     target_dtype = None if dtype is None else getattr(torch, dtype)
     if verify:
-        require_transformers(None if has_adapters_only(folder) else read_model_config(folder))
+        require_transformers("--verify true", None if has_adapters_only(folder) else read_model_config(folder))
 
     def compare(exported_dir: Path) -> None:
         difference = verify_hf(folder, exported_dir, base_checkpoint_dir)

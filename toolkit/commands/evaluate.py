@@ -39,7 +39,8 @@ class TaskOptions:
     """Options for lm-eval tasks.
 
     Args:
-        tasks: Run lm-eval tasks instead, separated by commas, such as hellaswag,arc_easy.
+        tasks: Run lm-eval tasks instead, separated by commas, such as hellaswag,arc_easy: with transformers, on a
+            temporary export, or on a Hugging Face folder as it is.
         num_fewshot: Few-shot examples per question. auto: the task's default.
         limit: Maximum number of questions per task, or a fraction if below 1; null uses all.
         include_path: A folder with custom task files.
@@ -81,7 +82,8 @@ def setup(
     tasks.
 
     Args:
-        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
+        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged, and for tasks
+            merged in bf16.
         data: The text. Default: the data of the checkpoint's run, or PythonStdlib if unknown.
         split: Split to evaluate: val (held out) or train.
         micro_batch_size: Sequences per forward pass.
@@ -93,7 +95,8 @@ def setup(
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
         precision: auto: 32-true on CPU, bf16-true on CUDA.
-        quantize: 4-bit format (bitsandbytes) of the blocks' linear layers. bnb.nf4-dq also quantizes the scales.
+        quantize: 4-bit format (bitsandbytes) of the blocks' linear layers. bnb.nf4-dq also quantizes the scales. Tasks
+            run in bf16 instead.
         format: Output format.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
         task_options: See :class:`TaskOptions`.
@@ -123,6 +126,7 @@ def setup(
         precision=precision,
         quantize=quantize,
         verify=verify_checkpoint,
+        takes_hf=tasks is not None,
     )
     if tasks is not None:
         result = evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **task_options.settings)

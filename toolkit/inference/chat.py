@@ -76,7 +76,7 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         ids, limit = self._template.encode_prompt(messages), self._model.config.block_size
-        require_embedded(ids, self._model.config, self._tokenizer.name)
+        require_embedded(ids, self._model.config.padded_vocab_size, self._tokenizer.name)
         if len(ids) >= limit:
             raise UserError(
                 f"with this question the conversation has {len(ids)} tokens, but must have fewer than {limit} (the "

@@ -57,16 +57,16 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
 def encode_prompt(tokenizer: Tokenizer, text: str, config: ModelConfig) -> list[int]:
     """Return the token ids of a prompt; bos, or else eos, if the prompt is empty."""
     ids = tokenizer.encode(text) or [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
-    require_embedded(ids, config, tokenizer.name)
+    require_embedded(ids, config.padded_vocab_size, tokenizer.name)
     return ids
 
 
-def require_embedded(ids: Iterable[int], config: ModelConfig, source: str) -> None:
+def require_embedded(ids: Iterable[int], n_embeddings: int, source: str) -> None:
     """Raise UserError for a token id without an embedding; the tokenizer's vocabulary may be larger.
 
     ``source`` is the origin of the ids, for the message.
     """
-    largest, n_embeddings = max(ids, default=0), config.padded_vocab_size
+    largest = max(ids, default=0)
     if largest >= n_embeddings:
         raise UserError(
             f"{source}: encodes this text with token {largest}, but the model has embeddings only for 0 to "

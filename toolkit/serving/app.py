@@ -91,7 +91,7 @@ class Service:
         if isinstance(self.template, UserError):
             raise ApiError(400, str(self.template), "messages")
         ids = self.template.encode_prompt([message.plain() for message in body.messages])
-        require_embedded(ids, self.batcher.model.config, self.tokenizer.name)
+        require_embedded(ids, self.batcher.model.config.padded_vocab_size, self.tokenizer.name)
         return self._request(body, ids, {*self._eos_ids, *self.template.stop_ids}, "messages")
 
     async def models(self, http: HttpRequest) -> Response:

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 from lightning.fabric import Fabric
 
+from toolkit.checkpoints.find import is_hf_folder
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, load_model
+from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.config import Accelerator, Auto, Precision, none_if_auto
 from toolkit.config.classes import classes_of
 from toolkit.config.command import as_mapping, parse_object
@@ -26,11 +28,10 @@ from toolkit.errors import UserError, require_option
 from toolkit.extension import is_known, missing_message, split_names
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_quantized
-from toolkit.inference.tasks import require_lm_eval, run_tasks
+from toolkit.inference.tasks import find_tasks, load_lm, open_hf_folder, require_lm_eval, run_tasks
 from toolkit.inference.text import require_embedded
 from toolkit.io.paths import is_path_option
 from toolkit.io.safe_parse import read_yaml
-from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.quantize import Quantize
 from toolkit.objectives import NextToken
@@ -40,12 +41,27 @@ from toolkit.training.validate import batches_by_source, validate
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A checkpoint to evaluate on one device, with its adapters unmerged."""
+    """A checkpoint to evaluate on one device."""
 
     folder: Path
     fabric: Fabric
-    model: GPT
     tokenizer: Tokenizer | None
+    tokenizer_dir: str | None
+    base_checkpoint_dir: str | None
+    quantize: Quantize | None
+
+    @property
+    def precision(self) -> str:
+        return str(self.fabric.strategy.precision.precision)
+
+    def load_model(self) -> GPT:
+        """Load the model, with its adapters unmerged."""
+        dtype = torch.bfloat16 if self.precision == "bf16-true" else torch.float32
+        if self.quantize is None:
+            return load_model(self.folder, dtype=dtype, base_checkpoint_dir=self.base_checkpoint_dir)
+        hint = f"is not supported with --quantize {self.quantize}"
+        require_option(self.precision != "16-mixed", "precision", self.precision, hint)
+        return load_quantized(self.folder, self.quantize, self.fabric.device, dtype, self.base_checkpoint_dir)
 
 
 def open_checkpoint(
@@ -57,25 +73,26 @@ def open_checkpoint(
     precision: Precision | Auto,
     quantize: Quantize | None = None,
     verify: bool = True,
+    takes_hf: bool = False,
 ) -> EvaluatedModel:
-    """Load a checkpoint for evaluation."""
-    # hyperparameters.yaml must match its checksum, because it names the data
-    folder = find_model(checkpoint_dir, base_checkpoint_dir, verify, _notice, editable=())
+    """Find and verify a checkpoint for evaluation; if ``takes_hf``, also a Hugging Face folder."""
+    folder = Path(checkpoint_dir)
+    if takes_hf and is_hf_folder(folder):
+        for name, value in {"base_checkpoint_dir": base_checkpoint_dir, "quantize": quantize}.items():
+            require_option(value is None, name, value, f"has no effect on a Hugging Face folder, {folder}; remove it")
+        for line in require_intact(folder, "checkpoint_dir") if verify else ():
+            _notice(line)
+    else:
+        # hyperparameters.yaml must match its checksum, because it names the data
+        folder = find_model(checkpoint_dir, base_checkpoint_dir, verify, _notice, editable=())
     fabric = single_device_fabric(accelerator, precision)
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
-    dtype = torch.bfloat16 if fabric.strategy.precision.precision == "bf16-true" else torch.float32
     tokenizer = None
     if tokenizer_dir is not None:
         tokenizer = Tokenizer.load(tokenizer_dir)
     elif (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
-    if quantize is None:
-        model = load_model(folder, dtype=dtype, base_checkpoint_dir=base_checkpoint_dir)
-    else:
-        resolved = fabric.strategy.precision.precision
-        require_option(resolved != "16-mixed", "precision", resolved, f"is not supported with --quantize {quantize}")
-        model = load_quantized(folder, quantize, fabric.device, dtype, base_checkpoint_dir)
-    return EvaluatedModel(folder, fabric, model, tokenizer)
+    return EvaluatedModel(folder, fabric, tokenizer, tokenizer_dir, base_checkpoint_dir, quantize)
 
 
 def evaluate(
@@ -104,7 +121,8 @@ def evaluate(
     if isinstance(data, Preference):
         raise UserError("--data Preference: evaluate needs answers, not preferences; give other --data, or --tasks")
     length = choose_seq_length(data, length, "max_seq_length")
-    block_size = checkpoint.model.config.block_size
+    native = checkpoint.load_model()
+    config, block_size = native.config, native.config.block_size
     length = length or block_size
     if not 0 < length <= block_size:
         raise UserError(f"--max_seq_length {length}: must be from 1 to {block_size}, the model's context length")
@@ -127,9 +145,9 @@ def evaluate(
     batches = batches_by_source(sources, limit, added_bos=prepared.added_bos, **options)
     source = "--data" if prepared.tokenizer is None else prepared.tokenizer.name
     read: Counter[str] = Counter()
-    checked = {name: _embedded(one, checkpoint.model.config, source, read) for name, one in batches.items()}
+    checked = {name: _embedded(one, config.padded_vocab_size, source, read) for name, one in batches.items()}
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None
-    model = checkpoint.fabric.setup(checkpoint.model)
+    model = checkpoint.fabric.setup(native)
     metrics = validate(checkpoint.fabric, NextToken(), model, checked, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     named = {names.get(name, name.removeprefix("val_")): value for name, value in metrics.items()}
@@ -137,13 +155,13 @@ def evaluate(
     return result | {"sequences": read["sequences"], "tokens": read["tokens"]}
 
 
-def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str, read: Counter[str]) -> Iterator[Batch]:
+def _embedded(batches: Iterable[Batch], n_embeddings: int, source: str, read: Counter[str]) -> Iterator[Batch]:
     """Yield the batches and count rows and tokens in ``read``. Raises UserError for a token without an embedding.
 
     The check is needed because not all token files store their largest token.
     """
     for batch in batches:
-        require_embedded([int(batch.input_ids.max()), int(batch.labels.max())], config, source)
+        require_embedded([int(batch.input_ids.max()), int(batch.labels.max())], n_embeddings, source)
         read.update(sequences=sum(i >= 0 for i in batch.ids), tokens=batch.n_inputs)
         yield batch
 
@@ -212,7 +230,7 @@ def evaluate_tasks(
     include_path: str | None,
     apply_chat_template: bool | None,
 ) -> dict[str, Any]:
-    """Return the results by task, and the evaluation settings, see :func:`toolkit.inference.tasks.run_tasks`.
+    """Return the results by task, and the evaluation settings, see :mod:`toolkit.inference.tasks`.
 
     ``tasks`` is a comma-separated list. If ``apply_chat_template`` is None, the checkpoint's template, if any, is used.
     """
@@ -220,8 +238,6 @@ def evaluate_tasks(
     if not names:
         raise UserError(f"--tasks {tasks!r}: must be task names, separated by commas")
     require_lm_eval(tasks)
-    from toolkit.inference.harness import HarnessLM
-
     if checkpoint.tokenizer is None:
         raise UserError(f"--tasks {tasks}: {checkpoint.folder} has no tokenizer.json; give --tokenizer_dir")
     template = None
@@ -236,24 +252,27 @@ def evaluate_tasks(
                 ) from None
             if apply_chat_template:
                 raise
-    model = checkpoint.fabric.setup(checkpoint.model).eval()
-    lm = HarnessLM(model, checkpoint.tokenizer, batch_size=micro_batch_size, template=template, notice=_notice)
-    results = run_tasks(
-        lm,
-        names,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        include_path=include_path,
-        apply_chat_template=template is not None,
-        notice=_notice,
-    )
+    manager = find_tasks(names, include_path)
+    device, precision = checkpoint.fabric.device, checkpoint.precision
+    with open_hf_folder(
+        checkpoint.folder, tasks=tasks, base_checkpoint_dir=checkpoint.base_checkpoint_dir,
+        quantize=checkpoint.quantize, notice=_notice,
+    ) as (folder, max_length):  # fmt: skip
+        lm = load_lm(
+            folder, tasks=tasks, tokenizer_dir=checkpoint.tokenizer_dir, tokenizer_name=checkpoint.tokenizer.name,
+            max_length=max_length, batch_size=micro_batch_size, device=device, precision=precision,
+        )  # fmt: skip
+        results = run_tasks(
+            lm, names, manager, num_fewshot=num_fewshot, limit=limit, apply_chat_template=template is not None,
+            notice=_notice,
+        )  # fmt: skip
     settings = {
         "checkpoint_dir": str(checkpoint.folder),
         "apply_chat_template": template is not None,
         "chat_template": None if template is None else template.name,
         "limit": limit,
-        "precision": checkpoint.fabric.strategy.precision.precision,
-        "device": str(checkpoint.fabric.device),
+        "precision": precision,
+        "device": str(device),
         "lm_eval_version": version("lm_eval"),
     }
     return {"tasks": results, "settings": settings}

@@ -21,7 +21,7 @@ from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.checkpoints.weights import Tensors
 from toolkit.data.chat.template import GENERATION_FILE, eos_tokens
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
-from toolkit.errors import GuardError, UserError, one_line
+from toolkit.errors import GuardError, UserError, one_line, require_package
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import Fields, ModelConfig, ModelOverrides
 from toolkit.models.families import family_of
@@ -40,6 +40,7 @@ def export_hf(
     base_checkpoint_dir: str | Path | None = None,
     check: Callable[[Path], None] | None = None,
     family_options: Fields | None = None,
+    flag: str = "out_dir",
 ) -> list[str]:
     """Write a Hugging Face folder with checksums, atomically. About one weight is in memory at a time.
 
@@ -51,6 +52,7 @@ def export_hf(
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
         check: Called with the written folder before it is renamed to out_dir; if it raises, nothing is created.
         family_options: Options of an extension's family to override. Weights that the new model lacks are dropped.
+        flag: What the user sets to change ``out_dir``, for messages.
 
     Returns:
         The names of exported tensors that contain NaN or Inf.
@@ -76,7 +78,7 @@ def export_hf(
         if check is not None:
             check(folder)
 
-    write_folder(out_dir, write, flag="out_dir")
+    write_folder(out_dir, write, flag)
     return nonfinite
 
 
@@ -87,7 +89,7 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     The native weights are merged and rounded to the exported dtype first, so one tolerance (1e-4) fits every dtype.
     Raises GuardError if transformers cannot load the folder.
     """
-    require_transformers()
+    require_transformers("--verify true")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -101,14 +103,11 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     return relative_difference(native.eval()(tokens), hf.eval()(input_ids=tokens).logits)
 
 
-def require_transformers(config: ModelConfig | None = None) -> None:
-    """Raise UserError if transformers is not installed or has no class for this model family."""
+def require_transformers(option: str, config: ModelConfig | None = None) -> None:
+    """Raise UserError if transformers, which ``option`` needs, is not installed or lacks the model family."""
     if config is not None and not family_of(config).is_in_transformers:
-        raise UserError(f"--verify true: transformers has no class for {config.family!r}; remove --verify")
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise UserError("--verify true: needs transformers; run: pip install 'transformers>=4.50'") from error
+        raise UserError(f"{option}: transformers has no class for {config.family!r}; remove {option.split()[0]}")
+    require_package(option, "transformers", "4.50")
 
 
 def _load_with_transformers(folder: Path) -> nn.Module:
