@@ -31,13 +31,14 @@ Generate = Callable[[Any, int], Any]
 def load_toolkit(folder: Path) -> Generate:
     from toolkit.inference.generate import generate_batch
     from toolkit.inference.load import load_checkpoint
+    from toolkit.inference.sampling import GREEDY
 
     model = load_checkpoint(
         str(folder / "native"), base_checkpoint_dir=None, accelerator="cpu", precision="32-true"
     ).model
 
     def generate(prompts: Any, count: int) -> Any:
-        return list(zip(*generate_batch(model, list(prompts), max_new_tokens=count, temperature=0), strict=True))
+        return list(zip(*generate_batch(model, list(prompts), max_new_tokens=count, sampling=GREEDY), strict=True))
 
     return generate
 

@@ -122,7 +122,7 @@ def generate(
     else:
         loaded = load_checkpoint(values["checkpoint_dir"], **shared.loading)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
-    sampling = {"max_new_tokens": values["max_new_tokens"], **shared.sampling}
+    sampling = shared.sampling
     seeds = range(values["seed"], values["seed"] + values["num_samples"])
     was_training = model.training
     model.eval()
@@ -132,10 +132,11 @@ def generate(
             model,
             tokenizer,
             prompts,
+            max_new_tokens=values["max_new_tokens"],
+            sampling=sampling,
             batch_size=size,
             seeds=seeds,
             notice=lambda line: print(line, file=sys.stderr),
-            **sampling,
         )
         return [sample.text for sample in samples]
     finally:

@@ -117,8 +117,8 @@ def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsy
     for argv, message in (
         (["--prompts_path", tmp_path / "rows.jsonl"], 'rows.jsonl:2: must be {"prompt": "text"}'),
         (["--prompts_path", tmp_path / "half.jsonl"], 'half.jsonl:1: must be {"prompt": "text"}'),
-        (["--prompts_path", tmp_path / "none.txt"], "none.txt: no such file"),
-        (["--prompts_path", tmp_path], f"--prompts_path {tmp_path}: is a folder"),
+        (["--prompts_path", tmp_path / "none.txt"], "none.txt: No such file or directory; give a file"),
+        (["--prompts_path", tmp_path], f"--prompts_path {tmp_path}: Is a directory; give a file"),
         (
             ["--prompts_path", tmp_path / "long.txt"],
             f"--prompts_path {tmp_path / 'long.txt'}:3: has 64 tokens, but the model's context length is 64; shorten",

@@ -14,7 +14,8 @@ from tests.faults.states import shared, undisturbed
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.inference.batcher import NewToken, Sampling
+from toolkit.inference.batcher import NewToken
+from toolkit.inference.sampling import Sampling
 from toolkit.reporting.events import write_event
 from toolkit.reporting.run import read_runs
 from toolkit.ui.loggers import MetricsCSV

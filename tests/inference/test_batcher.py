@@ -10,12 +10,12 @@ from helpers.initialize import add_lora
 from tests.inference.conftest import STYLES, make_model
 from toolkit.errors import GuardError
 from toolkit.inference import batcher as module
-from toolkit.inference.batcher import Batcher, Request, Sampling
+from toolkit.inference.batcher import Batcher, Request
 from toolkit.inference.generate import generate
+from toolkit.inference.sampling import GREEDY, Sampling
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
 
-GREEDY = Sampling(0, None, 1.0)
 SAMPLINGS = [GREEDY, Sampling(0.9, None, 1.0), Sampling(1.2, 20, 1.0), Sampling(0.8, None, 0.7)]
 
 
@@ -58,9 +58,9 @@ def run(model, clients, n_rows=4, max_length=None):
 
 
 def alone(model, request):
-    ids, settings = torch.tensor(request.ids), request.sampling._asdict()
-    options = {"eos_ids": request.eos_ids, "seed": request.seed, "notice": lambda line: None}
-    return list(generate(model, ids, max_new_tokens=request.max_new_tokens, cuda_graph=False, **settings, **options))
+    options = {"eos_ids": request.eos_ids, "seed": request.seed, "notice": lambda line: None, "cuda_graph": False}
+    options |= {"max_new_tokens": request.max_new_tokens, "sampling": request.sampling}
+    return list(generate(model, torch.tensor(request.ids), **options))
 
 
 def ids_of(answers):

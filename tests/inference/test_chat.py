@@ -10,6 +10,7 @@ from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
 from toolkit.inference.chat import Conversation, find_template
 from toolkit.inference.load import load_checkpoint
+from toolkit.inference.sampling import GREEDY, Sampling
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +21,7 @@ def talker(tmp_path_factory):
 
 def begin(talker, template=None, **changed) -> Conversation:
     template = template or find_template(talker.tokenizer, None)
-    sampling = {"temperature": 0.0, "top_k": None, "top_p": 1.0}
-    settings = {"system": None, "max_new_tokens": 20, "sampling": sampling, "seed": 0, "notice": lambda line: None}
+    settings = {"system": None, "max_new_tokens": 20, "sampling": GREEDY, "seed": 0, "notice": lambda line: None}
     return Conversation(talker.model, talker.tokenizer, template, **(settings | changed))
 
 
@@ -73,7 +73,7 @@ def test_template_that_rewrites_history_is_recomputed(talker, computed):
 
 def test_turns_are_equal_with_and_without_cache(talker):
     """With random sampling, so that answers also contain unlearned text."""
-    sampling = {"temperature": 2.0, "top_k": None, "top_p": 1.0}
+    sampling = Sampling(2.0)
     conversation = begin(talker, sampling=sampling, max_new_tokens=8)
     for turn, question in enumerate("1232"):
         before = list(conversation.messages)

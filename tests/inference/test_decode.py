@@ -9,12 +9,12 @@ from tests.inference.conftest import STYLES, greedy_without_cache, make_model
 from toolkit.inference import cuda_graph, decode
 from toolkit.inference.decode import Decoder
 from toolkit.inference.generate import generate, generate_batch
+from toolkit.inference.sampling import GREEDY, Sampling
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
 
 PROMPTS = [torch.arange(3, 3 + n) * 7 % 101 for n in (5, 1, 14, 9)]
-GREEDY = {"temperature": 0, "top_k": None, "top_p": 1.0, "vocab_size": 101}
 
 
 def replay_eagerly(step, undo, expected, notice):
@@ -43,7 +43,7 @@ def columns(steps) -> list[list[int]]:
 
 
 def continue_all(model, prompts, **settings):
-    return columns(generate_batch(model, prompts, **({"max_new_tokens": 20, "temperature": 0} | settings)))
+    return columns(generate_batch(model, prompts, **({"max_new_tokens": 20, "sampling": GREEDY} | settings)))
 
 
 @pytest.mark.parametrize("style", slow_except(["llama", "gemma2", "phi3"], STYLES))
@@ -68,7 +68,7 @@ def test_turns_that_share_a_cache(style, shapes):
             text = text[:-dropped]
             cache.truncate(len(text))
         text = torch.cat([text, torch.tensor([11 + question, 3])])
-        tokens = generate(model, text, max_new_tokens=count + 4, temperature=0, cache=cache)
+        tokens = generate(model, text, max_new_tokens=count + 4, sampling=GREEDY, cache=cache)
         found = [next(tokens) for _ in range(count)]
         tokens.close()
         assert found == greedy_without_cache(model, text, count)
@@ -83,9 +83,9 @@ def test_autocast(shapes):
 
 def test_rows_end_at_their_own_stop_tokens_and_context():
     model, notes = make_model("llama").eval(), []
-    full = continue_all(model, PROMPTS, max_new_tokens=60, notice=notes.append)
+    full = continue_all(model, PROMPTS, max_new_tokens=60, names="abcd", notice=notes.append)
     assert [len(row) for row in full] == [43, 47, 34, 39]  # up to the context of 48
-    assert notes[0] == "prompt 3: stopped after 34 new tokens: the model's context of 48 tokens is full"
+    assert notes[0] == "c: stopped after 34 new tokens: the model's context of 48 tokens is full"
     assert len(notes) == 4
     eos = full[0][4]
     found = continue_all(model, PROMPTS, max_new_tokens=60, eos_ids=[eos], notice=notes.append)
@@ -93,16 +93,16 @@ def test_rows_end_at_their_own_stop_tokens_and_context():
 
 
 def test_the_samples_of_a_seed_do_not_depend_on_the_batch(shapes):
-    model, settings = make_model("llama").eval(), {"temperature": 1.5, "top_k": 30, "max_new_tokens": 20}
+    model, settings = make_model("llama").eval(), {"sampling": Sampling(1.5, 30), "max_new_tokens": 20}
     together = continue_all(model, [*PROMPTS, PROMPTS[0]], seeds=[1, 2, 3, 4, 5], **settings)
     for prompt, seed, found in zip([*PROMPTS, PROMPTS[0]], [1, 2, 3, 4, 5], together, strict=True):
         assert list(generate(model, prompt, seed=seed, **settings)) == found
     assert together[0] != together[4]
 
 
-def make_decoder(model, count=64, **settings) -> Decoder:
+def make_decoder(model, count=64, sampling=GREEDY) -> Decoder:
     cache = KVCache(model.config, 1, 6 + count)
-    decoder = Decoder(model, cache, PROMPTS[:1], count + 1, GREEDY | settings, [0])
+    decoder = Decoder(model, cache, PROMPTS[:1], count + 1, sampling, [0])
     decoder.prefill(0)
     cache.position = decoder.position
     return decoder
@@ -123,8 +123,8 @@ class Recorder(TorchDispatchMode):
 
 @torch.no_grad()
 def test_operators_and_shapes_are_the_same_at_every_token_and_none_waits():
-    for style, settings in (("llama", {}), ("gemma3", {"temperature": 1.0})):
-        decoder = make_decoder(make_model(style).eval(), count=12, **settings)
+    for style, sampling in (("llama", GREEDY), ("gemma3", Sampling())):
+        decoder = make_decoder(make_model(style).eval(), count=12, sampling=sampling)
         recorded = []
         for _ in range(11):
             with Recorder() as recorder:
@@ -137,7 +137,7 @@ def test_operators_and_shapes_are_the_same_at_every_token_and_none_waits():
 @torch.no_grad()
 def test_one_graph_serves_64_tokens():
     model, graphs = make_model("llama", block_size=80).eval(), []
-    expected = list(generate(model, PROMPTS[0], max_new_tokens=65, temperature=0))
+    expected = list(generate(model, PROMPTS[0], max_new_tokens=65, sampling=GREEDY))
     decoder = make_decoder(model)
 
     def count(graph, inputs):
@@ -158,7 +158,7 @@ def test_operators_per_token_on_a_cpu():
         config = ModelConfig(
             block_size=48, vocab_size=101, n_layer=layers, n_head=4, n_query_groups=2, n_embd=64, intermediate_size=96
         )
-        steps = generate(GPT(config).eval(), PROMPTS[0], max_new_tokens=9, temperature=0)
+        steps = generate(GPT(config).eval(), PROMPTS[0], max_new_tokens=9, sampling=GREEDY)
         next(steps), next(steps)
         with Recorder() as recorder:
             next(steps)
@@ -171,15 +171,15 @@ def test_operators_per_token_on_a_cpu():
 
 def test_a_device_is_read_once_per_group_of_tokens(monkeypatch):
     model, reads = make_model("llama").eval(), []
-    expected = list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0))
+    expected = list(generate(model, PROMPTS[0], max_new_tokens=30, sampling=GREEDY))
     read = Decoder.read
     monkeypatch.setattr(Decoder, "read", lambda self, done, n: reads.append(n) or read(self, done, n))
     monkeypatch.setattr(decode, "tokens_per_read", lambda device: 8)
     cache = KVCache(model.config, 1, 0)
-    assert list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0)) == expected
+    assert list(generate(model, PROMPTS[0], max_new_tokens=30, sampling=GREEDY)) == expected
     assert reads == [1, 8, 8, 8, 5]
     eos = expected[11]  # the cache forgets what was computed after it
-    found = list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0, eos_ids=[eos], cache=cache))
+    found = list(generate(model, PROMPTS[0], max_new_tokens=30, sampling=GREEDY, eos_ids=[eos], cache=cache))
     assert found == expected[: expected.index(eos)] and cache.length == 5 + len(found)
 
 
@@ -210,7 +210,7 @@ def test_a_failed_capture_leaves_the_stream_as_it_was():
 def test_without_cuda_a_graph_is_refused_in_one_line(monkeypatch):
     """As on a device whose graph fails: the text matches the growing cache's."""
     model, notes = make_model("llama").eval(), []
-    expected = list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0))
+    expected = list(generate(model, PROMPTS[0], max_new_tokens=30, sampling=GREEDY))
     monkeypatch.setattr(decode, "has_fixed_shapes", lambda model, device: True)
 
     def fail():
@@ -218,5 +218,5 @@ def test_without_cuda_a_graph_is_refused_in_one_line(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", fail)
     for _ in range(2):  # the second time it is not tried
-        assert list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0, notice=notes.append)) == expected
+        assert list(generate(model, PROMPTS[0], max_new_tokens=30, sampling=GREEDY, notice=notes.append)) == expected
         assert notes == ["generating without a CUDA graph, which is slower: no graph"]

@@ -6,6 +6,7 @@ from tests.inference.conftest import greedy_without_cache, make_model
 from toolkit.errors import GuardError, UserError
 from toolkit.inference import decode as module
 from toolkit.inference.generate import generate
+from toolkit.inference.sampling import GREEDY, Sampling
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
@@ -20,7 +21,7 @@ def llama() -> GPT:
 
 
 def greedy(model, prompt=PROMPT, count=24, **settings) -> list[int]:
-    return list(generate(model, prompt, max_new_tokens=count, temperature=0, **settings))
+    return list(generate(model, prompt, max_new_tokens=count, sampling=GREEDY, **settings))
 
 
 def test_cached_equals_uncached(model):
@@ -82,7 +83,7 @@ def test_generation_through_fabric_wrapper(model):
 
 def test_samples_follow_the_seed(model):
     def draw(seed):
-        return list(generate(model, PROMPT, max_new_tokens=20, temperature=1.0, top_k=20, seed=seed))
+        return list(generate(model, PROMPT, max_new_tokens=20, sampling=Sampling(top_k=20), seed=seed))
 
     assert draw(1) == draw(1) != draw(2)
     assert max(draw(3)) < 101
@@ -106,7 +107,7 @@ def test_full_context_stops_generation_and_is_reported(llama):
 
 
 def test_tokens_are_streamed(llama):
-    stream = generate(llama, torch.tensor([1]), max_new_tokens=5, temperature=0)
+    stream = generate(llama, torch.tensor([1]), max_new_tokens=5, sampling=GREEDY)
     calls = []
     llama.register_forward_hook(lambda *args: calls.append(1))
     next(stream)
@@ -119,7 +120,7 @@ def test_vocabulary_padding_is_never_sampled(llama):
     assert llama.config.padded_vocab_size == 64
     with torch.no_grad():
         llama.lm_head.weight[60:] = 50 * llama.lm_head.weight[:1]
-    found = list(generate(llama, torch.tensor([1, 2]), max_new_tokens=14, temperature=5.0, seed=0))
+    found = list(generate(llama, torch.tensor([1, 2]), max_new_tokens=14, sampling=Sampling(5.0), seed=0))
     assert max(found) < 60
 
 
@@ -127,7 +128,6 @@ def test_vocabulary_padding_is_never_sampled(llama):
     ("prompt", "settings", "message"),
     [
         ([1], {"max_new_tokens": 0}, "--max_new_tokens 0: must be greater than zero"),
-        ([1], {"max_new_tokens": 5, "temperature": -1.0}, "--temperature -1.0"),
         ([], {"max_new_tokens": 5}, "--prompt: is empty"),
         ([1] * 16, {"max_new_tokens": 5}, "--prompt: has 16 tokens, but must have fewer than 16"),
     ],

@@ -2,15 +2,15 @@ import pytest
 import torch
 
 from toolkit.errors import GuardError, UserError
-from toolkit.inference.sampling import NONFINITE, draw_uniforms, require_finite, sample
+from toolkit.inference.sampling import GREEDY, NONFINITE, Sampling, draw_uniforms, require_finite, sample
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])  # most likely first: 1, 3, 2, 4, 0
 LOGITS = PROBABILITIES.log()[None]
 
 
-def frequencies(draws: int = 40_000, **settings) -> torch.Tensor:
+def frequencies(draws: int = 40_000, vocab_size: int | None = None, **settings) -> torch.Tensor:
     uniform = torch.rand(draws, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ids = sample(LOGITS.expand(draws, -1), uniform=uniform, **settings)
+    ids = sample(LOGITS.expand(draws, -1), Sampling(**settings), vocab_size=vocab_size, uniform=uniform)
     return torch.bincount(ids, minlength=5) / draws
 
 
@@ -49,15 +49,15 @@ def test_sample_frequencies_match_probabilities(settings, expected):
 
 def test_temperature_zero_is_greedy_and_never_padding():
     logits = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])
-    assert sample(logits, temperature=0, vocab_size=3, top_k=2, top_p=0.5).tolist() == [1, 0]
-    assert sample(logits.bfloat16(), temperature=0).tolist() == [3, 3]
+    assert sample(logits, Sampling(0, 2, 0.5), vocab_size=3).tolist() == [1, 0]
+    assert sample(logits.bfloat16(), GREEDY).tolist() == [3, 3]
     uniform = torch.tensor([0.3, 0.9])
     for tiny in (1e-30, 1e-40, 1e-300):  # no overflow close to 0
-        assert sample(logits, temperature=tiny, vocab_size=3, uniform=uniform).tolist() == [1, 0]
+        assert sample(logits, Sampling(tiny), vocab_size=3, uniform=uniform).tolist() == [1, 0]
 
 
 def test_top_k_keeps_exactly_k_with_ties():
-    ids = sample(torch.zeros(2000, 6), top_k=2, uniform=torch.rand(2000))
+    ids = sample(torch.zeros(2000, 6), Sampling(top_k=2), uniform=torch.rand(2000))
     assert len(set(ids.tolist())) == 2
 
 
@@ -73,7 +73,7 @@ def test_the_numbers_of_a_seed_do_not_depend_on_the_batch():
 def test_the_ends_of_the_uniform_numbers_select_possible_tokens():
     logits = torch.tensor([[0.0, -200.0, 0.0, -200.0]])  # two of probability 0 in fp32
     for settings in ({}, {"top_k": 3}, {"top_p": 0.9}):
-        found = [int(sample(logits, uniform=torch.tensor([u]), **settings)) for u in (0.0, 1.0)]
+        found = [int(sample(logits, Sampling(**settings), uniform=torch.tensor([u]))) for u in (0.0, 1.0)]
         assert found == [0, 2], settings
 
 
@@ -90,12 +90,12 @@ def test_the_ends_of_the_uniform_numbers_select_possible_tokens():
 )
 def test_settings_out_of_range_name_the_flag(settings, message):
     with pytest.raises(UserError, match=message):
-        sample(LOGITS, **settings)
+        Sampling(**settings)
 
 
 def test_nonfinite_logits_raise_guard_error():
     for bad in (float("nan"), float("inf"), float("-inf")):
-        ids = sample(torch.tensor([[0.0, bad, 3.0], [0.0, 1.0, 0.0]]), temperature=0)
+        ids = sample(torch.tensor([[0.0, bad, 3.0], [0.0, 1.0, 0.0]]), GREEDY)
         assert ids.tolist() == [NONFINITE, 1]
         with pytest.raises(GuardError, match="not finite"):
             require_finite(ids.tolist())

@@ -16,6 +16,7 @@ from toolkit import cli
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.distributed.tensor_parallel import _loss_and_grad_
 from toolkit.inference.generate import generate
+from toolkit.inference.sampling import GREEDY
 from toolkit.models import aligned, cross_entropy, distillation
 from toolkit.models import loss as loss_module
 from toolkit.models.aligned import aligned_rows
@@ -168,7 +169,7 @@ def test_files_and_generation_do_not_depend_on_padding(tmp_path):
 
     save(model, "plain")
     prompt = torch.arange(1, 9)
-    tokens = list(generate(model, prompt, max_new_tokens=20, temperature=0))
+    tokens = list(generate(model, prompt, max_new_tokens=20, sampling=GREEDY))
     with padding():
         loaded = load_model(tmp_path / "plain").eval()
         weight = loaded.lm_head.weight
@@ -178,13 +179,13 @@ def test_files_and_generation_do_not_depend_on_padding(tmp_path):
         assert saved["lm_head.weight"].untyped_storage().size() == 257 * 64 * 2
         assert saved["lm_head.weight"].data_ptr() == saved["transformer.wte.weight"].data_ptr()
         with Matmuls() as seen:
-            assert list(generate(loaded, prompt, max_new_tokens=20, temperature=0)) == tokens
+            assert list(generate(loaded, prompt, max_new_tokens=20, sampling=GREEDY)) == tokens
         weights = [operand for operands in seen.operands for operand in operands if set(operand.shape) == {64, 320}]
         assert {operand.data_ptr() for operand in weights} == {weight.data_ptr()}  # no copy for each token
     loaded.load_state_dict(torch.load(tmp_path / "plain" / "lit_model.pth"), assign=True)
     loaded.tie_weights()
     with padding():
-        assert list(generate(loaded, prompt, max_new_tokens=20, temperature=0)) == tokens
+        assert list(generate(loaded, prompt, max_new_tokens=20, sampling=GREEDY)) == tokens
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from helpers.talker import TEMPLATE
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import train_bpe
 from toolkit.distributed.signals import restore_handlers_on_exit
-from toolkit.inference.batcher import Sampling
+from toolkit.inference.sampling import Sampling
 
 pytest.importorskip("starlette")
 from pydantic import ValidationError

@@ -27,9 +27,10 @@ from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.cli import main
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.inference.batch import continue_texts
-from toolkit.inference.batcher import NewToken, Request, Sampling
+from toolkit.inference.batcher import NewToken, Request
 from toolkit.inference.chat import Conversation, find_template
 from toolkit.inference.load import load_checkpoint
+from toolkit.inference.sampling import GREEDY, Sampling
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora, is_adapter
@@ -41,7 +42,6 @@ from toolkit.serving.answer import read_pieces
 openai = pytest.importorskip("openai")
 
 KEY = "a secret"
-GREEDY = {"temperature": 0, "top_k": None, "top_p": 1.0}
 PROMPTS = ["Q1A", "abc", "Q3AdreiQ", "x", "Q" + "12" * 20, "SbeQ2A", "eins zwei drei", "Q2Azwei"]
 
 
@@ -126,9 +126,9 @@ def wait_for(condition) -> None:
 # ---- answers
 
 
-def generated(folder, prompts, **settings) -> list[str]:
+def generated(folder, prompts, sampling=GREEDY) -> list[str]:
     """What `toolkit generate` prints after each prompt."""
-    options = {"max_new_tokens": 40, "seeds": [7], "batch_size": 1, "notice": print} | GREEDY | settings
+    options = {"max_new_tokens": 40, "seeds": [7], "batch_size": 1, "notice": print, "sampling": sampling}
     rows = continue_texts(load_model(folder).eval(), Tokenizer.load(folder), prompts, **options)
     return [row.text for row in rows]
 
@@ -136,7 +136,7 @@ def generated(folder, prompts, **settings) -> list[str]:
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_completions_are_what_generate_prints_alone_and_together(client, folder, temperature):
     """Eight requests on three rows: most of them join in the middle of the answers of others."""
-    expected = generated(folder, PROMPTS, temperature=temperature, top_k=40, top_p=0.95)
+    expected = generated(folder, PROMPTS, Sampling(temperature, 40, 0.95))
     options = {"temperature": temperature, "seed": 7, "top_p": 0.95, "extra_body": {"top_k": 40}}
 
     def ask(prompt):
@@ -249,7 +249,7 @@ def test_adapters_and_four_bits_are_loaded_as_generate_loads_them(quantize, fold
     seal(tmp_path)
     options = {"base_checkpoint_dir": None, "accelerator": "cpu", "precision": None, "quantize": quantize}
     loaded = load_checkpoint(str(tmp_path), **options)
-    settings = {"max_new_tokens": 40, "seeds": [7], "batch_size": 1, "notice": print} | GREEDY
+    settings = {"max_new_tokens": 40, "seeds": [7], "batch_size": 1, "notice": print, "sampling": GREEDY}
     expected = [row.text for row in continue_texts(loaded.model, loaded.tokenizer, PROMPTS, **settings)]
     with serving(tmp_path, *(["--quantize", quantize] if quantize else [])) as (_, client):
         client.model = str(tmp_path)
@@ -421,7 +421,7 @@ def test_options_that_cannot_work_are_one_line(folder, capsys, monkeypatch):
     monkeypatch.delenv("TOOLKIT_API_KEY", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"--port {port}: is in use; choose another port" in error("--port", str(port))
+        assert f"--host 127.0.0.1 --port {port}: Address already in use" in error("--port", str(port))
     assert "--host 0.0.0.0: other machines can reach it; set TOOLKIT_API_KEY" in error("--host", "0.0.0.0")
     assert "--max_seq_length 129: the model's context length is 128" in error("--port", "0", "--max_seq_length", "129")
     n = str(10**12)

@@ -21,6 +21,7 @@ from toolkit.data.base import PreparedData
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import GuardError, UserError
 from toolkit.inference.generate import generate
+from toolkit.inference.sampling import GREEDY
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.training.callbacks.samples import Sampler, first_prompt, make_sampler
@@ -77,7 +78,7 @@ def test_samples_do_not_affect_training_and_match_the_final_model(shared, tmp_pa
     final = tmp_path / "with" / "final"
     model, tokenizer = load_model(final).eval(), Tokenizer.load(final)
     prompt = torch.tensor(tokenizer.encode(shown[6][0]))
-    again = tokenizer.decode(list(generate(model, prompt, max_new_tokens=12, temperature=0, eos_ids=[0])))
+    again = tokenizer.decode(list(generate(model, prompt, max_new_tokens=12, sampling=GREEDY, eos_ids=[0])))
     assert shown[6][1] == again.strip()
 
 

@@ -38,9 +38,9 @@ def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Pa
     return folder
 
 
-def is_hf_folder(folder: Path) -> bool:
+def is_hf_folder(folder: str | Path) -> bool:
     """Whether a folder is a Hugging Face model and not a checkpoint, which may also hold the original config.json."""
-    return (folder / "config.json").is_file() and not (folder / CONFIG).is_file()
+    return Path(folder, "config.json").is_file() and not Path(folder, CONFIG).is_file()
 
 
 def _suggest_folder(folder: Path) -> str:

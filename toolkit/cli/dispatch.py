@@ -11,7 +11,6 @@ import threading
 import traceback
 from errno import EPIPE
 from importlib.abc import MetaPathFinder
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
@@ -112,7 +111,7 @@ def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
     values = arguments | (vars(arguments["shared"]) if "shared" in arguments else {})
     folder = values.get("checkpoint_dir")
     takes_others = name in (*TRAINING, "verify", "consolidate") or (name == "merge_lora" and is_url(folder))
-    takes_others |= name == "evaluate" and is_hf_folder(Path(str(folder)))  # for --tasks
+    takes_others |= name == "evaluate" and is_hf_folder(str(folder))  # for --tasks
     if folder is not None and not takes_others:
         find_checkpoint_dir(folder)
     if values.get("quantize") is not None:

@@ -41,7 +41,7 @@ def setup(
     from toolkit.inference.batch import read_prompts
     from toolkit.inference.load import load_checkpoint
 
-    sampling = {"max_new_tokens": max_new_tokens, **shared.sampling}
+    sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": shared.sampling}
     if prompts_path is None:
         require_option(batch_size is None, "batch_size", batch_size, "has no effect without --prompts_path")
     else:

@@ -1,7 +1,10 @@
 """Options shared by generate and chat."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from toolkit.inference.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,11 @@ class InferenceOptions:
     verify_checkpoint: bool = True
 
     @property
-    def sampling(self) -> dict[str, Any]:
-        """Sampling parameters. Raises UserError if one is out of range."""
-        from toolkit.inference.sampling import check_sampling
+    def sampling(self) -> "Sampling":
+        """How to choose the tokens. Raises UserError if an option is out of range."""
+        from toolkit.inference.sampling import Sampling
 
-        check_sampling(self.temperature, self.top_k, self.top_p)
-        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def loading(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def setup(
     require_option(is_loopback(host) or api_key is not None, "host", host, hint)
     sampling = shared.sampling
 
-    from toolkit.inference.batcher import Batcher, Sampling
+    from toolkit.inference.batcher import Batcher
     from toolkit.inference.load import load_checkpoint
     from toolkit.serving.app import Service, make_app
     from toolkit.serving.server import open_socket, run_server
@@ -79,7 +79,7 @@ def setup(
             need = f"no memory for keys and values of {max_concurrent_requests} requests of {length} tokens"
             raise UserError(f"--max_concurrent_requests: {need}; lower it or --max_seq_length") from error
         names = checkpoint_dir, batcher, loaded.tokenizer, template
-        service = Service(*names, Sampling(**sampling), max_new_tokens, max_active=batcher.n_rows + max_queue)
+        service = Service(*names, sampling, max_new_tokens, max_active=batcher.n_rows + max_queue)
         address = f"[{host}]" if ":" in host else host
         app = make_app(service, api_key, {"127.0.0.1", "localhost", "[::1]", address})
         cache = batcher.cache_bytes / 2**20

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from toolkit.diagnostics.prove_row import Machine, Outcome, Row, relative_difference
 from toolkit.errors import CommandError, require_bitsandbytes
 from toolkit.inference.generate import generate
+from toolkit.inference.sampling import GREEDY
 from toolkit.models.aligned import aligned_size
 from toolkit.models.attention import fused_attention
 from toolkit.models.attention_dispatch import TOLERANCE, KernelCase, largest_error
@@ -130,7 +131,7 @@ def _cuda_graph(machine: Machine) -> Outcome:
     torch.manual_seed(0)
     model = GPT(get_config("pico-llama").with_vocab_size(512)).eval().to(machine.device)
     notices = list[str]()
-    run = partial(generate, model, torch.arange(1, 20), max_new_tokens=60, temperature=0, notice=notices.append)
+    run = partial(generate, model, torch.arange(1, 20), max_new_tokens=60, sampling=GREEDY, notice=notices.append)
     graph, plain = list(run(cuda_graph=True)), list(run(cuda_graph=False))
     if notices:
         raise CommandError(notices[0])

@@ -13,6 +13,7 @@ import torch
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate_batch
+from toolkit.inference.sampling import Sampling
 from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 from toolkit.models.gpt import GPT
 
@@ -32,11 +33,12 @@ def continue_texts(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
+    max_new_tokens: int,
+    sampling: Sampling,
     batch_size: int,
     seeds: Sequence[int],
     notice: Callable[[str], None],
     names: Sequence[str] = (),
-    **sampling: Any,
 ) -> Iterator[Continuation]:
     """Yield one continuation per prompt and seed. The batch size changes only the rounding of matrix products.
 
@@ -44,11 +46,12 @@ def continue_texts(
         model: See :func:`toolkit.inference.generate.generate`.
         tokenizer: The model's tokenizer.
         prompts: Texts to continue.
+        max_new_tokens: Maximum number of new tokens per continuation.
+        sampling: How to choose the tokens.
         batch_size: Sequences per forward pass.
         seeds: Sampling seeds; each prompt is continued once per seed.
         notice: Called with one line for the user.
         names: Names of the prompts in messages; default: their numbers.
-        sampling: ``max_new_tokens``, ``temperature``, ``top_k`` and ``top_p``.
     """
     eos_ids, limit = stop_tokens(tokenizer), model.config.block_size
     encoded = [encode_prompt(tokenizer, prompt, model.config) for prompt in prompts]
@@ -63,8 +66,9 @@ def continue_texts(
         tensors = [torch.tensor(encoded[i], dtype=torch.long) for i, _ in batch]
         shown = [names[i] if len(prompts) > 1 else "" for i, _ in batch]
         steps = generate_batch(
-            model, tensors, eos_ids=eos_ids, seeds=[seed for _, seed in batch], names=shown, notice=notice, **sampling
-        )
+            model, tensors, max_new_tokens=max_new_tokens, sampling=sampling, eos_ids=eos_ids,
+            seeds=[seed for _, seed in batch], names=shown, notice=notice,
+        )  # fmt: skip
         columns = list(zip(*steps, strict=True)) or [()] * len(batch)  # all answers may be empty
         for (i, seed), column in zip(batch, columns, strict=True):
             tokens = [token for token in column if token is not None]
@@ -96,14 +100,10 @@ def _read_text(path: str) -> str:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
         text.encode()  # stdin replaces invalid bytes by surrogates
         return text
-    except FileNotFoundError:
-        raise UserError(f"{flag}: no such file") from None
-    except IsADirectoryError:
-        raise UserError(f"{flag}: is a folder; give a file with one prompt per line") from None
     except UnicodeError as error:
         raise UserError(f"{flag}: is not valid UTF-8") from error
     except OSError as error:
-        raise UserError(f"{flag}: cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{flag}: {error.strerror or error}; give a file with one prompt per line") from error
 
 
 def _read_row(name: str, line: str) -> dict[str, Any]:

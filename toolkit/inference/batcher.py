@@ -16,18 +16,10 @@ from torch import Tensor
 from toolkit.distributed.device import without_cudnn_attention
 from toolkit.errors import GuardError
 from toolkit.inference.decode import PREFILL
-from toolkit.inference.sampling import draw_uniforms, require_finite, sample
+from toolkit.inference.sampling import Sampling, draw_uniforms, require_finite, sample
 from toolkit.models.gpt import GPT
 
 _SPARE_COLUMNS = 64  # the cache is moved to the left once in so many steps, not in each
-
-
-class Sampling(NamedTuple):
-    """See :func:`toolkit.inference.sampling.sample`."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float
 
 
 class NewToken(NamedTuple):
@@ -199,7 +191,7 @@ class Batcher(threading.Thread):
             if sampling.temperature:
                 numbers = [requests[row].uniforms[len(requests[row].tokens)] for row in rows]  # type: ignore[index]
                 uniform = torch.stack(numbers).to(dtype=dtype).to(logits.device)
-            tokens = sample(logits[rows], **sampling._asdict(), vocab_size=vocab_size, uniform=uniform).tolist()
+            tokens = sample(logits[rows], sampling, vocab_size=vocab_size, uniform=uniform).tolist()
             for row, token in zip(rows, tokens, strict=True):
                 if not requests[row].is_done:
                     _emit(requests[row], token, logits[row, :vocab_size])

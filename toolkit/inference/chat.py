@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -13,6 +13,7 @@ from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate
+from toolkit.inference.sampling import Sampling
 from toolkit.inference.text import TextStream, require_embedded, stop_tokens
 from toolkit.models.gpt import GPT
 
@@ -34,6 +35,7 @@ def _for_chat(message: str) -> str:
     return message.replace("--data.prompt_style", "--prompt_style").replace("--data.chat_template", "--chat_template")
 
 
+@dataclass
 class Conversation:
     """A multi-turn chat. The KV cache is reused, so only new prompt tokens are computed.
 
@@ -43,31 +45,28 @@ class Conversation:
         template: Chat template that renders the messages.
         system: System message; None for the template's default.
         max_new_tokens: Maximum tokens of an answer.
-        sampling: ``temperature``, ``top_k`` and ``top_p``, see :func:`toolkit.inference.sampling.sample`.
+        sampling: How to choose the tokens.
         seed: Seed of the first answer, incremented for each further answer.
         notice: Called with one line for the user.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        *,
-        system: str | None,
-        max_new_tokens: int,
-        sampling: dict[str, Any],
-        seed: int,
-        notice: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
-    ) -> None:
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+    model: GPT
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    _: KW_ONLY
+    system: str | None
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    notice: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.new_tokens = 0  # in the last answer
-        self._model, self._tokenizer, self._template, self._notice = model, tokenizer, template, notice
-        self._max_new_tokens, self._sampling, self._seed = max_new_tokens, sampling, seed
-        self._eos_ids = {*stop_tokens(tokenizer), *template.stop_ids}
-        self._cache = model.make_cache(1, 0)
+        self._eos_ids = {*stop_tokens(self.tokenizer), *self.template.stop_ids}
+        self._cache = self.model.make_cache(1, 0)
         self._cached_ids: list[int] = []  # the tokens in the KV cache
-        template.encode_prompt([*self.messages, {"role": "user", "content": "question"}])
+        self.template.encode_prompt([*self.messages, {"role": "user", "content": "question"}])
 
     def ask(self, question: str) -> Iterator[str]:
         """Yield the answer as a stream of text.
@@ -75,24 +74,24 @@ class Conversation:
         If the generator is closed or interrupted, the partial answer is kept. An empty answer drops the question.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
-        ids, limit = self._template.encode_prompt(messages), self._model.config.block_size
-        require_embedded(ids, self._model.config.padded_vocab_size, self._tokenizer.name)
+        ids, limit = self.template.encode_prompt(messages), self.model.config.block_size
+        require_embedded(ids, self.model.config.padded_vocab_size, self.tokenizer.name)
         if len(ids) >= limit:
             raise UserError(
                 f"with this question the conversation has {len(ids)} tokens, but must have fewer than {limit} (the "
                 "model's context length); shorten the question or start a new chat"
             )
-        settings = {"max_new_tokens": self._max_new_tokens, "seed": self._seed, **self._sampling}
         n_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._cached_ids, strict=False)))
         self._cache.truncate(min(n_common, self._cache.length, len(ids) - 1))
-        self._seed += 1
         tokens = generate(
-            self._model, torch.tensor(ids), eos_ids=self._eos_ids, cache=self._cache, notice=self._notice, **settings
-        )
+            self.model, torch.tensor(ids), max_new_tokens=self.max_new_tokens, sampling=self.sampling, seed=self.seed,
+            eos_ids=self._eos_ids, cache=self._cache, notice=self.notice,
+        )  # fmt: skip
+        self.seed += 1
         return self._answer(messages, ids, tokens)
 
     def _answer(self, messages: list[dict[str, Any]], ids: list[int], tokens: Iterator[int]) -> Iterator[str]:
-        stream, answer = TextStream(self._tokenizer, ids), []
+        stream, answer = TextStream(self.tokenizer, ids), []
         self.new_tokens = 0
         try:
             for token in tokens:
@@ -100,10 +99,10 @@ class Conversation:
                 self.new_tokens = len(answer)
                 yield stream.push(token)
             yield stream.finish()
-            if len(answer) == self._max_new_tokens:
-                self._notice(f"stopped after {len(answer)} tokens: --max_new_tokens reached")
+            if len(answer) == self.max_new_tokens:
+                self.notice(f"stopped after {len(answer)} tokens: --max_new_tokens reached")
         finally:
             self._cached_ids = [*ids, *answer][: self._cache.length]
-            text = self._tokenizer.decode(answer)
+            text = self.tokenizer.decode(answer)
             if text.strip():
                 self.messages = [*messages, {"role": "assistant", "content": text}]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -15,7 +14,7 @@ from toolkit.data.base import Report
 from toolkit.distributed import ranks
 from toolkit.distributed.device import without_cudnn_attention
 from toolkit.inference.cuda_graph import capture
-from toolkit.inference.sampling import draw_uniforms, require_finite, sample
+from toolkit.inference.sampling import Sampling, draw_uniforms, require_finite, sample
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
 
@@ -33,7 +32,7 @@ class Decoder:
         cache: An empty KV cache, or one that holds a prefix of the single prompt.
         prompts: Token ids of each prompt, (T,) int64, T >= 1.
         count: Maximum number of new tokens.
-        settings: Arguments of :func:`toolkit.inference.sampling.sample`.
+        sampling: How to choose the tokens.
         seeds: Sampling seed of each row.
 
     Attributes:
@@ -47,7 +46,7 @@ class Decoder:
         cache: KVCache,
         prompts: Sequence[Tensor],
         count: int,
-        settings: dict[str, Any],
+        sampling: Sampling,
         seeds: Sequence[int | None],
     ) -> None:
         self.model, self.cache, self.lengths = model, cache, [len(prompt) for prompt in prompts]
@@ -59,8 +58,8 @@ class Decoder:
         starts = [self.width - length for length in self.lengths]
         cache.starts = torch.tensor(starts, device=device) if any(starts) else None
         cache.prompt, cache.seed = self.ids[:, : self.width], seeds[0] or 0
-        self._settings, self._uniforms = settings, None
-        if settings["temperature"] != 0:
+        self._sampling, self._uniforms = sampling, None
+        if sampling.temperature != 0:
             uniforms = F.pad(draw_uniforms(seeds, count), (self.width, 0))  # a number for each column of ids
             self._uniforms = uniforms.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
 
@@ -123,7 +122,8 @@ class Decoder:
     def _append(self, logits: Tensor) -> None:
         self.position += 1
         uniform = None if self._uniforms is None else self._uniforms.index_select(1, self.position)[:, 0]
-        self.ids.index_copy_(1, self.position, sample(logits, **self._settings, uniform=uniform)[:, None])
+        tokens = sample(logits, self._sampling, vocab_size=self.model.config.vocab_size, uniform=uniform)
+        self.ids.index_copy_(1, self.position, tokens[:, None])
 
 
 def has_fixed_shapes(model: GPT, device: torch.device) -> bool:
@@ -156,7 +156,7 @@ def decode(
     model: GPT,
     prompts: Sequence[Tensor],
     count: int,
-    settings: dict[str, Any],
+    sampling: Sampling,
     seeds: Sequence[int | None],
     cache: KVCache | None,
     notice: Report,
@@ -171,7 +171,7 @@ def decode(
     cache = model.make_cache(len(prompts), capacity) if cache is None else cache
     cache.reserve(capacity)
     device = cache[0].keys.device
-    decoder = Decoder(model, cache, prompts, count, settings, seeds)
+    decoder = Decoder(model, cache, prompts, count, sampling, seeds)
     step: Callable[[], object] = decoder.step
     done = n_yielded = 0
     try:

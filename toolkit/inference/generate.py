@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
+from typing import cast
 
 from torch import Tensor
 
 from toolkit.data.base import Report
 from toolkit.errors import UserError, require_option
 from toolkit.inference.decode import decode
-from toolkit.inference.sampling import check_sampling, check_seeds
+from toolkit.inference.sampling import Sampling, check_seeds
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
+
+_SAMPLING = Sampling()
 
 
 def _print(text: str) -> None:
@@ -25,9 +28,7 @@ def generate(
     prompt_ids: Tensor,
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
+    sampling: Sampling = _SAMPLING,
     eos_ids: Collection[int] = (),
     seed: int | None = None,
     cache: KVCache | None = None,
@@ -45,7 +46,7 @@ def generate(
         model: Model in evaluation mode, on the compute device, in the compute dtype. Fabric may wrap it.
         prompt_ids: Token ids of the prompt, (T,) int64, T >= 1.
         max_new_tokens: Maximum number of new tokens.
-        temperature, top_k, top_p: See :func:`toolkit.inference.sampling.sample`.
+        sampling: How to choose the tokens.
         eos_ids: End-of-sequence tokens.
         seed: Sampling seed; None for torch's default generator.
         cache: KV cache of a proper prefix of the prompt. The remaining prompt tokens and the new tokens, except the
@@ -54,10 +55,10 @@ def generate(
         notice: Called with one line for the user.
     """
     rows = generate_batch(
-        model, [prompt_ids], max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        eos_ids=eos_ids, seeds=[seed], cache=cache, cuda_graph=cuda_graph, notice=notice,
+        model, [prompt_ids], max_new_tokens=max_new_tokens, sampling=sampling, eos_ids=eos_ids, seeds=[seed],
+        cache=cache, cuda_graph=cuda_graph, notice=notice,
     )  # fmt: skip
-    return _first_row(rows)
+    return (cast(int, token) for (token,) in rows)  # the only row ends with the batch
 
 
 def generate_batch(
@@ -65,14 +66,12 @@ def generate_batch(
     prompts: Sequence[Tensor],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
+    sampling: Sampling = _SAMPLING,
     eos_ids: Collection[int] = (),
     seeds: Sequence[int | None] | None = None,
     cache: KVCache | None = None,
     cuda_graph: bool = True,
-    names: Sequence[str] | None = None,
+    names: Sequence[str] = (),
     notice: Report = _print,
 ) -> Generator[list[int | None], None, None]:
     """Continue several prompts together; yield the next token of each row, None for rows that have ended.
@@ -85,11 +84,10 @@ def generate_batch(
             (:class:`~toolkit.models.gpt.GPT`).
         seeds: Sampling seed of each row; None for torch's default generator.
         cache: See :func:`generate`; only with one prompt.
-        names: Names of the prompts in notices; default: prompt 1, prompt 2, ..., and none for a single prompt.
+        names: Names of the prompts in notices; by default none.
 
     Other arguments: see :func:`generate`.
     """
-    check_sampling(temperature, top_k, top_p)
     check_seeds(seeds or ())
     require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
     limit = model.config.block_size
@@ -101,21 +99,10 @@ def generate_batch(
             raise UserError(f"--prompt: has {length} tokens, but {hint}")
     assert cache is None or (len(prompts) == 1 and cache.length < len(prompts[0]))
     assert len(prompts) == 1 or model.is_row_independent
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "vocab_size": model.config.vocab_size}
     counts = [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
     seeds = [None] * len(prompts) if seeds is None else seeds
-    steps = decode(model, prompts, max(counts), settings, seeds, cache, notice, cuda_graph)
-    if names is None:
-        names = [f"prompt {row}" for row in range(1, len(prompts) + 1)] if len(prompts) > 1 else [""]
-    return _ended_rows(model, steps, counts, max_new_tokens, set(eos_ids), names, notice)
-
-
-def _first_row(rows: Generator[list[int | None], None, None]) -> Iterator[int]:
-    with closing(rows):
-        for (token,) in rows:
-            if token is None:
-                return
-            yield token
+    steps = decode(model, prompts, max(counts), sampling, seeds, cache, notice, cuda_graph)
+    return _ended_rows(model, steps, counts, max_new_tokens, set(eos_ids), names or [""] * len(prompts), notice)
 
 
 def _ended_rows(

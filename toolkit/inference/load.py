@@ -50,25 +50,24 @@ def load_checkpoint(
     dtype = None if precision is None else _DTYPES[precision]
     if dtype is None and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         dtype = torch.bfloat16
-    if quantize is None:
-        model = load_model(folder, device, dtype, base_checkpoint_dir)
-    else:
-        model = load_quantized(folder, quantize, device, dtype, base_checkpoint_dir)
+    model = load_quantized(folder, quantize, device, dtype, base_checkpoint_dir)
     return LoadedModel(folder, model.eval(), tokenizer, device)
 
 
 def load_quantized(
     folder: Path,
-    kind: Quantize,
+    kind: Quantize | None,
     device: torch.device | str,
     dtype: torch.dtype | None,
     base_checkpoint_dir: str | Path | None = None,
 ) -> GPT:
-    """Load a model and quantize the linear layers of its blocks to 4 bits, as in QLoRA training.
+    """Load a model and quantize the linear layers of its blocks to 4 bits, as in QLoRA training; None: not quantized.
 
     ``dtype`` applies to the other weights; adapters stay fp32. Weights are quantized one by one from the file's dtype:
     nothing is rounded twice, and the device never holds the unquantized model.
     """
+    if kind is None:
+        return load_model(folder, device, dtype, base_checkpoint_dir)
     model = load_model(folder, base_checkpoint_dir=base_checkpoint_dir)
     quantize_linears(model, kind, device=device)
     for name, parameter in model.named_parameters():

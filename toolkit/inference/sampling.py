@@ -1,6 +1,7 @@
 """Sample the next token on the device of the logits, without synchronizing."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,12 +13,30 @@ NONFINITE = -1
 """Returned instead of a token id if the row's logits contain NaN or Inf."""
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
-    """Raise UserError for sampling settings out of range."""
-    in_range = 0 <= temperature < float("inf")
-    require_option(in_range, "temperature", temperature, "must not be negative; 0 is greedy")
-    require_option(top_k is None or top_k >= 0, "top_k", top_k, "must not be negative; 0 disables it")
-    require_option(0 < top_p <= 1, "top_p", top_p, "must be greater than 0 and at most 1; 1 disables it")
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose the next token. Raises UserError for a value out of range.
+
+    Args:
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Sample from the k most likely tokens; 0 or None: all.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities, after temperature and top_k, sum
+            to at least this (nucleus sampling, arXiv:1904.09751); 1: all.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        in_range = 0 <= self.temperature < float("inf")
+        require_option(in_range, "temperature", self.temperature, "must not be negative; 0 is greedy")
+        in_range = self.top_k is None or self.top_k >= 0
+        require_option(in_range, "top_k", self.top_k, "must not be negative; 0 disables it")
+        require_option(0 < self.top_p <= 1, "top_p", self.top_p, "must be greater than 0 and at most 1; 1 disables it")
+
+
+GREEDY = Sampling(temperature=0)
 
 
 def check_seeds(seeds: Sequence[int | None]) -> None:
@@ -40,35 +59,25 @@ def draw_uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
 
 
 def sample(
-    logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    vocab_size: int | None = None,
-    uniform: Tensor | None = None,
+    logits: Tensor, sampling: Sampling, *, vocab_size: int | None = None, uniform: Tensor | None = None
 ) -> Tensor:
     """Sample one token per row.
 
     Args:
         logits: (B, V), any floating-point dtype.
-        temperature: Divides the logits; 0 is greedy.
-        top_k: Sample from the k most likely tokens; 0 or None: all.
-        top_p: Sample from the smallest set of most likely tokens whose probabilities, after temperature and top_k, sum
-            to at least this (nucleus sampling, arXiv:1904.09751); 1: all.
+        sampling: How to choose the tokens.
         vocab_size: Size of the unpadded vocabulary. Padding ids are never sampled.
         uniform: (B,), random numbers in [0, 1) that select tokens by cumulative probability. Required unless greedy.
 
     Returns:
         Ids, (B,) int64; :data:`NONFINITE` where the logits of a row contain NaN or Inf.
     """
-    check_sampling(temperature, top_k, top_p)
     logits = logits[:, :vocab_size].float()
-    if temperature == 0:
+    if sampling.temperature == 0:
         ids = logits.argmax(-1)
     else:
         assert uniform is not None
-        ids = _sample(logits / max(temperature, MIN_TEMPERATURE), top_k, top_p, uniform)
+        ids = _sample(logits / max(sampling.temperature, MIN_TEMPERATURE), sampling.top_k, sampling.top_p, uniform)
     return torch.where(logits.sum(-1).isfinite(), ids, NONFINITE)  # one Inf or NaN makes the sum Inf or NaN
 
 

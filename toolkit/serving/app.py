@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -25,7 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.inference.batcher import Batcher, Request, Sampling
+from toolkit.inference.batcher import Batcher, Request
+from toolkit.inference.sampling import Sampling
 from toolkit.inference.text import encode_prompt, require_embedded, stop_tokens
 from toolkit.serving.answer import ChatFormat, CompletionFormat, Items, Json, Piece, read_pieces
 from toolkit.serving.protocol import FIELDS, ApiError, Body, ChatBody, CompletionBody
@@ -116,8 +117,9 @@ class Service:
             message = f"the prompt has {len(ids)} tokens, but must have fewer than {limit}; shorten it"
             raise ApiError(400, message, field, "context_length_exceeded")
         count = min(body.max_answer or self.max_new_tokens, limit - len(ids))
-        settings = {name: value for name in Sampling._fields if (value := getattr(body, name)) is not None}
-        return Request(ids, count, self.sampling._replace(**settings), body.seed, eos_ids, body.n_top)
+        changes = body.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
+        sampling = replace(self.sampling, **changes)
+        return Request(ids, count, sampling, body.seed, eos_ids, body.n_top)
 
 
 @dataclass
@@ -181,6 +183,7 @@ async def _until_disconnect(http: HttpRequest) -> None:
         pass
 
 
+@dataclass
 class Gatekeeper:
     """Middleware that checks the API key and the Host header before the body is read, and limits the body.
 
@@ -191,9 +194,10 @@ class Gatekeeper:
         max_body: Maximum number of bytes of a body.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str], max_body: int) -> None:
-        self._app, self._hosts, self._max_body = app, hosts, max_body
-        self._expected = None if api_key is None else b"Bearer " + api_key.encode()
+    app: ASGIApp
+    api_key: str | None
+    hosts: Collection[str]
+    max_body: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         size = 0
@@ -202,22 +206,24 @@ class Gatekeeper:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._max_body:
-                raise ApiError(413, f"the body has more than {self._max_body} bytes; shorten the prompt")
+            if size > self.max_body:
+                raise ApiError(413, f"the body has more than {self.max_body} bytes; shorten the prompt")
             return message
 
         error = self._find_error(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else _error_response(error))(scope, receive_limited, send)
+        await (self.app if error is None else _error_response(error))(scope, receive_limited, send)
 
     def _find_error(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if scope["method"] == "POST" and kind != b"application/json":  # a web page may post other types without asking
             return ApiError(415, "the header Content-Type must be application/json")
-        if self._expected is None:
+        if self.api_key is None:
             host = re.sub(r":\d+$", "", headers.get(b"host", b"").decode("latin-1"))
-            return None if host in self._hosts else ApiError(403, f"host {host}: is not served here")
-        if scope["path"] == "/health" or hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            return None if host in self.hosts else ApiError(403, f"host {host}: is not served here")
+        if scope["path"] == "/health" or hmac.compare_digest(
+            headers.get(b"authorization", b""), b"Bearer " + self.api_key.encode()
+        ):
             return None
         return ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
 

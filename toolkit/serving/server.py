@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import resource
 import signal
@@ -30,11 +29,8 @@ def open_socket(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(f"--port {port}: is in use; choose another port") from error
-        if error.errno == errno.EACCES:
-            raise UserError(f"--port {port}: {error.strerror}; choose a port from 1024") from error
-        raise UserError(f"--host {host}: {error.strerror or error}") from error
+        hint = "choose another host, or another port from 1024"
+        raise UserError(f"--host {host} --port {port}: {error.strerror or error}; {hint}") from error
 
 
 def run_server(app: ASGIApp, listener: socket.socket, shutdown_timeout: int, stop_requests: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 
 from toolkit.checkpoints.find import is_hf_folder
-from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, load_model
+from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.config import Accelerator, Auto, Precision, none_if_auto
 from toolkit.config.classes import classes_of
@@ -57,10 +57,9 @@ class EvaluatedModel:
     def load_model(self) -> GPT:
         """Load the model, with its adapters unmerged."""
         dtype = torch.bfloat16 if self.precision == "bf16-true" else torch.float32
-        if self.quantize is None:
-            return load_model(self.folder, dtype=dtype, base_checkpoint_dir=self.base_checkpoint_dir)
+        is_supported = self.quantize is None or self.precision != "16-mixed"
         hint = f"is not supported with --quantize {self.quantize}"
-        require_option(self.precision != "16-mixed", "precision", self.precision, hint)
+        require_option(is_supported, "precision", self.precision, hint)
         return load_quantized(self.folder, self.quantize, self.fabric.device, dtype, self.base_checkpoint_dir)
 
 

@@ -12,8 +12,9 @@ from toolkit_free_transformer.latent import kl_divergence
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
-from toolkit.inference.batcher import Batcher, Request, Sampling
+from toolkit.inference.batcher import Batcher, Request
 from toolkit.inference.generate import generate
+from toolkit.inference.sampling import Sampling
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of, get_config
 from toolkit.models.gpt import GPT, build_model

@@ -15,6 +15,7 @@ from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.inference.generate import generate
+from toolkit.inference.sampling import GREEDY
 from toolkit.inference.text import stop_tokens
 
 transformers = pytest.importorskip("transformers")
@@ -59,7 +60,7 @@ def test_equal_logits(folders, models):
 @torch.no_grad()
 def test_equal_greedy_text_until_eos(folders, models):
     tokenizer, ids = prompt(folders)
-    native = list(generate(models[0], ids, max_new_tokens=40, temperature=0, eos_ids=stop_tokens(tokenizer)))
+    native = list(generate(models[0], ids, max_new_tokens=40, sampling=GREEDY, eos_ids=stop_tokens(tokenizer)))
     settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones(1, len(ids))}
     reference = models[1].generate(ids[None], **settings)[0, len(ids) :].tolist()
     assert len(native) < 40 and [*native, tokenizer.eos_id] == reference

@@ -13,6 +13,7 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate
+from toolkit.inference.sampling import GREEDY
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
@@ -63,7 +64,7 @@ class Sampler(Callback):
                     cast(GPT, model),  # Fabric's wrapper forwards attributes to the model
                     torch.tensor(self.prompt),
                     max_new_tokens=self.max_new_tokens,
-                    temperature=0,
+                    sampling=GREEDY,
                     cuda_graph=False,  # a CUDA graph would take memory from training
                     eos_ids=() if self.tokenizer is None else stop_tokens(self.tokenizer),
                     notice=lambda line: None,
