@@ -22,7 +22,7 @@ BUDGET = {
     "models": 58_600,
     "checkpoints": 47_500,
     "planning": 37_400,
-    "training": 37_000,
+    "training": 37_200,
     "distributed": 24_700,
     "diagnostics": 15_200,
     "config": 12_000,
