@@ -138,7 +138,7 @@ def test_errors_of_the_model_end_what_they_concern(monkeypatch, capfd):
     model, is_broken = make_model("llama").eval(), {"prompt": False, "step": False}
     forward = type(model).forward
 
-    def fail(self, ids, **options):
+    def fail(self, ids, labels=None, **options):
         if (is_broken["prompt"] and ids.size(1) == 7) or (is_broken["step"] and ids.size(0) > 1):
             raise RuntimeError("out of memory")
         return forward(self, ids, **options)
@@ -161,7 +161,7 @@ def test_a_request_starts_without_the_state_of_an_earlier_one(monkeypatch):
     model, states = make_model("llama").eval(), []
     forward = type(model).forward
 
-    def record(self, ids, *, kv_cache, **options):
+    def record(self, ids, labels=None, *, kv_cache, **options):
         states.append(dict(kv_cache.state))
         kv_cache.state["prompt"] = kv_cache.prompt
         return forward(self, ids, kv_cache=kv_cache, **options)
