@@ -149,7 +149,7 @@ def stopped_before_loading(monkeypatch, tmp_path):
             folders.append((folder, json.loads((folder / "config.json").read_text())))
             raise error
 
-        monkeypatch.setattr("toolkit.inference.tasks.load_lm", stop)
+        monkeypatch.setattr("toolkit.training.evaluate.load_lm", stop)
         return main(["evaluate", *map(str, words), "--accelerator", "cpu"]), *folders[-1]
 
     return evaluate
@@ -197,7 +197,7 @@ def test_4_bits_and_adapters_are_exported_in_bf16(stopped_before_loading, talker
 
 def test_tasks_need_transformers_and_a_family_that_it_has(talker, capsys, monkeypatch):
     words = ["evaluate", str(talker), "--tasks", "say", "--accelerator", "cpu"]
-    monkeypatch.setattr("toolkit.inference.tasks.find_tasks", lambda *_: None)
+    monkeypatch.setattr("toolkit.training.evaluate.find_tasks", lambda *_: None)
     monkeypatch.setattr("toolkit.models.families.Family.is_in_transformers", False)
     assert main(words) == 2
     assert "--tasks say: transformers has no class for 'llama'; remove --tasks" in capsys.readouterr().err

@@ -439,7 +439,7 @@ def test_options_that_cannot_work_are_one_line(folder, capsys, monkeypatch):
     ):
         assert hint in error(f"--{flag}", "1"), flag
     monkeypatch.setenv("TOOLKIT_API_KEY", KEY)
-    assert "--host no.such.host.invalid: " in error("--host", "no.such.host.invalid")
+    assert "--host no.such.host.invalid --port 8000: " in error("--host", "no.such.host.invalid")
     monkeypatch.setitem(sys.modules, "starlette", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "serve: needs starlette; run: pip install" in error()
