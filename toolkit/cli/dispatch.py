@@ -105,13 +105,12 @@ def run(name: str, argv: list[str]) -> int:
 
 def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
     """Check checkpoint folder and packages before importing torch. Some commands check the folder themselves."""
-    from toolkit.checkpoints.find import find_checkpoint_dir, is_hf_folder
+    from toolkit.checkpoints.find import find_checkpoint_dir
     from toolkit.io.paths import is_url
 
     values = arguments | (vars(arguments["shared"]) if "shared" in arguments else {})
     folder = values.get("checkpoint_dir")
-    takes_others = name in (*TRAINING, "verify", "consolidate") or (name == "merge_lora" and is_url(folder))
-    takes_others |= name == "evaluate" and is_hf_folder(str(folder))  # for --tasks
+    takes_others = name in (*TRAINING, "verify", "consolidate", "evaluate") or (name == "merge_lora" and is_url(folder))
     if folder is not None and not takes_others:
         find_checkpoint_dir(folder)
     if values.get("quantize") is not None:
