@@ -21,7 +21,7 @@ from toolkit.data.base import State, row_count
 from toolkit.data.batch import Padding
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
-from toolkit.errors import CallbackError, CommandError, GuardError
+from toolkit.errors import CallbackError, CommandError, GuardError, UserError
 from toolkit.objectives.base import Objective
 from toolkit.planning.limits import Progress
 from toolkit.training.checkpointer import Checkpointer
@@ -186,6 +186,13 @@ class Run(Launch):
         folder = self.checkpointer.save(name, self._callback_states())
         self._announce(folder)
         return folder
+
+    def save_checkpoint(self, path: Any = None, **options: Any) -> None:
+        """Raise UserError with the alternative to this method of other trainers."""
+        raise UserError(
+            "save_checkpoint: fit saves automatically; in a callback use trainer.save(name), and for shards "
+            "fsdp={'state_dict_type': 'sharded'}"
+        )
 
     def start_save(self, name: str) -> None:
         """Save ``out_dir/name``. With ``--train.async_save`` return before the files are written. Collective."""

@@ -69,17 +69,11 @@ class Trainer:
         return self.result
 
     train = fit
+    save_checkpoint: Any = Run.save_checkpoint
 
     def arguments(self, **limits: Any) -> dict[str, Any]:
         """Return the arguments of :func:`toolkit.train` that are equivalent to ``fit(**limits)``."""
         return self._arguments.translate(**limits)
-
-    def save_checkpoint(self, path: Any = None, **options: Any) -> None:
-        """Raise UserError with the alternative to this method of other trainers."""
-        raise UserError(
-            "save_checkpoint: fit saves automatically; in a callback use trainer.save(name), and for shards "
-            "fsdp={'state_dict_type': 'sharded'}"
-        )
 
     @property
     def run(self) -> Run:
