@@ -7,9 +7,10 @@ import re
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, AnyStr, Protocol
+from typing import Any, Protocol
 
 from toolkit.data.sft.messages import unique_keys
 from toolkit.errors import UserError, join_first, one_line
@@ -86,25 +87,33 @@ class RowFile:
     def rows(self) -> Iterator[tuple[int, Any]]:
         read = {"jsonl": _json_lines, "csv": _csv_lines, "parquet": _parquet_rows}.get(self.kind, self._json_rows)
         is_empty = True
-        try:
-            for number, row in read(self.path):
-                if self.kind != "jsonl" and _count_characters(row) > MAX_ROW:  # JSON lines are limited by bounded_lines
-                    where = describe_row(self, number)
-                    raise UserError(f"{where}: exceeds {MAX_ROW:,} characters, the maximum for a row")
-                yield number, row
+        with _name_file(self.path, self.option):
+            for row in read(self.path):
+                yield row
                 is_empty = False
-        except OSError as error:
-            raise UserError(f"{self.option}: {self.path} cannot be read: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise _not_utf8_error(self.path, error) from error
-        except MemoryError as error:
-            raise UserError(f"{self.option}: {self.path}: not enough memory to read its rows") from error
         if is_empty:
             raise UserError(f"{self.option}: {self.name} contains no rows; give data with rows")
 
     def _json_rows(self, path: Path) -> Iterator[tuple[int, Any]]:
         value = _read_json(path)
         return enumerate(value if self.split is None else value[self.split], 1)
+
+
+@contextmanager
+def _name_file(path: Path, option: str) -> Iterator[None]:
+    """Turn errors of reading a file into a UserError with its path. A ValueError begins with the line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    except ValueError as error:
+        raise UserError(f"{path} {one_line(error)}") from error
+    except OSError as error:
+        raise UserError(f"{option}: {path} cannot be read: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise UserError(f"{option}: {path}: not enough memory to read its rows") from error
 
 
 # ---- finding
@@ -125,10 +134,12 @@ def find_splits(value: str | None, name: str, kinds: dict[str, str]) -> Splits:
         return _find_in_folder(path, option, kinds)
     if not path.is_file():
         raise UserError(f"{option}: {'not a regular file' if path.exists() else 'no such file or folder'}")
-    kind = kinds.get(path.suffix.lower())
-    if kind is None:
-        raise UserError(f"{option}: must end in {' or '.join(kinds)}{_suggest_module(path.suffix.lower())}")
-    return _splits_of_json(path, option) if kind == "json" else Splits([RowFile(path, kind, option)])
+    suffix = path.suffix.lower()
+    if suffix not in kinds:
+        module = {None: "", "csv": "CSV", "parquet": "Parquet"}.get(KINDS.get(suffix), "JSON")
+        hint = f"; did you mean --data {module} --data.{module.lower()}_path?" if module else ""
+        raise UserError(f"{option}: must end in {' or '.join(kinds)}{hint}")
+    return _splits_of_file(path, kinds[suffix], option)
 
 
 def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
@@ -136,9 +147,12 @@ def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
     if not paths_by_split["train"]:
         raise UserError(f"{option}: the folder has no {' or '.join(f'train{suffix}' for suffix in kinds)}")
 
-    def files(split: str) -> list[RowFile]:
-        paths = _require_same_kind(paths_by_split[split], split, option)
-        return [_require_unsplit(RowFile(path, kinds[path.suffix], option)) for path in paths]
+    def files(split: str) -> list[RowSource]:
+        _require_same_kind(paths_by_split[split], split, option)
+        parts = [_splits_of_file(path, kinds[path.suffix], option) for path in paths_by_split[split]]
+        if any(part.val for part in parts):
+            raise UserError(f"{option}: {split}.json contains splits itself; pass the file directly, or a list of rows")
+        return [source for part in parts for source in part.train]
 
     held_out = next((split for split in VAL_NAMES if paths_by_split[split]), None)
     train, val = files("train"), files(held_out) if held_out else None
@@ -151,16 +165,13 @@ def _files_of(folder: Path, split: str, kinds: dict[str, str]) -> list[Path]:
     return sorted(path for pattern in names for path in folder.glob(pattern) if path.is_file())
 
 
-def _require_same_kind(files: list[Path], split: str, option: str) -> list[Path]:
-    """Return ``files``. Reject a mix of formats, or of shards and an unsharded file: rows may be duplicates."""
-    unsharded = [path for path in files if path.stem == split]
-    if len(files) > 1 and (unsharded or len({path.suffix for path in files}) > 1):
-        first = unsharded[0] if unsharded else files[0]
-        other = next(path for path in files if path != first and (unsharded or path.suffix != first.suffix))
+def _require_same_kind(files: list[Path], split: str, option: str) -> None:
+    """Reject a mix of formats, or of shards and an unsharded file: rows may be duplicates."""
+    names = {(path.stem == split, path.suffix): path.name for path in files}
+    if len(names) > 1:
         raise UserError(
-            f"{option}: the folder has {first.name} and {other.name}, which may be duplicates; remove one of them"
+            f"{option}: the folder has {' and '.join(names.values())}, which may be duplicates; remove one of them"
         )
-    return files
 
 
 def _describe_unread(folder: Path, read: set[str], held_out: str | None) -> tuple[str, ...]:
@@ -172,63 +183,28 @@ def _describe_unread(folder: Path, read: set[str], held_out: str | None) -> tupl
     return (f"{folder}: not read: {join_first(names)} (train is the training split{val})",)
 
 
-def _require_unsplit(file: RowFile) -> RowFile:
-    """Reject a ``.json`` file with several splits in a folder of split files."""
-    if file.kind != "json":
-        return file
-    (content,) = _splits_of_json(file.path, file.option).train
-    if not isinstance(content, RowFile) or content.split is not None:
-        raise UserError(
-            f"{file.option}: {file.path} contains splits itself; pass the file directly, or make it a list of rows"
-        )
-    return content
-
-
-def _splits_of_json(path: Path, option: str) -> Splits:
-    """Return the splits in a ``.json`` file, which contains a list, an object of lists, or JSON Lines."""
-    first = _first_line(path, option)
-    if not first:
-        raise UserError(f"{option}: {path} is empty; give a file with rows")
-    if first.startswith("["):
-        return Splits([RowFile(path, "json", option)])
-    try:
-        line = json.loads(first)
-        if isinstance(line, dict) and "train" not in line:
-            return Splits([RowFile(path, "jsonl", option)])
-    except (ValueError, RecursionError):
-        pass
-    value = _read_json(path)
-    if not isinstance(value, dict) or "train" not in value:
-        raise UserError(f'{option}: {path} must contain a list of rows, or {{"train": [...], "val": [...]}}')
-    held_out = [split for split in VAL_NAMES if split in value]
-    for split in ("train", *held_out):
-        if not isinstance(value[split], list):
-            raise UserError(f'{option}: {path}: "{split}" must be a list of rows')
-    notes = tuple(f"{path}: {split} is not read: {held_out[0]} is the validation split" for split in held_out[1:])
-    val = [RowFile(path, "json", option, held_out[0])] if held_out else None
-    return Splits([RowFile(path, "json", option, "train")], val, notes)
-
-
-def _first_line(path: Path, option: str) -> str:
-    try:
+def _splits_of_file(path: Path, kind: str, option: str) -> Splits:
+    """Return the splits in a file. A ``.json`` file contains a list, an object of lists, or JSON Lines."""
+    if kind != "json":
+        return Splits([RowFile(path, kind, option)])
+    with _name_file(path, option):
         with open(path, encoding="utf-8-sig") as file:
-            while (line := file.readline(MAX_ROW)) and not line.strip():
-                pass
-            return line.strip()
-    except OSError as error:
-        raise UserError(f"{option}: {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise _not_utf8_error(path, error) from error
-
-
-def _not_utf8_error(path: Path, error: UnicodeDecodeError) -> UserError:
-    return UserError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); convert it")
-
-
-def _suggest_module(suffix: str) -> str:
-    modules = {".csv": "CSV --data.csv_path", ".parquet": "Parquet --data.parquet_path"}
-    modules |= dict.fromkeys(JSON_KINDS, "JSON --data.json_path")
-    return f"; did you mean --data {modules[suffix]}?" if suffix in modules else ""
+            first = next((line for line in iter(lambda: file.readline(MAX_ROW), "") if line.strip()), "{}").strip()
+        if first.startswith("["):
+            return Splits([RowFile(path, "json", option)])
+        with suppress(ValueError, RecursionError):
+            line = json.loads(first)
+            if isinstance(line, dict) and "train" not in line:
+                return Splits([RowFile(path, "jsonl", option)])
+        value = _read_json(path)
+    splits = {name: value[name] for name in ("train", *VAL_NAMES) if isinstance(value, dict) and name in value}
+    if "train" not in splits or not all(isinstance(rows, list) for rows in splits.values()):
+        raise UserError(f'{option}: {path} must contain a list of rows, or {{"train": [...], "val": [...]}}')
+    train, *held_out = (RowFile(path, "json", option, split) for split in splits)
+    notes = tuple(
+        f"{path}: {file.split} is not read: {held_out[0].split} is the validation split" for file in held_out[1:]
+    )
+    return Splits([train], held_out[:1] or None, notes)
 
 
 # ---- reading
@@ -237,75 +213,59 @@ def _suggest_module(suffix: str) -> str:
 def _read_json(path: Path) -> Any:
     if path.stat().st_size > _MAX_JSON:
         raise UserError(f"{path}: more than {_MAX_JSON:,} bytes, which are read at once; write a row per line (.jsonl)")
-    return _parse_json(path.read_text(encoding="utf-8-sig"), path)
+    return _parse_json(path.read_text(encoding="utf-8-sig"))
 
 
-def _parse_json(text: str, path: Path, line: int | None = None, hint: str = "") -> Any:
-    """Parse a file, or one line. The error message for invalid JSON ends with ``hint``."""
-    first = line or 1
+def _parse_json(text: str, line: int | None = None) -> Any:
+    """Parse a file, or one line. Raise ValueError with the line if it is invalid."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
-        where = f"{path} line {first + error.lineno - 1:,}"
-        raise UserError(f"{where}: invalid JSON: {error.msg} at column {error.colno}{hint}") from error
-    except (RecursionError, ValueError) as error:  # ValueError: too many digits, a duplicate key
-        where = f"{path}" if line is None else f"{path} line {line:,}"
-        reason = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
-        raise UserError(f"{where}: invalid JSON: {reason}") from error
+        line, reason = (line or 1) + error.lineno - 1, f"{error.msg} at column {error.colno}"
+    except RecursionError:
+        reason = "nested too deeply"
+    except ValueError as error:  # too many digits, a duplicate key
+        reason = str(error)
+    raise ValueError(f"{f'line {line:,}:' if line else 'is'} invalid JSON: {reason}")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with open(path, "rb") as file:
-        for number, line in enumerate(_lines(file, path), 1):
+        for number, line in enumerate(bounded_lines(file), 1):
             line = line.removeprefix(BOM_UTF8).strip() if number == 1 else line.strip()
-            if not line:
-                continue
+            if line in (b"[", b"{"):
+                raise ValueError(
+                    f"line {number:,}: invalid JSON: a file with one value over many lines must end in .json"
+                )
             try:
                 text = line.decode("utf-8", "surrogatepass")  # to_record reports surrogates
             except UnicodeDecodeError as error:
-                raise UserError(f"{path} line {number:,}: is not UTF-8 text; convert the file") from error
-            hint = "; a file with one JSON value over many lines must end in .json" if text in "[{" else ""
-            yield number, _parse_json(text, path, number, hint)
-
-
-def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
-    try:
-        yield from bounded_lines(file)
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{path} {error}") from error
+                raise ValueError(f"line {number:,}: is not UTF-8 text; convert the file") from error
+            if text:
+                yield number, _parse_json(text, number)
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield rows as dicts keyed by column. Empty cells are empty strings. Line endings in cells become ``\\n``."""
-    number, before = 1, csv.field_size_limit(MAX_ROW)
+    csv.field_size_limit(MAX_ROW)
+    number = 1  # first line of the row; quoted cells may span lines
     try:
         with open(path, encoding="utf-8-sig") as file:
-            reader = csv.DictReader(_lines(file, path), strict=True)
-            if duplicates := {name for name, n in Counter(reader.fieldnames or []).items() if n > 1}:
-                raise UserError(f"{path} line 1: duplicate column {min(duplicates)}; rename one")
-            if (
-                reader.fieldnames
-                and len(reader.fieldnames) == 1
-                and (sign := re.search(r"[;\t|]", reader.fieldnames[0]))
-            ):
-                raise UserError(f"{path} line 1: columns are separated by {sign[0]!r}; separate them by commas")
-            while True:
-                number = reader.line_num + 1  # first line of the row; quoted cells may span lines
-                row = next(reader, None)
-                if row is None:
-                    return
-                if None in row or None in row.values():
-                    difference = "more" if None in row else "fewer"
-                    raise UserError(
-                        f"{path} line {number:,}: has {difference} cells than the header; quote cells with commas"
-                    )
-                yield number, row
+            reader = csv.reader(bounded_lines(file), strict=True)
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise csv.Error(f"duplicate column {Counter(names).most_common(1)[0][0]}; rename one")
+            if len(names) == 1 and (sign := re.search(r"[;\t|]", names[0])):
+                raise csv.Error(f"columns are separated by {sign[0]!r}; separate them by commas")
+            number = reader.line_num + 1
+            for cells in reader:
+                if cells and len(cells) != len(names):
+                    raise csv.Error(f"{len(cells)} cells, but the header has {len(names)}; quote cells with commas")
+                if cells:  # not an empty line
+                    yield number, dict(zip(names, cells, strict=True))
+                number = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{path} line {number:,}: invalid CSV: {error}") from error
-    finally:
-        csv.field_size_limit(before)
+        raise ValueError(f"line {number:,}: invalid CSV: {error}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -344,14 +304,3 @@ def reject_decompression_bomb(size: int, metadata: Any, name: str) -> None:
     ):
         if found > limit:
             raise UserError(f"{name}: claims {what} in a file of {size / 1e3:,.1f} kB; refusing to read it")
-
-
-def _count_characters(row: Any) -> int:
-    count, values = 0, [row]
-    while values:
-        value = values.pop()
-        if isinstance(value, str):
-            count += len(value)
-        elif isinstance(value, dict | list):
-            values += value.values() if isinstance(value, dict) else value
-    return count
