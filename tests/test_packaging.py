@@ -27,7 +27,7 @@ BUDGET = {
     "diagnostics": 15_200,
     "config": 12_000,
     "inference": 8_400,
-    "ui": 9_900,
+    "ui": 9_650,
     "commands": 8_500,
     "optim": 8_500,
     "reporting": 6_800,

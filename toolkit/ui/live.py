@@ -1,4 +1,4 @@
-"""Live display on a terminal: a progress bar and a table with fixed positions."""
+"""Live display on a terminal: a progress bar, the numbers at fixed positions, and what the run waits for."""
 
 import os
 import sys
@@ -7,20 +7,17 @@ from os import PathLike
 from typing import IO, cast
 
 from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.constrain import Constrain
 from rich.live import Live
 from rich.padding import Padding
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from toolkit.io.streams import SafeOutput
 from toolkit.ui.formats import format_seconds
 from toolkit.ui.progress import (
     STEP_METRICS,
-    VALIDATION_METRICS,
     Metrics,
     ProgressDisplay,
     capitalized,
@@ -29,11 +26,6 @@ from toolkit.ui.progress import (
 )
 
 MAX_WIDTH = 79  # four cells per line; wider terminals leave the rest empty
-PHASE_WIDTH = len("Validating")  # keeps the bar in place across phases
-
-Cell = tuple[str, str]  # label, value
-LABELS = {**STEP_METRICS, **VALIDATION_METRICS}
-SHORT_LABELS = {"val_loss": "val loss", "val_bpb": "bits/byte"}  # the training loss is in the same column
 
 
 class LiveProgress(ProgressDisplay):
@@ -53,9 +45,13 @@ class LiveProgress(ProgressDisplay):
         self._phase, self._phase_since = "Starting", self._pace.elapsed()
         self._step = 0
         self._metrics: Metrics = {}
-        self._validation: list[Cell] = []
-        self._saved: list[Cell] = []
-        self._spinner = Spinner("dots" if self.console.encoding.startswith("utf") else "line", style="cyan")
+        self._validation = Text()
+        self._saved: list[tuple[str, str]] = []
+        # as wide as "Validating", which keeps the bar in place across phases
+        phase = TextColumn("{task.description:10}", style="bold cyan", markup=False)
+        bar = BarColumn(None, complete_style="cyan", finished_style="green", pulse_style="cyan")
+        self._bar = Progress(phase, bar, TextColumn("{task.fields[done]}"), console=self.console)
+        self._task = self._bar.add_task(self._phase, total=None)
         self._live = Live(
             console=self.console, get_renderable=lambda: self, refresh_per_second=4, vertical_overflow="crop"
         )
@@ -74,9 +70,9 @@ class LiveProgress(ProgressDisplay):
         self._step, self._metrics = step, metrics
 
     def validation(self, step: int, metrics: Metrics) -> None:
-        self._validation = [*_cells(metrics, "val_loss", "val_ppl", "val_bpb"), ("at step", f"{step:,}")]
         labels = "   ".join(validation_labels(metrics))
-        self.console.print(Text.assemble((f"step {step:<7,} ", "dim"), ("validation ", "magenta"), labels))
+        self._validation = Text.assemble((f"step {step:<7,} ", "dim"), ("validation ", "magenta"), labels)
+        self.console.print(self._validation)
 
     def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
         self._saved = [("saved at", f"{step:,}")]
@@ -84,56 +80,30 @@ class LiveProgress(ProgressDisplay):
     def close(self) -> None:
         self._live.stop()
 
-    def __rich__(self) -> Constrain:
-        rows = [Padding(Columns(map(_draw_cell, row), padding=(0, 2)), (0, 0, 0, 1)) for row in self._rows() if row]
-        if bottleneck := self._pace.bottleneck():
-            rows.append(Padding(Text(bottleneck, style="yellow"), (0, 0, 0, 1)))
-        # empty line between messages and display
-        return Constrain(Group("", self._headline(), *rows), MAX_WIDTH)
-
-    def _headline(self) -> Table:
-        """Return the phase with a progress bar, or with a spinner before the first step or without a step limit."""
-        grid = Table.grid(padding=(0, 1), expand=bool(self.total_steps and self._metrics))
-        phase = Text(self._phase, style="bold cyan")
-        if self.total_steps and self._metrics:
-            for ratio in (None, None, 1, None):
-                grid.add_column(ratio=ratio, no_wrap=True)
-            phase.pad_right(max(0, PHASE_WIDTH - len(phase)))
-            bar = ProgressBar(self.total_steps, self._step, complete_style="cyan", finished_style="green")
+    def __rich__(self) -> RenderableType:
+        total, elapsed = self.total_steps, self._pace.elapsed()
+        done = format_seconds(elapsed - self._phase_since)
+        lines: list[RenderableType] = []
+        if self._metrics:
             # never "100%" before the last step is done
-            percent = self._step * 100 // self.total_steps
-            grid.add_row("", phase, bar, f"{self._step:,}/{self.total_steps:,}  {percent:>3}%")
-        elif self._metrics:
-            grid.add_row("", self._spinner, phase, f"step {self._step:,}")
-        else:
-            seconds = format_seconds(self._pace.elapsed() - self._phase_since)
-            grid.add_row("", self._spinner, phase, Text(seconds, style="dim"))
-        return grid
-
-    def _rows(self) -> list[list[Cell]]:
-        """Return rows of at most four cells: step, validation, time, hardware; none before the first step."""
-        if not self._metrics:
-            return []
-        seconds_left = self._pace.seconds_left(self._step, self.total_steps)
-        times = [("elapsed", format_seconds(self._pace.elapsed()))]
-        if self.total_steps:
-            times.append(("left", "..." if seconds_left is None else format_seconds(seconds_left)))
-        return [
-            _cells(self._metrics, "loss", "learning_rate", "grad_norm", "tokens_per_sec"),
-            self._validation,
-            times + _cells(self._metrics, "tokens") + self._saved,
-            _cells(self._metrics, "mfu", "peak_memory_gb"),
-        ]
+            done = f"{self._step:,}/{total:,}  {self._step * 100 // total:>3}%" if total else f"step {self._step:,}"
+            cells = [*label_values(self._metrics, STEP_METRICS), ("elapsed", format_seconds(elapsed))]
+            if total:
+                seconds_left = self._pace.seconds_left(self._step, total)
+                cells.append(("left", "..." if seconds_left is None else format_seconds(seconds_left)))
+            lines = [Columns(map(_draw_cell, cells + self._saved), padding=(0, 2)), self._validation]
+            lines.append(Text(self._pace.bottleneck(), style="yellow"))
+        # without a total (before the first step, or without a step limit), the bar pulses
+        total = total if self._metrics else None
+        self._bar.update(self._task, description=self._phase, completed=self._step, total=total, done=done)
+        # empty line between messages and display
+        return Constrain(Padding(Group(self._bar, *(line for line in lines if line)), (1, 0, 0, 1)), MAX_WIDTH)
 
 
-def _cells(metrics: Metrics, *keys: str) -> list[Cell]:
-    return label_values(metrics, {key: (SHORT_LABELS.get(key, LABELS[key][0]), LABELS[key][1]) for key in keys})
-
-
-def _draw_cell(cell: Cell) -> Text:
+def _draw_cell(cell: tuple[str, str]) -> Text:
     """Return a cell of 18 characters."""
     label, value = cell
-    style = "bold" if label.endswith("loss") else ""
+    style = "bold" if label == "loss" else ""
     return Text.assemble((f"{label:<10}", "dim"), (f"{value:>8}", style), no_wrap=True, overflow="crop")
 
 
