@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 BUDGET = {
     "data": 60_700,
     "models": 58_600,
-    "checkpoints": 47_500,
+    "checkpoints": 47_600,
     "planning": 37_400,
     "training": 37_200,
     "distributed": 24_700,
