@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.checkpoints.find import find_checkpoint_dir, is_hf_folder
 from toolkit.config import AUTO, Auto, Precision, none_if_auto
 from toolkit.data import DataModule, PreparedData
 from toolkit.errors import require_option
@@ -113,6 +114,8 @@ def setup(
     require_effect(tasks, text_options, task_options.settings)
     has_effect = not (trust_checkpoint_data and has_data)
     require_option(has_effect, "trust_checkpoint_data", True, "has no effect with --data; remove it")
+    if tasks is None or not is_hf_folder(checkpoint_dir):
+        find_checkpoint_dir(checkpoint_dir)  # before PyTorch is imported
     if has_data:
         check_files(data)
 
