@@ -82,17 +82,16 @@ def _own_folder(_module_folder, _folders):
 @pytest.fixture(scope="session", autouse=True)
 def _no_plots():
     """Drawing loss.png takes as long as a small run; the fixture ``plots`` brings it back."""
-    metrics = sys.modules.get("toolkit.training.callbacks.metrics")  # imported by the files that train
-    with mock.patch.object(metrics, "plot_loss") if metrics else nullcontext():
+    page = sys.modules.get("toolkit.reporting.page")  # imported by the files that train
+    with mock.patch.object(page, "plot_loss") if page else nullcontext():
         yield
 
 
 @pytest.fixture
 def plots(monkeypatch):
-    from toolkit.training.callbacks import metrics
-    from toolkit.ui.plots import plot_loss
+    from toolkit.reporting import page, plot
 
-    monkeypatch.setattr(metrics, "plot_loss", plot_loss)
+    monkeypatch.setattr(page, "plot_loss", plot.plot_loss)
 
 
 @pytest.fixture(scope="session")

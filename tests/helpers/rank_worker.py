@@ -44,7 +44,6 @@ from toolkit.models.mlp import LLaMAMLP
 from toolkit.planning import resolve
 from toolkit.private_torch import local_shard
 from toolkit.training import build, checkpointer, data_reader, engine, model
-from toolkit.training.callbacks import metrics
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.model import unwrapped
 
@@ -375,7 +374,7 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(engine.Engine, "train", watch(seen, engine.Engine.train)))
             stack.enter_context(mock.patch.object(single_process, "multiprocessing", FORKED))
-            stack.enter_context(mock.patch.object(metrics, "plot_loss"))  # drawing takes as long as training
+            stack.enter_context(mock.patch("toolkit.reporting.page.plot_loss"))  # drawing takes as long as training
             if case["look_at"] == "memory":
                 stack.enter_context(mock.patch.object(build, "build_model", measuring(seen, build.build_model)))
             if case["look_at"] == "collectives":

@@ -30,10 +30,9 @@ from toolkit.planning.training_options import run_args
 from toolkit.reporting.events import parse_events, write_event
 from toolkit.reporting.page import render_page, write_report
 from toolkit.reporting.run import read_run, read_runs
-from toolkit.reporting.series import parse_metrics, reduce_lines
+from toolkit.reporting.series import parse_metrics, reduce_lines, smooth
 from toolkit.ui.console import make_progress
 from toolkit.ui.loggers import MetricsCSV
-from toolkit.ui.plots import smooth
 
 EVIL = "</script><script>document.title='evil'</script><img src=x onerror=\"document.title='evil'\">"
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from toolkit.errors import one_line, printable
 from toolkit.io.atomic import write_atomic
+from toolkit.reporting.plot import PLOT, plot_loss
 from toolkit.reporting.run import RunFacts, read_run
-from toolkit.reporting.series import MAX_POINTS, reduce_lines
+from toolkit.reporting.series import MAX_POINTS, MAX_POINTS_OF_A_LINE, reduce_lines
 from toolkit.reporting.text import parts
 
 REPORT = "report.html"
@@ -73,9 +74,11 @@ def render_page(runs: Sequence[RunFacts]) -> str:
 
 
 def write_report(out_dir: Path, status: str) -> str | None:
-    """Write report.html at the end of a run. Return the problem, if any: a run must not fail because of it."""
+    """Write loss.png, then report.html at the end of a run. Return the problem, if any: the run must not fail."""
     try:
-        write_atomic(out_dir / REPORT, render_page([read_run(out_dir, status)]).encode())
+        run = read_run(out_dir, status)
+        plot_loss(run, out_dir / PLOT)
+        write_atomic(out_dir / REPORT, render_page([run]).encode())  # the last file of a run
     except Exception as error:
         return one_line(error) or type(error).__name__
     return None
@@ -124,7 +127,7 @@ def _samples(samples: list[tuple[str, str, str]]) -> Iterator[str]:
 
 def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """Return the charts, each with title, unit and columns, and each run's lines."""
-    max_points = max(20, min(2000, MAX_POINTS // max(1, sum(len(run.columns) for run in runs))))
+    max_points = max(20, min(MAX_POINTS_OF_A_LINE, MAX_POINTS // max(1, sum(len(run.columns) for run in runs))))
     lines = [reduce_lines(run.columns, max_points) for run in runs]
     unused = list(dict.fromkeys(name for run in lines for name in run if name != "val_ppl"))
     charts = [

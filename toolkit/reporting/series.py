@@ -2,16 +2,17 @@
 
 import math
 import warnings
+from itertools import accumulate
+from statistics import median
 from typing import Any
 
 import numpy as np
-
-from toolkit.ui.plots import smooth
 
 Columns = dict[str, Any]  # name -> array of floats
 Points = tuple[list[Any], list[Any], list[Any]]  # steps, tokens, values
 
 MAX_COLUMNS = 1000
+MAX_POINTS_OF_A_LINE = 2000
 MAX_POINTS = 60_000  # of all lines of a page; a point takes about 25 bytes
 _AXES = ("step", "tokens")
 _HIDDEN = (*_AXES, "seconds", "slowest_rank")
@@ -89,3 +90,21 @@ def _points(lines: list[Any]) -> Points:
 
     steps, tokens, values = ([number(value) for value in line.tolist()] for line in lines)
     return steps, tokens, values
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Smooth losses with a running median of five against spikes, then two passes of a running mean.
+
+    The windows are centered; a trailing mean would lag where the loss falls steeply. They cover about a tenth of the
+    run. At the end of the run, only the left half of each window remains.
+    """
+    smoothed = [median(losses[first:end]) for first, end in _windows(len(losses), 2 if len(losses) >= 40 else 0)]
+    for _ in range(2):
+        sums = list(accumulate(smoothed, initial=0.0))  # prefix sums: constant cost per window
+        smoothed = [(sums[end] - sums[i]) / (end - i) for i, end in _windows(len(losses), len(losses) // 40)]
+    return smoothed
+
+
+def _windows(length: int, radius: int) -> list[tuple[int, int]]:
+    """Return the window [first, end) around each index, never wider to the right than to the left."""
+    return [(i - min(radius, i), min(i + min(radius, i) + 1, length)) for i in range(length)]

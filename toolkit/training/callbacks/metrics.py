@@ -13,7 +13,6 @@ from toolkit.reporting.page import REPORT, write_report
 from toolkit.training.run import Callback, Run
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 from toolkit.ui.loggers import MetricsCSV, log_metrics
-from toolkit.ui.plots import plot_loss
 
 
 class ThroughputMonitor(Callback):
@@ -71,7 +70,6 @@ class MetricsFile(Callback):
         self.csv.close()
         self._record_remarks(trainer)
         write_event(trainer.out_dir, "end", error=error)
-        plot_run(trainer.out_dir)
         if (problem := write_report(trainer.out_dir, f"stopped: {error}" if error else "finished")) is not None:
             trainer.display.message(f"note: {REPORT} was not written: {problem}")
 
@@ -85,11 +83,6 @@ def is_current(out_dir: Path, name: str) -> bool:
     """Whether a file about the metrics exists and is not older. A run may be killed before it writes it."""
     csv, file = out_dir / "logs" / "metrics.csv", out_dir / name
     return file.exists() and not (csv.exists() and file.stat().st_mtime_ns < csv.stat().st_mtime_ns)
-
-
-def plot_run(out_dir: Path) -> None:
-    """Write ``loss.png``."""
-    plot_loss(out_dir / "logs" / "metrics.csv", out_dir / "loss.png")
 
 
 class ExternalLoggers(Callback):

@@ -25,7 +25,6 @@ from toolkit.training.callbacks.metrics import (
     MetricsFile,
     ThroughputMonitor,
     is_current,
-    plot_run,
 )
 from toolkit.training.callbacks.mixture import MixtureShares
 from toolkit.training.callbacks.profile import Profile
@@ -132,8 +131,6 @@ def finish_run(launch: Launch, stack: ExitStack) -> None:
         return
     if launch.world.global_rank == 0:
         sweep(launch.out_dir)
-        if not is_current(launch.out_dir, "loss.png"):
-            plot_run(launch.out_dir)
         if not is_current(launch.out_dir, REPORT):
             write_report(launch.out_dir, "finished")
     if remote is not None:

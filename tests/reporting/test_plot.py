@@ -5,9 +5,11 @@ import sys
 
 import pytest
 
-from toolkit.ui.formats import format_loss
-from toolkit.ui.loggers import MetricsCSV, read_metrics
-from toolkit.ui.plots import loss_limits, plot_loss, smooth
+from toolkit.reporting.plot import loss_limits, plot_loss
+from toolkit.reporting.run import RunFacts
+from toolkit.reporting.series import parse_metrics, reduce_lines, smooth
+from toolkit.reporting.text import figures
+from toolkit.ui.loggers import MetricsCSV
 
 
 def loss_curve(n: int) -> list[float]:
@@ -16,8 +18,8 @@ def loss_curve(n: int) -> list[float]:
     return [2.5 + 6.5 * math.exp(-step / 20) + noise.gauss(0, 0.07) for step in range(n)]
 
 
-def write_run(path, losses, validate_every: int = 50) -> None:
-    metrics = MetricsCSV(path, None)
+def make_run(tmp_path, losses, validate_every: int = 50) -> RunFacts:
+    metrics = MetricsCSV(tmp_path / "metrics.csv", None)
     metrics.write({"step": 0, "tokens": 0, "val_loss": 9.01})
     for step, loss in enumerate(losses, 1):
         row = {"step": step, "tokens": step * 16384, "loss": loss}
@@ -25,6 +27,7 @@ def write_run(path, losses, validate_every: int = 50) -> None:
             row |= {"val_loss": loss + 0.1, "val_ppl": math.exp(loss + 0.1), "val_bpb": loss / 2.75}
         metrics.write(row)
     metrics.close()
+    return RunFacts("run", str(tmp_path), columns=parse_metrics((tmp_path / "metrics.csv").read_bytes())[0])
 
 
 @pytest.mark.parametrize("nonfinite", [{}, {16: math.nan, 40: math.inf}, {299: math.nan}])
@@ -34,8 +37,7 @@ def test_plot_is_written(tmp_path, nonfinite, monkeypatch):
     losses = loss_curve(300)
     for step, loss in nonfinite.items():
         losses[step] = loss
-    write_run(tmp_path / "metrics.csv", losses)
-    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is True
+    assert plot_loss(make_run(tmp_path, losses), tmp_path / "loss.png") is True
     picture = (tmp_path / "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
     width, height = (int.from_bytes(picture[a : a + 4], "big") for a in (16, 20))
@@ -49,24 +51,24 @@ def test_labels_and_units(tmp_path, monkeypatch):
 
     seen = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: seen.append(self))
-    write_run(tmp_path / "metrics.csv", loss_curve(300))
-    plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png")
+    run = make_run(tmp_path, loss_curve(300))
+    plot_loss(run, tmp_path / "loss.png")
     (axes,) = seen[0].axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("tokens", "loss (nats per token)")
-    last = format_loss(read_metrics(tmp_path / "metrics.csv")[-1]["loss"])  # as in the panel and the report
-    assert axes.get_title(loc="left").startswith(f"4.92M tokens: training loss {last}, ")
-    assert "bits per byte" in axes.get_title(loc="left") and "perplexity" in axes.get_title(loc="left")
+    names = ["tokens", "training loss", "validation loss", "perplexity", "bits per byte"]
+    assert axes.get_title(loc="left") == ", ".join(f"{name} {figures(run)[name]}" for name in names)
     names = [text.get_text() for text in axes.get_legend().get_texts()]
     assert names == ["training, each step", "training, smoothed", "validation"]
-    assert [line.get_xdata().shape for line in axes.lines] == [(300,), (300,), (7,)]
+    lines = reduce_lines(run.columns, 2000)  # the report's
+    for line, points in zip(axes.lines, (*lines["loss"].values(), lines["val_loss"]["raw"]), strict=True):
+        assert (list(line.get_xdata()), list(line.get_ydata())) == points[1:]
     format_tick = axes.xaxis.get_major_formatter()
     assert [format_tick(x) for x in (0, 5e5, 2e6, 2.5e6, 1e7, 200)] == ["0", "500k", "2M", "2.5M", "10M", "200"]
 
 
 @pytest.mark.parametrize("losses", [[], [3.0], [3.0, math.nan]])
 def test_fewer_than_two_losses_write_no_plot(tmp_path, losses):
-    write_run(tmp_path / "metrics.csv", losses)
-    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is False
+    assert plot_loss(make_run(tmp_path, losses), tmp_path / "loss.png") is False
     assert not (tmp_path / "loss.png").exists()
 
 
@@ -74,17 +76,16 @@ def test_two_equal_losses_write_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
     low, high = loss_limits([3.0, 3.0], [])
     assert low < 3.0 < high
-    write_run(tmp_path / "metrics.csv", [3.0, 3.0])
-    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is True
+    assert plot_loss(make_run(tmp_path, [3.0, 3.0]), tmp_path / "loss.png") is True
 
 
 def test_plot_errors_do_not_fail_the_run(tmp_path, monkeypatch):
-    assert plot_loss(tmp_path / "none.csv", tmp_path / "loss.png") is False
-    write_run(tmp_path / "metrics.csv", loss_curve(10))
+    assert plot_loss(RunFacts("run", ""), tmp_path / "loss.png") is False
+    run = make_run(tmp_path, loss_curve(10))
     (tmp_path / "a file").touch()
-    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "a file" / "loss.png") is False
+    assert plot_loss(run, tmp_path / "a file" / "loss.png") is False
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is False
+    assert plot_loss(run, tmp_path / "loss.png") is False
     assert not (tmp_path / "loss.png").exists()
 
 

@@ -1,0 +1,91 @@
+"""``loss.png``: the report's loss curves and figures as a picture."""
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.io.atomic import write_atomic
+from toolkit.reporting.run import RunFacts
+from toolkit.reporting.series import MAX_POINTS_OF_A_LINE, Points, reduce_lines
+from toolkit.reporting.text import figures
+
+PLOT = "loss.png"
+_COLUMNS = ("step", "tokens", "loss", "val_loss")
+_TITLE = ("tokens", "training loss", "validation loss", "perplexity", "bits per byte")
+
+
+def plot_loss(run: RunFacts, path: Path) -> bool:
+    """Plot training loss (each step and smoothed) and validation loss over tokens. Return whether it was written.
+
+    Return False without matplotlib, with fewer than two losses, or if drawing or writing fails. A run must not fail
+    because of a plot.
+    """
+    if not {"tokens", "loss"} <= run.columns.keys():
+        return False
+    has_tokens = np.isfinite(run.columns["tokens"])
+    columns = {name: column[has_tokens] for name, column in run.columns.items() if name in _COLUMNS}
+    lines = reduce_lines(columns, MAX_POINTS_OF_A_LINE)
+    if len(lines["loss"]["raw"][2]) < 2:
+        return False
+    values = figures(run)
+    title = ", ".join(f"{label} {values[label]}" for label in _TITLE if label in values)
+    try:
+        write_atomic(path, _draw(title, **lines))
+    except Exception:
+        return False
+    return True
+
+
+def loss_limits(losses: list[float], validation_losses: list[float]) -> tuple[float, float]:
+    """Return the y-axis limits for training losses in step order and ``validation_losses``, which stay visible.
+
+    The range covers all losses, unless the first twentieth or a few spikes would take more than two thirds of the
+    height. These are cut off at the top.
+    """
+    rest = sorted(losses[len(losses) // 20 :])
+    low = min([rest[0], *validation_losses])
+    usual = max([rest[math.ceil(len(rest) * 0.99) - 1], *validation_losses])
+    high = max(losses)
+    if high - low > 3 * (usual - low) > 0:
+        high = low + 1.5 * (usual - low)
+    margin = 0.05 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
+def _draw(title: str, loss: dict[str, Points], val_loss: dict[str, Points] | None = None) -> bytes:
+    """Draw the plot and return PNG bytes."""
+    # without pyplot: no window system and no global state, for any backend
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    _, tokens, losses = loss["raw"]
+    _, val_tokens, val_losses = val_loss["raw"] if val_loss else ([], [], [])
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    limit = max(tokens + val_tokens) * 1.015
+    axes: Any = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, limit))
+    axes.plot(tokens, losses, color="#b3c7e0", linewidth=0.9, label="training, each step")
+    if "smooth" in loss:
+        axes.plot(*loss["smooth"][1:], color="#1f5fa8", linewidth=2.2, label="training, smoothed")
+    if val_losses:
+        style, size = "-" if len(val_losses) > 100 else "o", 4.5 if len(val_losses) > 20 else 7.5
+        look = {"color": "#d9480f", "markeredgecolor": "white", "markersize": size}
+        axes.plot(val_tokens, val_losses, style, label="validation", **look)
+    low, high = loss_limits(losses, [loss for t, loss in zip(val_tokens, val_losses, strict=True) if t > 0])
+    axes.set_ylim(low, high)
+    if losses[0] > high:
+        place = next(t for t, loss in zip(tokens, losses, strict=True) if loss <= high), high
+        axes.annotate(f"from {losses[0]:.2f}", place, (14, -12), textcoords="offset points", fontsize=9)
+    ticks = EngFormatter(sep="")
+    ticks.ENG_PREFIXES = EngFormatter.ENG_PREFIXES | {9: "B"}
+    axes.xaxis.set_major_formatter(ticks)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
+    axes.grid(color="#e3e7ec", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    axes.set_title(title, fontsize=10, loc="left", pad=10)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
