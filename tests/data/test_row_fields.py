@@ -152,11 +152,13 @@ def test_columns_and_fields_that_are_not_read_are_named_once(prepare):
         {"messages": [{**user("q"), "id": 7}, assistant("a", id=8, refusal=None, name="x")], "source": "web"},
         {"text": "only", "system": None},
         {"messages": [user("q"), {**assistant("", tool_calls=[call]), "id": 1}], "history": [["a", "b"]]},
+        {"text": "only", "tools": [{"name": "f"}]},
+        {"prompt": [user("q")], "completion": "a", "input": "not in a message"},
     ]
     shows_names = CALLS.replace("CALL", "{{ f.name }}").replace("m.role +", "m.role ~ m.name +")
     lines, _ = prepare(rows, template=shows_names)
     assert [line for line in lines if "not read" in line] == [
-        "Data: not read: history, id, source, text, id of messages"
+        "Data: not read: history, id, input, source, text, tools, id of messages"
     ]
     assert prepare(rows, template=shows_names)[0][-2].endswith("id of messages")  # from the cache
     assert not any("not read" in line for line in prepare(rows[2:3])[0])

@@ -44,6 +44,7 @@ FROM_INSTRUCTION = {**USER, "instruction": "q", "input": ""}
         ({"prompt": "q", "completion": "a", "text": None, "messages": None}, [USER, ASSISTANT]),
         ({"prompt": [USER], "completion": [ASSISTANT]}, [USER, ASSISTANT]),
         ({"prompt": [USER], "completion": "a"}, [USER, ASSISTANT]),
+        ({"prompt": "q", "completion": ASSISTANT}, [USER, ASSISTANT]),
         ({"messages": [USER, ASSISTANT]}, [USER, ASSISTANT]),
         ({"messages": json.dumps([USER, ASSISTANT])}, [USER, ASSISTANT]),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [USER, ASSISTANT]),
@@ -112,7 +113,6 @@ def test_columns_are_mapped_by_name():
             {"prompt": "q", "completion": "a", "tools": r'[{"name": "\ud800"}]'},
             r"tools: .*unpaired surrogate \(\\ud800\)",
         ),
-        ({"text": "t", "tools": [{}]}, "tools: require a conversation"),
         ({"messages": "[" * 10**5}, "messages: is a string, not a list of messages"),
         ({"messages": "hello"}, "messages: is a string, not a list of messages"),
         ({"messages": ["q", {"role": "user", "content": "q"}]}, "message 1: is a string, not an object"),
@@ -120,8 +120,6 @@ def test_columns_are_mapped_by_name():
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\): has no content; it has role"),
         ({"messages": [{"role": "user", "content": 3}]}, r"message 1 \(user\): content: is a number"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1: has non-text content"),
-        ({"prompt": [USER], "input": "i", "completion": "a"}, "has both input and a prompt of messages; move it into"),
-        ({"prompt": [USER], "context": ["i"], "completion": "a"}, "has both context and a prompt of messages"),
         (
             {"system": "s", "messages": [{"role": "system", "content": "t"}, USER, ASSISTANT]},
             "has a system column and a different system message; remove one of them",
@@ -155,6 +153,7 @@ def test_invalid_rows_raise_one_line_errors(row, message):
         {"instruction": "q", "output": None},
         {"messages": [USER, {"role": "assistant", "content": ""}]},
         {"text": ""},
+        {"prompt": "q", "completion": []},
     ],
 )
 def test_empty_answers_raise_their_own_error(row):

@@ -1,7 +1,6 @@
 """Parse rows of instruction data into records (conversations or plain text). Columns determine the schema."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +32,7 @@ _REFUSED = dict.fromkeys(_MEDIA, "only text is supported; remove the column, or 
 _REFUSED["functions"] = """provide tools, with --data.columns '{"tools": "functions"}'"""
 KNOWN_COLUMNS = tuple(name for group in GROUPS for name in group)
 _MAPPING = """names for them, such as --data.columns '{"prompt": "question", "completion": "answer"}'"""
+_NO_PROMPT = "{}: has no prompt, and chosen and rejected begin differently; add a prompt"
 _SCHEMAS = "messages, conversations, instruction with output, prompt with completion, or text"
 
 
@@ -90,7 +90,6 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
         columns: Maps known column names to names in the row.
     """
     values = _read_values(row, where, columns, _SCHEMAS)
-    messages, text = None, None
     if {*PAIR} <= row.keys() and not columns:
         raise UserError(
             f"{where}: is a pair of answers to prefer and to avoid ({describe_columns(row)}); use --objective DPO. "
@@ -98,17 +97,12 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
         )
     for name in {*PAIR, *LABEL} & (columns or {}).keys():
         raise UserError(f"--data.columns.{name}: has no effect without an objective for preferences, such as DPO")
-    if column := _find_column(values, CONVERSATION, where):
-        messages = parse_conversation(values[column], f"{where}: {column}")
-    elif column := _find_column(values, QUESTION, where):
-        messages = _build_turn(values, column, where)
-    elif "text" in values and values["text"] is not None:
-        text = require_string(values["text"], f"{where}: text")
-        if not text.strip():
-            raise EmptyAnswerError(f"{where}: text is empty; fix or remove this row")
-    else:
+    messages, _ = _parse_turns(values, where)
+    if messages:
+        return _make_record(messages, values, where)
+    if values.get("text") is None:
         raise UserError(f"{where}: has no known column; {describe_columns(row)}; needs {_SCHEMAS}, or {_MAPPING}")
-    return _make_record(messages, text, values, where)
+    return Record(None, _require_answer(values, "text", where), where)
 
 
 def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: bool) -> list[Completion]:
@@ -130,19 +124,18 @@ def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: 
     for name in PAIR:
         if name not in values:
             raise UserError(f"{where}: has no {name} answer; {describe_columns(row)}; needs {schemas}")
-        if not values[name] or (isinstance(values[name], str) and not values[name].strip()):
-            raise EmptyAnswerError(f"{where}: has an empty answer ({name}); fix or remove this row")
-    both = [[value] if isinstance(value, dict) else value for value in (values[name] for name in PAIR)]
-    if both[0] == both[1]:
+    answers = [_parse_answer(values, name, where) for name in PAIR]
+    if answers[0] == answers[1]:
         raise EqualAnswersError(f"{where}: chosen and rejected are equal; fix or remove this row")
     question = _find_column(values, QUESTION, where)
-    texts = [value for value in both if isinstance(value, str)]
-    if question is None and len(texts) == len(both):
-        return _split_texts(texts, values, where)
-    answers = [_parse_answer(value, f"{where}: {name}") for name, value in zip(PAIR, both, strict=True)]
+    if question is None and all(isinstance(values[name], str) for name in PAIR):
+        return _split_texts([values[name] for name in PAIR], where)
     # with complete conversations, the prompt repeats their first message
     if question is None or (isinstance(values[question], str) and answers[0][0]["role"] != "assistant"):
-        prompt, answers = _common_messages(answers, where)
+        n = min(_count_common(answers), *(len(answer) - 1 for answer in answers))
+        if not n:
+            raise UserError(_NO_PROMPT.format(where))
+        prompt, answers = answers[0][:n], [answer[n:] for answer in answers]
     else:
         prompt = _parse_prompt(values, question, where)
     return [_complete(prompt, answer, values, where, not i) for i, answer in enumerate(answers)]
@@ -174,14 +167,29 @@ def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: 
     return values
 
 
-def _make_record(messages: Messages | None, text: str | None, values: Values, where: str) -> Record:
+def _make_record(messages: Messages, values: Values, where: str) -> Record:
     """Return a record with the row's system message and tools."""
-    if messages and values.get("system"):
+    if values.get("system"):
         messages = _add_system_message(messages, require_string(values["system"], f"{where}: system"), where)
     tools = parse_functions(values["tools"], f"{where}: tools") if values.get("tools") else None
-    if tools and messages is None:
-        raise UserError(f"{where}: tools: require a conversation, but this row is plain text; remove either")
-    return Record(messages, text, where, tools)
+    return Record(messages, None, where, tools)
+
+
+def _parse_turns(values: Values, where: str) -> tuple[Messages, int]:
+    """Return the messages of a conversation, or of a question and its answer, and how many are the prompt."""
+    if column := _find_column(values, CONVERSATION, where):
+        messages = parse_conversation(values[column], f"{where}: {column}")
+        return messages, len(messages) - 1
+    if (question := _find_column(values, QUESTION, where)) is None:
+        return (), 0
+    answer = _find_column(values, ANSWER, where) or next((name for name in ANSWER if name in values), None)
+    if answer is None:
+        expected = "completion" if question == "prompt" else "output"
+        raise UserError(
+            f"{where}: has no {expected} for the {question}; {describe_columns(values)}; see --data.columns"
+        )
+    answers, prompt = _parse_answer(values, answer, where), _parse_prompt(values, question, where)
+    return prompt + answers, len(prompt)
 
 
 def _parse_rated(values: Values, where: str) -> Completion:
@@ -189,43 +197,55 @@ def _parse_rated(values: Values, where: str) -> Completion:
     label = {"true": True, "false": False, "1": True, "0": False}.get(str(label).lower().removesuffix(".0"))
     if label is None:
         raise UserError(f"{where}: label {values['label']!r:.40}: must be true (a good completion) or false")
-    if column := _find_column(values, CONVERSATION, where):
-        messages = parse_conversation(values[column], f"{where}: {column}")
-        return _complete(messages[:-1], messages[-1:], values, where, label)
-    if (question := _find_column(values, QUESTION, where)) is None:
+    messages, n = _parse_turns(values, where)
+    if not messages:
         raise UserError(f"{where}: has no prompt for the completion; {describe_columns(values)}; see --data.columns")
-    messages = _build_turn(values, question, where)
-    n_prompt = len(_parse_prompt(values, question, where))
-    return _complete(messages[:n_prompt], messages[n_prompt:], values, where, label)
+    return _complete(messages[:n], messages[n:], values, where, label)
 
 
-def _split_texts(texts: list[str], values: Values, where: str) -> list[Completion]:
-    n = len(os.path.commonprefix(texts))
+def _split_texts(texts: list[str], where: str) -> list[Completion]:
+    n = _count_common(texts)
     while n and not texts[0][n - 1].isspace():
         n -= 1
     if not texts[0][:n].strip():
-        raise UserError(f"{where}: has no prompt, and chosen and rejected begin with different texts; add a prompt")
-    records = [_make_record(None, text, values, where) for text in texts]
-    return [Completion(record, not i, n) for i, record in enumerate(records)]
+        raise UserError(_NO_PROMPT.format(where))
+    return [Completion(Record(None, text, where), not i, n) for i, text in enumerate(texts)]
 
 
-def _parse_answer(value: Any, where: str) -> Messages:
-    return ({"role": "assistant", "content": value},) if isinstance(value, str) else parse_messages(value, where)
+def _count_common(answers: Sequence[Sequence[Any]]) -> int:
+    """Return the number of messages or characters with which both answers begin."""
+    pairs = enumerate(zip(*answers, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(map(len, answers)))
+
+
+def _require_answer(values: Values, name: str, where: str) -> str:
+    """Return the text of a column. Raise EmptyAnswerError if it is empty."""
+    if values[name] in (None, []) or not require_string(values[name], f"{where}: {name}").strip():
+        raise EmptyAnswerError(f"{where}: has an empty answer ({name}); fix or remove this row")
+    return str(values[name])
+
+
+def _parse_answer(values: Values, name: str, where: str) -> Messages:
+    """Parse an answer: a string, a message or a list of messages."""
+    value = [values[name]] if isinstance(values[name], dict) else values[name]
+    if isinstance(value, list) and value:
+        return parse_messages(value, f"{where}: {name}")
+    return ({"role": "assistant", "content": _require_answer(values, name, where)},)
 
 
 def _parse_prompt(values: Values, question: str, where: str) -> Messages:
-    parse = _parse_prompt_messages if isinstance(values[question], list) else _build_user_message
+    """Parse a prompt, a string or a list of messages, after the earlier turns. An input is added to a string."""
     earlier = parse_conversation(values["history"], f"{where}: history") if values.get("history") else ()
-    return (*earlier, *parse(values, question, where))
-
-
-def _common_messages(answers: list[Any], where: str) -> tuple[Any, list[Any]]:
-    """Return the messages with which both conversations begin, and the rest of each."""
-    n = next((i for i, (one, other) in enumerate(zip(*answers, strict=False)) if one != other), min(map(len, answers)))
-    n = min(n, *(len(answer) - 1 for answer in answers))
-    if not n:
-        raise UserError(f"{where}: has no prompt, and chosen and rejected begin with different messages; add a prompt")
-    return answers[0][:n], [answer[n:] for answer in answers]
+    if isinstance(values[question], list):
+        return (*earlier, *parse_messages(values[question], f"{where}: {question}"))
+    name = _find_column(values, INPUT, where)
+    instruction = require_string(values[question], f"{where}: {question}")
+    extra = "" if name is None else require_string(values[name], f"{where}: {name}")
+    content = f"{instruction}\n\n{extra}" if extra else instruction
+    if not content.strip():
+        raise UserError(f"{where}: has an empty {question}; fix or remove this row")
+    parts = {"instruction": instruction, "input": extra} if extra or question == "instruction" else {}
+    return (*earlier, {"role": "user", "content": content, **parts})
 
 
 def _complete(prompt: Any, answer: Any, values: Values, where: str, is_good: bool) -> Completion:
@@ -234,7 +254,7 @@ def _complete(prompt: Any, answer: Any, values: Values, where: str, is_good: boo
     if answer[-1]["role"] != "assistant":
         raise UserError(f"{where}: the completion ends with a message of the {answer[-1]['role']}, not the assistant")
     masked = tuple({**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt)
-    return Completion(_make_record((*masked, *answer), None, values, where), is_good)
+    return Completion(_make_record((*masked, *answer), values, where), is_good)
 
 
 def _add_system_message(messages: Messages, system: str, where: str) -> Messages:
@@ -263,40 +283,3 @@ def _find_column(values: Values, group: tuple[str, ...], where: str) -> str | No
             f"{where}: has both {names[0]} and {names[1]}; choose one, such as --data.columns.{names[0]} {names[0]}"
         )
     return names[0] if names else None
-
-
-def _build_turn(values: Values, question: str, where: str) -> Messages:
-    """Build a user and an assistant message. The question and the answer may also be lists of messages."""
-    answer = _find_column(values, ANSWER, where)
-    if answer is None:
-        if null := [name for name in ANSWER if name in values]:
-            raise EmptyAnswerError(f"{where}: has an empty answer ({null[0]}); fix or remove this row")
-        expected = "completion" if question == "prompt" else "output"
-        raise UserError(
-            f"{where}: has no {expected} for the {question}; {describe_columns(values)}; see --data.columns"
-        )
-    completion, prompt_messages = values[answer], _parse_prompt(values, question, where)
-    if isinstance(completion, list):
-        return prompt_messages + parse_messages(completion, f"{where}: {answer}")
-    if not require_string(completion, f"{where}: {answer}").strip():
-        raise EmptyAnswerError(f"{where}: has an empty answer ({answer}); fix or remove this row")
-    return (*prompt_messages, {"role": "assistant", "content": completion})
-
-
-def _parse_prompt_messages(values: Values, question: str, where: str) -> Messages:
-    name = _find_column(values, INPUT, where)
-    if name is not None and values[name] != "":
-        raise UserError(f"{where}: has both {name} and a {question} of messages; move it into a message or remove it")
-    return parse_messages(values[question], f"{where}: {question}")
-
-
-def _build_user_message(values: Values, question: str, where: str) -> Messages:
-    name = _find_column(values, INPUT, where)
-    instruction = require_string(values[question], f"{where}: {question}")
-    extra = "" if name is None else require_string(values[name], f"{where}: {name}")
-    content = f"{instruction}\n\n{extra}" if extra else instruction
-    if not content.strip():
-        raise UserError(f"{where}: has an empty {question}; fix or remove this row")
-    message = {"role": "user", "content": content}
-    parts = {"instruction": instruction, "input": extra} if extra or question == "instruction" else {}
-    return ({**message, **parts},)
