@@ -318,8 +318,8 @@ def test_parquet_in_parts(tmp_path):
             '[{"text": "' + LONG * 2 + '"},\n{"n": ' + LONG + "}]",
             "a.json is invalid JSON: .* has 5000 digits",
         ),
-        ("a.txt", "x", r"^--data.json_path .*a.txt: must end in .json or .jsonl or .ndjson$"),
-        ("a.csv", "x", "did you mean --data CSV --data.csv_path"),
+        ("a.txt", "x", r"^--data.json_path .*a.txt: must end in .json or .jsonl or .ndjson; "),
+        ("a.csv", "x", "must end in .*; other files: --data JSON, CSV or Parquet$"),
         ("missing.json", None, r"^--data.json_path .*missing.json: no such file or folder"),
         ("b", None, "no such file or folder"),
     ],
@@ -418,7 +418,7 @@ def test_missing_extras_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"^--data Parquet: needs pyarrow; run: pip install 'pyarrow"):
+    with pytest.raises(UserError, match=r"^--data: Parquet and .zst files need pyarrow; run: pip install 'pyarrow"):
         read(tmp_path / "a.parquet", PARQUET_KINDS)
     with pytest.raises(UserError, match=r"pip install 'datasets"):
         load_hub_split("x", None, "train", "--data.repo_id x")

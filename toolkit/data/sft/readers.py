@@ -112,8 +112,6 @@ def _name_file(path: Path, option: str) -> Iterator[None]:
         raise UserError(f"{path} {one_line(error)}") from error
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be read: {error.strerror or error}") from error
-    except MemoryError as error:
-        raise UserError(f"{option}: {path}: not enough memory to read its rows") from error
 
 
 # ---- finding
@@ -134,12 +132,10 @@ def find_splits(value: str | None, name: str, kinds: dict[str, str]) -> Splits:
         return _find_in_folder(path, option, kinds)
     if not path.is_file():
         raise UserError(f"{option}: {'not a regular file' if path.exists() else 'no such file or folder'}")
-    suffix = path.suffix.lower()
-    if suffix not in kinds:
-        module = {None: "", "csv": "CSV", "parquet": "Parquet"}.get(KINDS.get(suffix), "JSON")
-        hint = f"; did you mean --data {module} --data.{module.lower()}_path?" if module else ""
-        raise UserError(f"{option}: must end in {' or '.join(kinds)}{hint}")
-    return _splits_of_file(path, kinds[suffix], option)
+    kind = kinds.get(path.suffix.lower())
+    if kind is None:
+        raise UserError(f"{option}: must end in {' or '.join(kinds)}; other files: --data JSON, CSV or Parquet")
+    return _splits_of_file(path, kind, option)
 
 
 def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
@@ -269,11 +265,9 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError("--data Parquet: needs pyarrow; run: pip install 'pyarrow>=17'") from error
+    pyarrow = import_pyarrow()
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(path) as file:
             reject_decompression_bomb(path.stat().st_size, file.metadata, str(path))
@@ -281,6 +275,14 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
             yield from enumerate((drop_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: is not a valid Parquet file: {one_line(error)}; copy it again") from error
+
+
+def import_pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError("--data: Parquet and .zst files need pyarrow; run: pip install 'pyarrow>=17'") from error
+    return pyarrow
 
 
 def drop_nulls(value: Any) -> Any:

@@ -11,7 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from toolkit.data.sft.readers import reject_decompression_bomb
+from toolkit.data.sft.readers import import_pyarrow, reject_decompression_bomb
 from toolkit.data.streamed.files import RetryingFile, SourceFile
 from toolkit.data.text.documents import CHUNK_CHARS, TextChunk, cut_text
 from toolkit.errors import UserError, causes_of, join_first, one_line
@@ -159,11 +159,3 @@ def _decompressed(raw: RetryingFile, file: SourceFile) -> IO[bytes]:
     if file.compression == ".zst":
         return io.BufferedReader(import_pyarrow().CompressedInputStream(buffered, "zstd"), _BUFFER)
     return buffered
-
-
-def import_pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UserError("--data HuggingFaceText: needs pyarrow; run: pip install 'pyarrow>=17'") from error
-    return pyarrow
