@@ -22,6 +22,7 @@ from toolkit.checkpoints.store import complete_checkpoints
 from toolkit.checkpoints.weights import load_state, load_weights, named_tensors
 from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
 from toolkit.data import TextFiles
+from toolkit.distributed import ranks
 from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.planning.run_args import RunArgs
@@ -70,10 +71,15 @@ def assert_same_checkpoints(a: Path, b: Path) -> None:
 
 
 class Saved(Callback):
-    """Notes each checkpoint with the step at which it was complete."""
+    """Notes each checkpoint with the step at which it was complete, and the timeout while its state is taken."""
 
     def __init__(self) -> None:
         self.steps: dict[str, int] = {}
+        self.timeouts: list[float] = []
+
+    def state_dict(self) -> dict:
+        self.timeouts.append(ranks.timeout())
+        return {}
 
     def on_checkpoint_saved(self, trainer, folder) -> None:
         assert (folder / "COMPLETE").exists() and threading.current_thread() is threading.main_thread()
@@ -81,10 +87,11 @@ class Saved(Callback):
 
 
 def test_s2_checkpoint_written_during_training_has_the_state_of_its_step(corpus, tmp_path):
-    train(corpus, tmp_path / "sync", async_save=False)
+    train(corpus, tmp_path / "sync", before := Saved(), async_save=False)
     saved = Saved()
     with writes_that_last(2):
         train(corpus, tmp_path / "async", saved)
+    assert {*before.timeouts[1:], *saved.timeouts[1:]} == {1800}, "the first is of the start"
     first, second, final = saved.steps.items()
     assert first[0] == "step-00000003" and 5 <= first[1] < 8, "after two more steps"
     assert second[0] == "step-00000006" and second[1] >= 8 and final == ("final", 9)

@@ -8,7 +8,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -78,21 +78,21 @@ class Checkpointer:
         """Whether this rank is still writing its files."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, name: str, callbacks: State) -> Path:
+    def save(self, name: str, callbacks: Callable[[], State]) -> Path:
         """Write ``out_dir/name`` atomically, and delete the oldest checkpoints. No other save may be in progress.
 
         Args:
-            callbacks: The callbacks' states by name.
+            callbacks: Returns the callbacks' states by name. It may be collective, and take as long as the save.
         """
         with self._saving():
-            pending = self._begin(name, callbacks)
+            pending = self._begin(name, callbacks())
             pending.write_on_all_ranks()
             return pending.commit(self._train.keep_last)
 
-    def start(self, name: str, callbacks: State) -> None:
+    def start(self, name: str, callbacks: Callable[[], State]) -> None:
         """Start to write ``out_dir/name`` concurrently with training; arguments as in :meth:`save`."""
         with self._saving():
-            self._pending = self._begin(name, callbacks, self._copies)
+            self._pending = self._begin(name, callbacks(), self._copies)
             self._thread = threading.Thread(target=self._pending.write, name="checkpoint")
             self._thread.start()
 

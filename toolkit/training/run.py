@@ -183,7 +183,7 @@ class Run(Launch):
         if self.is_short:
             return self.out_dir / name
         self.finish_save()
-        folder = self.checkpointer.save(name, self._callback_states())
+        folder = self.checkpointer.save(name, self._callback_states)
         self._announce(folder)
         return folder
 
@@ -200,7 +200,7 @@ class Run(Launch):
             self.save(name)
             return
         self.finish_save()
-        self.checkpointer.start(name, self._callback_states())
+        self.checkpointer.start(name, self._callback_states)
 
     def finish_save(self) -> None:
         """Complete the save in progress, if there is one. Collective."""
