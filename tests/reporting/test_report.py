@@ -25,6 +25,7 @@ from toolkit.cli.parser import parse
 from toolkit.commands.pretrain import setup
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import MAX_BYTES
+from toolkit.io.storage import Storage, StorageError
 from toolkit.planning.run_args import hyperparameters
 from toolkit.planning.training_options import run_args
 from toolkit.reporting.events import parse_events, write_event
@@ -433,6 +434,9 @@ def test_run_on_s3(tmp_path, monkeypatch, capsys):
         (facts,) = read_runs([f"s3://{BUCKET}/some/run/"])
         assert main(["report", f"s3://{BUCKET}/some/run"]) == 0 and Path("report.html").exists()
         assert main(["report", f"s3://{BUCKET}/some/none"]) == 2
+        for read in (lambda store: store.read("name"), Storage.entries):
+            with pytest.raises(StorageError, match="no such bucket .*; create it, or check its name"):
+                read(Storage("s3://typo/run", "run_dirs"))
         server.client.delete_object(Bucket=BUCKET, Key="some/run/final/COMPLETE")
         server.client.put_object(Bucket=BUCKET, Key="some/run/.lease.json", Body=b"{}")
         assert read_run(f"s3://{BUCKET}/some/run").status == "running, or killed"

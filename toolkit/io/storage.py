@@ -100,7 +100,8 @@ class Storage:
             if stop is None and len(content) > limit:
                 raise self.error(f"{name} has more than {limit:,} bytes; move it away")
             return content
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _require_bucket(error)
             return None
         except OSError as error:
             if _response_code(error)[0] != "InvalidRange":
@@ -145,7 +146,8 @@ class Storage:
         """Return {name: is_folder} for the entries of a folder, or {} if the folder does not exist."""
         try:
             entries = self.fs.ls(self._path(folder), detail=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _require_bucket(error)
             return {}
         kinds = {PurePosixPath(entry["name"]).name: entry["type"] for entry in entries}
         return {name: kind == "directory" for name, kind in sorted(kinds.items()) if name}
@@ -177,6 +179,12 @@ class Storage:
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
+
+
+def _require_bucket(error: FileNotFoundError) -> None:
+    """Raise ``error`` if not only the object or folder, but its bucket is missing."""
+    if _response_code(error)[0] == "NoSuchBucket":
+        raise error
 
 
 def _connect(url: str, flag: str) -> Any:
