@@ -24,9 +24,11 @@ from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
 from toolkit.data import TextFiles
 from toolkit.distributed import ranks
 from toolkit.distributed.signals import restore_handlers_on_exit
-from toolkit.errors import GuardError, StoppedBySignalError, UserError
+from toolkit.errors import GuardError, PeerLostError, StoppedBySignalError, UserError
 from toolkit.planning.run_args import RunArgs
+from toolkit.training import engine
 from toolkit.training.callbacks import Callback
+from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.engine import run_training
 from toolkit.training.pending_save import PendingSave
 
@@ -133,6 +135,25 @@ def test_what_is_being_written_is_complete_when_the_run_is_cut_short(corpus, tmp
             train(corpus, tmp_path / how, Failing(how))
         assert folders(tmp_path / how) == {"step-00000003"} | more, how
         load_weights(tmp_path / how / "step-00000003")
+
+
+def test_save_that_fails_after_an_error_is_tried_once(corpus, tmp_path, monkeypatch, capsys):
+    def diverge(*args):
+        steps.append(args)
+        if len(steps) == 4:
+            raise GuardError("the gradient")
+        return step(*args)
+
+    def lose_peer(checkpointer, pending):
+        wait(checkpointer, pending)
+        raise PeerLostError("rank 1 is lost")
+
+    steps, step, wait = [], engine.train_step, Checkpointer._wait
+    monkeypatch.setattr(engine, "train_step", diverge)
+    monkeypatch.setattr(Checkpointer, "_wait", lose_peer)
+    with writes_that_last(100), pytest.raises(GuardError, match="step 4 is not finite: the gradient"):
+        train(corpus, tmp_path)
+    assert capsys.readouterr().out.count("note: the save in progress failed as well: rank 1 is lost") == 1
 
 
 def test_s1_failed_write_ends_the_run_and_keeps_the_previous_checkpoint(corpus, tmp_path, monkeypatch):

@@ -119,6 +119,10 @@ class Checkpointer:
             return None
         return pending.commit_alone(self._train.keep_last)
 
+    def forget(self) -> None:
+        """Give up the save in progress, if there is one."""
+        self._pending = None
+
     def _wait(self, pending: PendingSave, is_alone: bool = False) -> None:
         """Wait until all ranks' files are written, or only this rank's if ``is_alone``."""
         thread, started = self._thread, time.perf_counter()
