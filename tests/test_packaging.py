@@ -30,7 +30,7 @@ BUDGET = {
     "ui": 8_500,
     "commands": 8_500,
     "optim": 8_500,
-    "reporting": 7_850,
+    "reporting": 7_700,
     "io": 5_000,
     "serving": 5_300,
     "(top level)": 5_000,

@@ -1,7 +1,8 @@
 """Read metrics.csv leniently, and reduce its columns to a size that a page can hold."""
 
 import math
-import warnings
+from array import array
+from contextlib import suppress
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -17,7 +18,6 @@ MAX_POINTS = 60_000  # of all lines of a page; a point takes about 25 bytes
 _AXES = ("step", "tokens")
 _HIDDEN = (*_AXES, "seconds", "slowest_rank")
 _NOT_SMOOTHED = ("val_", "share_", "learning_rate", "peak_")
-_BLOCK = 10_000  # lines parsed at once
 
 
 def parse_metrics(content: bytes) -> tuple[Columns, int]:
@@ -31,27 +31,17 @@ def parse_metrics(content: bytes) -> tuple[Columns, int]:
     names, lines = [name.strip() for name in header.split(",")], [line for line in lines if line]
     if "step" not in names or len(names) > MAX_COLUMNS:
         return {}, len(lines)
-    blocks = [_parse(lines[first : first + _BLOCK], len(names)) for first in range(0, len(lines), _BLOCK)]
-    table = np.concatenate([np.empty((0, len(names))), *blocks])
+    numbers = array("d")
+    for line in lines:
+        with suppress(ValueError):
+            cells = [float(cell or "nan") for cell in line.split(",")]
+            numbers.extend(cells if len(cells) == len(names) else ())
+    table = np.array(numbers).reshape(-1, len(names))
     step = table[:, names.index("step")]
     table = table[np.isfinite(step) & (step >= 0)]
     table = table[np.argsort(table[:, names.index("step")], kind="stable")]
     columns = {name: table[:, i] for i, name in enumerate(names) if name and np.isfinite(table[:, i]).any()}
     return columns, len(lines) - len(table)
-
-
-def _parse(lines: list[str], n_columns: int) -> Any:
-    """Return an array (rows, columns) of the lines that have ``n_columns`` numbers or empty cells."""
-    complete = [line for line in lines if line.count(",") == n_columns - 1]
-    text = ",".join(complete).replace(",,", ",nan,").replace(",,", ",nan,")
-    text = ("nan" if text.startswith(",") else "") + text + ("nan" if text.endswith(",") else "")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)  # of a cell that is not a number
-        try:
-            return np.fromstring(text, dtype=np.float64, sep=",").reshape(len(complete), n_columns)
-        except (DeprecationWarning, ValueError):
-            empty = np.empty((0, n_columns))
-            return empty if len(complete) <= 1 else np.concatenate([_parse([line], n_columns) for line in complete])
 
 
 def reduce_lines(columns: Columns, max_points: int) -> dict[str, dict[str, Points]]:
