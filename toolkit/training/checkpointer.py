@@ -54,6 +54,9 @@ class Checkpointer:
     Args:
         module: The model as the strategy wraps it.
         optimizer: The optimizer before Fabric wraps it.
+
+    Attributes:
+        pending: The save in progress; None to give it up.
     """
 
     def __init__(self, launch: Launch, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -61,7 +64,7 @@ class Checkpointer:
         self.scaler: Any | None = getattr(launch.fabric.strategy.precision, "scaler", None)  # of 16-mixed
         self._train, self._display = launch.args.train, launch.display
         self._copies = HostCopies() if self._train.async_save else None
-        self._pending: PendingSave | None = None
+        self.pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -92,17 +95,17 @@ class Checkpointer:
     def start(self, name: str, callbacks: Callable[[], State]) -> None:
         """Start to write ``out_dir/name`` concurrently with training; arguments as in :meth:`save`."""
         with self._saving():
-            self._pending = self._begin(name, callbacks(), self._copies)
-            self._thread = threading.Thread(target=self._pending.write, name="checkpoint")
+            self.pending = self._begin(name, callbacks(), self._copies)
+            self._thread = threading.Thread(target=self.pending.write, name="checkpoint")
             self._thread.start()
 
     def finish(self) -> Path | None:
         """Complete the save in progress and return its folder; None if there is none."""
-        if (pending := self._pending) is None:
+        if (pending := self.pending) is None:
             return None
         with self._saving():
             self._wait(pending)
-            self._pending = None
+            self.pending = None
             return pending.commit(self._train.keep_last)
 
     def finish_alone(self) -> Path | None:
@@ -110,7 +113,7 @@ class Checkpointer:
 
         An unsharded checkpoint is committed, a sharded one is deleted.
         """
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is None or ranks.global_rank() != 0:
             return None
         self._wait(pending, is_alone=True)
@@ -118,10 +121,6 @@ class Checkpointer:
             pending.abandon()
             return None
         return pending.commit_alone(self._train.keep_last)
-
-    def forget(self) -> None:
-        """Give up the save in progress, if there is one."""
-        self._pending = None
 
     def _wait(self, pending: PendingSave, is_alone: bool = False) -> None:
         """Wait until all ranks' files are written, or only this rank's if ``is_alone``."""

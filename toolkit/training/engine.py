@@ -334,7 +334,7 @@ class Engine:
         except Exception as second:  # report the first error, which ended the run
             run.display.message(f"note: the save in progress failed as well: {one_line(second)}")
         finally:
-            run.checkpointer.forget()  # it is tried once
+            run.checkpointer.pending = None  # it is tried once
 
 
 def _build_update(run: Run) -> Update:
