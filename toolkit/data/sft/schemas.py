@@ -156,12 +156,20 @@ def unread_columns(row: Values, columns: dict[str, str] | None, parse: Callable[
 
 
 def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: str) -> Values:
+    """Return the row's values by known column name. A mapped column replaces its synonyms."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: is {describe_type(row)}, not an object; every row needs {schemas}")
+    columns = columns or {}
     for name, hint in _REFUSED.items():
-        if row.get(name) and name not in (columns or {}).values():
+        if row.get(name) and name not in columns.values():
             raise UserError(f"{where}: {name}: {hint}")
-    values = _map_columns(row, where, columns or {})
+    values = {name: row[name] for name in KNOWN_COLUMNS if name in row}
+    for name, column in columns.items():
+        if column not in row:
+            raise UserError(f"{where}: has no column {column} (--data.columns); {describe_columns(row)}")
+        (synonyms,) = (group for group in GROUPS if name in group)
+        values = {name: value for name, value in values.items() if name not in synonyms}
+    values |= {name: row[column] for name, column in columns.items()}
     for name, value in values.items():
         require_unicode(value, f"{where}: {name}")
     return values
@@ -170,7 +178,11 @@ def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: 
 def _make_record(messages: Messages, values: Values, where: str) -> Record:
     """Return a record with the row's system message and tools."""
     if values.get("system"):
-        messages = _add_system_message(messages, require_string(values["system"], f"{where}: system"), where)
+        system = require_string(values["system"], f"{where}: system")
+        if messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": system}, *messages)
+        elif messages[0]["content"].strip() != system.strip():
+            raise UserError(f"{where}: has a system column and a different system message; remove one of them")
     tools = parse_functions(values["tools"], f"{where}: tools") if values.get("tools") else None
     return Record(messages, None, where, tools)
 
@@ -255,25 +267,6 @@ def _complete(prompt: Any, answer: Any, values: Values, where: str, is_good: boo
         raise UserError(f"{where}: the completion ends with a message of the {answer[-1]['role']}, not the assistant")
     masked = tuple({**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt)
     return Completion(_make_record((*masked, *answer), values, where), is_good)
-
-
-def _add_system_message(messages: Messages, system: str, where: str) -> Messages:
-    if messages[0]["role"] != "system":
-        return ({"role": "system", "content": system}, *messages)
-    if messages[0]["content"].strip() != system.strip():
-        raise UserError(f"{where}: has a system column and a different system message; remove one of them")
-    return messages
-
-
-def _map_columns(row: Values, where: str, columns: dict[str, str]) -> Values:
-    """Return the row's values by known column name. A mapped column replaces its synonyms."""
-    values = {name: row[name] for name in KNOWN_COLUMNS if name in row}
-    for name, column in columns.items():
-        if column not in row:
-            raise UserError(f"{where}: has no column {column} (--data.columns); {describe_columns(row)}")
-        (synonyms,) = (group for group in GROUPS if name in group)
-        values = {name: value for name, value in values.items() if name not in synonyms}
-    return values | {name: row[column] for name, column in columns.items()}
 
 
 def _find_column(values: Values, group: tuple[str, ...], where: str) -> str | None:
