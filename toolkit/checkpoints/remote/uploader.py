@@ -82,8 +82,8 @@ class Uploader:
         """Discard queued uploads and release the lease."""
         with self._changed:
             self._tasks.clear()
+            self._closed.set()
             self._changed.notify_all()
-        self._closed.set()
         self.lease.release()
 
     # ---- the thread
