@@ -31,7 +31,7 @@ BUDGET = {
     "commands": 8_500,
     "optim": 8_500,
     "reporting": 7_700,
-    "io": 5_000,
+    "io": 5_050,
     "serving": 5_300,
     "(top level)": 5_000,
     "objectives": 4_200,

@@ -92,7 +92,10 @@ def test_errors_are_one_line_with_a_fix():
             (NoCredentialsError(), "no credentials (NoCredentialsError); set the storage's in the environment"),
             (PermissionError("secret"), "access denied (PermissionError)"),
             (EndpointConnectionError(endpoint_url="http://key:secret@host"), "the storage does not respond"),
-            (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+            (
+                OSError(errno.ENOSPC, "No space left on device"),
+                "the storage is full (ENOSPC); free some space or raise",
+            ),
             (ValueError("two\nlines"), "the storage failed (two lines)"),
         ],
     )

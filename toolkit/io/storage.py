@@ -4,6 +4,7 @@ The code relies only on what object stores guarantee: atomic writes of single ob
 after a write. It does not rely on folders, renames or locks. fsspec's file systems repeat requests that fail.
 """
 
+import errno
 import re
 import secrets
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from toolkit.io.safe_parse import MAX_BYTES
 
 ATTEMPTS = 10  # of s3fs, over half a minute
 PROBE_ATTEMPTS = 5  # over a second
-# (what an error code, HTTP status or exception name contains, what is wrong, the fix). The first match counts.
+# (what an error code, HTTP status, errno or exception name contains, what is wrong, the fix). The first match counts.
 _REASONS = (
     ("NoSuchBucket", "no such bucket", "create it, or check its name and AWS_ENDPOINT_URL"),
     ("ImportError|ModuleNotFound", "needs a package that is not installed", "install it with pip"),
@@ -27,7 +28,7 @@ _REASONS = (
         "with AWS_PROFILE",
     ),
     (
-        "Quota|StorageFull|InsufficientStorage|TooLarge|507",
+        "Quota|EDQUOT|ENOSPC|StorageFull|InsufficientStorage|TooLarge|507",
         "the storage is full",
         "free some space or raise its quota",
     ),
@@ -233,7 +234,8 @@ def describe(error: Exception, is_local: bool = False) -> str:
     if isinstance(error, ValueError) and "rotocol not known" in str(error):
         return "unknown kind of storage; use a local path, s3://, gs://, hf:// or https://"
     code, status = _response_code(error)
-    words = (code, str(status), *(type(cause).__name__ for cause in causes_of(error)))
+    number = errno.errorcode.get(getattr(error, "errno", None) or 0, "")  # of file://
+    words = (code, str(status), number, *(type(cause).__name__ for cause in causes_of(error)))
     for pattern, reason, fix in _REASONS:
         if word := next((word for word in words if re.search(pattern, word)), ""):
             return f"{reason} ({one_line(error)[:150] if isinstance(error, ImportError) else word}); {fix}"
