@@ -89,6 +89,15 @@ def test_a_family_names_the_class_of_its_models_and_takes_options(monkeypatch):
     assert ModelConfig.from_dict(config.to_dict()) == config
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"), [("document_bounds", "documents has the"), ("log_probs", "labels may be")]
+)
+def test_a_parameter_of_forward_that_would_get_nothing_is_an_error(name, instead):
+    scope = {"GPT": GPT}
+    with pytest.raises(UserError, match=rf"^Old.forward: {name} is never passed; remove it \({instead}"):
+        exec(f"class Old(GPT):\n    def forward(self, input_ids, labels=None, *, {name}=None): ...", scope)
+
+
 def test_families_of_the_core_refuse_options():
     config = ModelConfig(vocab_size=60, family_options={"a": 1})
     with pytest.raises(UserError, match="model_config.family_options .*'llama' has no options"):

@@ -1,5 +1,6 @@
 """The GPT model: embedding, blocks, norm, head. Weight names are LitGPT's, so LitGPT checkpoints load unchanged."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.config.options import DEFAULT_SEED
-from toolkit.errors import require_option
+from toolkit.errors import UserError, require_option
 from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.attention_dispatch import choose_kernel
 from toolkit.models.attention_kernels import Documents
@@ -162,6 +163,12 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.transformer = Transformer(parts)
         self._frequencies: dict[tuple, Tensor] = {}  # not buffers: see rope.py
         self.tie_weights()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, instead in {"document_bounds": "documents has the ids", "log_probs": "labels may be Targets"}.items():
+            if name in inspect.signature(cls.forward).parameters:
+                raise UserError(f"{cls.__qualname__}.forward: {name} is never passed; remove it ({instead})")
 
     def execute_with(self, **changes: Any) -> None:
         """Replace fields of :class:`toolkit.models.execution.Execution`."""
