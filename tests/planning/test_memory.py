@@ -559,7 +559,7 @@ def test_a_padded_copy_of_the_head_is_planned(monkeypatch):
             head, x = Head(config.n_embd, size, bias=False), torch.randn(256, config.n_embd, dtype=setup.dtype)
             head, x, labels = head.to(setup.dtype), x.requires_grad_(), torch.arange(256)
             with torch.autocast("cpu", enabled=setup.is_mixed), LiveBytes([head.weight, x, labels]) as live:
-                head.loss(x, labels, None, False).backward()
+                head.loss(x, labels).backward()
             planned[size], measured[size] = logits_bytes(setup), live.peak
         copy = copies * 2 * 20_032 * config.n_embd
         assert planned[20_001] - planned[20_032] == copy

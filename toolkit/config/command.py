@@ -20,7 +20,6 @@ from toolkit.extension import add_extensions, import_object, load_registered, re
 from toolkit.io.paths import require_folder, require_local
 
 _URL_OPTIONS = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # may be URLs
-_HOLDERS = ("run", "groups")  # parameters that hold options, but are not options
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
 
 
@@ -51,13 +50,15 @@ class CommandOptions:
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         self.functions = functions
+        # parameters that hold options, but are not options; a data class may have an option named "run"
+        self.holders = ("run", "groups") if functions[1:] else ("groups",)
         self.parameters: dict[str, Option] = {}
         owners: list[Any] = [*reversed(functions)]
         for owner in owners:  # grows by the flat groups
             for name, parameter in parameters_of(owner).items():
                 if is_flat(parameter):
                     owners.append(parameter.kind)
-                elif name not in _HOLDERS:
+                elif name not in self.holders:
                     self.parameters[name] = parameter
         has_groups = any("groups" in parameters_of(owner) for owner in owners)
         self.extension_groups = self._load_extension_groups() if has_groups else {}
@@ -223,9 +224,8 @@ class CommandOptions:
         def arguments_of(function: Callable[..., Any]) -> dict[str, Any]:
             arguments: dict[str, Any] = {}
             for name, parameter in parameters_of(function).items():
-                if name == "run":
-                    for other in self.functions[1:]:
-                        arguments[name] = arguments_of(other)["options"]
+                if name == "run" and name in self.holders:
+                    arguments[name] = arguments_of(self.functions[1])["options"]
                 elif name == "groups":
                     arguments[name] = {group: ready[group] for group in self.extension_groups}
                 elif is_flat(parameter):

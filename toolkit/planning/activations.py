@@ -18,7 +18,8 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.aligned import aligned_size
 from toolkit.models.config import ModelConfig
 from toolkit.models.distillation import CHUNK_TENSORS
-from toolkit.models.gpt import GPT, Block, Targets
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.head import Head
 from toolkit.models.lora import is_adapter
 from toolkit.models.loss import chunk_rows
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
@@ -94,6 +95,11 @@ def _live_bytes(
     return _cache[key]
 
 
+class _HeadThatSavesNothing(Head):
+    def loss(self, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        return x.sum()
+
+
 def _run(
     setup: MemoryInputs, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
 ) -> defaultdict[Origin, int]:
@@ -106,6 +112,7 @@ def _run(
             stack.enter_context(FakeTensorMode())
         model = sample_model(setup, config, device)
         checkpoint_blocks(model, (Block,), mode)
+        model.lm_head = _HeadThatSavesNothing(1, 1, device=device)
         storages = _Storages(model, setup)
         stack.enter_context(storages)
         if is_cuda:
@@ -113,13 +120,9 @@ def _run(
         else:
             enabled = autocast is not None
             stack.enter_context(torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=enabled))
-        inputs = micro_batch(setup, n_rows, device)
-        # a loss that saves nothing
-        inputs["labels"] = Targets(inputs["labels"], lambda model, x, labels: model.head_input(x).sum())
-        losses = model(**inputs)
-        del inputs
+        loss_sum, _ = model(**micro_batch(setup, n_rows, device))
         live = storages.live()
-        del losses
+        del loss_sum
     return live
 
 
