@@ -74,9 +74,9 @@ class LoRAMixin(nn.Module):
             return self._forward_dora(x)
         y = getattr(super(), "padded", super().forward)(x)  # of an AlignedLinear
         hidden, b = self.low_rank(x, y.dtype)
-        if padding := y.size(-1) - self.out_features:
-            b = F.pad(b, (0, 0, 0, padding))
-        return _addmm(y, hidden, b)[..., : self.out_features]
+        if (padding := y.size(-1) - self.out_features) > 0:
+            return _addmm(y, hidden, F.pad(b, (0, 0, 0, padding)))[..., :-padding]
+        return _addmm(y, hidden, b)
 
     def low_rank(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return factors (..., R) and (out, R) whose product is added to the output. R is the sum of the ranks."""
