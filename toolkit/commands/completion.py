@@ -49,7 +49,7 @@ def _program() -> ArgumentParser:
 
 
 def _add_options(parser: ArgumentParser, positionals: tuple[str, ...], *functions: Callable[..., None]) -> None:
-    """Add a command's options, with those of all classes, and the values that are known."""
+    """Add the options of a command and of all its classes, and the values that are known."""
     command = CommandOptions(*functions)
     options = command.options() | dict.fromkeys(COMMON_OPTIONS, Option(None, None, "", False))
     values: dict[str, list[str]] = {

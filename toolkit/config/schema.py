@@ -55,7 +55,7 @@ def format_schema(schema: Any, depth: int = 2) -> str:
 def _class_option(
     base: str, classes: Mapping[str, Mapping[str, Option]], definitions: dict[str, Schema]
 ) -> tuple[Schema, dict[str, Schema]]:
-    """Return the schema of an option such as ``data``, a class name or a mapping, and those of the classes' options.
+    """Return the schemas of an option such as ``data``, a class name or a mapping, and of the classes' options.
 
     Adds ``definitions`` of the classes.
     """

@@ -60,7 +60,7 @@ def fsdp_strategy(
 ) -> "FullyShardedStrategy":
     """Construct Fabric's FSDP strategy for a plan.
 
-    With the default options, the first three arguments are those of LitGPT: ``{Block}``, "full" and "HYBRID_SHARD".
+    With the default options, the first three arguments are LitGPT's: ``{Block}``, "full" and "HYBRID_SHARD".
 
     Args:
         device_type: "cpu" or "cuda".

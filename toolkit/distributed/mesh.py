@@ -125,7 +125,7 @@ def sharded_layout(
 ) -> Layout:
     """Return FSDP's layout for the name of a sharding strategy and the devices of each node.
 
-    HYBRID_SHARD shards over ``shard_size`` data-parallel ranks, by default those of a node, and replicates over the
+    HYBRID_SHARD shards over ``shard_size`` data-parallel ranks, by default all of a node, and replicates over the
     rest. ``model_parallel`` has the sizes of the other dimensions.
 
     Raises:

@@ -188,7 +188,7 @@ def wait_for_all(is_done: Callable[[float], bool], on_heartbeat: Callable[[list[
 
 
 def run_with_heartbeat(function: Callable[[], T], on_heartbeat: Callable[[list[int]], None]) -> T:
-    """Run ``function``, wait until all ranks have finished theirs, and return the result. Every rank calls this.
+    """Run ``function``, wait until all ranks have finished it, and return the result. Every rank calls this.
 
     With several ranks, ``function`` runs in a thread while the caller exchanges heartbeats, so it must not call a
     collective. If another rank is lost, this raises at once and the thread continues.

@@ -213,7 +213,7 @@ def _connect(url: str, flag: str) -> Any:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether s3fs repeats a request after this error: besides lost connections, where none was made or HTTP 5xx."""
+    """Whether s3fs also repeats a request after this error: no connection was made, or HTTP 5xx."""
     from botocore.exceptions import ConnectionError
 
     status = _response_code(error)[1] if hasattr(error, "response") else 0  # not of a cause: its attempts are over

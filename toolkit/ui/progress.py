@@ -166,7 +166,7 @@ class Pace:
         return max(total_steps - step, 0) * self._recent_seconds / self._recent_steps * (1 + pauses)
 
     def bottleneck(self) -> str:
-        """Describe the part besides computation that takes most time, if it is over 5 %; otherwise return "".
+        """Describe the part other than computation that takes most time, if it is over 5 %; otherwise return "".
 
         Waiting for data is measured over about the last half minute, pauses since the first step. Communication is not
         measured: it overlaps with computation.

@@ -120,7 +120,7 @@ def _open_stream(
     key = source.key(["trained", vocab_size] if tokenizer is None else tokenizer.fingerprint)
     folder = cache_dir / f"streamed-{key[:16]}"
     # "later" has the key of "", as most of its tokens are the same, but a folder has one rule: toolkit
-    # 0.1.0's folders keep theirs until a run with "later" takes them over, with the segments that are prepared.
+    # 0.1.0's folders keep their rule until a run with "later" takes them over, with the segments that are prepared.
     saved = folder / SOURCE
     if not (source.ends or (saved.exists() and "ends" not in json.loads(saved.read_bytes()))):
         folder = folder.with_name(folder.name + _OLD_RULE)
