@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.block import Block
 from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 
 MODES = ("none", "selective", "full")
 VOCAB_SIZE = 8192  # for models without a vocab_size

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
     "data": 60_050,
-    "models": 58_600,
+    "models": 58_700,
     "checkpoints": 47_600,
     "planning": 37_400,
     "training": 37_200,

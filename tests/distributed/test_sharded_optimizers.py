@@ -21,8 +21,9 @@ from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.distributed.shards import add_shards, give_gradients, shard_of
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.optim.adafactor import ShardedAdafactor
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.groups import block_params, no_decay_params

@@ -19,8 +19,9 @@ from toolkit.distributed.strategy import plan_strategy
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import UserError
 from toolkit.models.attention import CausalSelfAttention
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.models.init import Materializer
 from toolkit.private_torch import start_fake_group
 

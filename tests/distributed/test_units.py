@@ -8,8 +8,9 @@ from torch import nn
 from toolkit.config import FSDPArgs
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.errors import UserError
+from toolkit.models.block import Block
 from toolkit.models.families import get_config
-from toolkit.models.gpt import Block, model_on_meta
+from toolkit.models.gpt import model_on_meta
 from toolkit.models.loss_wrapper import LossWrapper
 
 

@@ -9,7 +9,7 @@ from helpers.slow_writes import slow_fsync
 from toolkit import Callback
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
-from toolkit.models.gpt import Block
+from toolkit.models.block import Block
 from toolkit.training import control_files
 from toolkit.training.model import unwrapped
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
 from toolkit.training.model import compile_blocks

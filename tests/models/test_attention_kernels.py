@@ -20,7 +20,8 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention import attend
 from toolkit.models.attention_dispatch import KernelCase, check_kernel, kernel_of
 from toolkit.models.attention_kernels import Documents, document_bounds, make_flash_mask, make_flex_mask
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.block import Block
+from toolkit.models.gpt import GPT
 from toolkit.models.masks import AttentionMask, KernelChoice
 from toolkit.objectives.inputs import forward_inputs
 

@@ -17,8 +17,9 @@ from torch._dynamo.utils import counters
 from tests.models.test_gpt import small
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention_kernels import Documents, document_bounds
+from toolkit.models.block import Block
 from toolkit.models.families import config_from_hf
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.training.model import compile_blocks
 
 FIXED = [(24, True), (24, True), (24, False), (24, True)]

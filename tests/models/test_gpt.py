@@ -6,9 +6,10 @@ from helpers.cases import slow_except
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.models import attention
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
 from toolkit.models.rope import RotaryEmbedding, inverse_frequencies
 

@@ -22,8 +22,9 @@ from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.data.batch import Batch, Padding, collate
 from toolkit.errors import GuardError
 from toolkit.models import attention_dispatch, attention_kernels, loss
+from toolkit.models.block import Block
 from toolkit.models.families import config_from_hf, get_config
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.optim.classes import build_optimizer, resolve_optimizer

@@ -22,12 +22,13 @@ from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.models import aligned, attention
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention_kernels import Documents, document_bounds
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.distillation import DistillationLoss, DistillationOptions
 from toolkit.models.families import get_config
 from toolkit.models.fp8 import convert_to_fp8
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.models.head import Head
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig

@@ -17,8 +17,9 @@ from toolkit.config.command import parse_object
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
+from toolkit.models.block import Block
 from toolkit.models.families import get_config
-from toolkit.models.gpt import Block, model_on_meta
+from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import adapted_on_meta
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.loss import chunk_rows

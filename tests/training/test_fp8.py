@@ -12,9 +12,10 @@ from tests.training.test_run import arguments, assert_same_weights, losses
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.errors import UserError
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.block import Block
 from toolkit.models.families import get_config
 from toolkit.models.fp8 import convert_to_fp8, describe_fp8, fp8_layers, require_fp8
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.training.engine import run_training
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")

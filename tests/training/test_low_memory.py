@@ -27,9 +27,10 @@ from toolkit.checkpoints.weights import load_state, load_weights, save_state, sa
 from toolkit.config import AUTO, PRETRAIN, OptimizerArgs
 from toolkit.distributed.ddp_bf16 import FP32GradientSum
 from toolkit.errors import UserError
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT, Block, model_on_meta
+from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.optim import bf16
 from toolkit.optim.bf16 import round_stochastically

@@ -42,7 +42,7 @@ from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import PeerLostError, PeerShutdownError, UserError, mark_reported, require_option
-from toolkit.models.gpt import Block
+from toolkit.models.block import Block
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import RunArgs

@@ -28,8 +28,8 @@ from toolkit.distributed.shards import shard_of
 from toolkit.errors import UserError
 from toolkit.models import aligned, loss
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.block import Block
 from toolkit.models.context_parallel import OPAQUE, ContextGroup
-from toolkit.models.gpt import Block
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.planning.memory_inputs import MemoryInputs

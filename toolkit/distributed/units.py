@@ -17,7 +17,8 @@ from toolkit.config import AUTO, Dtype, FSDPArgs, Precision
 from toolkit.distributed.device import DTYPES
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.attention import CausalSelfAttention
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.block import Block
+from toolkit.models.gpt import GPT
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.mlp import GptNeoxMLP, LLaMAMLP
 from toolkit.models.moe import Experts, LLaMAMoE

@@ -10,84 +10,27 @@ from torch import Tensor, nn
 
 from toolkit.config.options import DEFAULT_SEED
 from toolkit.errors import UserError, require_option
-from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.attention_dispatch import choose_kernel
 from toolkit.models.attention_kernels import Documents
+from toolkit.models.block import Block as Block
+from toolkit.models.block import BlockInputs as BlockInputs
 from toolkit.models.config import ModelConfig
 from toolkit.models.execution import Execution
 from toolkit.models.families import family_of
 from toolkit.models.head import Head
 from toolkit.models.init import InitializedModel
-from toolkit.models.kv_cache import KVCache, LayerCache
+from toolkit.models.kv_cache import KVCache
 from toolkit.models.labels import IGNORE_INDEX
-from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.loss import RowLoss
 from toolkit.models.masks import (
-    AttentionMask,
     AttentionMaskBuilder,
     ContextMaskBuilder,
     FixedShapeMaskBuilder,
     MaskBuilder,
 )
-from toolkit.models.mlp import make_mlp
-from toolkit.models.moe import LLaMAMoE, mask_until_last_label
+from toolkit.models.moe import mask_until_last_label
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies, query_scale
-
-
-class Block(nn.Module):
-    """A transformer block: the unit of FSDP wrapping, activation checkpointing and compilation."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-
-        def norm(is_used: bool) -> nn.Module:
-            return make_norm(config) if is_used else nn.Identity()
-
-        self.norm_1 = norm(config.norm_1)
-        self.attn = (CausalSelfAttention if config.latent_attention is None else LatentAttention)(config)
-        self.post_attention_norm = norm(config.post_attention_norm)
-        self.norm_2 = None if config.shared_attention_norm else norm(config.norm_2)
-        self.mlp = LLaMAMoE(config) if config.has_experts(layer) else make_mlp(config)
-        self.post_mlp_norm = norm(config.post_mlp_norm)
-        self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier
-        self.window, self.rope_index = config.window(layer), config.rope_index(layer)
-        self.has_experts = config.has_experts(layer)
-
-    def forward(
-        self,
-        x: Tensor,
-        attn_mask: AttentionMask,
-        rope: RotaryEmbedding | None,
-        cache: LayerCache | None = None,
-        token_mask: Tensor | None = None,
-        kv_source: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """(B, T, n_embd) -> (B, T, n_embd).
-
-        With ``kv_source``, (B, T, n_embd), attention takes keys and values from norm_1(kv_source) and queries from
-        norm_1(x) (cross-attention); the residual stream is x.
-
-        Attention mask and rotary embedding are arguments: computing them inside one block would compile that block
-        separately.
-
-        With experts and ``token_mask`` (B, T), bool, also returns the load-balancing loss of each row, (B,). It is
-        returned rather than stored, because FSDP's hooks only see return values.
-        """
-        normed = self.norm_1(x)
-        kv_source = None if kv_source is None else self.norm_1(kv_source)
-        attended = x + self._scale_residual(
-            self.post_attention_norm(self.attn(normed, attn_mask, rope, cache, kv_source))
-        )
-        if self.norm_2 is not None:
-            normed = self.norm_2(x if self.parallel_residual else attended)
-        if token_mask is None or not self.has_experts:
-            return attended + self._scale_residual(self.post_mlp_norm(self.mlp(normed)))
-        y, balancing_loss = self.mlp(normed, token_mask)
-        return attended + self._scale_residual(self.post_mlp_norm(y)), balancing_loss
-
-    def _scale_residual(self, x: Tensor) -> Tensor:
-        return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
 
 
 class Transformer(nn.ModuleDict):
@@ -97,15 +40,6 @@ class Transformer(nn.ModuleDict):
     wpe: nn.Embedding  # with learned positions only
     h: nn.ModuleList
     ln_f: nn.Module
-
-
-class BlockInputs(NamedTuple):
-    """Inputs shared by all blocks of a forward pass. For ``token_mask``, see :class:`Block`."""
-
-    masks: MaskBuilder
-    ropes: dict[int, RotaryEmbedding]
-    kv_cache: KVCache | None
-    token_mask: Tensor | None = None
 
 
 class Targets(NamedTuple):

@@ -16,9 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toolkit.config import ActivationCheckpointing
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.aligned import aligned_size
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.distillation import CHUNK_TENSORS
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.models.head import Head
 from toolkit.models.lora import is_adapter
 from toolkit.models.loss import chunk_rows

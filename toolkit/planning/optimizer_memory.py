@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.block import Block
+from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.optim.bf16 import UPDATE_CHUNK, chunks
 from toolkit.optim.classes import HYBRID, optimizer_class

@@ -15,9 +15,10 @@ from toolkit.distributed.stages import describe_stages
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.optim.schedule import Schedule, build_schedule, describe_scaling
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from torch import nn
 
 from toolkit.distributed.units import EMBEDDING, HEAD, Unit, block_dtypes, plan_units, unit_dtypes
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.block import Block
+from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.planning.activations import Activations
 from toolkit.planning.memory_inputs import FP32, MemoryInputs

@@ -23,7 +23,7 @@ from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.io.paths import is_url
-from toolkit.models.gpt import Block
+from toolkit.models.block import Block
 from toolkit.planning.options import is_launched
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs, keep_old_ends

@@ -27,10 +27,11 @@ from toolkit.distributed.tensor_parallel import split_model
 from toolkit.errors import UserError
 from toolkit.extension import load_registered
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.fp8 import SIZE_MULTIPLE, convert_to_fp8, gather_in_fp8
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.models.head import pad_head
 from toolkit.models.init import Materializer, ParameterValue, weight_initializer
 from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter

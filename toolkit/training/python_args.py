@@ -25,8 +25,9 @@ from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.io.paths import require_local
 from toolkit.io.streams import open_missing_streams
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig, ModelOverrides
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.planning.options import check_start
 from toolkit.planning.run_args import RunArgs

@@ -7,8 +7,9 @@ from toolkit.config import ActivationCheckpointing
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.block import Block
 from toolkit.models.families import get_config
-from toolkit.models.gpt import Block, build_model, model_on_meta
+from toolkit.models.gpt import build_model, model_on_meta
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.memory_inputs import MemoryInputs
 

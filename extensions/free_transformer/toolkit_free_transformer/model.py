@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
+from toolkit.models.block import Block, BlockInputs
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, Block, BlockInputs
+from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.masks import AttentionMask

@@ -15,8 +15,9 @@ from toolkit_thunder.options import ThunderArgs
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 from toolkit.errors import UserError
+from toolkit.models.block import Block
 from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.ui.loggers import read_metrics
 
 pytestmark = pytest.mark.skipif(find_spec("thunder") is None, reason="lightning-thunder is not installed")

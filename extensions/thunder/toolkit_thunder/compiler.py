@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.block import Block
+from toolkit.models.gpt import GPT
 from toolkit_thunder.kernel import Kernel, slots_of, structure_of
 from toolkit_thunder.options import ThunderArgs
 from toolkit_thunder.units import Unit

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError, one_line
 from toolkit.models import attention
-from toolkit.models.gpt import Block
+from toolkit.models.block import Block
 from toolkit.models.masks import AttentionMask
 from toolkit.models.rope import RotaryEmbedding
 from toolkit_thunder.versions import load_thunder

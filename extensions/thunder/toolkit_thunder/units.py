@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from toolkit.models.gpt import Block
+from toolkit.models.block import Block
 from toolkit_thunder.kernel import Kernel, Slot, plain_arguments, slots_of
 
 Fetch = Callable[[Tensor], Tensor]

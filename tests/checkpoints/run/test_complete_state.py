@@ -19,9 +19,9 @@ from toolkit.distributed.pipeline import Pipeline
 from toolkit.distributed.shards import shard_of
 from toolkit.distributed.tensor_parallel import require_divisible, split_model
 from toolkit.errors import UserError
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf
-from toolkit.models.gpt import Block
 from toolkit.models.init import Materializer
 from toolkit.private_torch import start_fake_group
 from toolkit.training.model import specify_model

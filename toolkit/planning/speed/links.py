@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.units import EMBEDDING, HEAD, Unit, block_dtypes, plan_units
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.block import Block
+from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.planning.memory import quantized_weights
 from toolkit.planning.memory_inputs import FP32, MemoryInputs

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.activation_checkpointing import checkpoint_blocks, selective_contexts
+from toolkit.models.block import Block
 from toolkit.models.cross_entropy import pointwise_cross_entropy
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT
 from toolkit.optim.classes import HYBRID, optimizer_class
 from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.sample_model import (
