@@ -10,8 +10,7 @@ from toolkit.data.sft.instruct import InstructionData
 from toolkit.data.sft.preference import Preference
 from toolkit.data.streamed.hugging_face_text import HuggingFaceText, OpenWebText, RedPajama, TinyStories
 from toolkit.data.text.char_text import CharText
-from toolkit.data.text.python_stdlib import PythonStdlib
-from toolkit.data.text.text_files import TextFiles
+from toolkit.data.text.text_files import PythonStdlib, TextFiles
 from toolkit.data.tokens.lit_data import LitData
 from toolkit.data.tokens.synthetic import SyntheticTokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -169,6 +170,10 @@ class DataModule(ABC):
 
     num_workers: int = 0
 
+    def __post_init__(self) -> None:
+        """Check the options."""
+        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
+
     @property
     def reads_ahead(self) -> bool:
         """Whether a thread may prefetch rows during a step. True if rows are pure functions of their index."""
@@ -215,9 +220,11 @@ def trained_vocabulary(module: Any) -> Any:
     return 4096 if size is None else size
 
 
-def require_text_options(module: Any) -> None:
-    fraction, vocab_size, workers = module.val_fraction, trained_vocabulary(module), module.num_workers
-    require(fraction is None or 0 <= fraction < 1, "val_fraction", fraction, "must be at least 0 and less than 1")
-    is_valid = vocab_size == "characters" or vocab_size > 256
-    require(is_valid, "vocab_size", vocab_size, "must be at least 257, the 256 bytes and <|endoftext|>, or characters")
-    require(workers >= 0, "num_workers", workers, "must not be negative")
+def cache_prefix(module: DataModule) -> str:
+    """Return the beginning of the names of a data module's cache folders, such as text_files for TextFiles."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(module).__name__).lower()
+
+
+def require_val_fraction(module: Any, name: str) -> None:
+    fraction = getattr(module, name)
+    require(fraction is None or 0 <= fraction < 1, name, fraction, "must be at least 0 and less than 1")

@@ -52,7 +52,7 @@ class Mixture(DataModule):
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
+        super().__post_init__()
         if not isinstance(self.sources, Mapping) or not self.sources:
             raise UserError(f"--data.sources {self.sources}: must map at least one name to a weight and data")
         require(len(self.sources) <= MAX_SOURCES, "sources", len(self.sources), f"must be at most {MAX_SOURCES}")

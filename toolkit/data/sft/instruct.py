@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +15,9 @@ from toolkit.data.base import (
     Report,
     RowKind,
     TrainOn,
+    cache_prefix,
     require,
+    require_val_fraction,
 )
 from toolkit.data.sft.readers import Splits
 from toolkit.data.sft.schemas import require_columns
@@ -58,15 +59,13 @@ class InstructionData(DataModule):
     skips_empty_answers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        fraction = self.val_split_fraction
-        hint = "must be at least 0 and less than 1"
-        require(fraction is None or 0 <= fraction < 1, "val_split_fraction", fraction, hint)
+        super().__post_init__()
+        require_val_fraction(self, "val_split_fraction")
         both = self.chat_template is not None and self.prompt_style is not None
         hint = f"is not supported with --data.prompt_style {self.prompt_style}; remove one of them"
         require(not both, "chat_template", self.chat_template, hint)
         if not self.mask_prompt and self.train_on not in (None, "all"):
             raise UserError(f"--data.mask_prompt false: trains on all tokens, but --data.train_on is {self.train_on}")
-        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
         require_columns(self.columns)
 
     @abstractmethod
@@ -109,7 +108,7 @@ class InstructionData(DataModule):
                 template = ChatTemplate.from_tokenizer(tokenizer, "alpaca")
                 report("Data: the model has no chat template; rows with instruction and output use alpaca's")
         config = SFTConfig(
-            module=re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(),
+            module=cache_prefix(self),
             kind=kind,
             option=option,
             splits=splits,

@@ -58,6 +58,7 @@ class HuggingFaceText(DataModule):
     takes_urls: ClassVar[tuple[str, ...]] = ("path", "val_path")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         has_one = (self.repo_id is None) != (self.path is None)
         require(has_one, "repo_id", self.repo_id, "give either --data.repo_id or --data.path")
         for name, default in (("subset", None), ("revision", "main"), ("split", "train"), ("val_split", None)):
@@ -73,7 +74,6 @@ class HuggingFaceText(DataModule):
         require(self.prepare_workers > 0, "prepare_workers", self.prepare_workers, "must be positive")
         size = trained_vocabulary(self)
         require(size > 256, "vocab_size", size, "must be at least 257, for the 256 bytes and <|endoftext|>")
-        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
         require(bool(self.text_column), "text_column", self.text_column, "must be given")
         self._check_urls()
 

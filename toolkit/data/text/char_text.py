@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require
+from toolkit.data.base import AUTO, AddBos, PreparedData, Report, require
 from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
+from toolkit.data.text.text_files import FileText, TextPaths
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
@@ -20,7 +21,7 @@ _BLOCK = 1 << 20  # bytes
 
 
 @dataclass
-class CharText(DataModule):
+class CharText(FileText):
     """The characters of a text file as tokens. The vocabulary is saved with every checkpoint.
 
     Args:
@@ -44,42 +45,42 @@ class CharText(DataModule):
     takes_urls: ClassVar[tuple[str, ...]] = ("path",)
 
     def __post_init__(self) -> None:
-        size, workers = self.block_size, self.num_workers
-        require(size is None or size > 0, "block_size", size, "must be greater than 0")
+        require(self.block_size is None or self.block_size > 0, "block_size", self.block_size, "must be positive")
         for name in ("train_split", "truncate"):
             share = getattr(self, name)
             require(0 < share <= 1, name, share, "must be greater than 0 and at most 1")
-        require(workers >= 0, "num_workers", workers, "must not be negative")
+        super().__post_init__()
+
+    @property
+    def text_fraction(self) -> float:  # type: ignore[override]
+        """See :class:`FileText`."""
+        return self.truncate
+
+    @property
+    def val_fraction(self) -> float:  # type: ignore[override]
+        """See :class:`FileText`."""
+        return round(1 - self.train_split, 12)
 
     @property
     def seq_length(self) -> int | None:
         return self.block_size
 
-    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        from toolkit.data.text.prepare import TextSources, prepare_text
+    def find_text(self, report: Report) -> TextPaths:
+        """See :meth:`FileText.find_text`."""
+        option = f"--data.path {self.path}"
+        file = _fetch(self.path, "path", self.cache_dir, report) if is_url(self.path) else Path(self.path).expanduser()
+        if not file.is_file():
+            raise UserError(f"{option}: no such file; provide a text file or its URL")
+        return TextPaths([file], option, val_option=f"--data.train_split {self.train_split}")
 
+    def prepare(self, *, tokenizer: Tokenizer | None, **options: Any) -> PreparedData:
+        """See :meth:`DataModule.prepare`."""
         if tokenizer is not None and not tokenizer.is_character_level():
             raise UserError(
                 f"--data CharText: the tokenizer {tokenizer.name} has tokens of more than one character; use "
                 "--data TextFiles"
             )
-        option = f"--data.path {self.path}"
-        file = _fetch(self.path, "path", self.cache_dir, report) if is_url(self.path) else Path(self.path).expanduser()
-        if not file.is_file():
-            raise UserError(f"{option}: no such file; provide a text file or its URL")
-        sources = TextSources(
-            module="char_text",
-            train=[file],
-            val=None,
-            train_option=option,
-            val_option=f"--data.train_split {self.train_split}",
-            val_fraction=round(1 - self.train_split, 12),
-            vocab_size="characters",
-            text_fraction=self.truncate,
-            add_bos=self.add_bos,
-            cache_dir=self.cache_dir,
-        )
-        return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)
+        return super().prepare(tokenizer=tokenizer, **options)
 
 
 def _fetch(url: str, option: str, cache_dir: str | None, report: Report) -> Path:

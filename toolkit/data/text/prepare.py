@@ -43,31 +43,31 @@ class TextSources:
     """Text files and preparation options.
 
     Args:
-        module: Prefix of the cache folder name.
         train: Training text files. If ``val`` is None, the end of the text is held out.
-        val: Validation text files, or None.
         train_option: The option that set ``train``, such as ``--data.train_data_path corpus``.
+        val: Validation text files, or None.
         val_option: The option that set ``val`` or the held-out fraction.
         val_fraction: Fraction of ``train`` tokens to hold out; 0 with ``val``.
+        module: Prefix of the cache folder name.
         vocab_size: Vocabulary size of the BPE tokenizer to train if there is no tokenizer; or "characters".
-        add_bos: The option ``--data.add_bos``.
         text_fraction: Fraction of the ``train`` text to use, from the start.
+        add_bos: The option ``--data.add_bos``.
     """
 
-    module: str
     train: list[Path]
-    val: list[Path] | None
     train_option: str
+    val: list[Path] | None
     val_option: str
     val_fraction: float
+    module: str
     vocab_size: Vocabulary
-    cache_dir: str | None
+    text_fraction: float
     add_bos: AddBos
-    text_fraction: float = 1.0
+    cache_dir: str | None
 
 
 def prepare_text(
-    sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
+    sources: TextSources, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
 ) -> PreparedData:
     """Load prepared rows from the cache, or prepare them."""
     start = time.perf_counter()

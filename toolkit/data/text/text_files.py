@@ -1,10 +1,12 @@
-"""Read user-provided text from files, a folder or a glob."""
+"""Data modules for text files, which are tokenized before the run."""
 
 from __future__ import annotations
 
 import glob
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from toolkit.data.base import (
     AUTO,
@@ -14,16 +16,67 @@ from toolkit.data.base import (
     PreparedData,
     Report,
     Vocabulary,
+    cache_prefix,
     require,
-    require_text_options,
+    require_val_fraction,
     trained_vocabulary,
 )
+from toolkit.data.text import python_stdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 
 
+class TextPaths(NamedTuple):
+    """Text files, see :class:`~toolkit.data.text.prepare.TextSources`."""
+
+    train: list[Path]
+    train_option: str
+    val: list[Path] | None = None
+    val_option: str = ""
+
+
+class FileText(DataModule):
+    """Text files, tokenized before the run. A subclass is a dataclass with these options.
+
+    Without an option vocab_size, it trains a character-level tokenizer if it gets none.
+    """
+
+    val_fraction: float | None
+    add_bos: AddBos
+    cache_dir: str | None
+    text_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_val_fraction(self, "val_fraction")
+        size: Any = trained_vocabulary(self) or "characters"
+        is_valid = size == "characters" or size > 256
+        require(is_valid, "vocab_size", size, "must be at least 257, the 256 bytes and <|endoftext|>, or characters")
+
+    @abstractmethod
+    def find_text(self, report: Report) -> TextPaths:
+        """Return the files."""
+
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
+        from toolkit.data.text.prepare import TextSources, prepare_text
+
+        paths = self.find_text(report)
+        fraction = DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
+        sources = TextSources(
+            *paths[:3],
+            val_option=paths.val_option or f"--data.val_fraction {fraction}",
+            val_fraction=fraction if paths.val is None else 0.0,
+            module=cache_prefix(self),
+            vocab_size=trained_vocabulary(self) or "characters",
+            text_fraction=self.text_fraction,
+            add_bos=self.add_bos,
+            cache_dir=self.cache_dir,
+        )
+        return prepare_text(sources, tokenizer, max_seq_length, report)
+
+
 @dataclass
-class TextFiles(DataModule):
+class TextFiles(FileText):
     r"""UTF-8 text files; each file is one document. \r\n becomes \n, and a byte order mark is dropped.
 
     Args:
@@ -48,37 +101,47 @@ class TextFiles(DataModule):
     num_workers: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         both = self.val_fraction is not None and self.val_data_path is not None
         require(not both, "val_fraction", self.val_fraction, "is not supported with --data.val_data_path; remove one")
         share = self.text_fraction
         require(0 < share <= 1, "text_fraction", share, "must be greater than 0 and at most 1")
-        require_text_options(self)
 
-    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        from toolkit.data.text.prepare import TextSources, prepare_text
-
-        train_option = f"--data.train_data_path {self.train_data_path}"
+    def find_text(self, report: Report) -> TextPaths:
+        """See :meth:`FileText.find_text`."""
+        option = f"--data.train_data_path {self.train_data_path}"
+        train = _find_files(self.train_data_path, option)
+        if self.val_data_path is None:
+            return TextPaths(train, option)
         val_option = f"--data.val_data_path {self.val_data_path}"
-        train = _find_files(self.train_data_path, train_option)
-        val = None if self.val_data_path is None else _find_files(self.val_data_path, val_option)
-        fraction = 0.0 if val is not None else self.val_fraction
-        fraction = DEFAULT_VAL_FRACTION if fraction is None else fraction
-        both = sorted({p.resolve() for p in train} & {p.resolve() for p in val or []})
-        if both:
+        val = _find_files(self.val_data_path, val_option)
+        if both := sorted({p.resolve() for p in train} & {p.resolve() for p in val}):
             raise UserError(f"{val_option}: {both[0]} is also training text; exclude it from --data.train_data_path")
-        sources = TextSources(
-            module="text_files",
-            train=train,
-            val=val,
-            train_option=train_option,
-            val_option=f"--data.val_fraction {fraction}" if val is None else val_option,
-            val_fraction=fraction,
-            vocab_size=trained_vocabulary(self),
-            text_fraction=self.text_fraction,
-            add_bos=self.add_bos,
-            cache_dir=self.cache_dir,
-        )
-        return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)
+        return TextPaths(train, option, val, val_option)
+
+
+@dataclass
+class PythonStdlib(FileText):
+    """The source code of Python's standard library, about 9 MB; each module is one document.
+
+    Args:
+        vocab_size: Size of the byte-level BPE tokenizer to train without --tokenizer_dir, 4096 by default; or
+            characters, for a character-level tokenizer.
+        val_fraction: Fraction of tokens held out for validation; 0 for none. Default 0.05.
+        add_bos: Whether each document begins with bos. auto: if the tokenizer adds it; null: no, as in toolkit 0.1.0.
+        cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
+        num_workers: Data loading processes; 0 reads in the training process.
+    """
+
+    vocab_size: Vocabulary | None = None
+    val_fraction: float | None = None
+    add_bos: AddBos = AUTO
+    cache_dir: str | None = None
+    num_workers: int = 0
+
+    def find_text(self, report: Report) -> TextPaths:
+        """See :meth:`FileText.find_text`."""
+        return TextPaths(python_stdlib.find_sources(), "--data PythonStdlib")
 
 
 def _find_files(value: str, option: str) -> list[Path]:

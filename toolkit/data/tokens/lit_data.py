@@ -32,9 +32,6 @@ class LitData(DataModule):
     split_names: tuple[str, str] | None = ("train", "val")
     num_workers: int = 0
 
-    def __post_init__(self) -> None:
-        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
-
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         folder, block_size = Path(self.data_path).expanduser(), max_seq_length + 1
         train, val, content, largest = self._open(folder, block_size, report)

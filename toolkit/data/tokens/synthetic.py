@@ -27,10 +27,10 @@ class SyntheticTokens(DataModule):
     num_workers: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in (("vocab_size", trained_vocabulary(self)), ("num_rows", self.num_rows)):
             require(value > 0, name, value, "must be greater than zero")
-        for name in ("seed", "num_workers"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
+        require(self.seed >= 0, "seed", self.seed, "must not be negative")
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         block_size, vocab_size = max_seq_length + 1, trained_vocabulary(self)
