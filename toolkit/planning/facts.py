@@ -10,7 +10,6 @@ from toolkit.config import COMPILERS, DDPArgs, FSDPArgs
 from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.extension import registered
 from toolkit.models.families import family_of
-from toolkit.objectives import NextToken
 from toolkit.planning.batch import BatchPlan
 from toolkit.planning.run_args import RunArgs
 
@@ -59,10 +58,6 @@ class Facts:
         return self.strategy is not None and self.strategy.extension is not None
 
     @property
-    def offloads(self) -> bool:
-        return self.strategy is not None and self.strategy.offloads
-
-    @property
     def accumulation(self) -> int:
         return 1 if self.batch is None else self.batch.accumulation
 
@@ -72,36 +67,9 @@ class Facts:
         return 0 if self.batch is None else self.batch.global_batch_size // self.batch.data_parallel
 
     @property
-    def is_recomputed(self) -> bool:
-        """Whether blocks are recomputed in the backward pass."""
-        return self.args.train.activation_checkpointing != "none"
-
-    @property
-    def has_adapters(self) -> bool:
-        return self.args.lora is not None
-
-    @property
-    def has_fp8(self) -> bool:
-        return self.args.train.fp8 != "none"
-
-    @property
-    def has_no_blocks(self) -> bool:
-        """Whether the model is a user-provided module without known blocks."""
-        return self.args.module is not None and not self.args.block_classes
-
-    @property
-    def is_context_parallel(self) -> bool:
-        """Whether several ranks share each row."""
-        return self.args.context_parallel_size > 1
-
-    @property
     def is_builtin(self) -> bool:
         """Whether the optimizer is one of torch's or of :mod:`toolkit.optim.hybrid`."""
         return self.args.optimizer_class is None and self.args.optimizer.name not in registered("optimizers")
-
-    @property
-    def has_bf16_moments(self) -> bool:
-        return self.args.optimizer.state_dtype == "bf16"
 
     @property
     def unused_fsdp(self) -> str:
@@ -120,33 +88,24 @@ class Facts:
         return next((f"--{name}_parallel_size {size}" for name, size in sizes.items() if size > 1), "")
 
     @property
-    def is_tensor_parallel(self) -> bool:
-        """Whether tensor parallelism divides the layers."""
-        return self.args.tensor_parallel_size > 1
-
-    def divides(self, name: str) -> bool:
-        """Whether tensor parallelism would divide a model that sets this option."""
-        return self.is_tensor_parallel and self.model is not None and bool(getattr(self.model, name))
-
-    @property
     def is_extension_model(self) -> bool:
         return self.model is not None and family_of(self.model).model_class() is not None
+
+    @property
+    def has_tied_embeddings(self) -> bool:
+        return self.model is not None and self.model.tie_embeddings
 
     @property
     def not_in_fp8(self) -> str:
         """The first option that --train.fp8 does not support, with its value; "" if there is none."""
         args = self.args
         unsupported = {
-            f"--tensor_parallel_size {args.tensor_parallel_size}": self.is_tensor_parallel,
+            f"--tensor_parallel_size {args.tensor_parallel_size}": args.tensor_parallel_size > 1,
             f"--strategy {self.strategy_name}": self.is_extension,
             f"--compiler {args.compiler}": args.compiler not in COMPILERS,
             "a user-provided module": args.module is not None,
         }
         return next((name for name, is_used in unsupported.items() if is_used), "")
-
-    @property
-    def is_pipeline_parallel(self) -> bool:
-        return self.args.pipeline_parallel_size > 1
 
     @property
     def n_stages(self) -> int:
@@ -155,7 +114,7 @@ class Facts:
     @property
     def uneven_stages(self) -> str:
         """The sizes whose stages have equally many layers, if this one's do not; "" if they do."""
-        if self.model is None or not self.is_pipeline_parallel or self.model.n_layer % self.n_stages == 0:
+        if self.model is None or self.model.n_layer % self.n_stages == 0:
             return ""
         layers, per_rank = self.model.n_layer, STAGES_PER_RANK[self.args.pipeline.schedule]
         sizes = [str(n) for n in range(1, layers + 1) if layers % (n * per_rank) == 0]
@@ -164,21 +123,12 @@ class Facts:
     @property
     def enough_micro_batches(self) -> str:
         """Global batch sizes with enough micro-batches per step for the pipeline; "" if there are enough."""
-        if self.batch is None or not self.is_pipeline_parallel:
+        if self.batch is None:
             return ""
         schedule, size = self.args.pipeline.schedule, self.args.pipeline_parallel_size
         nearest = nearest_micro_batches(schedule, size, self.accumulation)
         rows = self.batch.global_batch_size // self.accumulation
         return "" if self.accumulation in nearest else " or ".join(str(n * rows) for n in nearest)
-
-    @property
-    def is_next_token(self) -> bool:
-        return self.objective_name == NextToken.__name__
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether the objective needs a frozen model."""
-        return bool(self.args.objective.frozen_option)
 
     @property
     def objective_name(self) -> str:
@@ -189,10 +139,6 @@ class Facts:
         return type(self.args.data).__name__
 
     @property
-    def reference_option(self) -> str:
-        return getattr(self.args.objective, "reference_dir", None) or ""
-
-    @property
     def row_kind(self) -> str:
         return self.args.objective.row_kind
 
@@ -201,8 +147,9 @@ class Facts:
         return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
 
     def uses(self, *optimizers: str) -> bool:
-        """Whether a built-in optimizer has one of these lower-case names."""
-        return self.args.optimizer_class is None and self.args.optimizer.name.lower() in optimizers
+        """Whether the optimizer is a built-in one of these names."""
+        name = self.args.optimizer.name.lower()
+        return self.args.optimizer_class is None and name in map(str.lower, optimizers)
 
     def text(self, name: str) -> str:
         """Format a value as on the command line. ``name`` is a dotted attribute of this object or of ``args``."""
