@@ -114,17 +114,20 @@ def _orthogonalization_bytes(setup: MemoryInputs, model: GPT, main: set[str], sh
 
 
 def _is_foreach(setup: MemoryInputs) -> bool:
-    """Whether the optimizer uses foreach kernels on CUDA, with intermediates as large as a group's weights.
-
-    See :func:`toolkit.optim.classes.build_optimizer` for the optimizers that are fused instead.
-    """
-    options = setup.optimizer
-    takes = signature(setup.optimizer_class or optimizer_class(options["name"])).parameters
-    is_on_gpu = setup.device == "cuda" and not setup.strategy.offloads
-    if not is_on_gpu or "foreach" not in takes or options.get("foreach") is False:
+    """Whether the optimizer uses foreach kernels on CUDA, with intermediates as large as a group's weights."""
+    if setup.device != "cuda" or setup.strategy.offloads or setup.optimizer.get("foreach") is False:
         return False
-    is_fused = "fused" in takes and setup.precision != "16-mixed" and "foreach" not in options
-    return not options.get("fused", is_fused)
+    return _takes(setup, "foreach") and not is_fused(setup)
+
+
+def is_fused(setup: MemoryInputs) -> bool:
+    """Whether one kernel updates a weight, see :func:`toolkit.optim.classes.build_optimizer`."""
+    is_possible = setup.precision != "16-mixed" and "foreach" not in setup.optimizer
+    return bool(setup.optimizer.get("fused", is_possible and _takes(setup, "fused")))
+
+
+def _takes(setup: MemoryInputs, option: str) -> bool:
+    return option in signature(setup.optimizer_class or optimizer_class(setup.optimizer["name"])).parameters
 
 
 def orthogonalization_flops(setup: MemoryInputs, model: GPT) -> float:

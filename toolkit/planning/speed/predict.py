@@ -3,16 +3,13 @@
 If the host takes longer to launch a micro-step than the GPU to run it, the difference is added.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
-
-import torch
 
 from toolkit.errors import UserError, require_option
 from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.gpt import GPT
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
-from toolkit.planning.optimizer_memory import orthogonalization_flops
+from toolkit.planning.optimizer_memory import is_fused, orthogonalization_flops
 from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import memory_inputs
 from toolkit.planning.sample_model import model_of
@@ -20,7 +17,6 @@ from toolkit.planning.speed.flops import flops_per_token
 from toolkit.planning.speed.gpus import GpuSpec
 from toolkit.planning.speed.links import Communication, communication
 from toolkit.planning.speed.micro_step import BANDWIDTH_SHARE, gpu_times, host_seconds, seconds, traced_kernels
-from toolkit.planning.speed.trace import trace_update
 
 HOST_STEP = 1e-3
 """Seconds per step in which the GPU waits: the host reads loss and norm before it launches the next forward pass."""
@@ -137,26 +133,21 @@ def _sharding_seconds(setup: MemoryInputs, model: GPT, gpu: GpuSpec) -> float:
 
 
 def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, gpu: GpuSpec) -> tuple[float, str | None]:
-    """Return the seconds of norm, clipping and update on a device's shard, and a note if the update is estimated."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """Return the seconds of norm, clipping and update on a device's shard, and a note if the update may take longer.
+
+    The update reads weights, gradients and state, and writes weights and state. A fused one does so once.
+    """
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
-    rate = gpu.bandwidth * BANDWIDTH_SHARE
-    dtype = setup.dtype if setup.lora is None else torch.float32
-    weights = dtype.itemsize * sum(p.numel() for p in trained) / shards
+    itemsize, name = setup.dtype.itemsize if setup.lora is None else FP32, setup.optimizer["name"]
+    weights = itemsize * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
     # gradients are read for the norm, and read and written to clip; fused Adam clips them in its update
-    clipping = (2 if setup.optimizer["name"] in ("Adam", "AdamW") else 3) * weights / rate
-    update = 0.0
-    try:
-        for shape, count in Counter(p.shape for p in trained).items():
-            # of all parameters together, so that the least time of a kernel does not count for each
-            update += count * sum(seconds(replace(op, launches=0), gpu) for op in trace_update(setup, shape, dtype))
-    except (NotImplementedError, RuntimeError, TypeError):  # it reads values, or has custom kernels
-        name = setup.optimizer["name"]
-        update = (3 * weights + 2 * plan.memory.optimizer) / rate
-        products = orthogonalization_flops(setup, model) / (gpu.peak * gpu.kernels.products)
-        counted = "reading and writing weights and state once" + (", and its matrix products" if products else "")
-        return clipping + update + products, f"{name} counts as {counted}; it may take longer"
-    return clipping + update / shards, None
+    passes = 3 + (2 if name in ("Adam", "AdamW") else 3)
+    products = orthogonalization_flops(setup, model) / (gpu.peak * gpu.kernels.products)
+    total = (passes * weights + 2 * plan.memory.optimizer) / (gpu.bandwidth * BANDWIDTH_SHARE) + products
+    if is_fused(setup) and not setup.has_masters and "state_dtype" not in setup.optimizer:
+        return total, None
+    counted = "reading and writing weights and state once" + (", and its matrix products" if products else "")
+    return total, f"{name} counts as {counted}; it may take longer"
 
 
 def _notes(plan: RunPlan) -> tuple[str, ...]:

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
@@ -17,7 +16,6 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks, selective
 from toolkit.models.block import Block
 from toolkit.models.cross_entropy import pointwise_cross_entropy
 from toolkit.models.gpt import GPT
-from toolkit.optim.classes import HYBRID, optimizer_class
 from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.sample_model import (
     AUTOCAST,
@@ -143,26 +141,3 @@ def _follow_blocks(model: GPT, recorder: Recorder) -> None:
     for i, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda module, args, i=i: before(i, args))
         block.register_forward_hook(lambda module, args, output, i=i: after(i, output))
-
-
-def trace_update(setup: MemoryInputs, shape: torch.Size, dtype: torch.dtype) -> list[Op]:
-    """Return the operators of the optimizer's step for a parameter, fused where the class supports it, as in a run.
-
-    Raises:
-        NotImplementedError: the optimizer is hybrid or updates fp32 copies.
-    """
-    if setup.has_masters or "state_dtype" in setup.optimizer or setup.optimizer["name"] in HYBRID:
-        raise NotImplementedError(setup.optimizer["name"])
-    options = {k: v for k, v in setup.optimizer.items() if k not in ("name", "weight_decay")}
-    cls: Any = setup.optimizer_class or optimizer_class(setup.optimizer["name"])
-    if "fused" in signature(cls).parameters and setup.precision != "16-mixed" and "foreach" not in options:
-        options.setdefault("fused", True)
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
-    optimizer = cls([parameter], lr=1e-3, **options)
-    recorder = Recorder()
-    with cuda_on_meta(None):
-        optimizer.step()
-        with recorder:
-            optimizer.step()
-    return recorder.ops
