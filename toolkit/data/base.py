@@ -23,6 +23,8 @@ DEFAULT_VAL_FRACTION = 0.05  # fraction held out for validation
 
 Report = Callable[[str], None]
 """Receives progress lines: cache hit or miss, sizes, seconds."""
+Values = dict[str, Any]
+"""Values by name, such as a JSON object."""
 Row = dict[str, Any]
 """Values of a row, see :class:`TokenDataset`."""
 State = dict[str, Any]
@@ -127,7 +129,7 @@ class AddedBos(NamedTuple):
     bos: int
     eos: int
 
-    def without_loss(self, row: dict[str, Any]) -> dict[str, Any]:
+    def without_loss(self, row: Row) -> Row:
         """Mask the loss of added bos tokens: validation measures the text."""
         is_added = (row["input_ids"] == self.eos) & (row["labels"] == self.bos)
         return row | {"labels": row["labels"].masked_fill(is_added, IGNORE_INDEX)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit.data.base import State
+from toolkit.data.base import Row, State
 from toolkit.models.attention_kernels import DocumentBounds, Documents, document_bounds
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 
@@ -155,9 +155,7 @@ class Batch:
         return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds)
 
 
-def collate(
-    rows: list[dict[str, Any] | None], ids: list[int], keys: list[int], longest: int, padding: Padding
-) -> Batch:
+def collate(rows: list[Row | None], ids: list[int], keys: list[int], longest: int, padding: Padding) -> Batch:
     """Stack rows into (B, T), padded to the longest row, or to ``longest`` if all are None. None is a filler row.
 
     Padding is neither supervised nor counted (N2).

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from toolkit.data.base import Report
+from toolkit.data.base import Report, Values
 from toolkit.errors import DataError, UserError
 from toolkit.io.checksums import Checksum, Checksums, check_entries, checksum_files, find_damage
 from toolkit.io.locks import lock
@@ -116,17 +116,17 @@ def find_prepared(folder: Path, read: Callable[[], T], report: Report) -> tuple[
         return None, f"the cached data is damaged ({error!s})"
 
 
-def hash_inputs(inputs: dict[str, Any]) -> str:
+def hash_inputs(inputs: Values) -> str:
     """Return the cache key for ``inputs``, a hex SHA-256."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: Values) -> None:
     """Write a folder's manifest, including the data key."""
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: Path, key: str) -> dict[str, Any]:
+def read_manifest(folder: Path, key: str) -> Values:
     """Return a prepared folder's manifest.
 
     Raises:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.data.base import PreparedData, TokenDataset, row_count, rows_of
+from toolkit.data.base import PreparedData, TokenDataset, Values, row_count, rows_of
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -11,7 +11,7 @@ _SURVEY_ROWS = 1000  # sample size for counts if the dataset has no statistics
 _CONTEXT = 4  # tokens of decoding context; some tokenizers drop a leading space
 
 
-def inspect_rows(prepared: PreparedData, num_samples: int) -> dict[str, Any]:
+def inspect_rows(prepared: PreparedData, num_samples: int) -> Values:
     """Return dataset counts and the first ``num_samples`` training documents.
 
     Returns:
@@ -28,7 +28,7 @@ def inspect_rows(prepared: PreparedData, num_samples: int) -> dict[str, Any]:
     }
 
 
-def _select_counts(statistics: dict[str, Any], prepared: PreparedData) -> dict[str, Any]:
+def _select_counts(statistics: Values, prepared: PreparedData) -> Values:
     samples = statistics["samples"]
     counts = {
         "samples": samples,
@@ -53,7 +53,7 @@ def _select_counts(statistics: dict[str, Any], prepared: PreparedData) -> dict[s
     return counts
 
 
-def _count_rows(prepared: PreparedData) -> dict[str, Any]:
+def _count_rows(prepared: PreparedData) -> Values:
     train, count = getattr(prepared.train, "preview", prepared.train), row_count(prepared.train)
     surveyed = min(len(train), _SURVEY_ROWS)
     rows = [row for i in range(surveyed) for row in rows_of(train[i])]
@@ -67,7 +67,7 @@ def _count_rows(prepared: PreparedData) -> dict[str, Any]:
     }
 
 
-def _describe_longest(rows: Any, longest: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+def _describe_longest(rows: Any, longest: list[tuple[int, int, int]]) -> list[Values]:
     return [{"where": rows.describe_row(source, row), "tokens": tokens} for tokens, source, row in longest]
 
 
@@ -86,7 +86,7 @@ def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, li
             yield origin, ids + last, [False, *loss_mask[: len(ids) - 1 + len(last)]]
 
 
-def _documents_of(row: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+def _documents_of(row: Values) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the input ids and labels of each document in a row."""
     inputs, labels = row["input_ids"].tolist(), row["labels"].tolist()
     numbers = row["documents"].tolist() if "documents" in row else [0] * len(inputs)
@@ -95,7 +95,7 @@ def _documents_of(row: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
         yield [inputs[i] for i in indices], [labels[i] for i in indices]
 
 
-def _describe_sample(prepared: PreparedData, where: str, ids: list[int], loss_mask: list[bool]) -> dict[str, Any]:
+def _describe_sample(prepared: PreparedData, where: str, ids: list[int], loss_mask: list[bool]) -> Values:
     texts = [str(i) for i in ids] if prepared.tokenizer is None else list(_decode_each(prepared.tokenizer, ids))
     samples = zip(ids, texts, loss_mask, strict=True)
     tokens = [{"id": i, "text": text, "trained": is_target} for i, text, is_target in samples]

@@ -12,7 +12,17 @@ from typing import Any
 
 from toolkit.config.classes import class_path
 from toolkit.config.command import CommandOptions
-from toolkit.data.base import DataModule, PreparedData, Report, is_ragged, mean_length, require, row_count, row_lengths
+from toolkit.data.base import (
+    DataModule,
+    PreparedData,
+    Report,
+    Values,
+    is_ragged,
+    mean_length,
+    require,
+    row_count,
+    row_lengths,
+)
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import check_rows
 from toolkit.errors import UserError, did_you_mean
@@ -177,7 +187,7 @@ def _with_flag(error: UserError, flag: str) -> UserError:
     return UserError(re.sub(r"--data(?=[. :])", f"{flag}.data", str(error)))
 
 
-def _to_dict(source: MixtureSource) -> dict[str, Any]:
+def _to_dict(source: MixtureSource) -> Values:
     """Return the ``sources`` entry that recreates ``source``."""
     module: Any = source.data
     data = {"class_path": class_path(type(module), DataModule), "init_args": json.loads(json.dumps(asdict(module)))}

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import cached_property, partial
-from typing import Any
 
+from toolkit.data.base import Values
 from toolkit.data.chat.sandbox_process import send_request
-from toolkit.data.sft.messages import ROLES, WEIGHTS, Message, map_arguments
+from toolkit.data.sft.messages import ROLES, WEIGHTS, Conversation, Message, map_arguments
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line
 
-Tools = Sequence[dict[str, Any]] | None
+Tools = Sequence[Values] | None
 
 REQUIRED_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # text that must not be dropped
 _CHECKED_ELSEWHERE = {*WEIGHTS, "role", "tool_calls", "instruction", "input"}  # the last two are parts of content
@@ -71,7 +71,7 @@ class TemplateRenderer:
         self._stop = re.compile("|".join(map(re.escape, self._ends.values())))
         self._end = re.compile(rf"\s*{leading}(?:{self._stop.pattern})?")
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools = None) -> str:
+    def render(self, messages: Conversation, add_generation_prompt: bool = False, tools: Tools = None) -> str:
         """Render a conversation with the training date."""
         return self._render(messages, add_generation_prompt, TRAINING_DATE, tools)
 
@@ -82,9 +82,7 @@ class TemplateRenderer:
         self.source = source
         self._call_jinja(None, TRAINING_DATE)
 
-    def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime, tools: Tools = None
-    ) -> str:
+    def _render(self, messages: Conversation, add_generation_prompt: bool, now: datetime, tools: Tools = None) -> str:
         values = {
             "messages": [self._clean(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -112,7 +110,7 @@ class TemplateRenderer:
         except UserError as error:
             return "TypeError: can only concatenate" in str(error)
 
-    def _require_rendered(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
+    def _require_rendered(self, messages: Conversation, tools: Tools, text: str) -> None:
         """Raise UserError unless ``text``, the rendered conversation, has the tools and all text of the messages."""
         hint = "provide one that does with --data.chat_template FILE"
         hermes = f"choose --data.prompt_style hermes, or {hint}"
@@ -138,7 +136,7 @@ class TemplateRenderer:
                         raise self._error(f"the template does not render the {name} of {place}; {hint}, or remove it")
                     self.unread_fields.add(name)
 
-    def _has_effect(self, messages: Sequence[Message], i: int, without: Message, tools: Tools) -> bool:
+    def _has_effect(self, messages: Conversation, i: int, without: Message, tools: Tools) -> bool:
         """Whether a field changes the text, or would at the end: templates may drop thinking in earlier turns."""
         without = {**without, "instruction": None, "input": None}
         try:
@@ -150,7 +148,7 @@ class TemplateRenderer:
         except UserError:  # the template needs the field
             return True
 
-    def _require_tool_calls(self, messages: Sequence[Message], i: int, rendered: str) -> None:
+    def _require_tool_calls(self, messages: Conversation, i: int, rendered: str) -> None:
         for call in messages[i].get("tool_calls") or ():
             function = call.get("function", call)
             name = function.get("name") if isinstance(function, dict) else None
@@ -160,7 +158,7 @@ class TemplateRenderer:
                     "cannot be trained on; choose a template that does, such as --data.prompt_style hermes"
                 )
 
-    def _call_jinja(self, values: dict[str, Any] | None, now: datetime) -> str:
+    def _call_jinja(self, values: Values | None, now: datetime) -> str:
         """Render the template. If ``values`` is None, only compile it and return ""."""
         try:
             answer = send_request({"source": self.source, "values": values, "now": now.isoformat()})
@@ -171,7 +169,7 @@ class TemplateRenderer:
         return answer["text"]
 
     def _prompt_end(
-        self, earlier: Sequence[Message], text: str, tools: Tools = None, now: datetime = TRAINING_DATE
+        self, earlier: Conversation, text: str, tools: Tools = None, now: datetime = TRAINING_DATE
     ) -> int | None:
         """Return the length of the rendered prompt for ``earlier``; None if ``text`` does not start with it."""
         try:
@@ -180,9 +178,7 @@ class TemplateRenderer:
             return None
         return len(prompt) if text.startswith(prompt) else None
 
-    def _surrounding_text(
-        self, messages: Sequence[Message], i: int, text: str = "", tools: Tools = None
-    ) -> tuple[str, str]:
+    def _surrounding_text(self, messages: Conversation, i: int, text: str = "", tools: Tools = None) -> tuple[str, str]:
         """Return the rendered text before and after the content and tool calls of message ``i``."""
         number = 0
         while (placeholder := f"answer{number}placeholder") in text:
@@ -258,7 +254,7 @@ class TemplateRenderer:
         return [] if next_role else ids[:1]
 
 
-def _optional_fields(part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _optional_fields(part: Values) -> Iterator[tuple[str, Values]]:
     """Yield the name of each field that a template may ignore, also in tool calls, and ``part`` without the field."""
     for name, value in part.items():
         if name == "tool_calls" and value:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
 
-from toolkit.data.base import TrainOn
+from toolkit.data.base import TrainOn, Values
 from toolkit.data.chat.renderer import (
     GENERATION_FILE,
     REQUIRED_FIELDS,
@@ -30,7 +30,7 @@ from toolkit.data.chat.sources import (
     read_template,
     tokenizer_template,
 )
-from toolkit.data.sft.messages import EmptyAnswerError, Message, answer_weights
+from toolkit.data.sft.messages import Conversation, EmptyAnswerError, Message, answer_weights
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 
@@ -87,14 +87,14 @@ class ChatTemplate(TemplateRenderer):
         template._has_tool_template = has_tool_template(tokenizer)
         return template
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def encode_prompt(self, messages: Conversation) -> list[int]:
         """Return the token ids of a conversation and the generation prompt, with the current date."""
         now = datetime.now()
         text = self._render(messages, True, now)
         # without offsets, which need gigabytes for the megabytes that a server may be sent
         return self._tokenize(messages, text, now, None, lambda text: (self._tokenizer.encode(text, bos=False), []))[0]
 
-    def encode(self, messages: Sequence[Message], train_on: TrainOn, tools: Tools = None) -> Encoding:
+    def encode(self, messages: Conversation, train_on: TrainOn, tools: Tools = None) -> Encoding:
         """Tokenize a complete conversation and compute the loss mask.
 
         An answer spans from the end of the generation prompt through the end-of-turn token, including tool calls. A
@@ -152,7 +152,7 @@ class ChatTemplate(TemplateRenderer):
         return {**message, "content": text}
 
     def _tokenize(
-        self, messages: Sequence[Message], text: str, now: datetime, tools: Tools = None, encode: Any = None
+        self, messages: Conversation, text: str, now: datetime, tools: Tools = None, encode: Any = None
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return token ids and offsets of ``text``. If prompts are tokenized separately, split before each answer."""
         borders = {0, len(text)}
@@ -167,7 +167,7 @@ class ChatTemplate(TemplateRenderer):
             offsets += [(start + first, start + last) for first, last in places]
         return ids, offsets
 
-    def _locate_answers(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+    def _locate_answers(self, messages: Conversation, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text and the span [start, end) of each answer, including the end-of-turn token."""
         answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         for i in answers:
@@ -184,7 +184,7 @@ class ChatTemplate(TemplateRenderer):
             text += eos
         return text, [self._locate(messages, i, text, eos, tools) for i in answers]
 
-    def _locate(self, messages: Sequence[Message], i: int, text: str, eos: str, tools: Tools) -> tuple[int, int]:
+    def _locate(self, messages: Conversation, i: int, text: str, eos: str, tools: Tools) -> tuple[int, int]:
         """Return the span [start, end) of message ``i``, located by rendering a placeholder instead of the answer."""
         try:
             before, after = self._surrounding_text(messages, i, text, tools)
@@ -227,9 +227,7 @@ class ChatTemplate(TemplateRenderer):
                 self._note("modifies some answers (such as thinking in earlier turns); the rendered text is trained on")
         return start, end
 
-    def _start(
-        self, messages: Sequence[Message], i: int, text: str, content_end: int, before: str, tools: Tools
-    ) -> int:
+    def _start(self, messages: Conversation, i: int, text: str, content_end: int, before: str, tools: Tools) -> int:
         """Return the start of an answer: the end of the generation prompt, else the end of ``before``."""
         prompt_end = self._prompt_end(messages[:i], text[:content_end], tools)
         if prompt_end is not None:
@@ -276,7 +274,7 @@ class ChatTemplate(TemplateRenderer):
         return True
 
 
-def _to_json(content: dict[str, Any]) -> bytes:
+def _to_json(content: Values) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 

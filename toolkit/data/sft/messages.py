@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from toolkit.data.base import Values
 from toolkit.errors import UserError, one_line
 
-Message = dict[str, Any]
+Message = Values
 Messages = tuple[Message, ...]
+Conversation = Sequence[Message]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. Only the assistant's are answers; templates may have others."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -88,7 +90,7 @@ def _parse_json_cell(text: str, where: str, what: str) -> Any:
     return value
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> Values:
     """Return an object of JSON text. Raise ValueError for a duplicate key, of which the last would count."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -126,7 +128,7 @@ def require_string(value: Any, where: str) -> str:
     return value
 
 
-def describe_columns(row: dict[str, Any]) -> str:
+def describe_columns(row: Values) -> str:
     return f"it has {', '.join(map(str, row)) or 'nothing'}"
 
 
@@ -139,7 +141,7 @@ def describe_type(value: Any) -> str:
     return (names | dict.fromkeys((int, float), "a number")).get(type(value), f"a {type(value).__name__}")
 
 
-def parse_functions(value: Any, where: str, what: str = "tool") -> list[dict[str, Any]]:
+def parse_functions(value: Any, where: str, what: str = "tool") -> list[Values]:
     """Parse a list of tools or tool calls. It may be JSON text (CSV), and so may parameters and arguments (OpenAI)."""
     if isinstance(value, str):
         value = _parse_json_cell(value, where, f"a list of {what}s")
@@ -158,7 +160,7 @@ def parse_functions(value: Any, where: str, what: str = "tool") -> list[dict[str
     return [map_arguments(item, parse) for item in value]
 
 
-def map_arguments(item: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def map_arguments(item: Values, change: Callable[[Any], Any]) -> Values:
     """Return a tool or tool call with ``change`` applied to its parameters or arguments."""
     function = item.get("function", item)
     if not isinstance(function, dict):
@@ -167,7 +169,7 @@ def map_arguments(item: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
     return changed if function is item else {**item, "function": changed}
 
 
-def answer_weights(messages: Sequence[Message], train_on: str) -> list[int]:
+def answer_weights(messages: Conversation, train_on: str) -> list[int]:
     """Return the loss weight of each answer: 0 masks the answer, 1 (the default) trains on it."""
     for number, message in enumerate(messages, 1):
         weight, role = message.get("weight"), message.get("role")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.base import PreparedData, Report
+from toolkit.data.base import PreparedData, Report, Values
 from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.tokenize import Counts, SFTConfig, tokenize_samples
@@ -53,7 +53,7 @@ def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
     return prepared
 
 
-def _key_inputs(config: SFTConfig) -> dict[str, Any]:
+def _key_inputs(config: SFTConfig) -> Values:
     return {
         "code": CODE_VERSION,
         "sources": {
@@ -67,7 +67,7 @@ def _key_inputs(config: SFTConfig) -> dict[str, Any]:
     }
 
 
-def _collect_notes(config: SFTConfig, statistics: dict[str, Any]) -> list[str]:
+def _collect_notes(config: SFTConfig, statistics: Values) -> list[str]:
     notes, template = list(config.splits.notes), config.template
     if statistics["conversations"] and template is not None:
         notes.append(f"chat template: {template.name}; end of turn: {template.end_of_turn}")
@@ -116,7 +116,7 @@ class PackedDataset:
         arrays: dict[str, np.ndarray],
         split: str,
         source_names: tuple[str, ...],
-        statistics: dict[str, Any],
+        statistics: Values,
     ) -> None:
         self._store, self._source_names, self.statistics = store, source_names, statistics
         self._offsets, self._sources, self._numbers = (arrays[name] for name in ("offsets", "sources", "numbers"))
@@ -136,7 +136,7 @@ class PackedDataset:
         members = self._row(index)
         return [self._read([member]) for member in members] if self._is_paired else self._read(members)
 
-    def _read(self, members: list[int]) -> dict[str, Any]:
+    def _read(self, members: list[int]) -> Values:
         import torch
 
         samples = [self._sample(member) for member in members]
@@ -148,7 +148,7 @@ class PackedDataset:
             sizes = [len(inputs) for inputs, _ in samples]
             row["positions"] = np.concatenate([np.arange(size) for size in sizes])
             row["documents"] = np.repeat(np.arange(len(sizes)), sizes)
-        tensors: dict[str, Any] = {name: torch.from_numpy(values) for name, values in row.items()}
+        tensors: Values = {name: torch.from_numpy(values) for name, values in row.items()}
         return tensors if self._labels is None else tensors | {"values": {"label": int(self._labels[members[0]])}}
 
     def where(self, index: int) -> list[str]:
@@ -178,7 +178,7 @@ class RatedDataset(PackedDataset):
 
     group_size = 2
 
-    def with_partner(self, index: int, partner: int) -> list[dict[str, Any]]:
+    def with_partner(self, index: int, partner: int) -> list[Values]:
         """Return the row, and its prompt with the completion of row ``partner``."""
         import torch
 
@@ -190,7 +190,7 @@ class RatedDataset(PackedDataset):
         return [row, {"input_ids": inputs[:limit], "labels": labels[:limit]}]
 
 
-def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, dict[str, Any]]:
+def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, Values]:
     """Return the data and statistics in a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
     manifest = read_manifest(folder, key)
     statistics, store = manifest["facts"], TokenStore(folder)
@@ -269,7 +269,7 @@ def _assign_rows(
     return {"train": _group_rows(config, train, lengths), "val": _group_rows(config, val, lengths)}
 
 
-def _count_repeats(store: TokenStore, offsets: np.ndarray, rows: dict[str, Any]) -> int:
+def _count_repeats(store: TokenStore, offsets: np.ndarray, rows: Values) -> int:
     """Count held-out samples whose tokens equal those in a training sample."""
 
     def hash_samples(split: str) -> Iterator[int]:
@@ -340,7 +340,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 # ---- log lines
 
 
-def summarize(statistics: dict[str, Any], config: SFTConfig) -> str:
+def summarize(statistics: Values, config: SFTConfig) -> str:
     size = (
         f"{statistics['tokens']:,} tokens, trained: {statistics['trained_tokens'] / max(statistics['tokens'], 1):.1%}"
     )
@@ -350,7 +350,7 @@ def summarize(statistics: dict[str, Any], config: SFTConfig) -> str:
     return f"{_describe_counts(statistics)}; {size}; {rows}; {held_out}"
 
 
-def _describe_counts(statistics: dict[str, Any]) -> str:
+def _describe_counts(statistics: Values) -> str:
     parts = [f"{statistics['samples']:,} samples", f"{statistics['truncated']:,} truncated"]
     if statistics["split"]:
         n_dropped = statistics["pieces_left_out"]

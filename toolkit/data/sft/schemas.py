@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.data.base import Values
 from toolkit.data.sft.messages import (
     EmptyAnswerError,
     Messages,
@@ -17,7 +18,6 @@ from toolkit.data.sft.messages import (
 )
 from toolkit.errors import UserError, did_you_mean
 
-Values = dict[str, Any]  # of a row, by column
 # Column names by meaning. The first schema whose columns are present is used.
 CONVERSATION = ("messages", "conversations")
 QUESTION = ("instruction", "prompt")
@@ -51,7 +51,7 @@ class Record:
     messages: Messages | None
     text: str | None
     where: str
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Values] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.base import OnLong, Packing, Report, RowKind, TrainOn
+from toolkit.data.base import OnLong, Packing, Report, RowKind, TrainOn, Values
 from toolkit.data.cache import HEARTBEAT
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.messages import EmptyAnswerError
@@ -65,7 +65,7 @@ class SFTConfig:
             return to_record(row, where, self.columns)
         return to_completions(row, where, self.columns, self.kind == "rated")
 
-    def cache_options(self) -> dict[str, Any]:
+    def cache_options(self) -> Values:
         """Return the options that affect prepared rows, for the cache key."""
         names = ("columns", "skip_empty", "train_on", "on_long", "packing", "max_seq_length", "val_fraction")
         return {name: getattr(self, name) for name in names} | ({} if self.kind == "answers" else {"kind": self.kind})
@@ -117,7 +117,7 @@ class Counts:
         if len(self.longest) > N_LONGEST:
             heapq.heappop(self.longest)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         """Return all counts. ``longest`` is a list of (tokens, source index, row number), longest first."""
         longest = [(tokens, -source, -number) for tokens, source, number in sorted(self.longest, reverse=True)]
         return asdict(self) | {"dropped": self.dropped, "longest": longest}

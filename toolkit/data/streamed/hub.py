@@ -15,6 +15,7 @@ from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
+from toolkit.data.base import Values
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
 from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
@@ -124,7 +125,7 @@ def _by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
         raise UserError(f"--data.repo_id {repository.repo_id}: {problem}; {_USE_PATH}") from error
 
 
-def _configs(repository: Repository) -> list[dict[str, Any]]:
+def _configs(repository: Repository) -> list[Values]:
     with _hub_errors(repository.repo_id, repository.revision):
         try:
             path = hf_hub_download(
@@ -177,7 +178,7 @@ def _tree(repository: Repository, folder: str) -> list[SourceFile]:
     repo_id, commit = repository.repo_id, repository.commit
     with _hub_errors(repo_id, repository.revision):
         try:
-            options: dict[str, Any] = {"recursive": True, "revision": commit, "repo_type": "dataset"}
+            options: Values = {"recursive": True, "revision": commit, "repo_type": "dataset"}
             entries = call_with_timeout(_LISTING_TIMEOUT, lambda: [*HfApi().list_repo_tree(repo_id, folder, **options)])
             files = [entry for entry in entries if isinstance(entry, RepoFile)]
         except EntryNotFoundError:

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import bisect
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.data.base import State
+from toolkit.data.base import Row, State
 from toolkit.data.order import shuffled_index
 from toolkit.data.streamed.reader import StreamReader
 from toolkit.data.streamed.stream import CopyId, SegmentCounts
 from toolkit.data.tokens.store import TokenStore
 from toolkit.errors import DataError, join_first
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ROW_BITS = 32  # a row id is segment << ROW_BITS | row
 _OPEN_SEGMENTS = 4
@@ -35,7 +31,7 @@ class SegmentRows:
         self.reader, self.block_size = reader, block_size
         self._open: dict[int, tuple[TokenStore, CopyId | None]] = {}
 
-    def read(self, segment: int, row: int) -> dict[str, Tensor]:
+    def read(self, segment: int, row: int) -> Row:
         """Return a row, see :class:`toolkit.data.base.TokenDataset`. Prepare the segment again if it was evicted.
 
         Raises:
@@ -88,7 +84,7 @@ class RowSpans:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         part = bisect.bisect_right(self._ends, index)
@@ -113,7 +109,7 @@ class StreamedRows:
         self.segments, self.first, self.held_out, self.skips_broken = segments, first, held_out, skips_broken
         self.preview = RowSpans(segments, [(first, 0, n_first)])
 
-    def __getitem__(self, row_id: int) -> dict[str, Tensor]:
+    def __getitem__(self, row_id: int) -> Row:
         segment, row = (row_id >> ROW_BITS, row_id & ((1 << ROW_BITS) - 1)) if row_id else (self.first, 0)
         return self.segments.read(segment, row)
 

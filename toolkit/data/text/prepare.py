@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.base import AddBos, PreparedData, Report, Vocabulary
+from toolkit.data.base import AddBos, PreparedData, Report, Values, Vocabulary
 from toolkit.data.cache import (
     ANNOUNCE_BYTES,
     HEARTBEAT,
@@ -101,7 +101,7 @@ def _key_inputs(
     train: list[documents.Document],
     val: list[documents.Document] | None,
     tokenizer: Tokenizer | None,
-) -> dict[str, Any]:
+) -> Values:
     inputs = {
         "code": CODE_VERSION,
         "train": [d.sha256 for d in train],

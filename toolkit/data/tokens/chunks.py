@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from toolkit.data.base import State
+from toolkit.data.base import State, Values
 from toolkit.data.cache import CRC_FILE
 from toolkit.errors import DataError, one_line
 from toolkit.io.safe_parse import read_json
@@ -198,7 +198,7 @@ _arrays: weakref.WeakSet[ChunkedArray] = weakref.WeakSet()
 """Open arrays of this process. They share the limit of open files. A mixture opens at least one per source."""
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def _read_index(folder: Path) -> Values:
     path = folder / INDEX
     if not path.is_file():
         raise ValueError(f"{folder} contains no {INDEX}")
@@ -218,7 +218,7 @@ def _is_token_chunk(chunk: Any) -> bool:
     return all(type(n) is int and n >= 0 for n in numbers)
 
 
-def _parse_chunk_name(chunk: dict[str, Any]) -> str:
+def _parse_chunk_name(chunk: Values) -> str:
     """Return the file name of a chunk. Reject paths: an untrusted index could point outside its folder (S4)."""
     name = chunk.get("filename")
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\:\0"):
@@ -226,7 +226,7 @@ def _parse_chunk_name(chunk: dict[str, Any]) -> str:
     return name
 
 
-def _parse_dtype(config: dict[str, Any]) -> np.dtype:
+def _parse_dtype(config: Values) -> np.dtype:
     """Return the token dtype for a data format such as ``no_header_tensor:16``."""
     if config.get("compression") or config.get("encryption"):
         raise ValueError("compressed or encrypted chunks are not supported; write them uncompressed")

@@ -6,9 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from toolkit.data.base import PreparedData, Report
+from toolkit.data.base import PreparedData, Report, Row
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, read_row, require_shifted, row_bytes
 from toolkit.errors import UserError
@@ -58,7 +56,7 @@ class InMemoryDataset:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Row:
         return read_row(self._dataset[index], f"{self._name}[{index}]", self._max_length)
 
     def survey(self) -> tuple[list[int], str]:

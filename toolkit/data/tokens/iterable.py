@@ -15,10 +15,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.utils.data as torch_data
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from toolkit.data.base import PreparedData, Report, State
+from toolkit.data.base import PreparedData, Report, Row, State
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.in_memory import InMemoryDataset
 from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, hash_rows, read_row, require_shifted
@@ -119,7 +118,7 @@ class IterableRows:
         point = next(points, {})
         return point | {"position": position} if point else {}
 
-    def __getitem__(self, position: int) -> dict[str, Tensor]:
+    def __getitem__(self, position: int) -> Row:
         if not self._is_open:
             return self.first[position]
         assert position >= self._next, f"row {position} was read before"
@@ -197,7 +196,7 @@ class IterableRows:
         self.note = f"load_state_dict() of {name} did not restore its next row"
         return False
 
-    def _to_row(self, item: Any, position: int) -> dict[str, Tensor]:
+    def _to_row(self, item: Any, position: int) -> Row:
         try:
             return read_row(item, f"item {position} of dataset", self._max_length)
         except UserError as error:
@@ -265,7 +264,7 @@ class DataLoaderRows(IterableRows):
         first = hashlib.sha256("".join(key for key, *_ in self._rank_infos).encode()).hexdigest()
         return {"position": position, "ranks": len(self._rank_infos), "hash": first}
 
-    def __getitem__(self, position: int) -> dict[str, Tensor]:
+    def __getitem__(self, position: int) -> Row:
         if not self._is_open:
             return self.first[position]
         self._row += 1

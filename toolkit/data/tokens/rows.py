@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import DataModule, PreparedData, row_count, rows_of
+from toolkit.data.base import DataModule, PreparedData, Row, row_count, rows_of
 from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -44,7 +44,7 @@ class PythonData(DataModule):
         return f"{min(self.lengths)} to {longest} tokens" if self.is_ragged else f"{longest} tokens"
 
 
-def read_row(item: Any, name: str, max_length: int | None) -> dict[str, Tensor]:
+def read_row(item: Any, name: str, max_length: int | None) -> Row:
     """Convert an item to ``{"input_ids": (T,), "labels": (T,)}``, int64.
 
     Args:
@@ -88,18 +88,18 @@ def check_rows(flag: str, data: PreparedData, seq_length: int | None) -> None:
                 )
 
 
-def row_bytes(row: dict[str, Tensor]) -> bytes:
+def row_bytes(row: Row) -> bytes:
     return row["input_ids"].numpy().tobytes() + row["labels"].numpy().tobytes()
 
 
-def hash_rows(rows: Iterable[dict[str, Tensor]]) -> str:
+def hash_rows(rows: Iterable[Row]) -> str:
     key = hashlib.sha256()
     for row in rows:
         key.update(f"|{len(row['input_ids'])}|".encode() + row_bytes(row))
     return key.hexdigest()
 
 
-def require_shifted(rows: Iterable[dict[str, Tensor]], name: str) -> None:
+def require_shifted(rows: Iterable[Row], name: str) -> None:
     """Raise UserError if the labels equal the inputs, instead of the next tokens, in every row."""
     if all(map(_is_not_shifted, rows)):
         raise UserError(
@@ -121,7 +121,7 @@ def _to_token_tensor(value: Any, name: str) -> Tensor:
     return tokens.to("cpu", torch.int64)
 
 
-def _is_not_shifted(row: dict[str, Tensor]) -> bool:
+def _is_not_shifted(row: Row) -> bool:
     """Whether the labels equal the inputs instead of the next tokens. The model would learn to copy."""
     input_ids, labels = row["input_ids"], row["labels"]
     token_mask = labels != IGNORE_INDEX

@@ -14,16 +14,13 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.data.base import Row, Values
 from toolkit.data.cache import CRC_FILE
 from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, format_dtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TOKENS, LOSS_MASK = "tokens", "loss_mask"
 SPLITS = ("train", "val")
@@ -100,7 +97,7 @@ class _ArrayWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.size, self.largest = folder, 0, -1
         self._buffer, self._checksums = np.empty(per_chunk, dtype), array("I")
-        self._chunks: list[dict[str, Any]] = []
+        self._chunks: list[Values] = []
 
     def add(self, values: np.ndarray) -> None:
         if len(values):
@@ -197,7 +194,7 @@ class BlockDataset:
     def __len__(self) -> int:
         return self.n_tokens // self.block_size
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Row:
         import torch
 
         if not 0 <= index < len(self):
@@ -227,7 +224,7 @@ class ChunkBlockDataset(BlockDataset):
         return index * self.block_size + (int(self._skipped[chunk - 1]) if chunk else 0)
 
 
-def open_splits(folder: Path, manifest: dict[str, Any], block_size: int) -> tuple[BlockDataset, BlockDataset | None]:
+def open_splits(folder: Path, manifest: Values, block_size: int) -> tuple[BlockDataset, BlockDataset | None]:
     """Open the training and validation rows of a folder, by the token ranges in the manifest."""
     store, splits = TokenStore(folder), manifest.get("splits")
     if splits is None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
-from toolkit.data.base import DataModule, PreparedData, Report, require, trained_vocabulary
+from toolkit.data.base import DataModule, PreparedData, Report, Row, require, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
 
 
@@ -54,7 +53,7 @@ class SyntheticRows:
     def __len__(self) -> int:
         return self.num_rows
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         import numpy as np
         import torch
 
