@@ -15,8 +15,8 @@ from toolkit.data.inspection import inspect_rows
 from toolkit.data.loader import train_batches, val_batches
 from toolkit.data.order import ShuffledOrder
 from toolkit.data.sft.messages import EmptyAnswerError
-from toolkit.data.sft.schemas import Completion, Record
-from toolkit.data.sft.tokenize import _tokenize_completion
+from toolkit.data.sft.schemas import Record
+from toolkit.data.sft.tokenize import tokenize_record
 from toolkit.data.streamed import segments, stream
 from toolkit.data.streamed.stream import Source, Stream
 from toolkit.data.text import documents
@@ -173,8 +173,8 @@ def test_s5_a_folder_of_a_stream_has_one_rule(without_bos, tmp_path):
 
 def test_prompts_and_finetuning_text_have_one_of_each(bos):
     start, end, ids = bos.bos_id, bos.eos_id, bos.encode("hat", bos=False)
-    pair = Completion(Record(None, "<s>hat</s>", "line 1"), prompt_length=4, is_good=True)
-    tokenized = _tokenize_completion(pair, SimpleNamespace(tokenizer=bos, template=None))
+    completion = Record(None, "<s>hat</s>", "line 1", prompt_length=4)
+    tokenized = tokenize_record(completion, SimpleNamespace(tokenizer=bos, template=None))
     assert tokenized.ids == [start, *ids, end] and tokenized.loss_mask == [False, False, True, True, True]
     assert encode_text(bos, "<s>hat</s>").ids == encode_text(bos, "hat").ids == [start, *ids, end]
     model = get_config("pico-llama").with_vocab_size(bos.vocab_size)

@@ -93,7 +93,7 @@ def test_forms_of_a_tool_call_have_one_rendering(tokenizer, tmp_path):
         expected = [{**m, "content": m["content"] or ""} for m in turns(as_text if style in TEXTS else as_object)]
         encoded = encode(ChatTemplate(tokenizer, source, "t"), forms[form])
         assert encoded.ids == hf.apply_chat_template(expected, chat_template=source)["input_ids"]
-        assert "weather" in tokenizer.decode([i for i, m in zip(*vars(encoded).values(), strict=True) if m], False)
+        assert "weather" in tokenizer.decode([i for i, m in zip(*encoded, strict=True) if m], False)
 
     check_each(check, [(style, form) for style in OBJECTS | TEXTS for form in forms])
     for arguments in ("Paris", "{"):

@@ -7,11 +7,10 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.data.base import TrainOn, Values
 from toolkit.data.chat.renderer import (
@@ -37,8 +36,7 @@ from toolkit.errors import UserError
 _HINT = "--data.chat_template FILE specifies another template"
 
 
-@dataclass(frozen=True)
-class Encoding:
+class Encoding(NamedTuple):
     """Token ids and loss mask of equal length. True marks a prediction target."""
 
     ids: list[int]

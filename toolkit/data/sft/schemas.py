@@ -46,27 +46,16 @@ class Record:
         text: Plain text.
         where: File and line or row, for error messages.
         tools: Tools available to the assistant, for the template; None without a tools column.
+        is_good: In preferences, whether to prefer the completion. Answers of its prompt have weight 0.
+        prompt_length: Characters of ``text`` that are the prompt; -1 if there is none.
     """
 
     messages: Messages | None
     text: str | None
     where: str
     tools: list[Values] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A prompt with a completion to prefer or to avoid.
-
-    Args:
-        record: Messages, in which the answers of the prompt have weight 0; or text.
-        is_good: Whether to prefer the completion.
-        prompt_length: Characters of the text that are the prompt.
-    """
-
-    record: Record
-    is_good: bool
-    prompt_length: int = 0
+    is_good: bool = True
+    prompt_length: int = -1
 
 
 class EqualAnswersError(EmptyAnswerError):
@@ -105,7 +94,7 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
     return Record(None, _require_answer(values, "text", where), where)
 
 
-def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: bool) -> list[Completion]:
+def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: bool) -> list[Record]:
     """Parse a row of preferences: the chosen and the rejected completion of a prompt.
 
     With ``rated``, rows may also have a prompt, one completion and a ``label``: true for a good one.
@@ -175,7 +164,7 @@ def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: 
     return values
 
 
-def _make_record(messages: Messages, values: Values, where: str) -> Record:
+def _make_record(messages: Messages, values: Values, where: str, is_good: bool = True) -> Record:
     """Return a record with the row's system message and tools."""
     if values.get("system"):
         system = require_string(values["system"], f"{where}: system")
@@ -184,7 +173,7 @@ def _make_record(messages: Messages, values: Values, where: str) -> Record:
         elif messages[0]["content"].strip() != system.strip():
             raise UserError(f"{where}: has a system column and a different system message; remove one of them")
     tools = parse_functions(values["tools"], f"{where}: tools") if values.get("tools") else None
-    return Record(messages, None, where, tools)
+    return Record(messages, None, where, tools, is_good)
 
 
 def _parse_turns(values: Values, where: str) -> tuple[Messages, int]:
@@ -204,7 +193,7 @@ def _parse_turns(values: Values, where: str) -> tuple[Messages, int]:
     return prompt + answers, len(prompt)
 
 
-def _parse_rated(values: Values, where: str) -> Completion:
+def _parse_rated(values: Values, where: str) -> Record:
     label = values["label"]
     label = {"true": True, "false": False, "1": True, "0": False}.get(str(label).lower().removesuffix(".0"))
     if label is None:
@@ -215,13 +204,13 @@ def _parse_rated(values: Values, where: str) -> Completion:
     return _complete(messages[:n], messages[n:], values, where, label)
 
 
-def _split_texts(texts: list[str], where: str) -> list[Completion]:
+def _split_texts(texts: list[str], where: str) -> list[Record]:
     n = _count_common(texts)
     while n and not texts[0][n - 1].isspace():
         n -= 1
     if not texts[0][:n].strip():
         raise UserError(_NO_PROMPT.format(where))
-    return [Completion(Record(None, text, where), not i, n) for i, text in enumerate(texts)]
+    return [Record(None, text, where, None, not i, n) for i, text in enumerate(texts)]
 
 
 def _count_common(answers: Sequence[Sequence[Any]]) -> int:
@@ -260,13 +249,13 @@ def _parse_prompt(values: Values, question: str, where: str) -> Messages:
     return (*earlier, {"role": "user", "content": content, **parts})
 
 
-def _complete(prompt: Any, answer: Any, values: Values, where: str, is_good: bool) -> Completion:
+def _complete(prompt: Any, answer: Any, values: Values, where: str, is_good: bool) -> Record:
     if not prompt:
         raise UserError(f"{where}: has an empty prompt; fix or remove this row")
     if answer[-1]["role"] != "assistant":
         raise UserError(f"{where}: the completion ends with a message of the {answer[-1]['role']}, not the assistant")
     masked = tuple({**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt)
-    return Completion(_make_record((*masked, *answer), values, where), is_good)
+    return _make_record((*masked, *answer), values, where, is_good)
 
 
 def _find_column(values: Values, group: tuple[str, ...], where: str) -> str | None:

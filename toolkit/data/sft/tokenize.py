@@ -17,7 +17,7 @@ from toolkit.data.cache import HEARTBEAT
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
-from toolkit.data.sft.schemas import Completion, EqualAnswersError, Record, to_completions, to_record, unread_columns
+from toolkit.data.sft.schemas import EqualAnswersError, Record, to_completions, to_record, unread_columns
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
@@ -59,10 +59,10 @@ class SFTConfig:
     def sources(self) -> list[RowSource]:
         return [*self.splits.train, *(self.splits.val or [])]
 
-    def parse(self, row: Any, where: str) -> Any:
-        """Parse a row into a record, or completions."""
+    def parse(self, row: Any, where: str) -> list[Record]:
+        """Parse a row into a record, or completions with their prompt."""
         if self.kind == "answers":
-            return to_record(row, where, self.columns)
+            return [to_record(row, where, self.columns)]
         return to_completions(row, where, self.columns, self.kind == "rated")
 
     def cache_options(self) -> Values:
@@ -133,13 +133,12 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
     """
     counts, last_line = Counts(), time.perf_counter()
     offsets, sources, numbers, labels = array("q", [0]), array("q"), array("q"), array("q")
-    tokenize = _tokenize_record if config.kind == "answers" else _tokenize_completions
     unread: set[str] = set()
     for position, source in enumerate(config.sources):
         for number, row in source.rows():
             counts.samples += 1
             try:
-                parsed = config.parse(row, describe_row(source, number))
+                records = config.parse(row, describe_row(source, number))
             except EmptyAnswerError as error:
                 if not config.skip_empty:
                     raise
@@ -147,9 +146,10 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
                 counts.empty += not isinstance(error, EqualAnswersError)
                 continue
             unread |= unread_columns(row, config.columns, partial(config.parse, where=""))
-            for ids, mask, *label in tokenize(config, parsed, position, number, counts):
-                writer.add(ids, mask)
-                labels.extend(label)
+            for i, piece in enumerate(_tokenize(config, records, position, number, counts)):
+                writer.add(*piece)
+                if config.kind != "answers":
+                    labels.append(records[i].is_good)
                 offsets.append(writer.n_tokens)
                 sources.append(position)
                 numbers.append(number)
@@ -163,101 +163,75 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
     return counts, {name: np.asarray(values, np.int64) for name, values in arrays.items()}
 
 
-def _tokenize_record(
-    config: SFTConfig, record: Record, source: int, number: int, counts: Counts
-) -> list[tuple[list[int], list[bool]]]:
-    """Tokenize a row into pieces that fit: usually one, or none if the row is dropped."""
-    counts.conversations += record.messages is not None
-    counts.unanswered += (record.messages or ({},))[-1].get("role") == "user"
-    encoding = tokenize_record(record, config)
-    counts.measure(len(encoding.ids), source, number)
-    limit = config.max_seq_length + 1
-    is_long = len(encoding.ids) > limit
-    if is_long and config.on_long == "error":
-        raise _too_long(record.where, len(encoding.ids), limit, "truncate, drop or split")
-    if is_long and config.on_long == "drop":
-        counts.too_long += 1
-        return []
-    pieces = list(_fit_to_row(encoding, limit, split=config.on_long == "split"))
-    trained_pieces = [(ids, loss_mask) for ids, loss_mask in pieces if any(loss_mask[1:])]
-    counts.trained_tokens += sum(sum(loss_mask[1:]) for _, loss_mask in trained_pieces)
-    if not trained_pieces:
-        counts.untrained += 1
-    elif is_long:
-        counts.truncated += config.on_long == "truncate"
-        counts.split += config.on_long == "split"
-        counts.pieces_left_out += len(pieces) - len(trained_pieces)
-    return trained_pieces
+def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int, counts: Counts) -> list[Encoding]:
+    """Tokenize a row into pieces that fit: usually one, or none if the row is dropped.
 
-
-def _tokenize_completions(
-    config: SFTConfig, completions: list[Completion], source: int, number: int, counts: Counts
-) -> list[tuple[list[int], list[bool], int]]:
-    """Tokenize a row of preferences into completions with their prompt; none if the row is dropped.
-
-    Both completions of a pair keep equally many tokens of the prompt.
+    In preferences, a piece is a completion with its prompt. Both of a pair keep equally many tokens of the prompt.
     """
-    first = completions[0].record
+    first, is_preference = records[0], config.kind != "answers"
     counts.conversations += first.messages is not None
-    encodings = [_tokenize_completion(completion, config) for completion in completions]
-    if len(encodings) > 1 and encodings[0].ids == encodings[1].ids:
+    counts.unanswered += (first.messages or ({},))[-1].get("role") == "user"
+    encodings = [tokenize_record(record, config) for record in records]
+    if _are_equal(encodings):
         name = "the tokenizer" if config.template is None else config.template.name
         raise UserError(f"{first.where}: {name} renders chosen and rejected as the same tokens; fix or remove this row")
     longest, limit = max(len(encoding.ids) for encoding in encodings), config.max_seq_length + 1
     counts.measure(longest, source, number)
-    if longest > limit:
-        if config.on_long == "error":
-            raise _too_long(first.where, longest, limit, "truncate or drop")
-        if config.on_long == "drop":
-            counts.too_long += 1
-            return []
-    pieces = [(e.ids, e.loss_mask, int(c.is_good)) for e, c in zip(encodings, completions, strict=True)]
-    if longest > limit:
-        counts.truncated += 1
-        pieces = _cut_prompts(pieces, limit, config.tokenizer.bos_id, counts)
-    if not all(any(mask[1:]) for _, mask, _ in pieces) or (len(pieces) > 1 and pieces[0][0] == pieces[1][0]):
-        counts.untrained += 1
+    is_long = longest > limit
+    if is_long and config.on_long == "error":
+        choices = "truncate or drop" if is_preference else "truncate, drop or split"
+        raise UserError(
+            f"{first.where}: {longest:,} tokens, but a row has room for {limit:,} (--train.max_seq_length + 1); "
+            f"increase it, or choose --data.on_long {choices}"
+        )
+    if is_long and config.on_long == "drop":
+        counts.too_long += 1
         return []
-    counts.trained_tokens += sum(sum(mask[1:]) for _, mask, _ in pieces)
-    return pieces
+    if is_preference:
+        pieces = _cut_prompts(encodings, limit, config.tokenizer.bos_id, counts) if is_long else encodings
+        trained = [] if _are_equal(pieces) or not all(map(_is_trained, pieces)) else pieces
+    else:
+        pieces = list(_fit_to_row(encodings[0], limit, split=config.on_long == "split"))
+        trained = list(filter(_is_trained, pieces))
+    counts.trained_tokens += sum(sum(piece.loss_mask[1:]) for piece in trained)
+    counts.untrained += not trained
+    if is_long and (trained or is_preference):
+        counts.truncated += config.on_long == "truncate"
+        counts.split += config.on_long == "split"
+        counts.pieces_left_out += 0 if is_preference else len(pieces) - len(trained)
+    return trained
 
 
-def _tokenize_completion(completion: Completion, config: SFTConfig) -> Encoding:
-    if (text := completion.record.text) is None:
-        return tokenize_record(completion.record, config)
-    return encode_text(config.tokenizer, text, config.template, completion.prompt_length)
+def _are_equal(encodings: list[Encoding]) -> bool:
+    """Whether the completions of a pair are the same tokens."""
+    return len(encodings) == 2 and encodings[0].ids == encodings[1].ids
 
 
-def _cut_prompts(
-    pieces: list[tuple[list[int], list[bool], int]], limit: int, bos: int | None, counts: Counts
-) -> list[tuple[list[int], list[bool], int]]:
+def _is_trained(encoding: Encoding) -> bool:
+    return any(encoding.loss_mask[1:])
+
+
+def _cut_prompts(pieces: list[Encoding], limit: int, bos: int | None, counts: Counts) -> list[Encoding]:
     """Cut completions with their prompt to ``limit`` tokens: the prompt from the left, then completions from the right.
 
     The token bos and at least one token of the prompt stay.
     """
-    starts = [mask.index(True) if True in mask else len(mask) for _, mask, _ in pieces]
-    longest = max(len(ids) - start for (ids, *_), start in zip(pieces, starts, strict=True))
+    starts = [[*mask, True].index(True) for _, mask in pieces]
+    longest = max(len(ids) - start for (ids, _), start in zip(pieces, starts, strict=True))
     counts.cut_prompts += max(starts) > max(1, limit - longest)
     cut = []
-    for (ids, mask, label), start in zip(pieces, starts, strict=True):
+    for (ids, mask), start in zip(pieces, starts, strict=True):
         n_bos = int(ids[0] == bos and start > 1)
         first = max(n_bos, start - max(1, limit - n_bos - longest))
         ids, mask = ids[:n_bos] + ids[first:], mask[:n_bos] + mask[first:]
         counts.cut_completions += len(ids) > limit
-        cut.append((ids[:limit], mask[:limit], label))
+        cut.append(Encoding(ids[:limit], mask[:limit]))
     return cut
-
-
-def _too_long(where: str, tokens: int, limit: int, choices: str) -> UserError:
-    return UserError(
-        f"{where}: {tokens:,} tokens, but a row has room for {limit:,} (--train.max_seq_length + 1); increase it, or "
-        f"choose --data.on_long {choices}"
-    )
 
 
 def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
     if record.messages is None:
-        return encode_text(config.tokenizer, record.text or "", config.template)
+        return encode_text(config.tokenizer, record.text or "", config.template, record.prompt_length)
     if config.template is None:
         raise config.no_template or UserError("--data.prompt_style: conversations need a chat template")
     try:
@@ -266,13 +240,13 @@ def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
         raise UserError(f"{record.where}: {error}") from error
 
 
-def _fit_to_row(encoding: Encoding, limit: int, split: bool) -> Iterator[tuple[list[int], list[bool]]]:
+def _fit_to_row(encoding: Encoding, limit: int, split: bool) -> Iterator[Encoding]:
     """Truncate a sample to ``limit`` tokens (max_seq_length + 1), or split it into pieces of that size.
 
     Consecutive pieces share one token, a label in the first and an input in the second, so that every token is
     predicted once.
     """
-    ids, loss_mask = encoding.ids, encoding.loss_mask
-    last = len(ids) - 1 if split else 1
+    last = len(encoding.ids) - 1 if split else 1
     for start in range(0, max(last, 1), limit - 1):
-        yield ids[start : start + limit], loss_mask[start : start + limit]
+        end = start + limit
+        yield Encoding(encoding.ids[start:end], encoding.loss_mask[start:end])
