@@ -130,6 +130,11 @@ def for_terminal(text: str) -> str:
     return printable(text) if sys.stdout.isatty() else text
 
 
+def option_text(value: object) -> str:
+    """Return an option's value as on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def join_first(items: Sequence[str], shown: int = 5) -> str:
     """Join the first ``shown`` items and count the rest: ``a, b and 3 more``."""
     return ", ".join(items[:shown]) + (f" and {len(items) - shown} more" if len(items) > shown else "")

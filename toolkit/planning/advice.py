@@ -11,9 +11,8 @@ import torch
 from toolkit.config import AUTO, ActivationCheckpointing, DDPArgs
 from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
-from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.auto import MICRO_BATCH_SIZE, Changes, with_options
+from toolkit.planning.auto import MICRO_BATCH_SIZE, Changes, flags_of, with_options
 from toolkit.planning.plan import RunPlan, format_memory, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -59,25 +58,18 @@ def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = m
     limits = MemoryLimits(device_memory_gb * 1e9, host_memory_gb * 1e9)
     if not limits.excess(plan):
         return []
-    steps: list[Step] = []
-    current = plan
-    for step in _STEPS:
-        applied = _apply_step(step, current, limits)
-        if applied is not None:
-            steps, current = [*steps, step], applied[1]
-            if not limits.excess(current):
-                break
-    changes_made = _apply_steps(steps, plan, limits)
+    made = _apply_steps(_STEPS, plan, limits)
+    steps = [step for step, _, _ in made]
     for step in steps[-2::-1]:  # try to drop each change, starting with the largest effect on the result
         fewer = [other for other in steps if other is not step]
         changes = _apply_steps(fewer, plan, limits)
-        fits = bool(changes) and not limits.excess(changes[-1][1])
+        fits = bool(changes) and not limits.excess(changes[-1][2])
         # The remaining changes must not become larger: 4 bits are better than much shorter sequences.
-        if fits and {text for text, _ in changes} <= {text for text, _ in changes_made}:
-            steps, changes_made = fewer, changes
+        if fits and {text for _, text, _ in changes} <= {text for _, text, _ in made}:
+            steps, made = fewer, changes
     return [
         Advice(text, p.memory.total / 1e9, not limits.excess(p), p.node_memory / 1e9, _quality_cost(text, p))
-        for text, p in changes_made
+        for _, text, p in made
     ]
 
 
@@ -86,14 +78,15 @@ def _quality_cost(change: str, plan: RunPlan) -> str:
     return "small updates round away: 4 % higher loss in a test" if is_rounded else ""
 
 
-def _apply_steps(steps: list[Step], plan: RunPlan, limits: MemoryLimits) -> list[tuple[str, RunPlan]]:
-    done = []
+def _apply_steps(steps: list[Step], plan: RunPlan, limits: MemoryLimits) -> list[tuple[Step, str, RunPlan]]:
+    """Return the steps that help, with their changes and the plans after them, until the run fits."""
+    made = []
     for step in steps:
-        applied = _apply_step(step, plan, limits)
+        applied = _apply_step(step, plan, limits) if limits.excess(plan) else None
         if applied is not None:
-            done.append(applied)
+            made.append((step, *applied))
             plan = applied[1]
-    return done
+    return made
 
 
 def _apply_step(step: Step, plan: RunPlan, limits: MemoryLimits) -> tuple[str, RunPlan] | None:
@@ -113,9 +106,7 @@ def _apply_step(step: Step, plan: RunPlan, limits: MemoryLimits) -> tuple[str, R
 
 def _set(plan: RunPlan, changes: Changes, unnamed: Changes | None = None) -> Change:
     """Return a change of options. ``unnamed`` options are also set, but are no part of its flags."""
-    values = {option: str(value).lower() if isinstance(value, bool) else value for option, value in changes.items()}
-    flags = " ".join(f"--{option} {value}" for option, value in values.items())
-    return flags, with_options(plan.args, changes | (unnamed or {})), plan.config.devices
+    return flags_of(changes), with_options(plan.args, changes | (unnamed or {})), plan.config.devices
 
 
 def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
@@ -131,11 +122,6 @@ def _fsdp_compatible(plan: RunPlan) -> Iterator[Change]:
         yield _set(plan, {"precision": "bf16-mixed"} | ({} if plan.args.strategy == AUTO else {"strategy": "fsdp"}))
 
 
-def _sharded_gradients(plan: RunPlan) -> Iterator[Change]:
-    if plan.config.strategy.kind == "fsdp" and plan.config.batch.accumulation > 1:
-        yield _set(plan, {"fsdp.accumulate": "sharded"})
-
-
 def _full_shard(plan: RunPlan) -> Iterator[Change]:
     strategy = plan.config.strategy
     if strategy.shards < strategy.layout.data_parallel or strategy.sharding == "SHARD_GRAD_OP":
@@ -149,31 +135,6 @@ def _checkpointing(plan: RunPlan) -> Iterator[Change]:
         yield _set(plan, {"train.activation_checkpointing": mode})
 
 
-def _bf16_masters(plan: RunPlan) -> Iterator[Change]:
-    """Store weights in bf16 with fp32 masters. Refused with sharding and with LoRA."""
-    if plan.config.precision != "bf16-master":
-        yield _set(plan, {"precision": "bf16-master"})
-
-
-def _smaller_moments(plan: RunPlan) -> Iterator[Change]:
-    """Store moments in bf16. Refused with sharding and for optimizers without moments."""
-    args = plan.args
-    if args.lora is None and args.optimizer.state_dtype == AUTO and plan.config.precision != "bf16-true":
-        yield _set(plan, {"optimizer.state_dtype": "bf16"})
-
-
-def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
-    """Store the frozen base model of a LoRA run in bf16."""
-    if plan.config.precision != "bf16-true" and plan.args.lora is not None:
-        yield _set(plan, {"precision": "bf16-true"})
-
-
-def _rounded_weights(plan: RunPlan) -> Iterator[Change]:
-    """Store all weights in bf16 in a run without LoRA. The run reports how many updates round away."""
-    if plan.args.lora is None and plan.config.precision not in ("bf16-true", "bf16-master"):
-        yield _set(plan, {"precision": "bf16-true"}, {"optimizer.state_dtype": AUTO})
-
-
 def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
     """Use one micro-batch per step. With accumulation, gradients and activations are in memory together."""
     batch = plan.config.batch
@@ -181,35 +142,13 @@ def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
         yield _set(plan, {"train.global_batch_size": batch.micro_batch_size * batch.data_parallel})
 
 
-def _step_in_backward(plan: RunPlan) -> Iterator[Change]:
-    """Update weights during the backward pass. Refused with clipping or accumulation."""
-    yield _set(plan, {"optimizer.in_backward": True})
-
-
 def _train_adapters(plan: RunPlan) -> Iterator[Change]:
     """Train LoRA adapters. Resets the masters and bf16 moments that earlier changes may have set."""
     args = plan.args
     if args.command == "finetune_full":
         precision = AUTO if args.precision == "bf16-master" else args.precision
-        optimizer = replace(args.optimizer, state_dtype=AUTO)
-        changed = replace(args, command="finetune_lora", lora=LoRAConfig(), precision=precision, optimizer=optimizer)
-        yield "toolkit finetune_lora", changed, plan.config.devices
-
-
-def _quantize(plan: RunPlan) -> Iterator[Change]:
-    if plan.args.lora is not None and plan.args.quantize is None:
-        yield _set(plan, {"quantize": "bnb.nf4"})
-
-
-def _offload(plan: RunPlan) -> Iterator[Change]:
-    """Offload to the CPU: slow, with the same result. For LoRA, 4-bit weights are better."""
-    if plan.args.lora is None:
-        yield from _cpu_offload(plan)
-
-
-def _cpu_offload(plan: RunPlan) -> Iterator[Change]:
-    if plan.config.strategy.kind == "fsdp" or plan.config.strategy.layout.world_size == 1:
-        yield _set(plan, {"fsdp.cpu_offload": True})
+        changes: Changes = {"precision": precision, "optimizer.state_dtype": AUTO}
+        yield "toolkit finetune_lora", *_set(plan, changes | {"command": "finetune_lora", "lora": LoRAConfig()})[1:]
 
 
 def _shorten_sequences(plan: RunPlan) -> Iterator[Change]:
@@ -232,20 +171,53 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
     """Train a model with fewer layers, as the last resort."""
     args, layers = plan.args, plan.model.n_layer // 2
     while args.initial_checkpoint_dir is None and args.lora is None and layers:
-        config = ModelOverrides(**{**vars(args.model_config), "n_layer": layers})
-        yield (
-            f"a smaller model: --model_config.n_layer {layers}",
-            replace(args, model_config=config),
-            plan.config.devices,
-        )
+        flags, changed, devices = _set(plan, {"model_config.n_layer": layers})
+        yield f"a smaller model: {flags}", changed, devices
         layers //= 2
 
 
+def _change(applies: Callable[[RunPlan], bool], changes: Changes, unnamed: Changes | None = None) -> Step:
+    """Return a step with a single change, for the plans to which it applies. See :func:`_set`."""
+    return lambda plan: iter([_set(plan, changes, unnamed)] if applies(plan) else [])
+
+
+def _can_offload(plan: RunPlan) -> bool:
+    return plan.config.strategy.kind == "fsdp" or plan.config.strategy.layout.world_size == 1
+
+
+_CPU_OFFLOAD: Changes = {"fsdp.cpu_offload": True}
+
+# fmt: off
 _STEPS: list[Step] = [
-    _smaller_micro_batch, _step_in_backward, _fsdp_compatible, _sharded_gradients, _full_shard, _checkpointing,
-    _bf16_masters, _smaller_moments, _true_16_bits, _offload, _no_accumulation, _train_adapters, _quantize,
-    _rounded_weights, _cpu_offload, _shorten_sequences, _more_devices, _fewer_layers,
-]  # fmt: skip
+    _smaller_micro_batch,
+    # refused with clipping or accumulation
+    _change(lambda p: True, {"optimizer.in_backward": True}),
+    _fsdp_compatible,
+    _change(lambda p: p.config.strategy.kind == "fsdp" and p.config.batch.accumulation > 1,
+            {"fsdp.accumulate": "sharded"}),
+    _full_shard,
+    _checkpointing,
+    # weights in bf16 with fp32 masters: refused with sharding and with LoRA
+    _change(lambda p: p.config.precision != "bf16-master", {"precision": "bf16-master"}),
+    # refused with sharding and for optimizers without moments
+    _change(lambda p: p.args.lora is None and p.args.optimizer.state_dtype == AUTO
+            and p.config.precision != "bf16-true", {"optimizer.state_dtype": "bf16"}),
+    # the frozen base model of a LoRA run
+    _change(lambda p: p.args.lora is not None and p.config.precision != "bf16-true", {"precision": "bf16-true"}),
+    # slow, with the same result; for LoRA, 4-bit weights are better
+    _change(lambda p: p.args.lora is None and _can_offload(p), _CPU_OFFLOAD),
+    _no_accumulation,
+    _train_adapters,
+    _change(lambda p: p.args.lora is not None and p.args.quantize is None, {"quantize": "bnb.nf4"}),
+    # without LoRA, the run reports how many updates round away
+    _change(lambda p: p.args.lora is None and p.config.precision not in ("bf16-true", "bf16-master"),
+            {"precision": "bf16-true"}, {"optimizer.state_dtype": AUTO}),
+    _change(_can_offload, _CPU_OFFLOAD),
+    _shorten_sequences,
+    _more_devices,
+    _fewer_layers,
+]
+# fmt: on
 
 
 _PAGE = " (see troubleshooting: out of memory)"

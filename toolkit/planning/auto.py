@@ -14,7 +14,7 @@ from toolkit.config import AUTO, none_if_auto
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.stages import nearest_micro_batches
 from toolkit.distributed.strategy import StrategyPlan, implied_strategy
-from toolkit.errors import UserError
+from toolkit.errors import UserError, option_text
 from toolkit.models.config import ModelConfig
 from toolkit.planning.compatibility import ROWS, Row
 from toolkit.planning.facts import Facts
@@ -117,7 +117,7 @@ def choose_options(args: RunArgs, devices: DeviceSpec, length: int | None, estim
         changes = _minimize_memory(args, devices, estimate) or changes
     if not changes:
         return AutoChoices(args, preset=f"{preset}: nothing to change")
-    chosen, flags = with_options(args, changes), ", ".join(f"--{option} {value}" for option, value in changes.items())
+    chosen, flags = with_options(args, changes), flags_of(changes, ", ")
     if not (total := estimate(chosen)) < math.inf:
         return AutoChoices(chosen, preset=f"{preset}: {flags} (memory unknown for this model)")
     memory = f"about {_gb(total)} per device, {_gb(estimate(balanced))} by default"
@@ -275,6 +275,11 @@ def with_options(args: RunArgs, changes: Changes) -> RunArgs:
         group, _, name = option.rpartition(".")
         args = replace(args, **({group: replace(getattr(args, group), **{name: value})} if group else {name: value}))
     return args
+
+
+def flags_of(changes: Changes, separator: str = " ") -> str:
+    """Return changes as on the command line."""
+    return separator.join(f"--{option} {option_text(value)}" for option, value in changes.items())
 
 
 def _gb(size: float) -> str:

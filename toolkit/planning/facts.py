@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.config import COMPILERS, DDPArgs, FSDPArgs
 from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
+from toolkit.errors import option_text
 from toolkit.extension import registered
 from toolkit.models.families import family_of
 from toolkit.planning.batch import BatchPlan
@@ -153,8 +154,7 @@ class Facts:
 
     def text(self, name: str) -> str:
         """Format a value as on the command line. ``name`` is a dotted attribute of this object or of ``args``."""
-        value = attrgetter(name)(self if hasattr(self, name.partition(".")[0]) else self.args)
-        return str(value).lower() if isinstance(value, bool) else str(value)
+        return option_text(attrgetter(name)(self if hasattr(self, name.partition(".")[0]) else self.args))
 
 
 def _first_changed(group: str, args: FSDPArgs | DDPArgs, allowed: list[str]) -> str:
@@ -162,5 +162,5 @@ def _first_changed(group: str, args: FSDPArgs | DDPArgs, allowed: list[str]) -> 
     for field in fields(args):
         value = getattr(args, field.name)
         if field.name not in allowed and value != field.default:
-            return f"--{group}.{field.name} {str(value).lower() if isinstance(value, bool) else value}"
+            return f"--{group}.{field.name} {option_text(value)}"
     return ""

@@ -15,7 +15,7 @@ from toolkit.checkpoints.store import step_in_name
 from toolkit.checkpoints.weights import load_state
 from toolkit.config import OptimizerArgs
 from toolkit.data.cache import hash_inputs
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, one_line, option_text
 from toolkit.io.safe_parse import read_json
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.optim.schedule import Schedule
@@ -114,7 +114,7 @@ def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
     if old == new:
         return
     hint = "give the same, or another --out_dir"
-    shown, trained = (str(value).lower() if isinstance(value, bool) else value for value in (new, old))
+    shown, trained = option_text(new), option_text(old)
     if flag in _HASHED:
         raise UserError(f"{flag}: {folder} was trained with {_HASHED[flag]}; {hint}")
     if new is None:  # not set, and no default

@@ -7,7 +7,7 @@ from typing import NamedTuple, get_args
 
 from toolkit.config import AUTO, ActivationCheckpointing
 from toolkit.errors import UserError
-from toolkit.planning.auto import MAX_BATCH_MEMORY_FRACTION
+from toolkit.planning.auto import MAX_BATCH_MEMORY_FRACTION, MICRO_BATCH_SIZE, Changes, flags_of, with_options
 from toolkit.planning.plan import RunPlan, plan_run
 from toolkit.planning.resolve import choose_precision
 from toolkit.planning.run_args import RunArgs
@@ -16,6 +16,10 @@ from toolkit.planning.speed.predict import Prediction, predict
 
 MIN_GAIN = 0.02
 """Predicted gains below this are noise."""
+
+
+Change = tuple[str, RunArgs]
+"""Flags, and the run's options with them."""
 
 
 class Suggestion(NamedTuple):
@@ -51,7 +55,7 @@ def suggestions(plan: RunPlan, gpu: GpuSpec, prediction: Prediction) -> list[Sug
 
 
 def _best(
-    change: Callable[[RunPlan], Iterator[tuple[str, RunArgs]]], plan: RunPlan, gpu: GpuSpec, prediction: Prediction
+    change: Callable[[RunPlan], Iterator[Change]], plan: RunPlan, gpu: GpuSpec, prediction: Prediction
 ) -> tuple[Suggestion, RunPlan] | None:
     """Return the fastest variant of a change that fits; None if no variant fits and is faster by ``MIN_GAIN``."""
     best = None
@@ -79,51 +83,52 @@ def _gain(new: Prediction, old: Prediction) -> float:
     return new.tokens_per_sec / old.tokens_per_sec - 1
 
 
-def _compiler(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+def _set(plan: RunPlan, changes: Changes) -> Change:
+    return flags_of(changes), with_options(plan.config.args, changes)
+
+
+def _compiler(plan: RunPlan) -> Iterator[Change]:
     """Suggest ``--compiler torch``. No gain if auto skips compilation (short run or rows of different lengths)."""
     if plan.config.args.compiler == "none":
         yield "--compiler torch", replace(plan.config.args, compiler=AUTO)
 
 
-def _precision(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+def _precision(plan: RunPlan) -> Iterator[Change]:
     """Replace fp32 by the precision that auto chooses."""
-    args = replace(plan.config.args, precision=AUTO)
-    precision = choose_precision(args, plan.config.devices)
+    precision = choose_precision(replace(plan.config.args, precision=AUTO), plan.config.devices)
     if plan.config.precision == "32-true" != precision:
-        yield f"--precision {precision}", replace(args, precision=precision)
+        yield _set(plan, {"precision": precision})
 
 
-def _micro_batch(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+def _micro_batch(plan: RunPlan) -> Iterator[Change]:
     """Yield the largest two sizes that fit."""
-    args, batch = plan.config.args, plan.config.batch
+    batch = plan.config.batch
     per_rank = batch.global_batch_size // batch.data_parallel
-    fitting: list[tuple[str, RunArgs]] = []
+    fitting: list[Change] = []
     for size in sorted({2**i for i in range(11)} | {per_rank}):
         if batch.micro_batch_size < size <= per_rank and per_rank % size == 0:
-            changed = replace(args, train=replace(args.train, micro_batch_size=size))
+            change = _set(plan, {MICRO_BATCH_SIZE: size})
             with suppress(UserError):  # the run would raise this
-                if not _fits(plan_run(changed, plan.config.devices), plan):
+                if not _fits(plan_run(change[1], plan.config.devices), plan):
                     break
-                fitting.append((f"--train.micro_batch_size {size}", changed))
+                fitting.append(change)
     yield from fitting[-2:]
 
 
-def _less_recomputation(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    args, modes = plan.config.args, get_args(ActivationCheckpointing)
-    for mode in modes[: modes.index(args.train.activation_checkpointing)]:
-        train = replace(args.train, activation_checkpointing=mode)
-        yield f"--train.activation_checkpointing {mode}", replace(args, train=train)
+def _less_recomputation(plan: RunPlan) -> Iterator[Change]:
+    modes = get_args(ActivationCheckpointing)
+    for mode in modes[: modes.index(plan.config.args.train.activation_checkpointing)]:
+        yield _set(plan, {"train.activation_checkpointing": mode})
 
 
-def _strategy(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+def _strategy(plan: RunPlan) -> Iterator[Change]:
     """Switch between ddp and fsdp, if the options support both."""
-    args, kind = plan.config.args, plan.config.strategy.kind
-    if kind == "fsdp" and plan.config.strategy.extension is None and not plan.config.strategy.offloads:
-        yield "--strategy ddp", replace(args, strategy="ddp")
-        changed = replace(args.fsdp, sharding_strategy="SHARD_GRAD_OP")
-        yield "--fsdp.sharding_strategy SHARD_GRAD_OP", replace(args, fsdp=changed)
-    elif kind == "ddp":
-        yield "--strategy fsdp", replace(args, strategy="fsdp")
+    strategy = plan.config.strategy
+    if strategy.kind == "fsdp" and strategy.extension is None and not strategy.offloads:
+        yield _set(plan, {"strategy": "ddp"})
+        yield _set(plan, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"})
+    elif strategy.kind == "ddp":
+        yield _set(plan, {"strategy": "fsdp"})
 
 
 _CHANGES = (_precision, _compiler, _micro_batch, _less_recomputation, _strategy)
