@@ -15,7 +15,10 @@ from toolkit.io.safe_parse import no_follow, parse_json
 from toolkit.version import __version__
 
 EVENTS = "logs/events.jsonl"
-_PACKAGES = ("torch", "lightning", "litdata", "tokenizers", "transformers", "bitsandbytes", "torchao", "numpy")
+_PACKAGES = (
+    "torch", "lightning", "litdata", "jsonargparse", "transformers", "peft", "bitsandbytes", "torchao", "tokenizers",
+    "safetensors", "huggingface_hub", "numpy",
+)  # fmt: skip
 _MAX_LINE = 2**20  # bytes
 
 
@@ -39,11 +42,16 @@ def parse_events(content: bytes) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def environment() -> dict[str, str]:
-    """Return versions and machine of this process, without names of hosts, users or paths."""
-    facts = {"toolkit": __version__, "python": platform.python_version()}
+def package_versions() -> dict[str, str]:
+    """Return the versions of toolkit, of Python and of the packages that affect a run."""
+    versions = {"toolkit": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            facts[name] = version(name)
+            versions[name] = version(name)
+    return versions
+
+
+def environment() -> dict[str, str]:
+    """Return versions and machine of this process, without names of hosts, users or paths."""
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
-    return facts | extension_versions() | {"system": system}
+    return package_versions() | extension_versions() | {"system": system}
