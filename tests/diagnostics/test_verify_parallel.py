@@ -104,7 +104,7 @@ def test_processes_that_it_starts_and_torchrun(flags):
 def test_one_process_that_is_killed_is_reported(flags, capsys):
     killed = ["--devices", "2", "--callbacks", "helpers.faulty_callbacks.KillAlone"]
     assert cli.main([*VERIFY.split(), *flags, *killed]) == 1
-    error = "toolkit verify_parallel: one process: was killed by SIGKILL; possibly out of memory "
+    error = "toolkit verify_parallel: one process: was killed or crashed; possibly out of memory "
     error += "(see troubleshooting: out of memory)\n"
     assert capsys.readouterr().err == error
 

@@ -51,8 +51,11 @@ def setup(
         run_rows(json_path)
         return
     try:
-        from toolkit.diagnostics.doctor import DoctorOptions, examine
+        from toolkit.diagnostics.doctor import examine
     except Exception:  # torch or Lightning does not import
         print(format_sections(describe_environment(out_dir)), flush=True)
         raise
-    examine(DoctorOptions(comm, check_grads, topology, strategy, accelerator, devices, num_nodes, timeout, out_dir))
+    examine(
+        comm=comm, check_grads=check_grads, topology=topology, strategy=strategy, accelerator=accelerator,
+        devices=devices, num_nodes=num_nodes, timeout=timeout, out_dir=out_dir,
+    )  # fmt: skip

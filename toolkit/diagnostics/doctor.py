@@ -6,22 +6,10 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 
 from lightning.fabric import Fabric
 
-from toolkit.config import (
-    AUTO,
-    Accelerator,
-    Auto,
-    DDPArgs,
-    EvalArgs,
-    FSDPArgs,
-    OptimizerArgs,
-    Strategy,
-    TrainArgs,
-)
+from toolkit.config import AUTO, Accelerator, Auto, DDPArgs, EvalArgs, FSDPArgs, OptimizerArgs, Strategy, TrainArgs
 from toolkit.data.tokens.synthetic import SyntheticTokens
 from toolkit.diagnostics import communication
 from toolkit.diagnostics.comparison import compare
@@ -34,20 +22,17 @@ from toolkit.diagnostics.environment import (
     nvidia_smi,
 )
 from toolkit.diagnostics.topology import find_slow_links, parse_topology
-from toolkit.diagnostics.verify import LayoutCheck
+from toolkit.diagnostics.verify import check_layout
 from toolkit.distributed import ranks
 from toolkit.distributed.device import count_devices, pick_accelerator
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
-from toolkit.distributed.strategy import plan_strategy
+from toolkit.distributed.mesh import Layout
+from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import PeerLostError, PeerShutdownError, UserError, mark_reported, require_option
 from toolkit.models.block import Block
-from toolkit.planning.auto import resolve_auto
-from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.engine import start
-from toolkit.training.short_run import short_run_args
 
 _MAX_SKEW = 1.0  # seconds
 _MAX_LISTED_RANKS = 64
@@ -55,56 +40,45 @@ _MODEL = "pico-llama"
 _NCCL_HINT = "NCCL_DEBUG=INFO shows what NCCL does, NCCL_SOCKET_IFNAME selects its network (see troubleshooting: NCCL)"
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    """The options of the command, see :func:`toolkit.commands.doctor.setup`."""
-
-    comm: bool
-    check_grads: bool
-    topology: bool
-    strategy: Strategy
-    accelerator: Accelerator
-    devices: int | Auto
-    num_nodes: int | Auto
-    timeout: float | Auto
-    out_dir: str
-
-    @property
-    def minutes(self) -> float:
-        return 5.0 if self.timeout == AUTO else self.timeout
-
-    def check(self, world: WorldInfo) -> None:
-        if world.world_size == 1:
-            for name, default in (("comm", False), ("check_grads", False), ("timeout", AUTO)):
-                value = getattr(self, name)
-                hint = "needs several processes; use --devices 2 or a launcher"
-                require_option(value == default, name, str(value).lower(), hint)
-        needless = self.strategy != "auto" and not self.check_grads
-        require_option(not needless, "strategy", self.strategy, "has no effect without --check_grads")
-
-
-def examine(options: DoctorOptions) -> None:
-    """Print the report on rank 0. Every process calls this."""
-    device = pick_accelerator(options.accelerator)
-    world = detect_world(options.devices, options.num_nodes, count_devices(device))
-    options.check(world)
-    environment = describe_environment(options.out_dir)
+def examine(
+    *,
+    comm: bool,
+    check_grads: bool,
+    topology: bool,
+    strategy: Strategy,
+    accelerator: Accelerator,
+    devices: int | Auto,
+    num_nodes: int | Auto,
+    timeout: float | Auto,
+    out_dir: str,
+) -> None:
+    """Print the report on rank 0. Every process calls this. The options are those of the command."""
+    device = pick_accelerator(accelerator)
+    world = detect_world(devices, num_nodes, count_devices(device))
+    for name, value, is_default in (
+        ("comm", comm, not comm), ("check_grads", check_grads, not check_grads), ("timeout", timeout, timeout == AUTO)
+    ):  # fmt: skip
+        hint = "needs several processes; use --devices 2 or a launcher"
+        require_option(world.world_size > 1 or is_default, name, str(value).lower(), hint)
+    has_effect = check_grads or strategy == "auto"
+    require_option(has_effect, "strategy", strategy, "has no effect without --check_grads")
+    minutes = 5.0 if timeout == AUTO else timeout
+    environment = describe_environment(out_dir)
     warnings = find_problems(environment)
     _print(world, format_sections(environment))
-    if options.topology:
+    if topology:
         warnings += _examine_topology(world)
     if world.world_size > 1:
         addresses: list[str] = []
         with _errors_with_addresses(addresses, world, device):
-            with _connect(world, device, options.minutes) as fabric:
+            with _connect(world, device, minutes) as fabric:
                 addresses += ranks.all_gather_object(f"pid {os.getpid()} on {socket.gethostname()}")
                 warnings += _examine_ranks(world, fabric, addresses, environment)
-                if options.comm:
+                if comm:
                     _examine_communication(world, fabric, addresses)
-            if options.check_grads:
-                _examine_gradients(world, device, options)
-    lines = [f"  {warning}" for warning in warnings] or ["  none"]
-    _print(world, "\n".join(["Warnings", *lines]))
+            if check_grads:
+                _examine_gradients(world, accelerator, strategy, minutes)
+    _print(world, "\n  ".join(["Warnings", *(warnings or ["none"])]))
 
 
 # ---- processes
@@ -113,18 +87,11 @@ def examine(options: DoctorOptions) -> None:
 @contextmanager
 def _connect(world: WorldInfo, device: str, minutes: float) -> Iterator[Fabric]:
     """Launch the processes and connect them, as a run does."""
-    plan = plan_strategy(
-        "ddp",
-        FSDPArgs(),
-        DDPArgs(),
-        devices=world.devices,
-        num_nodes=world.num_nodes,
-        accelerator=device,
-        precision="32-true",
-    )
+    layout = Layout(replicate=world.world_size)
     fabric = build_fabric(
-        plan, world, accelerator=device, precision="32-true", fsdp=FSDPArgs(), ddp=DDPArgs(), block_classes={Block}
-    )
+        StrategyPlan("ddp", None, layout, ""), world, accelerator=device, precision="32-true", fsdp=FSDPArgs(),
+        ddp=DDPArgs(), block_classes={Block},
+    )  # fmt: skip
     with launch_processes(fabric, world, Timeouts.from_minutes(minutes)) as group:
         group.init_process_group()
         yield fabric
@@ -160,18 +127,19 @@ def name_addresses(text: str, addresses: list[str], world: WorldInfo) -> str:
 
 def _examine_ranks(world: WorldInfo, fabric: Fabric, addresses: list[str], environment: Sections) -> list[str]:
     """Print all ranks and the clock skew of other nodes; return warnings."""
-    everywhere = ranks.all_gather_object(environment)
+    everywhere, skews = ranks.all_gather_object(environment), communication.measure_clock_skew()
     devices = ranks.all_gather_object(str(fabric.device))
     places = [f"{address}, {device}" for address, device in zip(addresses, devices, strict=True)]
-    shown = {f"rank {rank}": place for rank, place in list(enumerate(places))[:_MAX_LISTED_RANKS]}
+    shown = {f"rank {rank}": place for rank, place in enumerate(places[:_MAX_LISTED_RANKS])}
     if len(places) > _MAX_LISTED_RANKS:
         shown["..."] = f"{len(places) - _MAX_LISTED_RANKS} more"
-    skews = communication.measure_clock_skew([node * world.devices for node in range(1, world.num_nodes)])
-    clocks = {f"clock of rank {rank}": f"{skew * 1e3:+.1f} ms from rank 0's" for rank, skew in skews.items()}
-    _print(world, format_sections({"Processes": shown | clocks}))
-    late = {rank: skew for rank, skew in skews.items() if abs(skew) > _MAX_SKEW}
-    warnings = [f"the clock of rank {rank} ({addresses[rank]}) differs by {skew:+.1f} s" for rank, skew in late.items()]
-    return find_differences(everywhere) + warnings
+    warnings = find_differences(everywhere)
+    for rank in range(world.devices, world.world_size, world.devices):  # the first of each other node
+        shown[f"clock of rank {rank}"] = f"{skews[rank] * 1e3:+.1f} ms from rank 0's"
+        if abs(skews[rank]) > _MAX_SKEW:
+            warnings.append(f"the clock of rank {rank} ({addresses[rank]}) differs by {skews[rank]:+.1f} s")
+    _print(world, format_sections({"Processes": shown}))
+    return warnings
 
 
 # ---- sections
@@ -181,14 +149,11 @@ def _examine_topology(world: WorldInfo) -> list[str]:
     """Print this node's ``nvidia-smi topo -m`` matrix; return warnings."""
     if world.global_rank != 0:
         return []
-    text = nvidia_smi("topo", "-m")
-    if text is None:
-        _print(world, "Topology\n  nvidia-smi is missing or fails: no NVIDIA GPU or no driver")
-        return []
-    matrix = text.partition("\nLegend")[0].rstrip()
-    _print(world, "\n".join(["Topology", *(f"  {line.expandtabs()}" for line in matrix.splitlines())]))
+    text = nvidia_smi("topo", "-m") or "nvidia-smi is missing or fails: no NVIDIA GPU or no driver"
+    matrix = text.partition("\nLegend")[0].rstrip().expandtabs()
+    _print(world, "\n  ".join(["Topology", *matrix.splitlines()]))
     try:
-        return find_slow_links(parse_topology(text))
+        return find_slow_links(parse_topology(text)) if "\n" in text else []
     except ValueError as error:
         return [f"nvidia-smi topo -m: {error}"]
 
@@ -198,34 +163,29 @@ def _examine_communication(world: WorldInfo, fabric: Fabric, addresses: list[str
     backend = "nccl" if fabric.device.type == "cuda" else "gloo"
     _print(world, f"Communication ({backend}, {world.world_size} ranks, float32; busbw as in nccl-tests)")
     _print(world, f"  {'operation':14}{'size':>9}{'time':>12}{'algbw':>14}{'busbw':>14}")
-    for measurement in communication.measure_collectives(fabric.device):
-        size, seconds = communication.format_size(measurement.size), f"{measurement.seconds * 1e3:,.3f} ms"
-        rates = "".join(f"{rate / 1e9:>9.3g} GB/s" for rate in (measurement.algbw, measurement.busbw))
-        _print(world, f"  {measurement.operation:14}{size:>9}{seconds:>12}{rates}")
+    for name, size, seconds, *rates in communication.measure_collectives(fabric.device):
+        bandwidths = "".join(f"{rate / 1e9:>9.3g} GB/s" for rate in rates)
+        milliseconds = f"{seconds * 1e3:,.3f} ms"
+        _print(world, f"  {name:14}{communication.format_size(size):>9}{milliseconds:>12}{bandwidths}")
     links = communication.measure_ring(fabric.device)
-    slowest, fastest = (choose(links, key=lambda link: link.bandwidth) for choose in (min, max))
-    for name, link in (("slowest", slowest), ("fastest", fastest)):
-        pair = f"rank {link.sender} ({addresses[link.sender]}) to rank {link.receiver} ({addresses[link.receiver]})"
-        _print(world, f"  {name} link of the ring: {link.bandwidth / 1e9:.3g} GB/s, {pair}")
+    for name, choose in (("slowest", min), ("fastest", max)):
+        bandwidth, sender = choose((bandwidth, rank) for rank, bandwidth in enumerate(links))
+        receiver = (sender + 1) % world.world_size
+        pair = f"rank {sender} ({addresses[sender]}) to rank {receiver} ({addresses[receiver]})"
+        _print(world, f"  {name} link of the ring: {bandwidth / 1e9:.3g} GB/s, {pair}")
     _print(world, "  all values are correct")
 
 
-def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) -> None:
+def _examine_gradients(world: WorldInfo, accelerator: Accelerator, strategy: Strategy, minutes: float) -> None:
     """Train a small model for one step on all ranks and on one process; print each parameter's gradient norm."""
-    check = LayoutCheck()
-    with TemporaryDirectory(prefix="toolkit-") as folder, redirect_stdout(io.StringIO()):
+    with redirect_stdout(io.StringIO()):
         args = RunArgs(
             command="pretrain", model_name=_MODEL, data=SyntheticTokens(vocab_size=512), eval=EvalArgs(),
             train=TrainArgs(global_batch_size=4 * world.world_size, micro_batch_size=2, max_seq_length=64),
-            optimizer=OptimizerArgs(), out_dir=folder, precision="32-true", accelerator=options.accelerator,
-            devices=world.devices, num_nodes=world.num_nodes, timeout=options.minutes,
-            strategy=options.strategy,
+            optimizer=OptimizerArgs(), out_dir="", precision="32-true", accelerator=accelerator,
+            devices=world.devices, num_nodes=world.num_nodes, timeout=minutes, strategy=strategy,
         )  # fmt: skip
-        args = short_run_args(args, 1, folder)
-        config = resolve_auto(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
-        if world.global_rank == 0:
-            check.run_references(args, 1, config, quiet=True)
-        start(config, world, [check], is_short=True)
+        config, check = check_layout(args, 1, pick_accelerator(accelerator), world, quiet=True)
     _print(world, f"Gradients of one step of {_MODEL}: {config.strategy}")
     if world.global_rank != 0:
         return
@@ -235,9 +195,9 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
     for name, norm in record.gradients.items():
         print(f"  {name:{width}}{norm:>14.8f}{reference.gradients[name]:>14.8f}")
     largest = compare(record, reference).gradient
-    copies = f"; the {world.world_size // config.strategy.shards} replicas are bit-equal"
-    has_copies = config.strategy.shards < world.world_size
-    print(f"  largest relative difference of a norm from one process: {largest:.1e}{copies if has_copies else ''}")
+    replicas = world.world_size // config.strategy.shards
+    copies = f"; the {replicas} replicas are bit-equal" if replicas > 1 else ""
+    print(f"  largest relative difference of a norm from one process: {largest:.1e}{copies}")
 
 
 def _print(world: WorldInfo, text: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 
-from toolkit.diagnostics.comparison import VALUES, Difference, choose_splits, choose_tolerance, compare
+from toolkit.diagnostics.comparison import Difference, choose_splits, choose_tolerance, compare
 from toolkit.diagnostics.environment import memory_limit
 from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
 from toolkit.diagnostics.single_process import run_single_process
 from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
+from toolkit.distributed.world import WorldInfo
 from toolkit.errors import DifferenceError, UserError, require_option
 from toolkit.models.config import ModelOverrides
 from toolkit.planning.auto import resolve_auto
@@ -23,12 +24,8 @@ from toolkit.training.launch import detect_devices
 from toolkit.training.run import Run
 from toolkit.training.short_run import short_run_args, single_process_args
 
-_NAMES = {
-    "loss": "the loss",
-    "grad_norm": "the gradient norm",
-    "gradient": "a parameter's gradient",
-    "logged_norm": "the logged gradient norm",
-}
+_NAMES = ("the loss", "the gradient norm", "a parameter's gradient", "the logged gradient norm")
+"""Words for the numbers of a :class:`Difference`, in its order."""
 _COLUMNS = ("step", "loss", "one process", "difference", "grad norm", "one process", "difference", "gradients")
 
 
@@ -45,6 +42,17 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
     size = args.pipeline_parallel_size
     hint = "verify_parallel compares gradients of complete models; use 1"
     require_option(size == 1, "pipeline_parallel_size", size, hint)
+    check_layout(args, steps, device, world)
+
+
+def check_layout(
+    args: RunArgs, steps: int, device: str, world: WorldInfo, quiet: bool = False
+) -> tuple[ResolvedConfig, LayoutCheck]:
+    """Do what :func:`verify_parallel` says. With ``quiet`` the child process prints nothing.
+
+    Raises:
+        DifferenceError: The steps differ.
+    """
     with TemporaryDirectory(prefix="toolkit-") as folder:
         trial = short_run_args(args, steps, folder)
         config = resolve_auto(trial, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
@@ -52,9 +60,10 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
         if world.global_rank == 0:
             require_memory_of_one_process(config.args, device)
             _announce(args, config)
-            check.run_references(args, steps, config)
+            check.run_references(args, steps, config, quiet)
             print(f"On {world.world_size} ranks:", flush=True)
         start(config, world, [*callbacks, check], is_short=True)
+    return config, check
 
 
 class LayoutCheck(GradientRecorder):
@@ -66,10 +75,10 @@ class LayoutCheck(GradientRecorder):
         self.tolerance: Difference | None = None
         self.differences: list[Difference] = []
 
-    def run_references(self, args: RunArgs, steps: int, config: ResolvedConfig, quiet: bool = False) -> None:
+    def run_references(self, args: RunArgs, steps: int, config: ResolvedConfig, quiet: bool) -> None:
         """Train on one process. In 16 bits, repeat with other micro-batch sizes to choose the tolerance.
 
-        ``config`` is the resolved configuration of ``args``. With ``quiet`` the child process prints nothing.
+        ``config`` is the resolved configuration of ``args``.
         """
         print("One process:", flush=True)
         self.reference = run_single_process(args, steps, config.device, config.batch.micro_batch_size, quiet)
@@ -78,7 +87,7 @@ class LayoutCheck(GradientRecorder):
             for size in choose_splits(config.batch.global_batch_size, config.batch.micro_batch_size):
                 print(f"One process, micro batch {size}, for the tolerance of {config.precision}", flush=True)
                 splits.append(run_single_process(args, steps, config.device, size, quiet=True))
-        self.tolerance = choose_tolerance(config.precision, self.reference, splits)
+        self.tolerance = choose_tolerance(self.reference, splits)
 
     def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, metrics)
@@ -91,19 +100,17 @@ class LayoutCheck(GradientRecorder):
             trainer.display.message(format_step(trainer.progress.step, record, reference, difference))
 
     def on_train_end(self, trainer: Run) -> None:
-        tolerance, failure = self.tolerance, ""
-        if tolerance is not None:
-            failure = find_failure(self.differences, tolerance)
-            if not failure:
-                largest = [max(getattr(each, name) for each in self.differences) for name in VALUES[:3]]
-                texts = [
-                    f"{value:.1e} in {_NAMES[name]} (tolerance {getattr(tolerance, name):.1e})"
-                    for name, value in zip(VALUES, largest, strict=False)
-                ]
-                trainer.display.message(
-                    f"passed: {len(self.differences)} steps on {ranks.world_size()} ranks equal those on one process, "
-                    f"within {', '.join(texts)}"
-                )
+        failure = ""
+        if self.tolerance is not None and not (failure := find_failure(self.differences, self.tolerance)):
+            largest = [max(values) for values in list(zip(*self.differences, strict=True))[:3]]
+            texts = [
+                f"{value:.1e} in {name} (tolerance {limit:.1e})"
+                for value, name, limit in zip(largest, _NAMES, self.tolerance, strict=False)
+            ]
+            trainer.display.message(
+                f"passed: {len(self.differences)} steps on {ranks.world_size()} ranks equal those on one process, "
+                f"within {', '.join(texts)}"
+            )
         if failure := ranks.broadcast_from_rank0(failure):
             raise DifferenceError(failure)
 
@@ -111,11 +118,12 @@ class LayoutCheck(GradientRecorder):
 def find_failure(differences: list[Difference], tolerance: Difference) -> str:
     """Describe the first step whose difference exceeds the tolerance; empty if there is none."""
     for step, difference in enumerate(differences, 1):
-        if names := difference.exceeding_values(tolerance):
-            texts = [
-                f"{_NAMES[name]} by {getattr(difference, name):.1e} (tolerance {getattr(tolerance, name):.1e})"
-                for name in names
-            ]
+        texts = [
+            f"{name} by {value:.1e} (tolerance {limit:.1e})"
+            for name, value, limit in zip(_NAMES, difference[:4], tolerance[:4], strict=True)
+            if not value <= limit  # NaN exceeds
+        ]
+        if texts:
             return (
                 f"step {step}: differs from one process in {', '.join(texts)}; the gradient differs most in "
                 f"{difference.parameter}"
@@ -127,29 +135,27 @@ def format_step(step: int, record: StepRecord, reference: StepRecord, difference
     """Return a table row: values of the layout, of one process, and their relative difference."""
     cells = [str(step)]
     for name in ("loss", "grad_norm"):
-        values = (getattr(record, name), getattr(reference, name))
-        cells += [*(f"{value:.8g}" for value in values), f"{getattr(difference, name):.1e}"]
+        cells += [*(f"{getattr(each, name):.8g}" for each in (record, reference)), f"{getattr(difference, name):.1e}"]
     return _row([*cells, f"{difference.gradient:.1e}"])
 
 
 def require_memory_of_one_process(args: RunArgs, device: str) -> None:
     """Check that the model fits on one process, by the memory plan."""
-    single = single_process_args(args)
+    single, spec = single_process_args(args), DeviceSpec(device, 1, 1)
     try:
-        plan = plan_run(single, DeviceSpec(device, 1, 1))
+        plan = fewer = plan_run(single, spec)
     except UserError:
         return  # the vocabulary size is unknown before the data is prepared
     limit = min(device_memory(device), (memory_limit() or float("inf")) if device == "cpu" else float("inf"))
     if plan.memory.total <= limit:
         return
-    layers, total = plan.model.n_layer, plan.memory.total
-    while layers > 1 and total > limit:
+    layers = plan.model.n_layer
+    while layers > 1 and fewer.memory.total > limit:
         layers //= 2
         overrides = ModelOverrides(**vars(single.model_config) | {"n_layer": layers})
-        fewer = replace(single, model_config=overrides)
-        total = plan_run(fewer, DeviceSpec(device, 1, 1)).memory.total
+        fewer = plan_run(replace(single, model_config=overrides), spec)
     fix = f"--model_config.n_layer {layers}"
-    if total > limit:
+    if fewer.memory.total > limit:
         fix = f"{fix} and a smaller --train.micro_batch_size or --train.max_seq_length"
     if args.initial_checkpoint_dir is not None:
         fix = f"`toolkit verify_parallel pretrain {plan.model.name} {fix}` with the same devices and strategy"
