@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -215,8 +216,23 @@ def _step(
     optimizer.zero_grad()
 
 
+@dataclass
+class _Storage:
+    """A storage, live or freed. What it is for may be known only later.
+
+    Args:
+        made_in: The phase in which it was allocated.
+        kind: One of :data:`KINDS`.
+        size: Current bytes; 0 if it is freed.
+    """
+
+    made_in: str
+    kind: str = ACTIVATIONS
+    size: int = 0
+
+
 class Recorder(TorchDispatchMode):
-    """Records allocations, frees and collectives. What a storage is for may be known only later, so kinds are final.
+    """Records allocations, frees and collectives.
 
     Attributes:
         phase: The phase of the step, see :class:`Simulation`.
@@ -225,12 +241,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.phase = "forward"
-        self._ids: dict[int, int] = {}  # of live storages
-        self._storages: list[weakref.ref] = []
-        self._sizes: list[int] = []
-        self._kinds: list[str] = []
-        self._made_in: list[str] = []
-        self._changes: list[tuple[int, int, str]] = []  # storage, bytes, phase
+        self._live: dict[int, _Storage] = {}
+        self._changes: list[tuple[_Storage, int, str]] = []  # storage, bytes, phase
         self._start, self._sent = 0, _nothing_sent()
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -249,17 +261,13 @@ class Recorder(TorchDispatchMode):
         """Record a tensor's storage, and its kind if known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._ids:
-            self._ids[key] = number = len(self._sizes)
-            self._storages.append(weakref.ref(storage, lambda _: self._freed(key, number)))
-            self._sizes.append(0)
-            self._kinds.append(ACTIVATIONS)
-            self._made_in.append(self.phase)
-            self._resized(number, storage.nbytes())
-        number = self._ids[key]
+        if key not in self._live:
+            record = self._live[key] = _Storage(self.phase)
+            weakref.finalize(storage, self._freed, key, record)
+            self._resized(record, storage.nbytes())
         # the head's gradient, computed with the loss, counts as the plan counts it: with the logits
-        if kind and not (kind == GRADIENTS and self._made_in[number] == "forward"):
-            self._kinds[number] = kind
+        if kind and not (kind == GRADIENTS and self._live[key].made_in == "forward"):
+            self._live[key].kind = kind
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
@@ -268,8 +276,8 @@ class Recorder(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if (number := self._ids.get(storage._cdata)) is not None:
-                self._resized(number, storage.nbytes())
+            if (record := self._live.get(storage._cdata)) is not None:
+                self._resized(record, storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
@@ -300,32 +308,29 @@ class Recorder(TorchDispatchMode):
 
     def peak(self) -> tuple[dict[str, float], str]:
         """Return the bytes by kind at the peak, and its phase."""
-        total = highest = end = 0
-        for i, (_, change, _) in enumerate(self._changes):
-            total += change
-            if total > highest and i >= self._start:
-                highest, end = total, i
+        totals = list(accumulate(change for _, change, _ in self._changes))
+        end = max(range(self._start, len(totals)), key=totals.__getitem__)
         sizes: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-        for number, change, _ in self._changes[: end + 1]:
-            sizes[self._kinds[number]] += change
+        for record, change, _ in self._changes[: end + 1]:
+            sizes[record.kind] += change
         return sizes, self._changes[end][2]
 
     def collectives(self) -> list[tuple[str, str, int, float]]:
         return [(name, where, int(calls), size) for (name, where), (calls, size) in sorted(self._sent.items())]
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        number = self._ids.get(tensor.untyped_storage()._cdata)
-        return number is not None and self._kinds[number] == WEIGHTS
+        record = self._live.get(tensor.untyped_storage()._cdata)
+        return record is not None and record.kind == WEIGHTS
 
-    def _freed(self, key: int, number: int) -> None:
-        self._resized(number, 0)
-        if self._ids.get(key) == number:
-            del self._ids[key]
+    def _freed(self, key: int, record: _Storage) -> None:
+        self._resized(record, 0)
+        if self._live.get(key) is record:
+            del self._live[key]
 
-    def _resized(self, number: int, size: int) -> None:
-        if change := size - self._sizes[number]:
-            self._sizes[number] = size
-            self._changes.append((number, change, self.phase))
+    def _resized(self, record: _Storage, size: int) -> None:
+        if change := size - record.size:
+            record.size = size
+            self._changes.append((record, change, self.phase))
 
 
 def _nothing_sent() -> dict[tuple[str, str], list[float]]:
