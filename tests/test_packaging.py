@@ -24,7 +24,7 @@ BUDGET = {
     "planning": 37_400,
     "training": 37_200,
     "distributed": 24_700,
-    "diagnostics": 15_200,
+    "diagnostics": 14_200,
     "config": 12_000,
     "inference": 8_400,
     "ui": 8_500,

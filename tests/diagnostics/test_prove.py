@@ -51,7 +51,7 @@ def test_what_fails_is_named_with_the_option_that_avoids_it(capsys, tmp_path):
         Row("far", "a and b", "--b 1", lambda machine: Outcome(0.6, 0.5)),
         Row("nan", "a and b", "--c", lambda machine: Outcome(math.nan, 0.5)),
         Row("raises", "a and b", "--d", raises(RuntimeError("no kernel\nmore"))),
-        Row("exits", "a and b", "--e", lambda machine: machine.command("plan pretrain no-such-model")),
+        Row("exits", "a and b", "--e", lambda machine: machine.command("no-such-command")),
         Row("missing", "a and b", "--f", raises(NotRunError("one GPU"))),
         Row("package", "a and b", "--g", raises(UserError("--quantize: needs bitsandbytes"))),
     ]
@@ -64,7 +64,7 @@ def test_what_fails_is_named_with_the_option_that_avoids_it(capsys, tmp_path):
                  "--d: RuntimeError: no kernel more [", "not run: one GPU [",
                  "not run: --quantize: needs bitsandbytes ["):  # fmt: skip
         assert sum(text in line for line in lines) == 1, text
-    assert "no-such-model" in results_of(path)["exits"]["reason"]
+    assert "no-such-command: no such command" in results_of(path)["exits"]["reason"]
 
 
 def test_no_row_starts_after_the_end_of_the_time(capsys):

@@ -77,7 +77,10 @@ def cuda_functions() -> set[str]:
         name = file.relative_to(PACKAGE).as_posix()
         if name.startswith(tuple(REASONS)):
             continue
-        for place, node in functions(ast.parse(file.read_text())):
+        source = file.read_text()
+        if not re.search("cuda|DEVICES|OFFLOADING", source):
+            continue
+        for place, node in functions(ast.parse(source)):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             if any(CUDA.search(ast.unparse(statement)) for statement in body):
                 found.add(f"{name}:{place}")

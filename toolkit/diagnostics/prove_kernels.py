@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.diagnostics.prove_row import Machine, Outcome, Row, relative_difference
+from toolkit.distributed.device import without_cudnn_attention
 from toolkit.errors import CommandError, require_bitsandbytes
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY
@@ -62,15 +64,10 @@ def _sdpa(groups: int, is_masked: bool, has_cudnn: bool, dtype: torch.dtype | No
         return fused_attention(q, k, v, visible.to(q.device) if is_masked else None, not is_masked, 0.125)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (t.repeat_interleave(8 // groups, dim=1) for t in (k, v))
-        return (0.125 * q @ k.mT).masked_fill(~visible, -torch.inf).softmax(-1) @ v
+        return F.scaled_dot_product_attention(q, k, v, visible, scale=0.125, enable_gqa=True)
 
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
-    try:
+    with nullcontext() if has_cudnn else without_cudnn_attention():
         return _compare(machine, attend, exact, (2, 8, 192, 64), *[(2, groups, 192, 64)] * 2, dtype=dtype)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _head_loss(is_compiled: bool, vocab_size: int, machine: Machine) -> Outcome:

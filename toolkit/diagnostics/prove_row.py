@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from toolkit.diagnostics.single_process import is_launcher_variable
 from toolkit.errors import CommandError, one_line
+from toolkit.ui.loggers import read_metrics
 
 STEPS = (
     "--data SyntheticTokens --data.vocab_size 512 --data.num_rows 256 --train.global_batch_size 8 --compiler none "
@@ -88,8 +88,7 @@ class Machine:
 
 def metrics_of(out: Path, name: str) -> list[float]:
     """Return a column of a run's metrics, by step."""
-    with (out / "logs" / "metrics.csv").open() as file:
-        return [float(row[name]) for row in csv.DictReader(file)]
+    return [row[name] for row in read_metrics(out / "logs" / "metrics.csv")]
 
 
 def relative_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
