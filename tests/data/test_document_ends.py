@@ -17,7 +17,7 @@ from toolkit.data.order import ShuffledOrder
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.schemas import Record
 from toolkit.data.sft.tokenize import tokenize_record
-from toolkit.data.streamed import segments, stream
+from toolkit.data.streamed import segments
 from toolkit.data.streamed.stream import Source, Stream
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, train_bpe
@@ -98,9 +98,8 @@ def test_documents_are_what_transformers_makes_of_them(byte_level_dir, sentencep
     """bos as ``tokenizer(text)`` adds it, then eos; documents that are cut into chunks have one of each."""
     from transformers import AutoTokenizer
 
-    for module, names in ((documents, ("CHUNK_CHARS", "BATCH")), (segments, ("CHUNK_CHARS",)), (stream, ("BATCH",))):
-        for name in names:
-            monkeypatch.setattr(module, name, 16)
+    for name in ("CHUNK_CHARS", "BATCH"):
+        monkeypatch.setattr(documents, name, 16)
 
     def check(kind, folder):
         hf = AutoTokenizer.from_pretrained(folder)

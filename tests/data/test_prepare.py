@@ -428,7 +428,10 @@ def test_long_documents_tokenized_in_pieces_have_the_same_ids(tmp_path, monkeypa
     assert len(pieces) > 10 and "".join(p.text for p in pieces) == read
     assert [p.ends_document for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert [t for p in pieces for t in tokenizer.encode(p.text)] == tokenizer.encode(read)
-    assert [p.text for p in documents.text_chunks(document, None)] == [read]
+    (joined,) = documents.batches(pieces, can_cut=False)
+    assert joined == [documents.TextChunk(read, True)]
+    limited = documents.read_chunks([document, document], len(read.encode()) + 9)
+    assert list(documents.batches(limited, can_cut=False)) == [[*joined, documents.TextChunk(read[:9], False)]]
 
 
 def test_windows_line_endings_and_byte_order_marks_are_normalized_and_counted(prepare, text, tmp_path, monkeypatch):
@@ -450,7 +453,7 @@ def test_windows_line_endings_and_byte_order_marks_are_normalized_and_counted(pr
     paths = documents.fingerprint(sorted(text.iterdir()), "x")
     stream = [t for d in paths for t in plain.tokenizer.encode(expected[d.path.name], bos=False, eos=True)]
     assert all_tokens(data.train) == stream[: len(data.train) * (T + 1)]
-    for size in (1, 2, 3, None):
+    for size in (1, 2, 3):
         assert ["".join(p.text for p in documents.text_chunks(d, size)) for d in paths] == [
             expected[d.path.name] for d in paths
         ]

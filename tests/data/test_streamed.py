@@ -27,7 +27,7 @@ from toolkit.data.streamed import segments
 from toolkit.data.streamed import stream as stream_module
 from toolkit.data.streamed.files import list_path
 from toolkit.data.streamed.order import ROW_BITS
-from toolkit.data.streamed.reader import SegmentRequest, StreamReader, stop_workers, used_bytes
+from toolkit.data.streamed.reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
 from toolkit.data.streamed.segments import plan_segments, read_part
 from toolkit.data.streamed.tokenize_worker import make_room
 from toolkit.errors import DataError, UserError
@@ -419,12 +419,12 @@ def test_budget_evicts_the_oldest_segments_that_nobody_reads(folder, tmp_path, m
     first, next_one, missing = full[0], full[3], full[5]
     wanted = [SegmentRequest(keep=[first, next_one], ahead=[full[4], missing])]
     stream.evict(missing)
-    budget = used_bytes(stream.folder) - 3000
+    budget = folder_bytes(stream.folder / "units") - 3000
 
     def kept() -> list[int]:
         return [number for number in full if stream.segment_folder(number).exists()]
 
-    assert make_room(stream, wanted, missing, budget) and used_bytes(stream.folder) <= budget
+    assert make_room(stream, wanted, missing, budget) and folder_bytes(stream.folder / "units") <= budget
     newer = [number for number in kept() if number > missing]
     assert kept() == [first, next_one, full[4], *newer] and newer == full[-len(newer) :]
     assert all(stream.counts(number) is not None for number in full)
@@ -450,7 +450,7 @@ def test_reading_with_a_budget_stays_below_it(tmp_path, monkeypatch):
         assert np.array_equal(ids, of_bounded)
         first = [prepared.train[int(ids[0])]["input_ids"].tolist() for prepared in (free, bounded)]
         assert first[0] == first[1]
-        largest = max(largest, used_bytes(stream_of(bounded).folder))
+        largest = max(largest, folder_bytes(stream_of(bounded).folder / "units"))
     stop_workers(stream_of(bounded).folder)
     stop_workers(stream_of(free).folder)
     assert budget / 3 < largest <= budget

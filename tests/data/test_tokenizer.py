@@ -198,12 +198,6 @@ def test_requesting_a_missing_special_token_is_an_error(trained, tmp_path):
             tokenizer.encode("x", **request)
 
 
-def test_vocab_size_below_the_byte_count_is_an_error():
-    with pytest.raises(UserError, match="--data.vocab_size 256"):
-        train_bpe(["text"], 256)
-    assert train_bpe(["text"], 257).vocab_size == 257
-
-
 def test_multi_line_reasons_are_joined_to_one_line(trained, tmp_path, monkeypatch):
     def fail(*_):
         raise ValueError("one\n  two")

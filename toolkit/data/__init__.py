@@ -5,9 +5,19 @@ Importing the data modules does not import torch, litdata or tokenizers.
 
 from toolkit.data.base import DataModule, PreparedData, TokenDataset
 from toolkit.data.mixture import Mixture
-from toolkit.data.sft.datasets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
+from toolkit.data.sft.datasets import (
+    CSV,
+    JSON,
+    LIMA,
+    Alpaca,
+    Alpaca2k,
+    AlpacaGPT4,
+    Dolly,
+    HuggingFace,
+    Parquet,
+    Preference,
+)
 from toolkit.data.sft.instruct import InstructionData
-from toolkit.data.sft.preference import Preference
 from toolkit.data.streamed.hugging_face_text import HuggingFaceText, OpenWebText, RedPajama, TinyStories
 from toolkit.data.text.char_text import CharText
 from toolkit.data.text.text_files import PythonStdlib, TextFiles

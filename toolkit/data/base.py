@@ -74,6 +74,14 @@ class TokenDataset(Protocol):
     def __getitem__(self, index: int) -> Row: ...
 
 
+def next_token_row(tokens: np.ndarray) -> Row:
+    """Return the row of T + 1 consecutive tokens."""
+    import torch
+
+    block = torch.from_numpy(tokens.astype("int64"))
+    return {"input_ids": block[:-1], "labels": block[1:]}
+
+
 def row_lengths(dataset: TokenDataset | None) -> np.ndarray | None:
     """Return the input tokens per row, (n,) int64; None if unknown or equal for all rows."""
     return getattr(dataset, "lengths", None)

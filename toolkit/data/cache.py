@@ -34,6 +34,19 @@ ANNOUNCE_BYTES = 1 << 31  # announce reads of at least this size: they take seco
 _LARGE_BYTES = 1 << 32  # bytes; tokens of larger folders are verified when read
 
 
+def throttle(report: Report) -> Report:
+    """Return a function that reports a line if the last one, or this call, is HEARTBEAT seconds ago."""
+    reported_at = time.monotonic()
+
+    def report_if_due(line: str) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at > HEARTBEAT:
+            reported_at = time.monotonic()
+            report(line)
+
+    return report_if_due
+
+
 def default_cache_dir() -> Path:
     """Return ``$XDG_CACHE_HOME/toolkit/data``, with ``~/.cache`` as the default."""
     return user_cache() / "data"

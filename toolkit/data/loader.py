@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.base import AddedBos, TokenDataset, row_count, row_lengths, rows_of
+from toolkit.data.base import AddedBos, TokenDataset, row_lengths, rows_of
 from toolkit.data.batch import FILLER, NO_ROUNDING, Batch, Padding, collate
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, one_line
@@ -149,39 +149,20 @@ def _kill(workers: list[BaseProcess]) -> None:
         worker.kill()
 
 
-def _step_ids(
-    start: int,
-    order: SampleOrder,
-    total: int | None,
-    batch_shape: tuple[int, int, int, int],
-    lengths: np.ndarray | None,
-) -> np.ndarray:
-    """Return one rank's row indices, positions and partners for the step at ``start``, (accumulation, 3, micro size).
+def _micro_batches_of_rank(
+    ids: np.ndarray, keys: np.ndarray, lengths: np.ndarray | None, micro_size: int, rank: int, world_size: int
+) -> list[list[list[int]]]:
+    """Return one rank's row indices, sample keys and partners per micro-batch, (n, 3, micro size).
 
-    Positions past the end of the run are -1. The partner of a row is the one before it in the global batch. With
-    ``lengths``, a global batch is sorted longest first across its micro-batches. This reduces padding, balances the
-    ranks, and makes out-of-memory errors appear early.
+    The partner of a row is the one before it in ``ids``, of the first row the last one. Fillers, which are at the end,
+    have none. With ``lengths``, rows are sorted longest first across the micro-batches. This reduces padding, balances
+    the ranks, and makes out-of-memory errors appear early.
     """
-    global_size, micro_size, rank, world_size = batch_shape
-    positions = start + np.arange(global_size)
-    if total is not None:
-        positions = np.where(positions < total, positions, FILLER)
-    ids = np.full_like(positions, FILLER)
-    ids[positions >= 0] = order.ids(positions[positions >= 0])
-    columns = np.stack([ids, positions, _partners(ids)])
-    if lengths is not None:
-        columns = columns[:, _longest_first(ids, lengths)]
-    return columns.reshape(3, -1, world_size, micro_size)[:, :, rank].swapaxes(0, 1)
-
-
-def _partners(ids: np.ndarray) -> np.ndarray:
-    """Return the row before each row, and the last one for the first. Fillers, which are at the end, have none."""
     n = int((ids != FILLER).sum())
-    return np.concatenate([np.roll(ids[:n], 1), ids[n:]])
-
-
-def _longest_first(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    return np.argsort(np.where(ids == FILLER, 0, -lengths[ids]), kind="stable")
+    columns = np.stack([ids, keys, np.concatenate([np.roll(ids[:n], 1), ids[n:]])])
+    if lengths is not None:
+        columns = columns[:, np.argsort(np.where(ids == FILLER, 0, -lengths[ids]), kind="stable")]
+    return columns.reshape(3, -1, world_size, micro_size)[:, :, rank].swapaxes(0, 1).tolist()
 
 
 def train_batches(
@@ -210,23 +191,21 @@ def train_batches(
         num_workers: Data loading processes; 0 loads data in this process. Batches are the same for any number.
         count: Computes the objective's loss normalizers for a micro-batch.
     """
-    if global_batch_size % (world_size * micro_batch_size):
-        raise ValueError(
-            f"a global batch of {global_batch_size} rows does not divide into {world_size} x {micro_batch_size}"
-        )
-    batch_shape = (global_batch_size, micro_batch_size, rank, world_size)
     size = global_batch_size
     starts = (
         count_from(start_position, size) if total_positions is None else range(start_position, total_positions, size)
     )
-    if row_count(rows) == 0:
-        raise ValueError("there are no rows to train on")
     lengths = row_lengths(rows)
 
     def micro_batches() -> Iterator[list[list[int]] | DataError]:
         try:
             for start in starts:
-                yield from _step_ids(start, order, total_positions, batch_shape, lengths).tolist()
+                positions = start + np.arange(size)
+                if total_positions is not None:
+                    positions = np.where(positions < total_positions, positions, FILLER)
+                ids = np.full_like(positions, FILLER)
+                ids[positions >= 0] = order.ids(positions[positions >= 0])
+                yield from _micro_batches_of_rank(ids, positions, lengths, micro_batch_size, rank, world_size)
         except DataError as error:
             yield error  # raised when its step is reached; the loader prefetches, so raising here is too early
 
@@ -252,11 +231,7 @@ def val_batches(
     batches. ``max_rows`` limits the total over all ranks to the first rows of the dataset. ``added_bos`` has no loss.
     """
     n, per_round = min(len(rows), max_rows or len(rows)), world_size * micro_batch_size
-    rounds = -(-n // per_round)
-    ids = np.full(rounds * per_round, FILLER)
+    ids = np.full(-(-n // per_round) * per_round, FILLER)
     ids[:n] = np.arange(n)
-    columns = np.stack([ids, ids, _partners(ids)])
-    if (lengths := row_lengths(rows)) is not None:
-        columns = columns[:, _longest_first(ids, lengths)]
-    micro_batches = columns.reshape(3, rounds, world_size, micro_batch_size)[:, :, rank].swapaxes(0, 1)
-    return _load(rows, micro_batches.tolist(), 0, padding, count, added_bos)
+    micro_batches = _micro_batches_of_rank(ids, ids, row_lengths(rows), micro_batch_size, rank, world_size)
+    return _load(rows, micro_batches, 0, padding, count, added_bos)

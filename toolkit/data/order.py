@@ -7,7 +7,7 @@ A permutation of n rows is a Feistel network over the smallest even-bit domain w
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -67,21 +67,13 @@ def _feistel(x: np.ndarray, key: np.ndarray, half_bits: int) -> np.ndarray:
     return (left << bits) | right
 
 
-@overload
-def shuffled_index(position: int, n: int, seed: int) -> int: ...
-
-
-@overload
-def shuffled_index(position: np.ndarray, n: int, seed: int) -> np.ndarray: ...
-
-
-def shuffled_index(position: np.ndarray | int, n: int, seed: int) -> np.ndarray | int:
+def shuffled_index(position: np.ndarray | int, n: int, seed: int) -> np.ndarray:
     """Return the row at ``position`` in the infinite stream of shuffled epochs.
 
     A pure function: position ``e * n + i`` is element i of epoch e's permutation.
 
     Args:
-        position: Non-negative stream position(s). Returns an int for an int, or int64 of the same shape for an array.
+        position: Non-negative stream position(s). Returns int64 of the same shape.
         n: Rows per epoch.
         seed: Any integer.
 
@@ -99,5 +91,4 @@ def shuffled_index(position: np.ndarray | int, n: int, seed: int) -> np.ndarray 
     row = _feistel(index, key, half_bits)
     while (outside := row >= n).any():
         row[outside] = _feistel(row[outside], key[outside], half_bits)
-    row = row.astype(np.int64)
-    return int(row[0]) if positions.ndim == 0 else row.reshape(positions.shape)
+    return row.astype(np.int64).reshape(positions.shape)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"  # character outside a character-level tokenizer's vocabulary
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from incomplete UTF-8
-BYTES = 256  # byte tokens in a byte-level vocabulary
 # Candidates for the eos token if tokenizer.json comes without configuration files.
 _COMMON_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Tokenizer files in a model folder. All of them are copied to every checkpoint.
@@ -77,8 +76,7 @@ class Tokenizer:
         # Disable the file's truncation and padding settings.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size: int = max(ids, default=-1) + 1
+        self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
         if self.vocab_size == 0:
             raise ValueError("tokenizer.json has an empty vocabulary")
         self.bos_id: int | None = self._find_special_id("bos")
@@ -201,7 +199,7 @@ class Tokenizer:
         sizes = np.zeros(self.vocab_size, dtype=np.int64)
         added = self._tokenizer.get_added_tokens_decoder()
         byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
-        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+        for token, i in self.vocabulary.items():
             if i in added:
                 sizes[i] = 0 if added[i].special else len(added[i].content.encode())
             elif byte_level:
@@ -227,7 +225,7 @@ class Tokenizer:
 
     def is_character_level(self) -> bool:
         """Whether all tokens except added and special tokens are single characters."""
-        return all(len(token) == 1 for token in self._tokenizer.get_vocab().keys() - self.added_tokens.keys())
+        return all(len(token) == 1 for token in self.vocabulary.keys() - self.added_tokens.keys())
 
     def _find_special_id(self, which: str) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -312,9 +310,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         texts: The corpus or a sample. A few MB suffice for a small vocabulary.
         vocab_size: Target size, including the special token and 256 bytes. Short texts yield fewer tokens.
     """
-    if vocab_size < BYTES + 1:
-        minimum = f"must be at least {BYTES + 1}, for the {BYTES} bytes and {END_OF_TEXT}"
-        raise UserError(f"--data.vocab_size {vocab_size}: {minimum}")
     os.environ.setdefault(_PARALLEL, "true")
     from tokenizers import Tokenizer as Core
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers

@@ -1,15 +1,16 @@
-"""Data modules for instruction data: local files, Hugging Face datasets, and published datasets by name."""
+"""Data modules for instruction data and preferences: local files, Hugging Face datasets, published datasets by name."""
 
-import hashlib
-import json
-from collections.abc import Iterator
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from toolkit.data.base import PreparedData, RowKind, require
 from toolkit.data.sft.instruct import InstructionData
-from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, KINDS, PARQUET_KINDS, Splits, drop_nulls, find_splits
-from toolkit.errors import UserError, one_line
+from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, KINDS, PARQUET_KINDS, HubRows, Splits, find_splits
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError, one_line, require_package
 
 
 @dataclass
@@ -68,30 +69,9 @@ class Parquet(_Files):
     kinds = PARQUET_KINDS
 
 
-@dataclass(frozen=True)
-class HubRows:
-    """A dataset split loaded with the ``datasets`` library."""
-
-    dataset: Any
-    name: str
-    unit: str = "row"
-
-    def fingerprint(self) -> str:
-        """Hash the row contents. The library's fingerprint includes paths and dates."""
-        digest = hashlib.sha256()
-        for row in self.dataset:
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-        return digest.hexdigest()
-
-    def rows(self) -> Iterator[tuple[int, Any]]:
-        yield from enumerate(map(drop_nulls, self.dataset), 1)
-
-
 def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) -> HubRows:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError("--data HuggingFace: needs datasets; run: pip install 'datasets>=3'") from error
+    require_package("--data HuggingFace", "datasets", "3")
+    import datasets
     from huggingface_hub import HfApi
 
     from toolkit.data.hub_errors import describe_hub_error, hub_error_types
@@ -153,6 +133,51 @@ class HuggingFace(InstructionData):
 
     def find_rows(self) -> tuple[str, Splits]:
         return find_hub_splits(self.repo_id, self.subset, self.split, self.val_split)
+
+
+@dataclass
+class Preference(InstructionData):
+    """Preferences for DPO, ORPO, SimPO and KTO: a prompt with a chosen and a rejected completion, or a rated one.
+
+    Rows have prompt, chosen and rejected; for KTO also prompt, completion and label. Prompt and completions are strings
+    or lists of messages. Without a prompt, it is what both completions begin with.
+
+    Args:
+        json_path: A .json, .jsonl, .csv or .parquet file, or a folder with a file per split, as in --data JSON.
+        repo_id: Instead of a file: a dataset on the Hugging Face hub. Rows with empty or equal answers are skipped.
+        subset: Dataset configuration (subset) name.
+        split: Training split, such as train or train_prefs.
+        val_split: Validation split; by default, a fraction of training rows is held out.
+    """
+
+    json_path: str | None = None
+    repo_id: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    val_split: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "is not supported with --data.repo_id; remove one of them (--data.repo_id null overrides a file)"
+        require(not (self.json_path and self.repo_id), "json_path", self.json_path, hint)
+
+    @property
+    def skips_empty_answers(self) -> bool:  # type: ignore[override]  # users cannot fix published datasets
+        return bool(self.repo_id)
+
+    def find_rows(self) -> tuple[str, Splits]:
+        """See :meth:`InstructionData.find_rows`."""
+        if self.repo_id:
+            return find_hub_splits(self.repo_id, self.subset, self.split, self.val_split)
+        return f"--data.json_path {self.json_path}", find_splits(self.json_path, "json_path", KINDS)
+
+    def prepare(self, *, tokenizer: Tokenizer | None, kind: RowKind = "answers", **options: Any) -> PreparedData:
+        """See :meth:`InstructionData.prepare`. Without a kind, rows with a label are rated, and others pairs."""
+        if kind == "answers":
+            _, splits = self.find_rows()
+            row = next((row for source in splits.train for _, row in source.rows()), None)
+            kind = "rated" if isinstance(row, dict) and "label" in row else "pairs"
+        return super().prepare(tokenizer=tokenizer, kind=kind, **options)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 line or row."""
 
 import csv
+import hashlib
 import json
 import re
 from codecs import BOM_UTF8
@@ -10,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from toolkit.data.sft.messages import unique_keys
-from toolkit.errors import UserError, join_first, one_line
+from toolkit.errors import UserError, join_first, one_line, require_package
 from toolkit.io.safe_parse import MAX_ROW, bounded_lines
 
 VAL_NAMES = ("val", "validation", "test")
@@ -23,36 +24,6 @@ PARQUET_KINDS = {".parquet": "parquet"}
 _MAX_JSON = 2**30
 _PARQUET_BATCH = 64  # rows per batch; each may repeat the largest value in the file
 KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
-
-
-class RowSource(Protocol):
-    """A source of rows numbered from 1. Messages show ``name`` and ``unit`` ("line" or "row")."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def unit(self) -> str: ...
-
-    def fingerprint(self) -> str:
-        """Return a hex SHA-256 of the row contents."""
-        ...
-
-    def rows(self) -> Iterator[tuple[int, Any]]: ...
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Sources of training and validation rows. ``notes`` are log lines."""
-
-    train: Sequence[RowSource]
-    val: Sequence[RowSource] | None = None
-    notes: tuple[str, ...] = ()
-
-
-def describe_row(source: RowSource, number: int) -> str:
-    """Return a row's location, such as ``data/faq.jsonl line 17``."""
-    return f"{source.name} {source.unit} {number:,}"
 
 
 @dataclass(frozen=True)
@@ -97,6 +68,43 @@ class RowFile:
     def _json_rows(self, path: Path) -> Iterator[tuple[int, Any]]:
         value = _read_json(path)
         return enumerate(value if self.split is None else value[self.split], 1)
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """A dataset split loaded with the ``datasets`` library."""
+
+    dataset: Any
+    name: str
+    unit: str = "row"
+
+    def fingerprint(self) -> str:
+        """Hash the row contents. The library's fingerprint includes paths and dates."""
+        digest = hashlib.sha256()
+        for row in self.dataset:
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        yield from enumerate(map(drop_nulls, self.dataset), 1)
+
+
+RowSource = RowFile | HubRows
+"""A source of rows numbered from 1. Messages show ``name`` and ``unit`` ("line" or "row")."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Sources of training and validation rows. ``notes`` are log lines."""
+
+    train: Sequence[RowSource]
+    val: Sequence[RowSource] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def describe_row(source: RowSource, number: int) -> str:
+    """Return a row's location, such as ``data/faq.jsonl line 17``."""
+    return f"{source.name} {source.unit} {number:,}"
 
 
 @contextmanager
@@ -265,7 +273,8 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    pyarrow = import_pyarrow()
+    require_pyarrow()
+    import pyarrow
     from pyarrow import parquet
 
     try:
@@ -277,12 +286,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserError(f"{path}: is not a valid Parquet file: {one_line(error)}; copy it again") from error
 
 
-def import_pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UserError("--data: Parquet and .zst files need pyarrow; run: pip install 'pyarrow>=17'") from error
-    return pyarrow
+def require_pyarrow() -> None:
+    require_package("--data: Parquet and .zst files", "pyarrow", "17")
 
 
 def drop_nulls(value: Any) -> Any:

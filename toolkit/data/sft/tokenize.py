@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.base import OnLong, Packing, Report, RowKind, TrainOn, Values
-from toolkit.data.cache import HEARTBEAT
+from toolkit.data.cache import throttle
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
@@ -131,7 +130,7 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
         index in ``config.sources``; and ``numbers`` (n,), the row number. Pieces of a sample are adjacent. Of
         preferences: ``labels`` (n,), 1 for a good completion, 0 for a bad one. Both completions of a pair are adjacent.
     """
-    counts, last_line = Counts(), time.perf_counter()
+    counts, report_progress = Counts(), throttle(report)
     offsets, sources, numbers, labels = array("q", [0]), array("q"), array("q"), array("q")
     unread: set[str] = set()
     for position, source in enumerate(config.sources):
@@ -153,9 +152,7 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
                 offsets.append(writer.n_tokens)
                 sources.append(position)
                 numbers.append(number)
-            if time.perf_counter() - last_line > HEARTBEAT:
-                report(f"Data: tokenized {counts.samples:,} samples")
-                last_line = time.perf_counter()
+            report_progress(f"Data: tokenized {counts.samples:,} samples")
     writer.finish()
     fields = config.template.unread_fields if config.template else ()
     counts.unread = sorted(unread) + sorted(f"{name} of messages" for name in fields)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Protocol
 
 from toolkit.data.base import AddBos, PreparedData, Report, TokenDataset, trained_vocabulary
-from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
+from toolkit.data.cache import choose_cache_dir, clean_up, throttle
 from toolkit.data.document_ends import TAIL, added_bos, choose_ends
+from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed import segments
 from toolkit.data.streamed.files import SourceFile, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
-from toolkit.data.streamed.reader import SegmentRequest, StreamReader, error_file, stop_workers, used_bytes
+from toolkit.data.streamed.reader import SegmentRequest, StreamReader, error_file, folder_bytes, stop_workers
 from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
 from toolkit.data.text.documents import train_tokenizer
 from toolkit.data.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ def _source(text: TextSource, files: list[SourceFile], tokenizer: Tokenizer | No
     """Check the files, and choose the ends of documents by the first ones."""
     options, column = text.options, text.options.text_column
     if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
-        segments.import_pyarrow()
+        require_pyarrow()
     source = Source(files, column, segments.SEGMENT_BYTES, listing_hash(files))
     local = (i for i, file in enumerate(files) if file.kind == "parquet" and not is_url(file.url))
     footers = (segments.Part(i, 0, sys.maxsize) for i in local)  # empty parts: read only the footer
@@ -194,7 +195,7 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
     if max_cache_gb is None:
         return None
     source = stream.source
-    size = sum(path.stat().st_size for path in stream.segment_folder(first).rglob("*") if path.is_file())
+    size = folder_bytes(stream.segment_folder(first))
     largest = max(map(source.text_bytes, range(len(source.segments)))) / max(1, source.text_bytes(first))
     needed = _MIN_SEGMENTS * size * max(1.0, largest)
     if max_cache_gb * 1e9 < needed:
@@ -231,7 +232,7 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
     stream = rows.segments.reader.stream
     unprepared = [n for n in range(part[0] - 1, len(stream.source.segments), part[1]) if stream.ready(n) is None]
     reader, total, done, size = StreamReader(stream, workers, None, report), len(unprepared), 0, 0
-    start = last_line = time.perf_counter()
+    start, report_progress = time.perf_counter(), throttle(report)
     for number in unprepared:
         error_file(stream.folder, number).unlink(missing_ok=True)
     try:
@@ -247,16 +248,14 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
                     done, size = done + 1, size + counts.text_bytes
                 elif error_file(stream.folder, number).exists():
                     raise UserError(error_file(stream.folder, number).read_text(encoding="utf-8"))
-            now = time.perf_counter()
-            if now - last_line > HEARTBEAT:
-                last_line = now
-                report(f"Data: {done:,} of {total:,} segments, {size / 1e6 / (now - start):.1f} MB of text per second")
+            rate = size / 1e6 / (time.perf_counter() - start)
+            report_progress(f"Data: {done:,} of {total:,} segments, {rate:.1f} MB of text per second")
             time.sleep(0.1)
     except DataError as error:
         raise UserError(str(error)) from error
     finally:
         reader.close()
         stop_workers(stream.folder)
-    seconds = time.perf_counter() - start
-    rate = f", {size / 1e6 / seconds:.1f} MB of text per second" if done else ""
-    report(f"Data: {total:,} segments prepared in {stream.folder}, {used_bytes(stream.folder) / 1e9:.2f} GB{rate}")
+    speed = f", {size / 1e6 / (time.perf_counter() - start):.1f} MB of text per second" if done else ""
+    used = folder_bytes(stream.folder / "units")
+    report(f"Data: {total:,} segments prepared in {stream.folder}, {used / 1e9:.2f} GB{speed}")

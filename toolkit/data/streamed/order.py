@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from toolkit.data.base import Row, State
+from toolkit.data.base import Row, State, next_token_row
 from toolkit.data.order import shuffled_index
 from toolkit.data.streamed.reader import StreamReader
 from toolkit.data.streamed.stream import CopyId, SegmentCounts
@@ -37,8 +37,6 @@ class SegmentRows:
         Raises:
             DataError: The segment cannot be prepared, or a damaged copy cannot be removed.
         """
-        import torch
-
         start = row * self.block_size
         for _ in range(_ATTEMPTS):
             store, copy = self._store(segment)
@@ -51,8 +49,7 @@ class SegmentRows:
                 self.reader.stream.remove_damaged(segment, copy)
         else:
             raise reason
-        block = torch.from_numpy(tokens.astype(np.int64))
-        return {"input_ids": block[:-1], "labels": block[1:]}
+        return next_token_row(tokens)
 
     def _store(self, segment: int) -> tuple[TokenStore, CopyId | None]:
         if segment not in self._open:
@@ -181,9 +178,9 @@ class StreamOrder:
 
     def _segment_at(self, epoch: int, index: int) -> int:
         n = len(self.rows.segments.reader.stream.source.segments)
-        segment = shuffled_index(epoch * n + index, n, self.seed)
+        segment = int(shuffled_index(epoch * n + index, n, self.seed))
         if epoch == 0 and (index == 0 or segment == 0):  # swap segment 0 with the first one
-            segment = 0 if index == 0 else shuffled_index(0, n, self.seed)
+            segment = 0 if index == 0 else int(shuffled_index(0, n, self.seed))
         return segment
 
     def _extend(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from toolkit.data.base import Report
-from toolkit.data.cache import HEARTBEAT
+from toolkit.data.cache import throttle
 from toolkit.data.streamed.stream import SegmentCounts, Stream
 from toolkit.errors import DataError, one_line
 from toolkit.io.atomic import write_json
@@ -93,7 +93,7 @@ class StreamReader:
         if (counts := self.stream.ready(number)) is not None:
             self.request(SegmentRequest(keep, ahead))
             return counts
-        started = last_line = time.monotonic()
+        started, report_progress = time.monotonic(), throttle(self.report)
         error = error_file(self.stream.folder, number)
         error.unlink(missing_ok=True)  # from an earlier attempt
         self.request(SegmentRequest(keep, [number, *ahead], is_waiting=True))
@@ -102,9 +102,8 @@ class StreamReader:
             with contextlib.suppress(FileNotFoundError):
                 raise DataError(error.read_text(encoding="utf-8"))
             self.ensure_workers()
-            if time.monotonic() - last_line > HEARTBEAT:
-                last_line = time.monotonic()
-                self.report(f"Data: waiting for segment {number:,} to be tokenized ({last_line - started:.0f} s)")
+            waited = time.monotonic() - started
+            report_progress(f"Data: waiting for segment {number:,} to be tokenized ({waited:.0f} s)")
         self.reset_starts()
         self.request(SegmentRequest(keep, ahead))
         return counts
@@ -203,10 +202,10 @@ def stop_workers(folder: Path) -> None:
         process.wait()
 
 
-def used_bytes(folder: Path) -> int:
-    """Return the disk usage of all segments in bytes, including unfinished ones."""
+def folder_bytes(folder: Path) -> int:
+    """Return the disk usage of a folder's files in bytes. Other processes may delete some."""
     total = 0
-    for parent, _, names in os.walk(folder / "units"):
+    for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
                 total += os.stat(os.path.join(parent, name)).st_size

@@ -11,9 +11,9 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from toolkit.data.sft.readers import import_pyarrow, reject_decompression_bomb
+from toolkit.data.sft.readers import reject_decompression_bomb
 from toolkit.data.streamed.files import RetryingFile, SourceFile
-from toolkit.data.text.documents import CHUNK_CHARS, TextChunk, cut_text
+from toolkit.data.text.documents import TextChunk, cut_text
 from toolkit.errors import UserError, causes_of, join_first, one_line
 from toolkit.io.safe_parse import MAX_ROW
 from toolkit.io.storage import StorageError
@@ -92,10 +92,9 @@ def read_part(file: SourceFile, part: Part, column: str) -> Iterator[TextChunk]:
 
 
 def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[TextChunk]:
-    pyarrow = import_pyarrow()
-    from pyarrow import parquet, types
+    from pyarrow import PythonFile, parquet, types
 
-    with parquet.ParquetFile(pyarrow.PythonFile(raw, mode="r"), pre_buffer=True) as file:
+    with parquet.ParquetFile(PythonFile(raw, mode="r"), pre_buffer=True) as file:
         reject_decompression_bomb(raw.size(), file.metadata, "the file")
         schema = file.schema_arrow
         if column not in schema.names:
@@ -149,7 +148,7 @@ def _text_of(line: bytes, column: str, start: int) -> str | None:
 
 def _text(stream: IO[bytes]) -> Iterator[TextChunk]:
     with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
-        yield from cut_text(file, CHUNK_CHARS)
+        yield from cut_text(file)
 
 
 def _decompressed(raw: RetryingFile, file: SourceFile) -> IO[bytes]:
@@ -157,5 +156,7 @@ def _decompressed(raw: RetryingFile, file: SourceFile) -> IO[bytes]:
     if file.compression == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=buffered), _BUFFER)  # type: ignore[return-value,type-var]
     if file.compression == ".zst":
-        return io.BufferedReader(import_pyarrow().CompressedInputStream(buffered, "zstd"), _BUFFER)
+        from pyarrow import CompressedInputStream
+
+        return io.BufferedReader(CompressedInputStream(buffered, "zstd"), _BUFFER)
     return buffered

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,17 +24,17 @@ from typing import Any
 from toolkit.data.base import Report
 from toolkit.data.cache import (
     DAMAGE_ERRORS,
-    HEARTBEAT,
     MANIFEST,
     publish,
     read_checksums,
     require_intact,
     staging_folder,
+    throttle,
 )
 from toolkit.data.document_ends import DocumentEnds
 from toolkit.data.streamed.files import SourceFile
 from toolkit.data.streamed.segments import BrokenFileError, Part, plan_segments, read_part
-from toolkit.data.text.documents import BATCH, TextChunk, tokenize
+from toolkit.data.text.documents import TextChunk, batches, tokenize
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import DataError
@@ -224,15 +223,13 @@ class Stream:
     def _tokenize(self, number: int, folder: Path, report: Report) -> SegmentCounts:
         writer, broken = TokenWriter(folder, token_dtype(self.tokenizer.vocab_size)), dict[str, str]()
         documents = size = 0
-        last_line = time.perf_counter()
-        batches = _batches(segment_texts(self.source, number, broken), self.tokenizer.splits_at_newlines())
-        for chunks, ids in tokenize(batches, self.tokenizer, self.source.ends):
+        report_progress = throttle(report)
+        texts = batches(segment_texts(self.source, number, broken), self.tokenizer.splits_at_newlines())
+        for chunks, ids in tokenize(texts, self.tokenizer, self.source.ends):
             writer.add(ids)
             documents += sum(chunk.ends_document for chunk in chunks)
             size += sum(len(chunk.text.encode()) for chunk in chunks)
-            if time.perf_counter() - last_line > HEARTBEAT:
-                report(f"Data: tokenized {size / 1e6:,.0f} MB of text of segment {number:,}")
-                last_line = time.perf_counter()
+            report_progress(f"Data: tokenized {size / 1e6:,.0f} MB of text of segment {number:,}")
         return SegmentCounts(writer.finish(), documents, size, broken)
 
 
@@ -259,21 +256,3 @@ def _is_intact(folder: Path) -> bool:
         require_intact(folder, read_checksums(folder))
         return True
     return False
-
-
-def _batches(texts: Iterator[TextChunk], can_cut: bool) -> Iterator[list[TextChunk]]:
-    """Group chunks into batches of about BATCH characters. Unless ``can_cut``, join the chunks of each document."""
-    batch, size, held = list[TextChunk](), 0, list[str]()
-    for chunk in texts:
-        size += len(chunk.text)
-        if not can_cut:
-            held.append(chunk.text)
-            if not chunk.ends_document:
-                continue
-            chunk, held = TextChunk("".join(held), True), []
-        batch.append(chunk)
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from toolkit.data.streamed.reader import SegmentRequest, error_file, read_requests, used_bytes
+from toolkit.data.streamed.reader import SegmentRequest, error_file, folder_bytes, read_requests
 from toolkit.data.streamed.stream import Stream
 from toolkit.io.storage import StorageError
 
@@ -83,10 +83,10 @@ def make_room(stream: Stream, requests: list[SegmentRequest], number: int, max_b
     for path in (stream.folder / "units").iterdir():
         with suppress(FileNotFoundError):  # another tokenize worker evicts it
             if path.name.isdigit():
-                sizes[int(path.name)] = path.stat().st_mtime, _size(path)
+                sizes[int(path.name)] = path.stat().st_mtime, folder_bytes(path)
     text_bytes = stream.source.text_bytes
     ratio = max((size / max(1, text_bytes(segment)) for segment, (_, size) in sizes.items()), default=1.0)
-    excess = used_bytes(stream.folder) + int(_MARGIN * ratio * text_bytes(number)) - max_bytes
+    excess = folder_bytes(stream.folder / "units") + int(_MARGIN * ratio * text_bytes(number)) - max_bytes
     in_use = {n for w in requests for n in w.keep}
     later = {n for w in requests for n in w.ahead} - in_use
     is_awaited = _is_awaited(number, requests)
@@ -97,10 +97,6 @@ def make_room(stream: Stream, requests: list[SegmentRequest], number: int, max_b
             stream.evict(segment)
             excess -= sizes[segment][1]
     return excess <= 0 or is_awaited
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def describe_changes(documents: list[Document]) -> str | None:
     return ", ".join(parts) or None
 
 
-def text_chunks(document: Document, size: int | None = CHUNK_CHARS) -> Iterator[TextChunk]:
-    r"""Read a document in chunks of about ``size`` characters, or in one chunk if None; see :func:`cut_text`.
+def text_chunks(document: Document, size: int | None = None) -> Iterator[TextChunk]:
+    r"""Read a document in chunks of about ``size`` characters, CHUNK_CHARS by default; see :func:`cut_text`.
 
     A leading byte order mark is dropped.
     """
@@ -111,18 +111,18 @@ def text_chunks(document: Document, size: int | None = CHUNK_CHARS) -> Iterator[
         raise UserError(f"{document.option}: {document.path} cannot be read: {error.strerror}") from error
 
 
-def cut_text(file: IO[str], size: int | None) -> Iterator[TextChunk]:
-    r"""Read a document in chunks of about ``size`` characters, or in one chunk if None.
+def cut_text(file: IO[str], size: int | None = None) -> Iterator[TextChunk]:
+    r"""Read a document in chunks of about ``size`` characters, CHUNK_CHARS by default.
 
     \r\n line endings become \n. Text is cut only after a newline that follows a visible character and precedes a
     letter. If :meth:`Tokenizer.splits_at_newlines` is true, such cuts do not change the token ids.
     """
-    rest = carry = ""
-    while block := file.read(size or -1):
+    rest, carry, size = "", "", size or CHUNK_CHARS
+    while block := file.read(size):
         block = carry + block
         carry = "\r" if block.endswith("\r") else ""  # its \n may be in the next block
         rest += block[: len(block) - len(carry)].replace("\r\n", "\n")
-        if size and (cut := _last_line_end(rest, len(rest) - size)):
+        if cut := _last_line_end(rest, len(rest) - size):
             yield TextChunk(rest[:cut], False)
             rest = rest[cut:]
     yield TextChunk(rest + carry, True)
@@ -137,29 +137,34 @@ def _last_line_end(text: str, start: int) -> int:
     return 0
 
 
-def batches(documents: list[Document], cut: bool, limit: int | None = None) -> Iterator[list[TextChunk]]:
-    """Yield batches of chunks with about BATCH characters each.
-
-    Args:
-        cut: Whether to cut documents into chunks; otherwise each is one chunk.
-        limit: Maximum bytes of text to read; None for all.
-    """
-    batch, size = [], 0
+def read_chunks(documents: list[Document], limit: int | None = None) -> Iterator[TextChunk]:
+    """Yield the chunks of documents, at most ``limit`` bytes of text."""
     for document in documents:
-        for chunk in text_chunks(document, CHUNK_CHARS if cut else None):
+        for chunk in text_chunks(document):
             if limit is not None:
                 text = chunk.text.encode()
                 if len(text) > limit:
                     chunk = TextChunk(text[:limit].decode(errors="ignore"), False)
                 limit -= min(len(text), limit)
-            batch.append(chunk)
-            size += len(chunk.text)
+            yield chunk
             if limit == 0:
-                yield batch
                 return
+
+
+def batches(chunks: Iterable[TextChunk], can_cut: bool) -> Iterator[list[TextChunk]]:
+    """Group chunks into batches of about BATCH characters. Unless ``can_cut``, join the chunks of each document."""
+    batch, size, held = list[TextChunk](), 0, list[str]()
+    for chunk in chunks:
+        size += len(chunk.text)
+        held.append(chunk.text)
+        if can_cut or chunk.ends_document:
+            batch.append(TextChunk("".join(held), chunk.ends_document))
+            held = []
             if size >= BATCH:
                 yield batch
                 batch, size = [], 0
+    if held:  # the limit is within a document
+        batch.append(TextChunk("".join(held), False))
     if batch:
         yield batch
 

@@ -12,7 +12,6 @@ hit, and changed text a miss. All block sizes share the same tokens.
 
 import hashlib
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,11 @@ from typing import Any
 from toolkit.data.base import AddBos, PreparedData, Report, Values, Vocabulary
 from toolkit.data.cache import (
     ANNOUNCE_BYTES,
-    HEARTBEAT,
     choose_cache_dir,
     hash_inputs,
     load_or_prepare,
     read_manifest,
+    throttle,
     write_manifest,
 )
 from toolkit.data.document_ends import DocumentEnds, added_bos, choose_ends
@@ -197,18 +196,15 @@ def _make(
 def _train_tokenizer(
     sources: TextSources, texts: tuple[list[documents.Document], list[documents.Document] | None], report: Report
 ) -> Tokenizer:
-    def chunks_of(texts: list[documents.Document]) -> Iterator[documents.TextChunk]:
-        return (chunk for document in texts for chunk in documents.text_chunks(document))
-
     train, val = texts
     if sources.vocab_size == "characters":
         # Include the held-out text; otherwise its new characters would be unknown.
-        tokenizer = collect_characters(chunk.text for chunk in chunks_of(train + (val or [])))
+        tokenizer = collect_characters(chunk.text for chunk in documents.read_chunks(train + (val or [])))
         report(f"Data: the text has {tokenizer.vocab_size - 2:,} different characters, each one token")
         return tokenizer
     # Exclude the end of the text, which is held out.
     share = sources.text_fraction * (1 - sources.val_fraction) * sum(d.size for d in train)
-    return documents.train_tokenizer(chunks_of(train), int(share), sources.vocab_size, report)
+    return documents.train_tokenizer(documents.read_chunks(train), int(share), sources.vocab_size, report)
 
 
 def _write_tokens(
@@ -220,11 +216,9 @@ def _write_tokens(
     report: Report,
 ) -> None:
     """Tokenize and write documents, or their first ``limit`` bytes."""
-    total, done, last_line = limit or sum(d.size for d in texts), 0, time.perf_counter()
-    batches = documents.batches(texts, tokenizer.splits_at_newlines(), limit)
+    total, done, report_progress = limit or sum(d.size for d in texts), 0, throttle(report)
+    batches = documents.batches(documents.read_chunks(texts, limit), tokenizer.splits_at_newlines())
     for chunks, ids in documents.tokenize(batches, tokenizer, ends):
         writer.add(ids)
         done += sum(len(chunk.text) for chunk in chunks)
-        if time.perf_counter() - last_line > HEARTBEAT:
-            report(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
-            last_line = time.perf_counter()
+        report_progress(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.base import Row, Values
+from toolkit.data.base import Row, Values, next_token_row
 from toolkit.data.cache import CRC_FILE
 from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, format_dtype
 
@@ -195,13 +195,10 @@ class BlockDataset:
         return self.n_tokens // self.block_size
 
     def __getitem__(self, index: int) -> Row:
-        import torch
-
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         start = self.find_row(index)
-        block = torch.from_numpy(self.store.tokens(start, start + self.block_size).astype(np.int64))
-        return {"input_ids": block[:-1], "labels": block[1:]}
+        return next_token_row(self.store.tokens(start, start + self.block_size))
 
     def find_row(self, index: int) -> int:
         return self.start + index * self.block_size

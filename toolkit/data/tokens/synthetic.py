@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from toolkit.data.base import DataModule, PreparedData, Report, Row, require, trained_vocabulary
+from toolkit.data.base import DataModule, PreparedData, Report, Row, next_token_row, require, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
 
 
@@ -55,10 +55,7 @@ class SyntheticRows:
 
     def __getitem__(self, index: int) -> Row:
         import numpy as np
-        import torch
 
         if not 0 <= index < self.num_rows:
             raise IndexError(f"row {index} of {self.num_rows}")
-        tokens = np.random.default_rng([self.seed, index]).integers(0, self.vocab_size, self.block_size)
-        block = torch.from_numpy(tokens)
-        return {"input_ids": block[:-1], "labels": block[1:]}
+        return next_token_row(np.random.default_rng([self.seed, index]).integers(0, self.vocab_size, self.block_size))
