@@ -28,7 +28,7 @@ from toolkit.planning.sample_model import (
     AUTOCAST,
     micro_batch,
     one_layer_of_each_kind,
-    quantized_linears,
+    quantized_weights,
     sample_model,
 )
 from toolkit.planning.speed.cuda_on_meta import cuda_on_meta
@@ -135,10 +135,9 @@ class _Storages(TorchDispatchMode):
         self._storages: dict[int, tuple[StorageWeakRef, int, Origin]] = {}
         self._layer: int | None = None
         self._weights = {_key(t) for t in (*model.parameters(), *model.buffers())}
-        in_4_bits = {id(layer.weight) for layer in quantized_linears(model, setup)}
-        named = [(n, p) for n, p in model.named_parameters() if p.ndim > 1 and not is_adapter(n)]
-        self._cast = {_key(p) for _, p in named if id(p) not in in_4_bits}
-        self._in_4_bits = {_key(p) for _, p in named} - self._cast
+        self._in_4_bits = set(map(_key, quantized_weights(setup, model).values()))
+        matrices = {_key(p) for n, p in model.named_parameters() if p.ndim > 1 and not is_adapter(n)}
+        self._cast = matrices - self._in_4_bits
         for i, block in enumerate(model.blocks):
             block.register_forward_pre_hook(lambda *_, layer=i: self._enter(layer))
             block.register_forward_hook(lambda _, __, output, layer=i: self._leave(layer, output))

@@ -6,9 +6,10 @@ Everything but :func:`resolve_auto` is a pure function of the options, the devic
 import functools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 from toolkit.config import AUTO, none_if_auto
 from toolkit.distributed.mesh import Layout
@@ -16,11 +17,10 @@ from toolkit.distributed.stages import nearest_micro_batches
 from toolkit.distributed.strategy import StrategyPlan, implied_strategy
 from toolkit.errors import UserError, option_text
 from toolkit.models.config import ModelConfig
-from toolkit.planning.compatibility import ROWS, Row
+from toolkit.planning.compatibility import ROWS
 from toolkit.planning.facts import Facts
-from toolkit.planning.memory import plan_memory
 from toolkit.planning.memory_inputs import with_known_vocabulary
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, memory_inputs, resolve, resolve_model
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, device_bytes, resolve, resolve_model
 from toolkit.planning.run_args import RunArgs
 
 MAX_SHARD_GRAD_OP_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
@@ -76,21 +76,17 @@ def make_memory_estimator(model: ModelConfig | None, args: RunArgs, devices: Dev
     """
 
     @functools.cache
-    def complete_config() -> ModelConfig:
-        return with_known_vocabulary(model, args)
+    def complete_config() -> ModelConfig | None:
+        with suppress(UserError):
+            return None if model is None else with_known_vocabulary(model, args)
+        return None
 
     def estimate(changed: RunArgs) -> float:
         try:
             config = resolve(changed, devices)
         except UserError:
             return math.inf
-        if model is None or args.module is not None or args.optimizer_class is not None:
-            return math.nan
-        try:
-            full_config = complete_config()
-        except UserError:
-            return math.nan
-        return plan_memory(memory_inputs(config, full_config)).total
+        return device_bytes(config, complete_config())
 
     return estimate
 
@@ -197,17 +193,12 @@ def choose_size(
 
 
 def _why_not_fsdp(args: RunArgs) -> str:
-    with_ddp = _violated_rows(args, "ddp")
-    reasons = (message for row, message in _violated_rows(args, "fsdp").items() if row not in with_ddp)
-    return next(reasons, "fsdp does not support the other options").partition(";")[0]
-
-
-def _violated_rows(args: RunArgs, kind: Literal["fsdp", "ddp"]) -> dict[Row, str]:
-    """Return the rows of the table that the options violate under a strategy, with their messages."""
-    plan = StrategyPlan(kind, None, Layout(shard=2), "")
+    """Return the first row of the table that the options violate with fsdp and not with ddp."""
     needs_unsharded = getattr(args.optimizer_class, "needs_unsharded", False)
-    facts = Facts(args, none_if_auto(args.precision) or "", strategy=plan, needs_unsharded=needs_unsharded)
-    return {row: row.message(facts) for row in ROWS if row.applies(facts)}
+    facts = Facts(args, none_if_auto(args.precision) or "", needs_unsharded=needs_unsharded)
+    fsdp, ddp = (replace(facts, strategy=StrategyPlan(kind, None, Layout(shard=2), "")) for kind in ("fsdp", "ddp"))
+    reasons = (row.message(fsdp) for row in ROWS if row.applies(fsdp) and not row.applies(ddp))
+    return next(reasons, "fsdp does not support the other options").partition(";")[0]
 
 
 def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]:

@@ -102,18 +102,16 @@ def require_within_limits(args: TrainArgs, done: Progress, limits: Limits, longe
 
     The last step may exceed ``max_tokens`` by less than a global batch with ``longest_row`` tokens per row.
     """
-    checks = {
-        "max_steps": (args.max_steps, args.max_steps is not None and done.step > args.max_steps),
-        "max_tokens": (
-            args.max_tokens,
-            args.max_tokens is not None and done.tokens >= args.max_tokens + args.global_batch_size * longest_row,
-        ),
-        "epochs": (args.epochs, limits.total_samples is not None and done.samples > limits.total_samples),
+    last_step = args.global_batch_size * longest_row
+    is_past = {
+        "max_steps": args.max_steps is not None and done.step > args.max_steps,
+        "max_tokens": args.max_tokens is not None and done.tokens >= args.max_tokens + last_step,
+        "epochs": limits.total_samples is not None and done.samples > limits.total_samples,
     }
-    for name, (value, is_past) in checks.items():
-        if is_past:
+    for name in is_past:
+        if is_past[name]:
             raise UserError(
-                f"--train.{name} {value}: {checkpoint} is past this limit, after {done.step:,} steps, "
+                f"--train.{name} {getattr(args, name)}: {checkpoint} is past this limit, after {done.step:,} steps, "
                 f"{done.tokens:,} tokens and {done.samples:,} samples; raise it, or use a new --out_dir"
             )
 

@@ -17,7 +17,6 @@ from torch import nn
 from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
-from toolkit.models.quantize import refuse_experts
 from toolkit.planning.activations import (
     Activations,
     frozen_forward_bytes,
@@ -28,7 +27,7 @@ from toolkit.planning.activations import (
 )
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
 from toolkit.planning.optimizer_memory import optimizer_bytes, update_bytes
-from toolkit.planning.sample_model import first_layers, model_of
+from toolkit.planning.sample_model import first_layers, model_of, quantized_weights
 from toolkit.planning.speed.flops import matmul_parameters
 from toolkit.planning.unsharded import BYTES_4BIT, QUANTIZED_BYTES, fsdp_bytes, is_replicated
 
@@ -347,15 +346,6 @@ def _optimizer_bytes(setup: MemoryInputs, model: GPT) -> float:
     sharded = _sharded_parameters(setup, model)
     replicated = {name: 1 for name, _ in model.named_parameters() if name not in sharded}
     return optimizer_bytes(setup, model, replicated | ({} if setup.strategy.offloads else sharded))
-
-
-def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter]:
-    """Return the 4-bit weights by name: the linear layers of the blocks."""
-    if setup.quantize is None:
-        return {}
-    refuse_experts(setup.config, setup.quantize)
-    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("transformer.h.")]
-    return {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in linears}
 
 
 def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) -> float:

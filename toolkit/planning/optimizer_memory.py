@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -186,43 +187,40 @@ def state_bytes(
         return 0.0
     if is_main and options["name"] == AdamW8bit.__name__:
         return state_bytes_8bit(round(math.prod(shape)))
-    probe = _Probe(options, dtype, user_class, is_main)
+    measure = partial(_measure, options, dtype, user_class, is_main)
     if len(shape) == 1:
-        low, high = probe.bytes((8,)), probe.bytes((16,))
+        low, high = measure((8,)), measure((16,))
         return low + (high - low) / 8 * (shape[0] - 8)
     if len(shape) == 3:  # stacked experts: one matrix each, and one counter for all
-        once = 2 * probe.bytes((1, 8, 8)) - probe.bytes((2, 8, 8))
+        once = 2 * measure((1, 8, 8)) - measure((2, 8, 8))
         return once + shape[0] * (state_bytes(options, dtype, shape[1:], user_class, is_main) - once)
     rows, columns = shape
-    corner, right, down, both = (probe.bytes(s) for s in ((8, 8), (8, 16), (16, 8), (16, 16)))
+    corner, right, down, both = (measure(s) for s in ((8, 8), (8, 16), (16, 8), (16, 16)))
     x, y = (rows - 8) / 8, (columns - 8) / 8
     return corner + (down - corner) * x + (right - corner) * y + (both - down - right + corner) * x * y
 
 
-class _Probe:
-    """Measures the optimizer state of a small parameter; cached by shape."""
+_measured: dict[str, int] = {}
 
-    _cache: dict[str, int] = {}
 
-    def __init__(self, options: dict[str, Any], dtype: torch.dtype, user_class: type | None, is_main: bool) -> None:
+def _measure(
+    options: dict[str, Any], dtype: torch.dtype, user_class: type | None, is_main: bool, shape: tuple[int, ...]
+) -> int:
+    """Return the bytes of the optimizer state of a small parameter, see :func:`state_bytes`."""
+    key = f"{options} {dtype} {user_class} {is_main} {shape}"
+    if key not in _measured:
         others = ("name", "fused", "foreach", "state_dtype", "loraplus_lr_ratio")
-        self.options = {k: v for k, v in options.items() if k not in others}
-        self.name, self.has_bf16_moments = options["name"], "state_dtype" in options
+        arguments, name = {k: v for k, v in options.items() if k not in others}, options["name"]
         # AdamW8bit is not built: its package may not be installed here
-        is_adamw = user_class is None and self.name == AdamW8bit.__name__
-        self.cls = torch.optim.AdamW if is_adamw else user_class or optimizer_class(self.name)
-        self.dtype, self.groups = dtype, {"main": is_main} if self.name == Muon.__name__ else {}
-
-    def bytes(self, shape: tuple[int, ...]) -> int:
-        key = f"{self.cls} {self.options} {self.groups} {self.dtype} {self.has_bf16_moments} {shape}"
-        if key not in self._cache:
-            parameter = nn.Parameter(torch.zeros(shape, dtype=self.dtype))
-            parameter.grad = torch.zeros_like(parameter)
-            optimizer = self.cls([{"params": [parameter], **self.groups}], lr=1e-3, **self.options)
-            optimizer.step()
-            state = [v for v in optimizer.state[parameter].values() if isinstance(v, Tensor)]
-            self._cache[key] = sum(v.numel() * self._itemsize(v, parameter) for v in state)
-        return self._cache[key]
-
-    def _itemsize(self, value: Tensor, parameter: Tensor) -> int:
-        return BF16 if self.has_bf16_moments and value.shape == parameter.shape else value.element_size()
+        is_adamw = user_class is None and name == AdamW8bit.__name__
+        cls: Any = torch.optim.AdamW if is_adamw else user_class or optimizer_class(name)
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        parameter.grad = torch.zeros_like(parameter)
+        group = {"params": [parameter]} | ({"main": is_main} if name == Muon.__name__ else {})
+        optimizer = cls([group], lr=1e-3, **arguments)
+        optimizer.step()
+        state = [v for v in optimizer.state[parameter].values() if isinstance(v, Tensor)]
+        halved = "state_dtype" in options  # tensors of the weight's shape are stored in bf16
+        sizes = (BF16 if halved and v.shape == shape else v.element_size() for v in state)
+        _measured[key] = sum(v.numel() * size for v, size in zip(state, sizes, strict=True))
+    return _measured[key]

@@ -78,10 +78,8 @@ class RunPlan:
 
     @property
     def lr_scaling(self) -> str | None:
-        train, defaults = self.args.train, self.args.defaults
-        if train.lr_scaling == "none":
-            return None
-        return describe_scaling(train, build_schedule(train, self.steps, defaults), defaults)
+        schedule = self.schedule
+        return None if schedule is None else describe_scaling(self.args.train, schedule, self.args.defaults)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -177,7 +175,13 @@ def run_args_of(options: TrainingOptions) -> Iterator[RunArgs]:
     value = options.initial_checkpoint_dir
     with TemporaryDirectory() as folder:
         if value is not None and not any(path.exists() for path in (Path(value), Path("checkpoints") / value)):
-            config = _config_of(options.checkpoint_option, value)
+            try:
+                config = get_config(value)
+            except UserError as error:
+                raise UserError(
+                    f"{options.checkpoint_option} {value}: no such folder, also not below checkpoints/, and no "
+                    f"architecture of that name{suggest_names(value)}"
+                ) from error
             write_model_files(Path(folder), state_dict=None, config=config, hyperparameters=None, tokenizer=None)
             changes: dict[str, Any] = {options.checkpoint_option: folder}
             options = replace(options, **changes)
@@ -197,13 +201,3 @@ def missing_parts(args: RunArgs, options: TrainingOptions) -> Iterator[str]:
             check(*arguments)
         except UserError as error:
             yield str(error)
-
-
-def _config_of(option: str, value: str) -> ModelConfig:
-    try:
-        return get_config(value)
-    except UserError as error:
-        raise UserError(
-            f"{option} {value}: no such folder, also not below checkpoints/, and no architecture of that name"
-            f"{suggest_names(value)}"
-        ) from error

@@ -196,16 +196,22 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
 
     Unsharded if memory cannot be estimated: unknown device memory or vocabulary, a user-provided module or optimizer.
     """
-    args, model, memory = config.args, config.model, config.devices.memory
+    args, memory = config.args, config.devices.memory
     if args.fsdp.accumulate != AUTO:
         return args.fsdp.accumulate
     accumulates = config.strategy.kind == "fsdp" and config.batch.accumulation > 1 and args.lora is None
     is_pipelined = config.strategy.layout.pipeline > 1  # its schedule reduces gradients once per step
     if not accumulates or is_pipelined or config.strategy.offloads or memory == math.inf:
         return "unsharded"
-    if model is None or model.vocab_size is None or args.module is not None or args.optimizer_class is not None:
-        return "unsharded"
-    return "unsharded" if plan_memory(memory_inputs(config, model)).total <= memory else "sharded"
+    return "sharded" if device_bytes(config, config.model) > memory else "unsharded"
+
+
+def device_bytes(config: ResolvedConfig, model: ModelConfig | None) -> float:
+    """Estimate the bytes per device; NaN for a user-provided module or optimizer, or an unknown vocabulary."""
+    is_known = config.args.module is None and config.args.optimizer_class is None
+    if model is None or model.vocab_size is None or not is_known:
+        return math.nan
+    return plan_memory(memory_inputs(config, model)).total
 
 
 def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:

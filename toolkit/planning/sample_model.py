@@ -16,6 +16,7 @@ from toolkit.models.fp8 import convert_to_fp8
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.quantize import refuse_experts
 from toolkit.planning.memory_inputs import MemoryInputs
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -107,11 +108,13 @@ def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
     return model
 
 
-def quantized_linears(model: GPT, setup: MemoryInputs) -> list[nn.Linear]:
-    """Return the linear layers with 4-bit weights: all in the blocks if --quantize is set."""
+def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter]:
+    """Return the 4-bit weights by name: the linear layers of the blocks, if --quantize is set."""
     if setup.quantize is None:
-        return []
-    return [m for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]
+        return {}
+    refuse_experts(setup.config, setup.quantize)
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("transformer.h.")]
+    return {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in linears}
 
 
 def micro_batch(setup: MemoryInputs, n_rows: int, device: str) -> dict[str, Any]:

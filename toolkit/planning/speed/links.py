@@ -7,8 +7,8 @@ from toolkit.distributed.units import EMBEDDING, HEAD, Unit, block_dtypes, plan_
 from toolkit.models.block import Block
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
-from toolkit.planning.memory import quantized_weights
 from toolkit.planning.memory_inputs import FP32, MemoryInputs
+from toolkit.planning.sample_model import quantized_weights
 from toolkit.planning.speed.gpus import GpuSpec
 from toolkit.planning.unsharded import unit_sizer
 

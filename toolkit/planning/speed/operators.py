@@ -15,12 +15,7 @@ Kind = Literal["product", "attention", "fusable", "other", "accumulate", "view"]
 """Kind of an operator: matrix product; attention; element-wise or reduction, which a compiler fuses; another kernel;
 addition of a weight's gradient to the sum of earlier micro-batches; no kernel."""
 
-_VIEWS = {
-    "view", "_unsafe_view", "t", "transpose", "detach", "expand", "slice", "split", "split_with_sizes", "select",
-    "unsqueeze", "squeeze", "permute", "alias", "as_strided", "unbind", "_reshape_alias", "lift_fresh", "unfold",
-    "narrow", "reshape", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "diagonal",
-    "is_same_size", "set_", "_conj", "view_as", "empty_permuted",
-}  # fmt: skip
+_NO_KERNEL = ("_unsafe_view", "is_same_size", "set_")  # apart from views and allocations
 _FILLS = {"zeros", "zeros_like", "full", "full_like", "fill_", "zero_", "ones", "arange", "new_zeros", "new_full",
           "new_ones", "ones_like", "scalar_tensor"}  # fmt: skip
 _KERNELS = ("sort", "topk", "searchsorted", "embedding_dense_backward", "index_put", "cumsum", "dequantize", "_fused_",
@@ -99,7 +94,7 @@ class Recorder(TorchDispatchMode):
         if not inputs and not outputs:
             return out
         name = func._schema.name.split("::")[1]
-        if name in _VIEWS:
+        if func.is_view or "empty" in name or name in _NO_KERNEL:
             self.ops.append(Op(name, "view", self.layer, self.is_backward, launches=0))
             return out
         flops = _flops(func, name, args, kwargs, out)

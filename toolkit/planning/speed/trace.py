@@ -21,7 +21,7 @@ from toolkit.planning.sample_model import (
     AUTOCAST,
     micro_batch,
     one_layer_of_each_kind,
-    quantized_linears,
+    quantized_weights,
     sample_model,
 )
 from toolkit.planning.speed.cuda_on_meta import cuda_on_meta
@@ -70,7 +70,7 @@ def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace
             parameter.grad_dtype = torch.float32
         parameter.grad = torch.empty_like(parameter, dtype=torch.float32 if setup.has_masters else None)
     _checkpoint(model, setup)
-    weights = [layer.weight for layer in quantized_linears(model, setup)]
+    weights = quantized_weights(setup, model).values()
     quantized = {w.untyped_storage()._cdata: w.numel() * 9 // 16 for w in weights}  # 4.5 bits
     inputs = micro_batch(setup, setup.micro_batch_size, "meta")
     recorder = Recorder((p.grad for p in trained if p.grad is not None), quantized)
