@@ -10,7 +10,7 @@ import torch
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.cli import main
-from toolkit.data.tokenizer import BYTES, train_bpe
+from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
 from toolkit.inference.tasks import load_lm
 from toolkit.models.config import ModelConfig
@@ -24,9 +24,9 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}
 def folder(tmp_path_factory):
     torch.manual_seed(0)
     config = ModelConfig(
-        name="small", block_size=64, vocab_size=BYTES + 1, padded_vocab_size=BYTES + 1, n_layer=1, n_embd=32, n_head=2
+        name="small", block_size=64, vocab_size=256 + 1, padded_vocab_size=256 + 1, n_layer=1, n_embd=32, n_head=2
     )
-    tokenizer = train_bpe([UNKNOWN * 20], vocab_size=BYTES + 10).with_files({"chat_template.jinja": TEMPLATE.encode()})
+    tokenizer = train_bpe([UNKNOWN * 20], vocab_size=256 + 10).with_files({"chat_template.jinja": TEMPLATE.encode()})
     assert max(tokenizer.encode(UNKNOWN)) >= config.padded_vocab_size > max(tokenizer.encode(KNOWN))
     folder = tmp_path_factory.mktemp("models") / "m"
     folder.mkdir()
@@ -49,7 +49,7 @@ def test_prompts(folder, monkeypatch, capsys, command):
     code, output = run(monkeypatch, capsys, *options, UNKNOWN)
     assert code == 2
     assert output.startswith(f"toolkit {command}: checkpoint_dir {folder}: encodes this text with token 2")
-    assert output.endswith(f"the model has embeddings only for 0 to {BYTES}; use the model's own tokenizer")
+    assert output.endswith(f"the model has embeddings only for 0 to 256; use the model's own tokenizer")
 
 
 @pytest.mark.parametrize("tokenizer_dir", [False, True])
