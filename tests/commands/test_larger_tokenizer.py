@@ -49,7 +49,7 @@ def test_prompts(folder, monkeypatch, capsys, command):
     code, output = run(monkeypatch, capsys, *options, UNKNOWN)
     assert code == 2
     assert output.startswith(f"toolkit {command}: checkpoint_dir {folder}: encodes this text with token 2")
-    assert output.endswith(f"the model has embeddings only for 0 to 256; use the model's own tokenizer")
+    assert output.endswith("the model has embeddings only for 0 to 256; use the model's own tokenizer")
 
 
 @pytest.mark.parametrize("tokenizer_dir", [False, True])

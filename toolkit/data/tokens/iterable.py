@@ -17,9 +17,8 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
-from toolkit.data.base import PreparedData, Report, Row, State
-from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.in_memory import InMemoryDataset
+from toolkit.data.base import Row, State
+from toolkit.data.tokens.in_memory import read_val
 from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, hash_rows, read_row, require_shifted
 from toolkit.errors import DataError, UserError
 
@@ -39,20 +38,10 @@ class IterableData(PythonData):
 
     def __init__(self, dataset: Any, val_dataset: Any, max_length: int | None, allow_duplicates: bool = False) -> None:
         if is_loader(dataset):
-            self.train: IterableRows = DataLoaderRows(dataset, max_length, allow_duplicates)
+            train: IterableRows = DataLoaderRows(dataset, max_length, allow_duplicates)
         else:
-            self.train = IterableRows(dataset, max_length)
-        self.val = None if val_dataset is None else InMemoryDataset("val_dataset", val_dataset, max_length)
-        self.lengths = [len(row["input_ids"]) for row in self.train.first]
-        self.val_key = "" if self.val is None else self.val.survey()[1]
-
-    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        held_out = "" if self.val is None else f", {len(self.val):,} held-out rows"
-        summary = f"{self.train.kind} of rows of {self.describe_lengths(max_seq_length)}{held_out}"
-        report(f"Data: {summary}")
-        key = hashlib.sha256(f"{self.train.key} {self.val_key}".encode()).hexdigest()
-        rows: Any = self.train  # the protocol requires __len__
-        return PreparedData(rows, self.val, tokenizer, key, summary)
+            train = IterableRows(dataset, max_length)
+        super().__init__(train, read_val(val_dataset, max_length))
 
 
 class IterableRows:
@@ -66,7 +55,7 @@ class IterableRows:
     ``note``: Log message on how a resumed run reached its position, or "".
     """
 
-    kind = "iterable"
+    what = "iterable of rows"
     epoch_rows: int | None = None
     """Rows per epoch over all ranks, if known."""
 
@@ -84,7 +73,8 @@ class IterableRows:
         self.first = [self._to_row(item, position) for position, item in enumerate(first)]
         require_shifted(self.first, "dataset")
         self.key = hash_rows(self.first)
-        self.is_ragged = len({len(row["input_ids"]) for row in self.first}) > 1
+        self.lengths_checked = [len(row["input_ids"]) for row in self.first]
+        self.is_ragged = len(set(self.lengths_checked)) > 1
         self.note = ""
 
     # ---- position to row
@@ -227,7 +217,7 @@ class DataLoaderRows(IterableRows):
         allow_duplicates: Allow several ranks to have the same samples.
     """
 
-    kind = "DataLoader"
+    what = "DataLoader of rows"
 
     def __init__(self, source: DataLoader, max_length: int | None, allow_duplicates: bool) -> None:
         drawing = [part for part in (source, _sampler_of(source)) if hasattr(part, "generator")]

@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import DataModule, PreparedData, Row, row_count, rows_of
+from toolkit.data.base import DataModule, PreparedData, Report, Row, row_count, rows_of
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -19,10 +20,24 @@ MAX_CHECKED_ROWS = 32  # rows checked before a run
 class PythonData(DataModule):
     """Base class of data modules for Python objects. They have no options and no tokenizer.
 
-    ``lengths``: Number of input tokens in each checked row.
+    Args:
+        train: The training rows. ``lengths_checked`` are the input tokens of each checked row, ``key`` is a hash of
+            the rows, and ``what`` describes them.
+        val: The validation rows, or None.
     """
 
-    lengths: list[int]
+    def __init__(self, train: Any, val: Any, num_workers: int = 0) -> None:
+        self.train, self.val, self.num_workers = train, val, num_workers
+        self.lengths: list[int] = train.lengths_checked
+        self.content_key: str = train.key
+        if val is not None or row_count(train) is None:
+            self.content_key = hashlib.sha256(f"{train.key} {val.key if val else ''}".encode()).hexdigest()
+
+    def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
+        held_out = "" if self.val is None else f", {len(self.val):,} held-out rows"
+        summary = f"{self.train.what} of {self.describe_lengths(max_seq_length)}{held_out}"
+        report(f"Data: {summary}")
+        return PreparedData(self.train, self.val, tokenizer, self.content_key, summary)
 
     @property
     def reads_ahead(self) -> bool:
@@ -31,7 +46,7 @@ class PythonData(DataModule):
 
     @property
     def is_ragged(self) -> bool:
-        return min(self.lengths) != max(self.lengths)
+        return self.train.is_ragged
 
     def describe_lengths(self, max_seq_length: int) -> str:
         """Describe the row lengths for the log. Raise UserError if a row exceeds ``max_seq_length``."""
