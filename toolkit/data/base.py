@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from toolkit.config.checks import require_not_negative
 from toolkit.config.strategy_options import AUTO, Auto  # noqa: F401 - AUTO is for data modules
 from toolkit.errors import UserError, require_option
 from toolkit.models.labels import IGNORE_INDEX
@@ -182,7 +183,7 @@ class DataModule(ABC):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
+        require_not_negative("data", self, "num_workers")
 
     @property
     def reads_ahead(self) -> bool:

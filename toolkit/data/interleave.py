@@ -43,24 +43,17 @@ class SourceRows:
     mean_length: float
 
 
-def interleave(counts: Sequence[int]) -> np.ndarray:
-    """Return the source index of each slot, (sum(counts),) int64. Each source's slots are evenly spaced.
+def interleave(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the source index of each slot, and the number of earlier slots with the same source.
 
-    The slots are sorted by (j + 0.5) / counts[i], for row j of source i. In any prefix, a source has its share of the
-    rows to within about half a row per source in the mixture.
+    Each source's slots are evenly spaced: the slots, (sum(counts),) int64, are sorted by (j + 0.5) / counts[i], for row
+    j of source i. In any prefix, a source has its share of the rows to within about half a row per source in the
+    mixture.
     """
-    positions = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
-    sources = np.repeat(np.arange(len(counts)), counts)
-    return sources[np.argsort(positions, kind="stable")]
-
-
-def occurrence_numbers(sources: np.ndarray, n_sources: int) -> np.ndarray:
-    """Return the number of earlier slots with the same source, for each slot."""
-    numbers = np.empty_like(sources)
-    for source in range(n_sources):
-        (slots,) = np.nonzero(sources == source)
-        numbers[slots] = np.arange(len(slots))
-    return numbers
+    rows = [np.arange(count) for count in counts]
+    positions = np.concatenate([(row + 0.5) / max(1, len(row)) for row in rows])
+    order = np.argsort(positions, kind="stable")
+    return np.repeat(np.arange(len(counts)), counts)[order], np.concatenate(rows)[order]
 
 
 def slots_per_source(sources: Sequence[SourceRows]) -> np.ndarray:
@@ -190,8 +183,7 @@ class MixtureOrder:
         self._base = np.array([began[name] for name in self.weights], dtype=np.int64)
         self.began = int(self._base.sum())
         self.slots = slots_per_source(sources)
-        self._pattern = interleave(self.slots.tolist())
-        self._occurrences = occurrence_numbers(self._pattern, len(sources))
+        self._pattern, self._occurrences = interleave(self.slots.tolist())
         self._counters = [_TokenCounter(*pair) for pair in zip(sources, self.orders, strict=True)]
         self._tokens_before = self._tokens(self._base)
 

@@ -71,18 +71,14 @@ class TemplateRenderer:
         self._stop = re.compile("|".join(map(re.escape, self._ends.values())))
         self._end = re.compile(rf"\s*{leading}(?:{self._stop.pattern})?")
 
-    def render(self, messages: Conversation, add_generation_prompt: bool = False, tools: Tools = None) -> str:
-        """Render a conversation with the training date."""
-        return self._render(messages, add_generation_prompt, TRAINING_DATE, tools)
-
-    def _error(self, problem: str) -> UserError:
-        return UserError(f"{self.name}: {one_line(problem)}")
-
-    def _set_source(self, source: str) -> None:
-        self.source = source
-        self._call_jinja(None, TRAINING_DATE)
-
-    def _render(self, messages: Conversation, add_generation_prompt: bool, now: datetime, tools: Tools = None) -> str:
+    def render(
+        self,
+        messages: Conversation,
+        add_generation_prompt: bool = False,
+        tools: Tools = None,
+        now: datetime = TRAINING_DATE,
+    ) -> str:
+        """Render a conversation, by default with the training date."""
         values = {
             "messages": [self._clean(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -90,6 +86,13 @@ class TemplateRenderer:
             "documents": None,
         }
         return self._call_jinja(self._named_tokens | values, now)
+
+    def _error(self, problem: str) -> UserError:
+        return UserError(f"{self.name}: {one_line(problem)}")
+
+    def _set_source(self, source: str) -> None:
+        self.source = source
+        self._call_jinja(None, TRAINING_DATE)
 
     def _clean(self, message: Message) -> Message:
         """Drop None values, which templates would render as text, and the loss weight, which is not rendered."""
@@ -173,7 +176,7 @@ class TemplateRenderer:
     ) -> int | None:
         """Return the length of the rendered prompt for ``earlier``; None if ``text`` does not start with it."""
         try:
-            prompt = self._render(earlier, True, now, tools)
+            prompt = self.render(earlier, True, tools, now)
         except UserError:  # such as when no message precedes the answer
             return None
         return len(prompt) if text.startswith(prompt) else None

@@ -88,7 +88,7 @@ class ChatTemplate(TemplateRenderer):
     def encode_prompt(self, messages: Conversation) -> list[int]:
         """Return the token ids of a conversation and the generation prompt, with the current date."""
         now = datetime.now()
-        text = self._render(messages, True, now)
+        text = self.render(messages, True, now=now)
         # without offsets, which need gigabytes for the megabytes that a server may be sent
         return self._tokenize(messages, text, now, None, lambda text: (self._tokenizer.encode(text, bos=False), []))[0]
 

@@ -282,12 +282,12 @@ def _count_repeats(store: TokenStore, offsets: np.ndarray, rows: Values) -> int:
 
 def _hold_out(indices: np.ndarray, samples: dict[str, np.ndarray], fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split samples into train and val at random with a fixed seed. All pieces of a sample go to one split."""
-    origin = np.stack([samples["sources"][indices], samples["numbers"][indices]])
-    sample = np.cumsum(np.any(np.diff(origin, axis=1, prepend=origin[:, :1]), axis=0))
-    n = int(sample[-1]) + 1 if len(sample) else 0
+    origins = np.stack([samples["sources"][indices], samples["numbers"][indices]])
+    unique, sample = np.unique(origins, axis=1, return_inverse=True)  # numbers the samples, in order
+    n = unique.shape[1]
     n_val = min(max(1, round(n * fraction)), n - 1) if fraction and n else 0
     selected = shuffled_index(np.arange(n_val), n, _VAL_SEED) if n_val else np.empty(0, np.int64)
-    held_out = np.isin(sample, selected)
+    held_out = np.isin(sample.reshape(-1), selected)
     return indices[~held_out], indices[held_out]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from toolkit.config.checks import require_not_negative, require_positive
 from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
 
@@ -68,26 +69,21 @@ class HuggingFaceText(DataModule):
         require(not both, "val_path", self.val_path, "is not supported with --data.val_split; remove one of them")
         source, count = self.val_split or self.val_path, self.val_rows
         require(not source or count > 0, "val_rows", count, f"must be positive to validate on {source}")
-        require(count >= 0, "val_rows", count, "must not be negative")
-        budget = self.max_cache_gb
-        require(budget is None or budget > 0, "max_cache_gb", budget, "must be positive")
-        require(self.prepare_workers > 0, "prepare_workers", self.prepare_workers, "must be positive")
+        require_not_negative("data", self, "val_rows")
+        require_positive("data", self, "max_cache_gb", "prepare_workers")
         size = trained_vocabulary(self)
         require(size > 256, "vocab_size", size, "must be at least 257, for the 256 bytes and <|endoftext|>")
         require(bool(self.text_column), "text_column", self.text_column, "must be given")
-        self._check_urls()
-
-    @property
-    def skips_broken(self) -> bool:
-        """Whether to skip the rest of a file that cannot be read."""
-        return self.on_bad_shard == "skip"
-
-    def _check_urls(self) -> None:
         from toolkit.data.streamed.files import require_no_secret
 
         for name in self.takes_urls:
             if value := getattr(self, name):
                 require_no_secret(value, name)
+
+    @property
+    def skips_broken(self) -> bool:
+        """Whether to skip the rest of a file that cannot be read."""
+        return self.on_bad_shard == "skip"
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`. Only the first segment, about 32 MB, is tokenized here."""

@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from toolkit.data.base import AddBos, PreparedData, Report, TokenDataset, trained_vocabulary
+from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabulary
 from toolkit.data.cache import choose_cache_dir, clean_up, throttle
 from toolkit.data.document_ends import TAIL, added_bos, choose_ends
 from toolkit.data.sft.readers import require_pyarrow
@@ -31,34 +31,18 @@ _OLD_RULE = "-0.1.0"  # at the end of a folder's name; not in keys, which have t
 _MIN_SEGMENTS = 5  # in the cache budget: held-out, previous, current, next, and the one being written
 
 
-class TextOptions(Protocol):
-    """Options of :class:`toolkit.data.HuggingFaceText` that this module reads."""
-
-    add_bos: AddBos
-    cache_dir: str | None
-    max_cache_gb: float | None
-    prepare_workers: int
-    text_column: str
-    val_path: str | None
-    val_rows: int
-    val_split: str | None
-
-    @property
-    def skips_broken(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class TextSource:
     """Listed files and options of a data module.
 
     Args:
-        options: The data module.
+        options: The data module, a :class:`toolkit.data.HuggingFaceText`.
         where: Option and value that error messages name.
         files: Training files.
         val_files: Validation files. If None, validation rows are held out from the first segment.
     """
 
-    options: TextOptions
+    options: Any
     where: str
     files: list[SourceFile]
     val_files: list[SourceFile] | None

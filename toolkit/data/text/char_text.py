@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from toolkit.config.checks import require_positive
 from toolkit.data.base import AUTO, AddBos, PreparedData, Report, require
 from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
 from toolkit.data.text.text_files import FileText, TextPaths
@@ -45,7 +46,7 @@ class CharText(FileText):
     takes_urls: ClassVar[tuple[str, ...]] = ("path",)
 
     def __post_init__(self) -> None:
-        require(self.block_size is None or self.block_size > 0, "block_size", self.block_size, "must be positive")
+        require_positive("data", self, "block_size")
         for name in ("train_split", "truncate"):
             share = getattr(self, name)
             require(0 < share <= 1, name, share, "must be greater than 0 and at most 1")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from toolkit.data.base import DataModule, PreparedData, Report, Row, next_token_row, require, trained_vocabulary
+from toolkit.config.checks import require_not_negative, require_positive
+from toolkit.data.base import DataModule, PreparedData, Report, Row, next_token_row, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
 
 
@@ -27,9 +28,8 @@ class SyntheticTokens(DataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("vocab_size", trained_vocabulary(self)), ("num_rows", self.num_rows)):
-            require(value > 0, name, value, "must be greater than zero")
-        require(self.seed >= 0, "seed", self.seed, "must not be negative")
+        require_positive("data", self, "vocab_size", "num_rows")
+        require_not_negative("data", self, "seed")
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         block_size, vocab_size = max_seq_length + 1, trained_vocabulary(self)
