@@ -17,7 +17,8 @@ pretrain: $(VENV)/.core
 	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto $(PRETRAIN_FLAGS)
 
 # A file's tests share fixtures, so that they stay in one worker; conftest.py orders the files.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Bytecode is written even where the shell forbids it: the tests start hundreds of processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.test
 	$(PYTEST)

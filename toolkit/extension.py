@@ -205,8 +205,11 @@ def hash_sources(modules: Iterable[str]) -> str:
     for module in modules:
         with suppress(ImportError, AttributeError, ValueError):
             if (spec := find_spec(module)) is not None and spec.origin is not None:
-                _add_with_helpers(Path(spec.origin), files)
-                files |= {f for p in spec.submodule_search_locations or () for f in Path(p).rglob("*.py")}
+                folders = spec.submodule_search_locations
+                if folders is None:
+                    _add_with_helpers(Path(spec.origin), files)
+                else:
+                    files |= {Path(spec.origin), *(f for folder in folders for f in Path(folder).rglob("*.py"))}
     contents = sorted(hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file())
     return hashlib.sha256(b"".join(contents)).hexdigest()[:12]
 

@@ -6,6 +6,7 @@ it, as ``RANK-name.json``: the exit code and the values that :func:`watch` recor
 
 import copy
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -48,6 +49,7 @@ from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.model import unwrapped
 
 set_cpu()
+gc.freeze()  # in the fork server: full collections of the forked processes skip what it has imported
 
 # instead of a process that imports torch: the server that has forked this one forks another
 FORKED = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))

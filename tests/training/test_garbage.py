@@ -10,6 +10,14 @@ from toolkit.training import garbage
 from toolkit.training.garbage import GarbageCollection
 
 
+@pytest.fixture(autouse=True)
+def _thawed():
+    """As in a user's process; conftest.py freezes what the tests import."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 class Cycle:
     def __init__(self):
         self.own = self
