@@ -108,8 +108,9 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's message, without torch's C++ stack, or the name of its class."""
+    text = str(error).partition(". Exception raised from")[0]
+    return (text.strip().splitlines() or [type(error).__name__])[0]
 
 
 def one_line(text: object) -> str:

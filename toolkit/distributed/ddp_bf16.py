@@ -13,7 +13,16 @@ from toolkit.distributed.private_lightning import BackwardSyncControl
 from toolkit.private_torch import prebuild_ddp_buckets
 
 
-class BF16DDPStrategy(DDPStrategy):
+class BucketedDDPStrategy(DDPStrategy):
+    """Fabric's DDP with its final buckets from the first step on."""
+
+    def setup_module(self, module: nn.Module) -> Any:
+        wrapped = super().setup_module(module)
+        prebuild_ddp_buckets(wrapped)
+        return wrapped
+
+
+class BF16DDPStrategy(BucketedDDPStrategy):
     """Fabric's DDP with an fp32 all-reduce of bf16 gradients. Not tested on CUDA."""
 
     def __init__(self, **options: Any) -> None:
@@ -22,7 +31,6 @@ class BF16DDPStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         wrapped = super().setup_module(module)
-        prebuild_ddp_buckets(wrapped)
         self._sums.attach(wrapped)
         return wrapped
 

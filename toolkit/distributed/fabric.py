@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import HalfPrecision
-from lightning.fabric.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies import ParallelStrategy, SingleDeviceStrategy
 from torch import nn
 
 from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed import ranks
-from toolkit.distributed.ddp_bf16 import BF16DDPStrategy
+from toolkit.distributed.ddp_bf16 import BF16DDPStrategy, BucketedDDPStrategy
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import FullyShardedStrategy, fsdp_strategy
 from toolkit.distributed.memory import disable_malloc_trim
@@ -23,16 +23,7 @@ from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, cluster_environment
 from toolkit.extension import load_registered
 from toolkit.models.init import Materializer
-from toolkit.private_torch import prebuild_ddp_buckets, tensor_norms
-
-
-class _DDP(DDPStrategy):
-    """Fabric's DDP with its final buckets from the first step on."""
-
-    def setup_module(self, module: nn.Module) -> Any:
-        wrapped = super().setup_module(module)
-        prebuild_ddp_buckets(wrapped)
-        return wrapped
+from toolkit.private_torch import tensor_norms
 
 
 class _True16Bits(HalfPrecision):
@@ -98,7 +89,7 @@ def saves_shards(fabric: Fabric, fsdp: FSDPArgs) -> bool:
 
 def knows_gradient_norm(fabric: Fabric) -> bool:
     """Whether :func:`gradient_norm` supports the strategy. Extension strategies support only clipping."""
-    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, BF16DDPStrategy, FullyShardedStrategy))
+    return isinstance(fabric.strategy, (SingleDeviceStrategy, BucketedDDPStrategy, FullyShardedStrategy))
 
 
 def gradient_norm(fabric: Fabric, model: FabricModule, optimizer: Any) -> torch.Tensor:
@@ -140,7 +131,7 @@ def build_fabric(
         cls, arguments = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
         strategy = with_launcher(cls)(**arguments)
     elif plan.kind == "ddp":
-        strategy = with_launcher(BF16DDPStrategy if precision == "bf16-master" else _DDP)(**asdict(ddp))
+        strategy = with_launcher(BF16DDPStrategy if precision == "bf16-master" else BucketedDDPStrategy)(**asdict(ddp))
     else:
         strategy = fsdp_strategy(plan, fsdp, precision, accelerator, block_classes)
         options, plugins = {}, []  # the strategy sets the precision

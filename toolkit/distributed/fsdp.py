@@ -256,16 +256,14 @@ class FullyShardedStrategy(FSDPStrategy):
 
         A missing gradient counts as zero.
         """
-        parameters = [p for p in self._replicated if p.requires_grad]
-        if parameters:
-            gradients: list[Tensor] = []
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-            sums = ranks.sum_together(gradients, "replicate", "shard", "context")
-            for gradient, total in zip(gradients, sums, strict=True):
-                gradient.copy_(total / ranks.layout().loss_ranks)
+        gradients: list[Tensor] = []
+        for parameter in (p for p in self._replicated if p.requires_grad):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        if gradients:
+            divisors = [ranks.layout().loss_ranks] * len(gradients)
+            ranks.divide_sums_(gradients, divisors, self.root_device, "replicate", "shard", "context")
         reduce_gradients(module, self.root_device)
         give_gradients(module)
 

@@ -24,9 +24,9 @@ from toolkit.config import AUTO, Auto
 from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import DATA_TIMEOUT_S, STARTUP_TIMEOUT_S, is_in_torchrun, open_store, run_key_prefix
-from toolkit.distributed.shutdown import ShutdownCoordinator, children, first_line, name_ranks
+from toolkit.distributed.shutdown import ShutdownCoordinator, children, name_ranks
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import PeerLostError, UserError
+from toolkit.errors import PeerLostError, UserError, first_line
 from toolkit.io.threads import call_with_timeout
 
 T = TypeVar("T")
@@ -143,9 +143,7 @@ class RunGroup:
         lifeline = self.shutdown.lifeline
         if self.world.world_size == 1 and isinstance(self.fabric.strategy, ParallelStrategy):
             if not ranks.is_distributed():  # FSDP over one rank
-                backends = choose_backends(self.fabric.device)
-                dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backends)
-                disconnect_at_exit()
+                create_process_group(dist.HashStore(), self.world, self.fabric.device, self.timeouts.first)
             return
         if self._store is None or lifeline is None:
             return  # one process
@@ -156,18 +154,16 @@ class RunGroup:
             hint = "raise --timeout if it needs longer (see troubleshooting: hanging)"
             raise PeerLostError(f"no answer from {error} {waited}; {hint}") from None
         lifeline.is_watching = False
-        rank, size = self.world.global_rank, self.world.world_size
         if not ranks.is_distributed():
-            timeout, backends = timedelta(seconds=self.timeouts.first), choose_backends(self.fabric.device)
-            dist.init_process_group(store=self._store, rank=rank, world_size=size, timeout=timeout, **backends)
-            disconnect_at_exit()
+            create_process_group(self._store, self.world, self.fabric.device, self.timeouts.first)
         ranks.set_timeout(self.timeouts.first)
         ranks.barrier()  # no rank needs the lifeline from here on
         lifeline.close()
-        if not self.fabric.world_size == ranks.world_size() == size:
+        world = self.world
+        if not self.fabric.world_size == ranks.world_size() == world.world_size:
             raise UserError(
-                f"expected {size} processes (--devices {self.world.devices} x --num_nodes {self.world.num_nodes}), but "
-                f"{ranks.world_size()} are connected; give the numbers that the launcher uses"
+                f"expected {world.world_size} processes (--devices {world.devices} x --num_nodes {world.num_nodes}), "
+                f"but {ranks.world_size()} are connected; give the numbers that the launcher uses"
             )
 
     def _wait_for_ranks(self, name: str, what: str, at_least: float = 0.0) -> None:
@@ -215,6 +211,14 @@ class RunGroup:
             raise PeerLostError(f"no answer from rank 0's store for {minutes:g} minutes (--timeout)") from None
 
 
+def create_process_group(store: dist.Store, world: WorldInfo, device: torch.device, seconds: float) -> None:
+    """Create the process group of ranks on ``device``, with a timeout in seconds; it ends with this process."""
+    timeout, backends = timedelta(seconds=seconds), choose_backends(device)
+    rank, size = world.global_rank, world.world_size
+    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout, **backends)
+    atexit.register(leave_process_group)
+
+
 def choose_backends(device: torch.device) -> dict[str, Any]:
     """Return the backend arguments of ``init_process_group`` for a rank on ``device``.
 
@@ -223,10 +227,6 @@ def choose_backends(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"backend": "gloo"}
     return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-
-
-def disconnect_at_exit() -> None:
-    atexit.register(leave_process_group)
 
 
 def leave_process_group() -> None:

@@ -101,11 +101,12 @@ def sum_over_ranks(tensor: Tensor, *dimensions: str) -> Tensor:
     return tensor
 
 
-def sum_together(tensors: Sequence[Tensor], *dimensions: str) -> list[Tensor]:
-    """Return the fp32 sums of tensors over the ranks of :func:`group`, with one all-reduce."""
-    flat = sum_over_ranks(torch.cat([tensor.flatten().float() for tensor in tensors]), *dimensions)
+def divide_sums_(tensors: Sequence[Tensor], divisors: Sequence[int], device: torch.device, *dimensions: str) -> None:
+    """Set tensors to their fp32 sums over the ranks of :func:`group`, divided, with one all-reduce on ``device``."""
+    flat = sum_over_ranks(torch.cat([tensor.to(device).flatten().float() for tensor in tensors]), *dimensions)
     sums = flat.split([tensor.numel() for tensor in tensors])
-    return [total.view_as(tensor) for total, tensor in zip(sums, tensors, strict=True)]
+    for tensor, divisor, total in zip(tensors, divisors, sums, strict=True):
+        tensor.copy_(total.view_as(tensor) / divisor)
 
 
 def broadcast_from_rank0(value: T | None) -> T:

@@ -7,7 +7,6 @@ Under torchrun and srun all processes exist from the start, and :func:`setup_dis
 import functools
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from torch import distributed as dist
 
 from toolkit.config import AUTO
 from toolkit.distributed import ranks
-from toolkit.distributed.launch import choose_backends, disconnect_at_exit, leave_process_group
+from toolkit.distributed.launch import create_process_group, leave_process_group
 from toolkit.distributed.rendezvous import open_store
 from toolkit.distributed.shutdown import PARENT
 from toolkit.distributed.world import WorldInfo, cluster_environment, detect_world
@@ -24,13 +23,7 @@ from toolkit.errors import UserError, did_you_mean
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+_OPERATIONS = ("sum", "mean", "min", "max", "product")
 
 
 def setup_distributed(timeout_minutes: float = 30) -> None:
@@ -54,14 +47,7 @@ def setup_distributed(timeout_minutes: float = 30) -> None:
         store = open_store(host, port, seconds, is_host=world.global_rank == 0)
     except (TimeoutError, dist.DistError) as error:
         raise UserError(f"MASTER_ADDR {host}, MASTER_PORT {port}: no answer from rank 0 ({error})") from None
-    dist.init_process_group(
-        store=dist.PrefixStore("setup", store),
-        rank=world.global_rank,
-        world_size=world.world_size,
-        timeout=timedelta(seconds=seconds),
-        **choose_backends(device),
-    )
-    disconnect_at_exit()
+    create_process_group(dist.PrefixStore("setup", store), world, device, seconds)
 
 
 def cleanup_distributed() -> None:
@@ -98,14 +84,13 @@ def all_reduce(tensor: Tensor, op: str | dist.ReduceOp = "sum") -> Tensor:
     """
     if isinstance(op, str) and op not in _OPERATIONS:
         raise UserError(f"op {op}: must be one of {', '.join(_OPERATIONS)}{did_you_mean(op, _OPERATIONS)}")
-    operation = _OPERATIONS[op] if isinstance(op, str) else op
     if not ranks.is_distributed():
         return tensor
-    if operation != dist.ReduceOp.AVG:
-        dist.all_reduce(tensor, operation)
-        return tensor
-    dist.all_reduce(tensor)  # gloo has no mean
-    return tensor.div_(ranks.world_size())
+    if op in ("mean", dist.ReduceOp.AVG):  # gloo has no mean
+        dist.all_reduce(tensor)
+        return tensor.div_(ranks.world_size())
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op)
+    return tensor
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import FAILED
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import CallbackError, CommandError, PeerLostError, PeerShutdownError, mark_reported
+from toolkit.errors import CallbackError, CommandError, PeerLostError, PeerShutdownError, first_line, mark_reported
 from toolkit.io.threads import call_with_timeout
 
 PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
@@ -257,8 +257,3 @@ def _text(error: BaseException) -> str:
     if isinstance(error, CommandError):
         return str(error)
     return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a message, without the C++ stack that torch appends."""
-    return (str(error).split(". Exception raised from")[0].strip().splitlines() or [""])[0]

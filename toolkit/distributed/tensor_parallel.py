@@ -351,11 +351,8 @@ def reduce_gradients(module: nn.Module, device: torch.device) -> None:
         if canonical_name(name) not in cuts and parameter.grad is not None:
             gradients.append(local_shard(parameter.grad))
             sizes.append(1 if _is_shared_by_parts(canonical_name(name)) else ranks.layout().tensor)
-    if not gradients:
-        return
-    sums = ranks.sum_together([gradient.to(device) for gradient in gradients], "tensor")  # shards may be offloaded
-    for gradient, size, total in zip(gradients, sizes, sums, strict=True):
-        gradient.copy_(total / size)
+    if gradients:  # shards may be offloaded
+        ranks.divide_sums_(gradients, sizes, device, "tensor")
 
 
 def _is_shared_by_parts(name: str) -> bool:

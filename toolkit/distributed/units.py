@@ -50,9 +50,6 @@ class Unit(NamedTuple):
     def size(self) -> int:
         return sum(p.numel() for p in self.parameters)
 
-    def is_inside(self, other: Unit) -> bool:
-        return self.name.startswith(f"{other.name}.")
-
 
 def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[nn.Module], ...]) -> list[Unit]:
     """Return the units in the order of the forward pass, the root first.
