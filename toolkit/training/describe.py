@@ -1,7 +1,6 @@
 """Describe a run in the log before the first step."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -20,10 +19,10 @@ _SAMPLED = 1 << 14  # elements sampled per weight
 def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
     """Yield log lines on model, batch, learning rate, data, strategy and memory options, and notes."""
     config, state, args = launch.config, launch.state, launch.args
+    moments = f" with {dtype} moments" if (dtype := config.optimizer.get("state_dtype")) else ""
     yield (
         f"{describe_model(state.model, state.mean_length)}; {config.device}, {config.precision}, "
-        f"{_describe_optimizer(config.optimizer)}; "
-        f"{config.batch}; peak learning rate {state.schedule.peak:.3g}"
+        f"{config.optimizer['name']}{moments}; {config.batch}; peak learning rate {state.schedule.peak:.3g}"
     )
     if state.frozen is not None:
         yield f"Frozen: {describe_model(state.frozen, state.mean_length, forward_only=True)}"
@@ -55,11 +54,6 @@ def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
     for note in (getattr(part, "note", "") for part in (state.model.module, reader.order)):
         if note:
             yield f"note: {note}"
-
-
-def _describe_optimizer(options: dict[str, Any]) -> str:
-    dtype = options.get("state_dtype")
-    return options["name"] if dtype is None else f"{options['name']} with {dtype} moments"
 
 
 def describe_rounding(launch: Launch, module: nn.Module) -> str | None:

@@ -31,7 +31,7 @@ from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.standard import build_callbacks, finish_run
-from toolkit.training.callbacks.upload import finish_uploads, submit_upload
+from toolkit.training.callbacks.upload import uploads
 from toolkit.training.compiler import resolve_compiler
 from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
 from toolkit.training.describe import describe_run
@@ -132,15 +132,7 @@ def open_run(
     disable_malloc_trim(launch.config.device)  # after loading, so that memory freed by loading is returned (M3)
     tokenizer = launch.data.tokenizer
     return Run(
-        config=launch.config,
-        world=launch.world,
-        launched_at=launch.launched_at,
-        remote=launch.remote,
-        display=display,
-        fabric=launch.fabric,
-        data=launch.data,
-        state=state,
-        is_short=is_short,
+        **vars(launch),
         callbacks=all_callbacks,
         padding=padding,
         reader=reader,
@@ -175,7 +167,7 @@ class Engine:
         except BaseException as error:
             ranks.set_timeout(run.timeouts.first)  # loggers may need long to upload
             self._finish_save()
-            notify_exception(run, error)
+            self._notify_exception(error)
             raise
         ranks.set_timeout(run.timeouts.first)
         run.notify("on_train_end")
@@ -251,15 +243,13 @@ class Engine:
         run = self.run
         if totals["signalled"]:
             signal_number = max(ranks.all_gather_object(self.signals.received))
-            message = self._save_early()
-            finish_uploads(run.callbacks)  # a second Ctrl-C interrupts this wait
+            message = self._save_early()  # a second Ctrl-C interrupts its wait
             self.signals.ignore()
             raise StoppedBySignalError(signal_number, message)
         if totals["cannot_read"]:
             run.reader.raise_error(None if is_first else self._save_early())
         if totals[STOP]:
             message = self._save_early()
-            finish_uploads(run.callbacks)
             self.control_files.remove(STOP)
             raise StoppedByFileError(message)
         if totals["should_stop"]:
@@ -268,8 +258,11 @@ class Engine:
         return totals["should_stop"] > 0
 
     def _save_early(self) -> str:
+        """Save and upload before the run stops. Collective."""
         step = self.run.progress.step
         folder = self.run.save(f"step-{step:08d}")
+        for upload in uploads(self.run.callbacks):
+            upload.wait()
         saved = "" if self.run.is_short else f"; {folder} is saved; resume with --resume auto"
         return f"stopped after step {step}{saved}"
 
@@ -319,6 +312,15 @@ class Engine:
             axes = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
             run.notify("on_log", axes | metrics)
 
+    def _notify_exception(self, error: BaseException) -> None:
+        """Call ``on_exception`` of each callback. Failures only warn, because ``error`` already ends the run."""
+        for callback in self.run.callbacks:
+            try:
+                callback.on_exception(self.run, error)
+            except Exception as second:
+                name = type(callback).__qualname__
+                warnings.warn(f"callback {name} failed in on_exception: {second}", stacklevel=2)
+
     def _finish_save(self, is_on_all_ranks: bool = False) -> None:
         """Complete the save in progress, if possible, when an error ends the run: the saved state was finite.
 
@@ -330,7 +332,9 @@ class Engine:
                 run.finish_save()
             elif (folder := run.checkpointer.finish_alone()) is not None:
                 run.display.message(f"saved {folder}")
-                submit_upload(run.callbacks, folder)
+                for upload in uploads(run.callbacks):
+                    if upload.uploader is not None:
+                        upload.uploader.submit(folder)
         except Exception as second:  # report the first error, which ended the run
             run.display.message(f"note: the save in progress failed as well: {one_line(second)}")
         finally:
@@ -358,13 +362,3 @@ def _build_update(run: Run) -> Update:
         is_spike=None if spikes is None else spikes.is_spike,
         in_backward=run.args.optimizer.in_backward,
     )
-
-
-def notify_exception(run: Run, error: BaseException) -> None:
-    """Call ``on_exception`` of each callback. Failures only warn, because ``error`` already ends the run."""
-    for callback in run.callbacks:
-        try:
-            callback.on_exception(run, error)
-        except Exception as second:
-            name = type(callback).__qualname__
-            warnings.warn(f"callback {name} failed in on_exception: {second}", stacklevel=2)

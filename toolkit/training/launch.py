@@ -99,7 +99,11 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
         groups=args.groups,
     )
     group = stack.enter_context(launch_processes(fabric, world, Timeouts.from_minutes(args.timeout)))
-    group.shutdown.resume_hint = lambda: "Start the command again" if is_short else _resume_hint(out_dir)
+    if is_short:
+        group.shutdown.resume_hint = lambda: "Start the command again"
+    else:
+        saved = "the newest checkpoint, if one was saved"
+        group.shutdown.resume_hint = lambda: f"--resume auto continues from {newest(out_dir) or saved}"
     stack.enter_context(deterministic_algorithms(args.deterministic))
     stack.enter_context(fp32_reductions())
     display: Any = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0, file=json_file))
@@ -122,10 +126,6 @@ def _find_resume(args: RunArgs, remote: RemoteRun | None, report: Report) -> Pat
     if remote is not None:
         remote.prepare(args.resume, report, keep_best=args.train.keep_best, verify=args.verify_checkpoint)
     return resolve_resume(args.resume, args.run_dir)
-
-
-def _resume_hint(out_dir: Path) -> str:
-    return f"--resume auto continues from {newest(out_dir) or 'the newest checkpoint, if one was saved'}"
 
 
 def is_alone(args: RunOptions) -> bool:

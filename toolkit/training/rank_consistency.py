@@ -2,7 +2,7 @@
 
 import hashlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
@@ -42,19 +42,25 @@ def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
     """Check that all ranks run the same code with the same options on the same data."""
     flags = flatten(hyperparameters(args) | {"resume": args.resume, "timeout": args.timeout})
     flags = {flag: value for flag, value in flags.items() if not any(fnmatch(flag, name) for name in MAY_DIFFER)}
-    everywhere = ranks.all_gather_object(code_versions(args) | flags | values_by_flag(asdict(fingerprint)))
-    first = everywhere[0]
-    for rank, there in enumerate(everywhere):
-        for name in first | there:
-            if (value := there.get(name)) != first.get(name):
-                hint = "start every process with the same options, and let all nodes read the same files"
-                if name == "--data" and isinstance(args.data, PythonData):
-                    raise UserError(f"dataset: rank {rank}'s rows differ from rank 0's; {SAME_ROWS_HINT}")
-                if name in MEMORY_DEPENDENT:
-                    hint = f"auto depends on the memory of a node's devices: set {name}"
-                elif not name.startswith("-"):
-                    hint = "use the same versions and source files on all nodes"
-                raise UserError(f"{name} {value}: on rank {rank}, but {first.get(name)} on rank 0; {hint}")
+    values = code_versions(args) | flags | values_by_flag(asdict(fingerprint))
+    for rank, name, value, first in find_differences(values):
+        hint = "start every process with the same options, and let all nodes read the same files"
+        if name == "--data" and isinstance(args.data, PythonData):
+            raise UserError(f"dataset: rank {rank}'s rows differ from rank 0's; {SAME_ROWS_HINT}")
+        if name in MEMORY_DEPENDENT:
+            hint = f"auto depends on the memory of a node's devices: set {name}"
+        elif not name.startswith("-"):
+            hint = "use the same versions and source files on all nodes"
+        raise UserError(f"{name} {value}: on rank {rank}, but {first} on rank 0; {hint}")
+
+
+def find_differences(values: Mapping[str, Any]) -> Iterator[tuple[int, str, Any, Any]]:
+    """Yield each value that differs from rank 0's: rank, name, value and rank 0's value. Collective."""
+    first, *others = ranks.all_gather_object(values)
+    for rank, there in enumerate(others, 1):
+        for name in {**first, **there}:
+            if there.get(name) != first.get(name):
+                yield rank, name, there.get(name), first.get(name)
 
 
 def flatten(options: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
@@ -104,20 +110,13 @@ def require_same_manifest(folder: Path) -> None:
 
 def require_same_values(loaded: dict[str, tuple[str, str]]) -> None:
     """Raise UserError if ranks load different content. ``loaded`` maps flags to (folder on this node, fingerprint)."""
-    host = socket.gethostname()
-    everywhere = ranks.all_gather_object(
-        {flag: (f"{folder} (on {host})", value) for flag, (folder, value) in loaded.items()}
-    )
-    for rank, there in enumerate(everywhere):
-        for flag in there.keys() | everywhere[0].keys():
-            (folder, value), (first_folder, first_value) = (
-                x.get(flag, ("nothing", "")) for x in (there, everywhere[0])
-            )
-            if value != first_value:
-                raise UserError(
-                    f"{flag}: {folder} on rank {rank} and {first_folder} on rank 0 have different weights or trainer "
-                    "state; give all nodes the same checkpoint"
-                )
+    for rank, flag, *_ in find_differences({flag: value for flag, (_, value) in loaded.items()}):
+        here = f"{loaded[flag][0]} (on {socket.gethostname()})" if flag in loaded else "nothing"
+        folders = ranks.all_gather_object(here)
+        raise UserError(
+            f"{flag}: {folders[rank]} on rank {rank} and {folders[0]} on rank 0 have different weights or trainer "
+            "state; give all nodes the same checkpoint"
+        )
 
 
 def require_shared_disk(out_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -293,10 +294,10 @@ def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], 
 def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
     """Return callbacks by class name. A second callback of the same class is ``NAME 2``."""
     named: dict[str, Callback] = {}
+    counts = Counter[str]()
     for callback in callbacks:
-        name = type(callback).__qualname__
-        count = sum(type(other).__qualname__ == name for other in named.values())
-        named[f"{name} {count + 1}" if count else name] = callback
+        counts[name := type(callback).__qualname__] += 1
+        named[f"{name} {counts[name]}" if name in named else name] = callback
     return named
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +63,16 @@ def compute_shares(events: Iterable[Event], n_steps: int, garbage_collection: fl
         raise ValueError(f"the trace has {len(steps)} steps instead of {n_steps}")
     start, end = steps[0][0], steps[-1][1]
 
-    def total(*groups: Iterable[Event]) -> float:
-        return _union_length((_interval(event) for group in groups for event in group), start, end)
+    def total(*groups: list[Event]) -> float:
+        return _union_length(map(_interval, chain(*groups)), start, end)
 
     pauses = [event for event in named if event["name"] in (VALIDATE, SAVE)]
     blocking, compute = _find_compute(ranges)
     collectives = [event for event in ranges if event["name"].startswith(_COLLECTIVES)]
     data = [event for event in named if event["name"] == DATA_WAIT]
 
-    paused = total(pauses)
-    blocked = total(pauses, blocking)
-    computed = total(pauses, blocking, compute)
-    busy = total(pauses, blocking, compute, collectives)
-    used = total(pauses, blocking, compute, collectives, data)
+    groups = pauses, blocking, compute, collectives, data
+    paused, blocked, computed, busy, used = (total(*groups[:n]) for n in range(1, 6))
     in_collectives = total(pauses, blocking, collectives)
     seconds = end - start - paused
     return Shares(

@@ -117,14 +117,13 @@ def find_intact(
 
 def _same_on_all(read: Callable[[], T]) -> T:
     """Call ``read`` on rank 0, and return its result or raise its UserError on every rank."""
-    value: T | None = None
-    error: UserError | None = None
+    value: Any = None  # or the error
     if ranks.global_rank() == 0:
         try:
             value = read()
-        except UserError as caught:
-            error = caught
-    error = ranks.broadcast_from_rank0(error)
-    if error is not None:
-        raise error
-    return ranks.broadcast_from_rank0(value)
+        except UserError as error:
+            value = error
+    value = ranks.broadcast_from_rank0(value)
+    if isinstance(value, UserError):
+        raise value
+    return value

@@ -85,15 +85,6 @@ class Upload(Callback):
             self.display.message(line)
 
 
-def submit_upload(callbacks: Iterable[Callback], folder: Path) -> None:
-    """Upload a checkpoint that rank 0 committed without the other ranks. Not collective."""
-    for callback in callbacks:
-        if isinstance(callback, Upload) and callback.uploader is not None:
-            callback.uploader.submit(folder)
-
-
-def finish_uploads(callbacks: Iterable[Callback]) -> None:
-    """Wait for all uploads. Collective."""
-    for callback in callbacks:
-        if isinstance(callback, Upload):
-            callback.wait()
+def uploads(callbacks: Iterable[Callback]) -> list[Upload]:
+    """Return the callback that uploads the run, if there is one."""
+    return [callback for callback in callbacks if isinstance(callback, Upload)]
