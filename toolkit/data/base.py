@@ -34,7 +34,7 @@ State = dict[str, Any]
 # Vocabulary of the tokenizer to train: byte-level BPE size, or one token per character.
 Vocabulary = int | Literal["characters"]
 
-# Whether documents of text begin with bos; see toolkit.data.document_ends. None: the rule of toolkit 0.1.0.
+# Whether documents of text begin with bos; see toolkit.data.text.documents. None: the rule of toolkit 0.1.0.
 AddBos = bool | Auto | None
 
 # Options of instruction data, see toolkit.data.InstructionData.

@@ -203,7 +203,7 @@ class Checkpointer:
         meta = {
             "format_version": FORMAT_VERSION,
             **asdict(snapshot.progress),
-            # 0: as in toolkit 0.1.0, see toolkit.data.document_ends
+            # 0: as in toolkit 0.1.0, see toolkit.data.text.documents
             "document_ends": int(any(getattr(part, "add_bos", None) is not None for part in data_modules(args.data))),
             "schedule": asdict(state.schedule),
             "identity": asdict(state.fingerprint),

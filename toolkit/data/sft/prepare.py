@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.base import PreparedData, Report, Values
+from toolkit.data.base import PreparedData, Report, Row, Values
 from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.tokenize import Counts, SFTConfig, tokenize_samples
@@ -72,13 +72,13 @@ def _collect_notes(config: SFTConfig, statistics: Values) -> list[str]:
     if statistics["conversations"] and template is not None:
         notes.append(f"chat template: {template.name}; end of turn: {template.end_of_turn}")
         notes += [f"{template.name}: {note}" for note in statistics["notes"]]
-    if unread := statistics.get("unread"):
+    if unread := statistics["unread"]:
         notes.append(f"not read: {join_first(unread, 20)}")
-    if statistics.get("one_label"):
+    if statistics["one_label"]:
         notes.append("all completions have the same label; KTO needs good and bad ones")
-    if unanswered := statistics.get("unanswered"):
+    if unanswered := statistics["unanswered"]:
         notes.append(f"{unanswered:,} conversations end with a message of the user, which has no answer to train on")
-    if cut := statistics.get("cut_prompts"):
+    if cut := statistics["cut_prompts"]:
         completions = f"{statistics['cut_completions']:,} completions at the end"
         notes.append(f"cut {cut:,} prompts from the left, then {completions}; see --train.max_seq_length")
     if repeats := statistics["val_samples_also_trained"]:
@@ -136,19 +136,16 @@ class PackedDataset:
         members = self._row(index)
         return [self._read([member]) for member in members] if self._is_paired else self._read(members)
 
-    def _read(self, members: list[int]) -> Values:
+    def _read(self, members: list[int]) -> Row:
         import torch
 
-        samples = [self._sample(member) for member in members]
-        row = {
-            "input_ids": np.concatenate([inputs for inputs, _ in samples]),
-            "labels": np.concatenate([labels for _, labels in samples]),
-        }
+        inputs, labels = zip(*map(self._sample, members), strict=True)
+        row = {"input_ids": np.concatenate(inputs), "labels": np.concatenate(labels)}
         if self.packed:
-            sizes = [len(inputs) for inputs, _ in samples]
-            row["positions"] = np.concatenate([np.arange(size) for size in sizes])
+            sizes = list(map(len, inputs))
+            row["positions"] = np.concatenate(list(map(np.arange, sizes)))
             row["documents"] = np.repeat(np.arange(len(sizes)), sizes)
-        tensors: Values = {name: torch.from_numpy(values) for name, values in row.items()}
+        tensors: Row = {name: torch.from_numpy(values) for name, values in row.items()}
         return tensors if self._labels is None else tensors | {"values": {"label": int(self._labels[members[0]])}}
 
     def where(self, index: int) -> list[str]:
@@ -178,7 +175,7 @@ class RatedDataset(PackedDataset):
 
     group_size = 2
 
-    def with_partner(self, index: int, partner: int) -> list[Values]:
+    def with_partner(self, index: int, partner: int) -> list[Row]:
         """Return the row, and its prompt with the completion of row ``partner``."""
         import torch
 
@@ -229,22 +226,25 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Report) -> None:
     for split, (members, starts) in rows.items():
         arrays |= {f"{split}_members": members.astype(np.int64), f"{split}_starts": starts.astype(np.int64)}
     np.savez(folder / _ROWS, **arrays)  # type: ignore[arg-type]
-    statistics = counts.to_dict() | {"notes": []}
-    if (template := config.template) is not None:  # rendering adds notes
-        statistics["notes"] = [note.removeprefix(f"{template.name}: ") for note in template.notes]
-    statistics |= {f"{split}_rows": len(starts) - 1 for split, (_, starts) in rows.items()}
     lengths = np.diff(samples["offsets"]) - 1
     used = {split: int(lengths[members].sum()) for split, (members, _) in rows.items()}
-    statistics |= {"tokens": sum(used.values()), "max_seq_length": config.max_seq_length, "packing": config.packing}
-    if config.kind == "pairs":
-        statistics["group_size"] = 2
-    statistics["one_label"] = len(set(samples.get("labels", []))) == 1
-    statistics["packing_efficiency"] = used["train"] / (statistics["train_rows"] * config.max_seq_length)
-    statistics["val_samples"] = len(rows["val"][0])
-    store = TokenStore(folder)
-    statistics["val_samples_also_trained"] = _count_repeats(store, samples["offsets"], rows)
-    content_key = _content_key(store, arrays)
-    write_manifest(folder, {"key": key, "content_key": content_key, "facts": statistics})
+    n_rows = {f"{split}_rows": len(starts) - 1 for split, (_, starts) in rows.items()}
+    store, template = TokenStore(folder), config.template
+    statistics = {
+        **counts.to_dict(),
+        # rendering adds notes
+        "notes": [] if template is None else [note.removeprefix(f"{template.name}: ") for note in template.notes],
+        **n_rows,
+        "tokens": sum(used.values()),
+        "max_seq_length": config.max_seq_length,
+        "packing": config.packing,
+        **({"group_size": 2} if config.kind == "pairs" else {}),
+        "one_label": len(set(samples.get("labels", []))) == 1,
+        "packing_efficiency": used["train"] / (n_rows["train_rows"] * config.max_seq_length),
+        "val_samples": len(rows["val"][0]),
+        "val_samples_also_trained": _count_repeats(store, samples["offsets"], rows),
+    }
+    write_manifest(folder, {"key": key, "content_key": _content_key(store, arrays), "facts": statistics})
 
 
 def _assign_rows(
@@ -358,5 +358,5 @@ def _describe_counts(statistics: Values) -> str:
         parts.append(f"{statistics['split']:,} split{untrained}")
     reasons = {"too_long": "too long", "untrained": "without a trained token"}
     reasons |= {"empty": "with an empty answer", "equal": "with equal answers"}
-    dropped = ", ".join(f"{statistics[name]:,} {reason}" for name, reason in reasons.items() if statistics.get(name))
+    dropped = ", ".join(f"{statistics[name]:,} {reason}" for name, reason in reasons.items() if statistics[name])
     return ", ".join([*parts, f"{statistics['dropped']:,} dropped{f' ({dropped})' if dropped else ''}"])

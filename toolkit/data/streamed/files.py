@@ -1,5 +1,6 @@
 """Source files, local or on any fsspec file system. They are listed once and read with retries."""
 
+import glob
 import hashlib
 import io
 import re
@@ -89,18 +90,17 @@ def list_path(value: str, option: str) -> list[SourceFile]:
         import fsspec
 
         fs, path = fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
-        if _has_magic(path):
+        if glob.has_magic(path):
+            root, problem = re.split(r"[*?\[]", path)[0].rpartition("/")[0], "no file matches; check the pattern"
             infos = {k: v for k, v in fs.glob(path, detail=True).items() if v["type"] == "file"}
-            if not infos:
-                raise UserError(f"{where}: no file matches; check the pattern")
-            root = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
         elif fs.isdir(path):
-            root, infos = path.rstrip("/"), fs.find(path, detail=True)
+            root, problem = path.rstrip("/"), f"the folder has no file of a supported format: {SUPPORTED}"
+            infos = fs.find(path, detail=True)
             infos = {k: v for k, v in infos.items() if is_supported(k) and "/." not in k.removeprefix(root)}
-            if not infos:
-                raise UserError(f"{where}: the folder has no file of a supported format: {SUPPORTED}")
         else:
             root, infos = path.rpartition("/")[0], {path: fs.info(path)}
+        if not infos:
+            raise UserError(f"{where}: {problem}")
         files = [_describe(fs, name, info, root) for name, info in sorted(infos.items())]
     return require_text(files, where)
 
@@ -114,10 +114,6 @@ def require_text(files: list[SourceFile], where: str) -> list[SourceFile]:
         names = join_first([file.name for file in files], 3)
         raise UserError(f"{where}: contains no text ({names}: 0 bytes); use other files")
     return non_empty
-
-
-def _has_magic(path: str) -> bool:
-    return re.search(r"[*?\[]", path) is not None
 
 
 def _describe(fs: Any, path: str, info: dict[str, Any], root: str) -> SourceFile:

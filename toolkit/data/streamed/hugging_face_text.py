@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from toolkit.config.checks import require_not_negative, require_positive
 from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from toolkit.data.streamed.files import SourceFile
 
 
 @dataclass
@@ -86,30 +83,26 @@ class HuggingFaceText(DataModule):
         return self.on_bad_shard == "skip"
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        """See :meth:`DataModule.prepare`. Only the first segment, about 32 MB, is tokenized here."""
-        from toolkit.data.streamed.open import TextSource, open_text
-
-        return open_text(TextSource(self, *self._list_files(report)), tokenizer, max_seq_length, report)
-
-    def _list_files(self, report: Report) -> tuple[str, list[SourceFile], list[SourceFile] | None]:
-        """Return the option and value for error messages, the training files and the validation files.
+        """See :meth:`DataModule.prepare`. Only the first segment, about 32 MB, is tokenized here.
 
         Sets ``revision`` to the commit; it is recorded with the run's options.
         """
         from toolkit.data.streamed.hub import list_split, list_url, open_repository
+        from toolkit.data.streamed.open import TextSource, open_text
 
         val_files = None if self.val_path is None else list_url(self.val_path, "val_path")
-        if self.repo_id is None:
-            assert self.path is not None
-            return f"--data.path {self.path}", list_url(self.path, "path"), val_files
-        repository = open_repository(self.repo_id, self.revision)
-        if repository.commit != self.revision:
-            report(f"Data: {self.repo_id}: revision {self.revision} is commit {repository.commit}")
-            self.revision = repository.commit
-        files = list_split(repository, self.subset, self.split)
-        if self.val_split is not None:
-            val_files = list_split(repository, self.subset, self.val_split)
-        return f"--data.repo_id {self.repo_id}", files, val_files
+        if self.path is not None:
+            where, files = f"--data.path {self.path}", list_url(self.path, "path")
+        else:
+            assert self.repo_id is not None
+            repository = open_repository(self.repo_id, self.revision)
+            if repository.commit != self.revision:
+                report(f"Data: {self.repo_id}: revision {self.revision} is commit {repository.commit}")
+                self.revision = repository.commit
+            where, files = f"--data.repo_id {self.repo_id}", list_split(repository, self.subset, self.split)
+            if self.val_split is not None:
+                val_files = list_split(repository, self.subset, self.val_split)
+        return open_text(TextSource(self, where, files, val_files), tokenizer, max_seq_length, report)
 
 
 @dataclass

@@ -13,14 +13,13 @@ from typing import Any
 
 from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabulary
 from toolkit.data.cache import choose_cache_dir, clean_up, throttle
-from toolkit.data.document_ends import TAIL, added_bos, choose_ends
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed import segments
 from toolkit.data.streamed.files import SourceFile, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.streamed.reader import SegmentRequest, StreamReader, error_file, folder_bytes, stop_workers
 from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
-from toolkit.data.text.documents import train_tokenizer
+from toolkit.data.text.documents import TAIL, added_bos, choose_ends, train_tokenizer
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError, UserError
 from toolkit.io.locks import file_lock

@@ -136,20 +136,12 @@ class StreamOrder:
 
     def __init__(self, rows: StreamedRows, seed: int, state: State) -> None:
         self.rows, self.seed = rows, seed
-        # (epoch, index) and start position of the next segment. The lists below have the segments reached so far.
-        self._next: tuple[tuple[int, int], int] = (
-            (state.get("epoch", 0), state.get("index", 0)),
-            state.get("position", 0),
-        )
-        self._begun = (
-            self._next[0],
-            state.get("rows"),
-        )  # rows is None if reading has not begun or the count was not saved
-        # Per segment reached so far: position of the first row, (epoch, index), segment number, row count (never 0).
+        # (epoch, index) and start position of the next segment
+        self._next = (state.get("epoch", 0), state.get("index", 0)), state.get("position", 0)
+        self._begun = self._next[0], state.get("rows")  # None if reading has not begun or the count was not saved
+        # Of the segments reached so far: position of the first row; (epoch, index), number and row count (never 0).
         self._starts: list[int] = []
-        self._epochs: list[tuple[int, int]] = []
-        self._segments: list[int] = []
-        self._counts: list[int] = []
+        self._reached: list[tuple[tuple[int, int], int, int]] = []
         self._broken: set[str] = set()
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
@@ -158,8 +150,7 @@ class StreamOrder:
         slots = np.searchsorted(self._starts, positions, side="right") - 1
         row_ids = np.empty_like(positions, dtype=np.int64)
         for slot in np.unique(slots):
-            is_here, segment, n = slots == slot, self._segments[slot], self._counts[slot]
-            epoch = self._epochs[slot][0]
+            is_here, ((epoch, _), segment, n) = slots == slot, self._reached[slot]
             offsets = positions[is_here] - self._starts[slot]
             # A seed for each segment; the epoch selects one of its permutations.
             shuffled = shuffled_index(epoch * n + offsets, n, self.seed + (segment + 1) * 0x9E3779B97F4A7C15)
@@ -171,8 +162,8 @@ class StreamOrder:
         rows = self._begun[1] if epoch_index == self._begun[0] else None
         if position < start:  # else nothing was read, or all segments up to here were consumed
             slot = bisect.bisect_right(self._starts, position) - 1
-            epoch_index, start = self._epochs[slot], self._starts[slot]
-            rows = self._counts[slot] if position > start else None
+            (epoch_index, _, count), start = self._reached[slot], self._starts[slot]
+            rows = count if position > start else None
         state = {"epoch": epoch_index[0], "index": epoch_index[1], "position": start}
         return state if rows is None else state | {"rows": rows}
 
@@ -200,9 +191,7 @@ class StreamOrder:
             self._report_broken(counts)
             if n_rows > 0:
                 self._starts.append(start)
-                self._epochs.append(epoch_index)
-                self._segments.append(segment)
-                self._counts.append(n_rows)
+                self._reached.append((epoch_index, segment, n_rows))
             self._next = divmod(epoch * n_segments + index + 1, n_segments), start + max(0, n_rows)
             if n_rows > 0:
                 return
@@ -223,7 +212,7 @@ class StreamOrder:
     def _required_segments(self, segment: int) -> list[int]:
         """Return the segments that must not be evicted: requested, previous and held-out."""
         held_out = [self.rows.first] if self.rows.held_out else []
-        return list(dict.fromkeys([segment, *self._segments[-1:], *held_out]))
+        return list(dict.fromkeys([segment, *(number for _, number, _ in self._reached[-1:]), *held_out]))
 
     def _report_broken(self, counts: SegmentCounts) -> None:
         for name in counts.broken.keys() - self._broken:

@@ -31,10 +31,9 @@ from toolkit.data.cache import (
     staging_folder,
     throttle,
 )
-from toolkit.data.document_ends import DocumentEnds
 from toolkit.data.streamed.files import SourceFile
 from toolkit.data.streamed.segments import BrokenFileError, Part, plan_segments, read_part
-from toolkit.data.text.documents import TextChunk, batches, tokenize
+from toolkit.data.text.documents import DocumentEnds, TextChunk, batches, tokenize
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import DataError

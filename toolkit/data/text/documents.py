@@ -10,19 +10,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 
-from toolkit.data.base import Report
-from toolkit.data.document_ends import TAIL, DocumentEnds
-from toolkit.data.tokenizer import Tokenizer, is_parallel, one_thread_per_call, train_bpe
+from toolkit.data.base import AUTO, AddBos, AddedBos, Report, require
+from toolkit.data.tokenizer import END_OF_TEXT, Tokenizer, is_parallel, one_thread_per_call, train_bpe
 from toolkit.errors import UserError
 
 _READ_SIZE = 1 << 20
 _BPE_SAMPLE = 8_000_000  # characters for tokenizer training
 CHUNK_CHARS = 1 << 18  # approximate characters per chunk
 BATCH = 1 << 18  # approximate characters per batch, which one thread tokenizes
+
+# What documents have: "bos": bos and eos; "eos": eos; "": eos, twice if the text ends with it, as in toolkit 0.1.0.
+# "eos" is used only if it gives other tokens than "", so that other caches keep their keys.
+# A stream looks at few documents: "later" is "eos" with the key of "", if none of these documents ends with eos.
+DocumentEnds = Literal["bos", "eos", "later", ""]
+TAIL = 64  # length of a document's end that shows whether it ends with eos
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,27 @@ def batches(chunks: Iterable[TextChunk], can_cut: bool) -> Iterator[list[TextChu
         batch.append(TextChunk("".join(held), False))
     if batch:
         yield batch
+
+
+def added_bos(ends: DocumentEnds, tokenizer: Any) -> AddedBos | None:
+    return AddedBos(tokenizer.bos_id, tokenizer.eos_id) if ends == "bos" else None
+
+
+def choose_ends(add_bos: AddBos, tokenizer: Tokenizer | None, tails: Iterable[str], report: Report) -> DocumentEnds:
+    """Return how documents begin and end, by ``--data.add_bos`` and the last characters of some documents."""
+    names = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.special_tokens
+    adds_bos = tokenizer is not None and tokenizer.adds_bos
+    if add_bos is None:
+        if adds_bos:
+            report("Data: documents begin without bos, as in toolkit 0.1.0 (--data.add_bos null)")
+        return ""
+    if add_bos is True or (add_bos == AUTO and adds_bos):
+        hint = "the tokenizer has no bos token; set bos_token in tokenizer_config.json"
+        require("bos_token" in names, "add_bos", "true", hint)
+        how = f"begins with {names['bos_token']} and ends with {names['eos_token']}"
+        report(f"Data: each document {how} (--data.add_bos {str(add_bos).lower()})")
+        return "bos"
+    return "eos" if any(tail.rstrip().endswith(names["eos_token"]) for tail in tails) else ""
 
 
 def train_tokenizer(chunks: Iterable[TextChunk], n_characters: int, vocab_size: int, report: Report) -> Tokenizer:

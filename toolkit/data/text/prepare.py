@@ -27,7 +27,6 @@ from toolkit.data.cache import (
     throttle,
     write_manifest,
 )
-from toolkit.data.document_ends import DocumentEnds, added_bos, choose_ends
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, collect_characters
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
@@ -77,7 +76,7 @@ def prepare_text(
     texts = train + (val or [])
     if changes := documents.describe_changes(texts):
         report(f"Data: {changes}")
-    ends = choose_ends(sources.add_bos, tokenizer, (d.tail.decode(errors="ignore") for d in texts), report)
+    ends = documents.choose_ends(sources.add_bos, tokenizer, (d.tail.decode(errors="ignore") for d in texts), report)
     key = hash_inputs(_key_inputs(sources, train, val, tokenizer) | ({"ends": ends} if ends else {}))
     folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
     prepared, is_cached = load_or_prepare(
@@ -89,7 +88,7 @@ def prepare_text(
     )
     _require_block(prepared.train, sources.train_option, "training tokens")
     _require_block(prepared.val, sources.val_option, "held-out tokens")
-    prepared.added_bos = added_bos(ends, prepared.tokenizer)
+    prepared.added_bos = documents.added_bos(ends, prepared.tokenizer)
     how = f"using cached {folder}:" if is_cached else "prepared"
     report(f"Data: {how} {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
@@ -174,7 +173,7 @@ def _make(
     sources: TextSources,
     texts: tuple[list[documents.Document], list[documents.Document] | None],
     tokenizer: Tokenizer | None,
-    ends: DocumentEnds,
+    ends: documents.DocumentEnds,
     report: Report,
 ) -> None:
     active = tokenizer or _train_tokenizer(sources, texts, report)
@@ -212,7 +211,7 @@ def _write_tokens(
     texts: list[documents.Document],
     limit: int | None,
     tokenizer: Tokenizer,
-    ends: DocumentEnds,
+    ends: documents.DocumentEnds,
     report: Report,
 ) -> None:
     """Tokenize and write documents, or their first ``limit`` bytes."""
