@@ -205,9 +205,9 @@ def test_resume_within_a_segment_of_other_rows_is_refused(folder, tmp_path):
     prepare_segments(prepared)
     order, stream = sample_order(prepared.train, 3, {}), stream_of(prepared)
     order.ids(np.arange(600))
-    begin, segment = order._starts[-1], order._segments[-1]
+    begin, (_, segment, count) = order._starts[-1], order._reached[-1]
     within, before = order.state(begin + 1), order.state(begin)
-    assert within == before | {"rows": order._counts[-1]}
+    assert within == before | {"rows": count}
     counts = stream.counts(segment).__dict__ | {"tokens": stream.counts(segment).tokens + T + 1}
     stream._counts_file(segment).write_text(json.dumps(counts))  # a file was repaired
     names = rf"\w+\.\S+: has {within['rows'] + 1} rows now, but {within['rows']} when the checkpoint was saved; restore"
