@@ -14,7 +14,6 @@ from toolkit.config import FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.checkpoint_meta import RunFingerprint
-from toolkit.training.checkpointer import _load_scaler
 from toolkit.training.engine import run_training
 
 STATE = "trainer/state.pth"
@@ -117,16 +116,6 @@ def test_damaged_trainer_state_is_a_one_line_error(corpus, tmp_path, stopped, ch
     with pytest.raises(UserError, match=message) as error:
         run_training(arguments(corpus, tmp_path / "run", train={"max_steps": 4}, resume="auto"))
     assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
-
-
-def test_damaged_scaler_is_a_one_line_error(tmp_path):
-    scaler = torch.amp.GradScaler("cpu")
-    good = scaler.state_dict()
-    _load_scaler(scaler, good | {"scale": 2.0}, tmp_path)
-    assert scaler.state_dict()["scale"] == 2.0
-    for bad in (None, {}, [1], good | {"scale": "2"}, good | {"more": 1}):
-        with pytest.raises(UserError, match="scaler: is not the state of a GradScaler"):
-            _load_scaler(scaler, bad, tmp_path)
 
 
 @pytest.mark.slow

@@ -230,22 +230,17 @@ class Checkpointer:
         load_optimizer(
             self.module, self.optimizer, state["optimizer"], file, shards, may_be_empty, weights=folder / WEIGHTS
         )
-        if self.scaler is not None:
-            _load_scaler(self.scaler, state.get("scaler"), file)
-        if len(state["rng"]) == ranks.world_size():
-            try:
-                set_rng_state(state["rng"][ranks.global_rank()], self.launch.fabric.device)
-            except Exception as error:  # invalid states raise arbitrary exceptions
-                raise UserError(f"{file}: rng: {error}; resume from another checkpoint") from error
-        else:
-            seed_generators(self.launch.args.seed, step, ranks.global_rank())
-
-
-def _load_scaler(scaler: Any, saved: Any, file: Path) -> None:
-    now = scaler.state_dict()
-    if not isinstance(saved, dict) or {k: type(v) for k, v in saved.items()} != {k: type(v) for k, v in now.items()}:
-        raise UserError(f"{file}: scaler: is not the state of a GradScaler; resume from another checkpoint")
-    scaler.load_state_dict(saved)
+        rank, name = ranks.global_rank(), "scaler"
+        try:
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state[name])
+            name = "rng"
+            if len(state[name]) == ranks.world_size():
+                set_rng_state(state[name][rank], self.launch.fabric.device)
+            else:
+                seed_generators(self.launch.args.seed, step, rank)
+        except Exception as error:  # invalid states raise arbitrary exceptions
+            raise UserError(f"{file}: {name}: {error}; resume from another checkpoint") from error
 
 
 def seed_generators(*entropy: int) -> None:

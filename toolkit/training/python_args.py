@@ -37,6 +37,10 @@ from toolkit.training.launch import detect_devices
 from toolkit.training.run import Callback
 from toolkit.ui.loggers import read_metrics
 
+Blocks = tuple[type[nn.Module], ...]
+BlockNames = Iterable[type[nn.Module] | str] | None
+"""Block classes as the user gives them."""
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -75,7 +79,7 @@ def read_run_args(
     dataset: Any = None,
     val_dataset: Any = None,
     optimizer: Any = None,
-    block_classes: Iterable[type[nn.Module] | str] | None = None,
+    block_classes: BlockNames = None,
     num_workers: int = 0,
     allow_duplicate_data: bool = False,
 ) -> RunArgs:
@@ -93,7 +97,7 @@ def read_run_args(
     cls = OPTIONS[command]
     ready: TrainingOptions = cls(**parse_object(cls, options | {"optimizer": chosen}))
     module: nn.Module | None = None
-    blocks: tuple[type[nn.Module], ...] = ()
+    blocks: Blocks = ()
     if isinstance(ready, PretrainOptions):
         ready, module, blocks = _read_model(model, block_classes, ready)
     data = _read_data(dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), ready, module)
@@ -144,8 +148,8 @@ def _require_script(args: RunArgs) -> None:
 
 
 def _read_model(
-    model: Any, block_classes: Iterable[type[nn.Module] | str] | None, options: PretrainOptions
-) -> tuple[PretrainOptions, nn.Module | None, tuple[type[nn.Module], ...]]:
+    model: Any, block_classes: BlockNames, options: PretrainOptions
+) -> tuple[PretrainOptions, nn.Module | None, Blocks]:
     """Return the options with the model, or a user-provided module and its block classes."""
     if model is not None and options.model_name is not None:
         raise UserError(f"model_name {options.model_name}: a model is also given; remove one of them")
@@ -163,9 +167,7 @@ def _read_model(
     return replace(options, model_config=overrides), None, ()
 
 
-def _read_module(
-    module: nn.Module, block_classes: Iterable[type[nn.Module] | str] | None, options: PretrainOptions
-) -> tuple[nn.Module, tuple[type[nn.Module], ...]]:
+def _read_module(module: nn.Module, block_classes: BlockNames, options: PretrainOptions) -> tuple[nn.Module, Blocks]:
     no_effect = {
         "initial_checkpoint_dir": options.initial_checkpoint_dir is not None,
         "model_config": options.model_config != ModelOverrides(),

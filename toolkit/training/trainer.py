@@ -8,7 +8,7 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.engine import Engine, open_run, resolve_run
 from toolkit.training.python_args import TrainResult, names_arguments, read_run_args, run_from_python
 from toolkit.training.run import Callback, Run
-from toolkit.training.trainer_names import PYTHON_OBJECTS, TrainerArguments
+from toolkit.training.trainer_names import PYTHON_OBJECTS, trainer_options, translate
 
 OF_RUN = (
     "args", "callbacks", "config", "data", "display", "fabric", "model", "optimizer", "out_dir", "progress",
@@ -50,7 +50,8 @@ class Trainer:
         **options: Any,
     ) -> None:
         named = {"model": model, "val_dataset": val_dataset, "preset": preset or "balanced", "strategy": strategy}
-        self._arguments = TrainerArguments((dataset, *more), named | options)
+        self._options = trainer_options((dataset, *more), named | options)
+        self.arguments()  # fail now
         self._run: Run | None = None
         self.result: TrainResult | None = None
 
@@ -73,7 +74,9 @@ class Trainer:
 
     def arguments(self, **limits: Any) -> dict[str, Any]:
         """Return the arguments of :func:`toolkit.train` that are equivalent to ``fit(**limits)``."""
-        return self._arguments.translate(**limits)
+        for name in limits.keys() & self._options.keys():
+            raise UserError(f"{name}: is already an argument of Trainer; remove one of them")
+        return translate(self._options | limits)
 
     @property
     def run(self) -> Run:

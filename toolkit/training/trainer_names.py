@@ -55,38 +55,31 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 """Argument names of other trainers whose values need conversion: (option, conversion). None: the option's default."""
 
 
-class TrainerArguments:
-    """The arguments of a Trainer.
+def trainer_options(positional: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a Trainer by name.
 
     Args:
         positional: The dataset; or an optimizer class and the dataset, as in Trainer(model, optimizer class, loader).
         options: The other arguments by name.
+    """
+    dataset, *more = positional
+    if inspect.isclass(dataset) and issubclass(dataset, Optimizer):
+        options = options | {"optimizer": dataset}
+        dataset, more = (more[0], more[1:]) if more else (None, [])
+    if more:
+        raise UserError(f"Trainer(model, dataset): {len(more)} more positional arguments; pass them by name")
+    loader = options.pop("dataloader", None)
+    if loader is not None and dataset is not None:
+        raise UserError("dataloader: a dataset is also given; remove one of them")
+    return options | {"dataset": dataset if loader is None else loader}
+
+
+def translate(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of :func:`toolkit.train` for those of a Trainer.
 
     Raises:
         UserError: an argument is unknown or set twice.
     """
-
-    def __init__(self, positional: tuple[Any, ...], options: dict[str, Any]) -> None:
-        dataset, *more = positional
-        if inspect.isclass(dataset) and issubclass(dataset, Optimizer):
-            options = options | {"optimizer": dataset}
-            dataset, more = (more[0], more[1:]) if more else (None, [])
-        if more:
-            raise UserError(f"Trainer(model, dataset): {len(more)} more positional arguments; pass them by name")
-        if "dataloader" in options and dataset is not None:
-            raise UserError("dataloader: a dataset is also given; remove one of them")
-        self._options = {name: value for name, value in options.items() if name != "dataloader"}
-        self._options["dataset"] = options.get("dataloader", dataset)
-        self.translate()
-
-    def translate(self, **more: Any) -> dict[str, Any]:
-        """Return the arguments of :func:`toolkit.train`, with ``more`` options."""
-        for name in more.keys() & self._options.keys():
-            raise UserError(f"{name}: is already an argument of Trainer; remove one of them")
-        return _translate(self._options | more)
-
-
-def _translate(arguments: dict[str, Any]) -> dict[str, Any]:
     command = CommandOptions(PretrainOptions)
     names = (*command.parameters, *PYTHON_OBJECTS, "callbacks", "data", "extensions")
     options = {name: value for name, value in arguments.items() if name in names}
