@@ -206,6 +206,9 @@ def test_sources_include_modules_that_a_single_file_imports_from_its_folder(tmp_
             file.write("# changed\n")
         hashes.append(extension.hash_sources(["one"]))
     assert len(set(hashes)) == len(hashes) - 1 and hashes[-1] == hashes[-2]
+    hashes = [extension.hash_sources(["helper_package"])]
+    (tmp_path / "helper_package" / "part.py").write_text("# changed again\n")
+    assert extension.hash_sources(["helper_package"]) not in hashes
 
 
 def test_installed_package_that_exits_is_a_warning(tmp_path, capsys, monkeypatch):
