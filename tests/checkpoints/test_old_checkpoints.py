@@ -53,9 +53,9 @@ def test_an_old_checkpoint_is_resumed_as_the_old_code_went_on(path, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     step = f"{kind}/{write.STEP}"
     assert cli.main(["verify", step]) == 0
-    command = [sys.executable, "-m", "toolkit", *write.RUNS[kind], "--resume", step, "--out_dir", "resumed"]
-    done = subprocess.run(command, env=clean({}), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = Forked([*write.RUNS[kind], "--resume", step, "--out_dir", "resumed"])
+    _, err = finish(process)
+    assert process.returncode == 0, err
     expected = json.loads((tmp_path / kind / "losses.json").read_text())[2:]
     assert write.losses(tmp_path / "resumed") == pytest.approx(
         expected, rel=1e-6

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import n_steps
 from helpers.groups import Case, losses, run_group
 from helpers.small_runs import text_data, write_base, write_rows
 
@@ -65,13 +66,14 @@ GRADIENTS = [name for name in LAYOUTS if LAYOUTS[name][3] not in ("lora", "dora"
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory, corpus) -> dict[str, list[str]]:
+def shared(tmp_path_factory, corpus, request) -> dict[str, list[str]]:
     """The flags of pretraining and of finetuning."""
     folder = write_base(tmp_path_factory.mktemp("context-input"), corpus, intermediate_size=192)
     write_rows(folder)
+    steps = n_steps(request)
     same = [
-        "--accelerator", "cpu", "--precision", "32-true", "--train.global_batch_size", "8", "--train.max_steps", "20",
-        "--train.lr_schedule", "constant", "--eval.interval", "10", "--eval.max_iters", "2", "--train.lr_warmup_steps",
+        "--accelerator", "cpu", "--precision", "32-true", "--train.global_batch_size", "8", "--train.max_steps", str(steps),
+        "--train.lr_schedule", "constant", "--eval.interval", str(steps // 2), "--eval.max_iters", "2", "--train.lr_warmup_steps",
         "0",
     ]  # fmt: skip
     text = [*text_data(corpus), "--train.micro_batch_size", "2", "--train.max_seq_length", "32"]
@@ -135,7 +137,7 @@ def val_losses(folder: Path) -> list[float]:
 def test_n3_losses_are_those_of_one_process(runs, name):
     folder, _ = runs
     one = folder / LAYOUTS[name][3]
-    assert len(losses(one)) == 20
+    assert len(losses(one)) >= 8
     assert relative(losses(folder / name), losses(one)) < 1e-5
     assert relative(val_losses(folder / name), val_losses(one)) < 1e-5
 

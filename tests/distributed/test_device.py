@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.processes import Forked, finish
 
 import toolkit
 from toolkit.checkpoints.weights import load_weights
@@ -68,9 +69,12 @@ for quiet in (lambda: None, fabric._quiet_libraries):
 """
 
 
-def test_messages_of_libraries_about_our_settings_are_not_shown():
-    done = subprocess.run([sys.executable, "-c", LIBRARIES], capture_output=True, text=True, check=True)
-    shown, quiet, _ = done.stderr.split("----\n")
+def test_messages_of_libraries_about_our_settings_are_not_shown(tmp_path):
+    (tmp_path / "libraries.py").write_text(LIBRARIES)
+    process = Forked([], script=tmp_path / "libraries.py")
+    _, err = finish(process)
+    assert process.returncode == 0, err
+    shown, quiet, _ = err.split("----\n")
     for text in ("bfloat16 Automatic Mixed", "using a CUDA device", "TensorFloat32 tensor cores", "Online softmax"):
         assert text in shown
     assert quiet == ""

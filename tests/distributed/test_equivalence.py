@@ -123,7 +123,7 @@ def relative(a: list[float], b: list[float]) -> float:
 NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.name.startswith("split")]
 
 
-ALWAYS = ["1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "2-untied-32-true"]
+ALWAYS = ["1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true"]
 
 
 def named(names: list[str]):

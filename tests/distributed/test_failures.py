@@ -56,8 +56,8 @@ def resumes(corpus: Path, out: Path) -> None:
 
 
 def test_killed_rank_ends_the_run_and_it_resumes(corpus, tmp_path):
-    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path, save_interval=20))
-    read_until(process, "step-00000020")
+    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path, save_interval=3))
+    read_until(process, "step-00000003")
     os.kill(child_of(process), signal.SIGKILL)
     ended(process, 1, f"rank 1 was killed by SIGKILL{ABORTING} {tmp_path}/step-000000", within=25)
     resumes(corpus, tmp_path)
@@ -187,7 +187,8 @@ def test_user_error_before_launch_starts_no_process(corpus, tmp_path, monkeypatc
     assert "--train.global_batch_size 7" in line and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("state_dict_type", ["sharded", slow("full")])
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
 def test_s1_full_disk_ends_all_ranks_with_one_line(corpus, small_disk, state_dict_type):
     out = small_disk("3m") / "run"
     flags = flags_for(corpus, out, save_interval=3, keep_last=0)
@@ -205,7 +206,7 @@ def test_s1_full_disk_ends_all_ranks_with_one_line(corpus, small_disk, state_dic
 def two_devices(corpus, tmp_path_factory, request) -> list[float]:
     """Return the losses of ``--devices 2``, of the real command with the slow tests."""
     folder = tmp_path_factory.mktemp("devices")
-    flags = ["--devices", "2", *flags_for(corpus, folder, max_steps=10)]
+    flags = ["--devices", "2", *flags_for(corpus, folder, max_steps=4)]
     process = start(*PRETRAIN, *flags) if has_slow_tests(request) else pretrain(*flags)
     out, err = finish(process)
     assert (process.returncode, err) == (0, "")
@@ -226,7 +227,7 @@ def finish_all(processes: list[subprocess.Popen], out: Path, expected: list[floa
 @pytest.mark.slow
 def test_torchrun_matches_devices_flag(corpus, tmp_path, two_devices):
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", f"--master_port={free_port()}"]
-    process = start(*torchrun, *PRETRAIN, *flags_for(corpus, tmp_path, max_steps=10))
+    process = start(*torchrun, *PRETRAIN, *flags_for(corpus, tmp_path, max_steps=4))
     finish_all([process], tmp_path, two_devices)
 
 
@@ -242,7 +243,7 @@ def test_torchrun_restart_ignores_errors_of_the_failed_attempt(tmp_path):
 
 def test_two_nodes_match_two_devices(corpus, tmp_path, two_devices):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path, max_steps=10)]
+    flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path, max_steps=4)]
     finish_all([pretrain(*flags, NODE_RANK=rank, **where) for rank in "01"], tmp_path, two_devices)
 
 
@@ -255,7 +256,7 @@ def test_slurm_tasks_match_devices_flag(corpus, tmp_path, two_devices, per_node)
         "SLURM_NNODES": "1",
         "SLURM_NODEID": "0",
     } | per_node
-    flags = flags_for(corpus, tmp_path, max_steps=10)
+    flags = flags_for(corpus, tmp_path, max_steps=4)
     tasks = [pretrain("--devices", "2", *flags, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
     finish_all(tasks, tmp_path, two_devices)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmark_checkpointing import LiveBytes
-from helpers.cases import check_each
+from helpers.cases import check_each, n_steps
 from helpers.groups import Case, free_port, losses, run_group, start_ranks
 from torch import distributed as dist
 from torch import nn
@@ -78,19 +78,20 @@ def folder(tmp_path_factory, shared_flags, request):
             resumed += [(values["name"], layout, "", values["source"]) for layout in LAYOUTS]
         else:
             wanted |= {(values["name"], values["layout"], values["more"]), (values["name"], "1", "")}
-    run_all(folder, [tuple(part.lstrip("-") for part in case) for case in sorted(wanted)], shared_flags)
+    flags = [*shared_flags, "--train.max_steps", str(n_steps(request)), "--train.micro_batch_size", "2"]
+    run_all(folder, [tuple(part.lstrip("-") for part in case) for case in sorted(wanted)], flags)
     for name, layout, _, source in resumed:
         copy = folder / case_of(name, layout, source=source).name
         shutil.copytree(folder / case_of(name, *source.partition("-")[::2]).name, copy)
         for later in ("step-00000020", "final"):
             shutil.rmtree(copy / later, ignore_errors=True)
-    run_all(folder, resumed, shared_flags)
+    run_all(folder, resumed, flags)
     return folder
 
 
 def losses_differ(a, b) -> float:
     first, second = losses(a), losses(b)
-    assert len(first) == len(second) == 20
+    assert len(first) == len(second) >= 8
     return max(abs(x - y) / abs(y) for x, y in zip(first, second, strict=True))
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.cases import check_each, slow_except
+from helpers.cases import check_each, n_steps, slow_except
 from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.weights import load_weights
@@ -69,9 +69,12 @@ def runs(tmp_path_factory, shared_flags, request):
         fault = PADDED if model == "odd" else None
         groups[size].append(Case(name, words, nodes=nodes, fault=fault, look_at="gradients"))
     if "llama" in wanted:
-        groups[2].append(Case("counted", [*flags(MODELS["llama"]), *TENSOR], look_at="collectives"))
+        groups[2].append(
+            Case("counted", [*flags(MODELS["llama"]), *TENSOR, "--train.max_steps", "3"], look_at="collectives")
+        )
+    flags_of_all = [*shared_flags, "--train.max_steps", str(n_steps(request))]
     for size, cases in groups.items():
-        seen |= run_group(folder, size, cases, shared_flags)
+        seen |= run_group(folder, size, cases, flags_of_all)
     return folder, seen
 
 

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from helpers.cases import slow_except
 from helpers.groups import Case, losses, run_group, run_uninterrupted_and_killed_twice
 from helpers.small_runs import write_base, write_rows
 
@@ -50,7 +49,8 @@ def resumed(tmp_path_factory, shared_flags, request):
     return folder
 
 
-@pytest.mark.parametrize("case", slow_except([("tp-2", "tp-2", "sharded")], RESUMES), ids="-".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RESUMES, ids="-".join)
 def test_s2_resume(resumed, case):
     source, target, kind = case
     first, continued = resumed / f"{source}-{kind}", resumed / f"{source}-{kind}-on-{target}"
