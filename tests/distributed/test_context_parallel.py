@@ -72,9 +72,9 @@ def shared(tmp_path_factory, corpus, request) -> dict[str, list[str]]:
     write_rows(folder)
     steps = n_steps(request)
     same = [
-        "--accelerator", "cpu", "--precision", "32-true", "--train.global_batch_size", "8", "--train.max_steps", str(steps),
-        "--train.lr_schedule", "constant", "--eval.interval", str(steps // 2), "--eval.max_iters", "2", "--train.lr_warmup_steps",
-        "0",
+        "--accelerator", "cpu", "--precision", "32-true", "--train.global_batch_size", "8",
+        "--train.max_steps", str(steps), "--train.lr_schedule", "constant", "--train.lr_warmup_steps", "0",
+        "--eval.interval", str(steps // 2), "--eval.max_iters", "2",
     ]  # fmt: skip
     text = [*text_data(corpus), "--train.micro_batch_size", "2", "--train.max_seq_length", "32"]
     rows = ["--data", "JSON", "--data.json_path", str(folder / "rows.jsonl"), "--data.prompt_style", "plain"]

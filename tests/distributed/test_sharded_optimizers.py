@@ -195,7 +195,7 @@ def resumed_rows_main(rank: int, port: int) -> None:
     ranks.set_layout(Layout(shard=2))
     for cls in (torch.optim.AdamW, ShardedAdafactor):
         states: list[dict] = []
-        for n_steps in (3, 0):  # the second run saves before its first step
+        for count in (3, 0):  # the second run saves before its first step
             model = OneRow()
             fully_shard(model, mesh=data_mesh(ranks.layout(), "cpu"))
             add_shards(model)
@@ -204,7 +204,7 @@ def resumed_rows_main(rank: int, port: int) -> None:
             optimizer = cls([weight], lr=0.1)
             if states:
                 load_optimizer(model, optimizer, states[0], Path("state.pth"), Path("optimizer"), may_be_empty=False)
-            for _ in range(n_steps):
+            for _ in range(count):
                 model().backward()
                 give_gradients(model)
                 optimizer.step()
