@@ -2,6 +2,7 @@
 
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.config import DDPArgs, FSDPArgs
-from toolkit.distributed.fabric import build_fabric, saves_shards
+from toolkit.distributed.fabric import build_fabric, saves_shards, single_device_fabric
 from toolkit.distributed.fsdp import FullyShardedStrategy, ShardedPrecision, fsdp_strategy
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import plan_strategy
@@ -155,6 +156,15 @@ def test_fsdp_is_fabrics_strategy_as_litgpt_constructs_it():
         assert not saves_shards(fabric, FSDPArgs(state_dict_type="sharded"))  # the argument of the constructor counts
     with pytest.raises(NotImplementedError, match=r"use run.save\(name\)"):
         strategy.save_checkpoint("x", {})
+
+
+def test_one_device_does_not_initialize_mpi():
+    """Where mpi4py is installed, Fabric's search for a cluster does, which aborts the process without ssh."""
+    plan = plan_strategy("auto", FSDPArgs(), DDPArgs(), devices=1, num_nodes=1, accelerator="cpu", precision="32-true")
+    options = {"accelerator": "cpu", "precision": "32-true", "fsdp": FSDPArgs(), "ddp": DDPArgs()}
+    with mock.patch("lightning.fabric.connector.MPIEnvironment.detect", side_effect=AssertionError):
+        build_fabric(plan, WorldInfo(1, 1, 0, 0, "manual", False), block_classes={Block}, **options)
+        single_device_fabric("cpu", "32-true")
 
 
 def test_n4_arguments_of_the_constructor_determine_the_mesh_and_the_units():

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.training.test_step import PackedRows
 from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.data.batch import Batch, Padding, collate
+from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import GuardError
 from toolkit.models import attention_dispatch, attention_kernels, loss
 from toolkit.models.block import Block
@@ -236,7 +237,7 @@ def test_a_step_of_lora_on_uneven_rows_reads_once(fabric, pico, monkeypatch, is_
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_device_is_waited_for_only_after_the_update(pico):
-    fabric = Fabric(accelerator="cuda", devices=1, precision="bf16-mixed")
+    fabric = single_device_fabric("cuda", "bf16-mixed")
     wrapped, optimizer = fabric.setup(pico, adamw(pico))
     for seed in range(2):
         step(fabric, wrapped, optimizer, seed)

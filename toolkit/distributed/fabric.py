@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import ParallelStrategy, SingleDeviceStrategy
 from torch import nn
@@ -42,7 +43,8 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) 
     device = pick_accelerator(accelerator)
     disable_malloc_trim(device)
     options, plugins = _precision_options(pick_precision(precision, device, on_cuda="bf16-true"))
-    return Fabric(accelerator=device, devices=1, plugins=plugins, **options)
+    # without an environment, Fabric initializes MPI where mpi4py is installed, which may abort the process
+    return Fabric(accelerator=device, devices=1, plugins=[LightningEnvironment(), *plugins], **options)
 
 
 def _quiet_libraries() -> None:
@@ -124,7 +126,7 @@ def build_fabric(
     ranks.set_layout(plan.layout)
     options, plugins = _precision_options(precision)
     if plan.kind == "single":
-        return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **options)
+        return Fabric(accelerator=accelerator, devices=1, plugins=[cluster_environment(world), *plugins], **options)
     strategy: ParallelStrategy
     if plan.extension is not None:
         extension = load_registered("strategies", plan.extension)()
