@@ -40,6 +40,7 @@ MODELS = {
     "tied": {"tie_embeddings": True},
     "bias": {"lm_head_bias": True, "final_logit_softcapping": 2.0},
     "experts": EXPERTS,
+    "heads": {"head_size": 12},
 }
 
 
@@ -227,9 +228,11 @@ def test_a_checkpoint_from_before_resumes_with_padding(tmp_path, monkeypatch):
 
 
 class Matmuls(TorchDispatchMode):
-    """Records the 16-bit matrices of matmuls, results included."""
+    """Records the 16-bit matrices of matmuls and of attention, results included."""
 
-    NAMES = ("mm", "addmm", "bmm", "baddbmm", "grouped_product", "grouped_outer_product")
+    ATTENTION = "_scaled_dot_product_flash_attention"
+    NAMES = ("mm", "addmm", "bmm", "baddbmm", "grouped_product", "grouped_outer_product", ATTENTION,
+             f"{ATTENTION}_backward")  # fmt: skip
 
     def __init__(self):
         super().__init__()
@@ -254,6 +257,7 @@ STEPS = {
     "gpt2, adapters": ("gpt2", LORA),
     "Qwen1.5-MoE-A2.7B": ("Qwen1.5-MoE-A2.7B", None),
     "pico-llama": ("pico-llama", None),
+    "open_llama_3b": ("open_llama_3b", None),  # heads of 100
 }
 
 

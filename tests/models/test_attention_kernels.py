@@ -209,7 +209,7 @@ def test_kernels_are_chosen_by_architecture():
         (SOFTCAP, flex, flex),
         (SOFTCAP | {"head_size": 8}, None, None),
         ({"head_size": 264}, None, None),
-        (WINDOWS | {"head_size": 20}, None, None),
+        (WINDOWS | {"head_size": 20}, flash, flash),  # padded
     ):
         config = replace(plain, **changes)
         assert (kernel_of(config, False), kernel_of(config, True)) == (unpacked, packed), changes

@@ -24,6 +24,11 @@ def aligned_size(size: int, device: torch.device, dtype: torch.dtype) -> int:
     return -(-size // multiple) * multiple
 
 
+def missing_width(x: Tensor) -> int:
+    """Return the number of columns that x, (..., width), lacks to the next multiple of 8, which fused attention needs."""
+    return -x.size(-1) % 8 if needs_alignment(x.device, matmul_dtype(x)) else 0
+
+
 def aligned_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (n, k) in ``dtype`` with zero rows up to the aligned size; a view if the storage has them."""
     n, k = matrix.shape

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.models.aligned import missing_width
 from toolkit.models.attention_kernels import FlashMask, FlexMask, flash_attention, flex_attention_with_softcap
 from toolkit.models.config import ModelConfig
 from toolkit.models.kv_cache import LayerCache
@@ -111,6 +112,11 @@ def attend(
     q: (B, n_head, T, width), multiplied by ``scale``; k and v: (B, n_query_groups, keys, width). Returns (B, n_head, T,
     width), in the dtype of q or the autocast dtype.
     """
+    # torch pads as well, but then never takes cuDNN's kernel; one new token would not repay a copy of its cache
+    is_decoding = q.size(2) == 1 and attn_mask.kernel_mask is None
+    if (n := missing_width(q)) and not is_decoding:
+        q, k, v = (F.pad(t, (0, n)) for t in (q, k, v))
+        return attend(q, k, v, attn_mask, scale, softcap, sinks)[..., :-n]
     if attn_mask.context is not None:
         size, outputs = q.size(2) // 2, list[Tensor]()
         for start, mask in zip(attn_mask.context.chunk_starts(size), attn_mask.chunks, strict=True):

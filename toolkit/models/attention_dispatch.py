@@ -45,7 +45,7 @@ class KernelCase(NamedTuple):
 def kernel_of(config: ModelConfig, has_documents: bool, has_context: bool = False) -> KernelChoice | None:
     """Return the kernel that replaces masks on CUDA in 16 bits; None if there is none or no mask is needed."""
     width = max(config.head_size, config.value_size)
-    if width > MAX_WIDTH or width % 8:
+    if width > MAX_WIDTH:
         return None
     if config.attention_logit_softcapping is not None:
         return KernelChoice("flex", for_causal=True) if width >= MIN_FLEX_WIDTH else None
