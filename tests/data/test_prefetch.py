@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -50,16 +51,40 @@ def test_one_step_is_read_ahead_and_errors_keep_their_place():
     Prefetcher(steps(), CPU).close()  # never used
 
 
+def test_steps_for_cuda_are_read_when_asked_for():
+    """Not while the first kernels of a step are launched, in turns with the thread that reads."""
+    read = []
+
+    def steps():
+        for step in range(3):
+            read.append(step)
+            yield []
+
+    ahead = Prefetcher(steps(), torch.device("cuda"))
+    with mock.patch("torch.cuda.set_device"):
+        for step in range(2):
+            assert next(ahead) == [] and read == list(range(step + 1))
+            ahead.pause()
+            assert read == list(range(step + 1))
+            ahead.start_read()
+            ahead.start_read()
+            ahead.pause()
+            assert read == list(range(step + 2))
+        ahead.close()
+
+
 def test_copies_to_the_device_begin_when_a_step_has_been_read():
     steps, expected = batches(total_positions=24), [ids_of(step) for step in batches(total_positions=24)]
     ahead = Prefetcher(steps, torch.device("meta"))
     ahead.start_copy()  # nothing is asked for yet
     found = [next(ahead)]
     for _ in expected[1:]:
+        ahead.start_read()
         ahead.pause()
         ahead.start_copy()
         ahead.start_copy()
         found.append(next(ahead))
+    ahead.start_read()
     ahead.pause()
     ahead.start_copy()  # the end is not a step
     with pytest.raises(StopIteration):

@@ -29,6 +29,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "checkpoints/run/host_copy.py:HostCopies.end": ("async save",),
     "checkpoints/run/state_dicts.py:_on_cuda": ("resume",),
     "data/batch.py:choose_padding": "lengths of rows only; padding has no loss on any device",
+    "data/prefetch.py:Prefetcher.__next__": CURVES,
     "data/prefetch.py:Prefetcher._read": CURVES,
     "distributed/device.py:choose_attention_kernels": SDPA,
     "distributed/device.py:count_devices": CHOICE,

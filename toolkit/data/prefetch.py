@@ -15,6 +15,9 @@ _CLOSE_SECONDS = 5.0  # timeout for joining a thread that hangs in a read
 class Prefetcher:
     """Iterator over ``steps`` that prefetches one step in a thread. On CUDA, the thread also pins the batches.
 
+    On CUDA the thread starts to read a step at :meth:`start_read`, not before: it takes turns with the thread that
+    launches kernels (the interpreter's lock), and while the first ones are launched, the device waits for each.
+
     If ``steps`` raises an exception, it is raised again when the caller takes that step. The thread prefetches exactly
     one step and stays idle until the caller takes it.
 
@@ -34,12 +37,20 @@ class Prefetcher:
         return self
 
     def __next__(self) -> list[Batch]:
-        if self._next is None:
-            self._thread.start()
-            self._next = self._request()
-        step = self._next.result()
-        self._next = self._request()
+        self.start_read()
+        assert self._next is not None
+        step, self._next = self._next.result(), None
+        if self._device.type != "cuda":
+            self.start_read()
         return step
+
+    def start_read(self) -> None:
+        """Let the thread prefetch a step, if it has none yet."""
+        if self._next is None:
+            if self._thread.ident is None:
+                self._thread.start()
+            self._next = Future()
+            self._requests.put(self._next)
 
     def start_copy(self) -> None:
         """Start an asynchronous copy of the prefetched step to the device. No-op if it is not read yet."""
@@ -57,13 +68,8 @@ class Prefetcher:
     def close(self) -> None:
         """Stop the thread. The iterator must not be used afterwards."""
         self._requests.put(None)
-        if self._next is not None:
+        if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
-
-    def _request(self) -> Future[list[Batch]]:
-        step: Future[list[Batch]] = Future()
-        self._requests.put(step)
-        return step
 
     def _serve(self) -> None:
         while (request := self._requests.get()) is not None:

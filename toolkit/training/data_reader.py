@@ -63,6 +63,11 @@ class DataReader:
             self.error = error
             return []
 
+    def start_read(self) -> None:
+        """Start to prefetch the next step, if that has not begun."""
+        if self._prefetcher is not None:
+            self._prefetcher.start_read()
+
     def start_copy(self) -> None:
         """Start an asynchronous copy of the prefetched batches to the device. No-op if they are not read yet."""
         if self._prefetcher is not None:

@@ -20,6 +20,7 @@ def pipeline_step(
     micro_batches: list[Batch],
     counts: Mapping[str, int],
     overlap: Callable[[], None] = lambda: None,
+    launched: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches and update the weights.
 
@@ -31,6 +32,7 @@ def pipeline_step(
     scale = scales(parts, counts, ranks.layout().loss_ranks)
     inputs = [forward_inputs(update.model, batch, fabric.device) for batch in of_one_length(micro_batches)]
     totals = {LOSS: pipeline.accumulate(inputs, scale[LOSS])}
+    launched()
     return apply_step(update, parts, scale, totals, micro_batches, counts, overlap)
 
 

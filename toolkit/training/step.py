@@ -36,6 +36,7 @@ def train_step(
     micro_batches: list[Batch],
     counts: Mapping[str, int],
     overlap: Callable[[], None] = lambda: None,
+    launched: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches and update the weights.
 
@@ -44,6 +45,7 @@ def train_step(
         counts: The objective's normalizers, summed over all ranks. Strategies average gradients over ranks, so loss
             sums are multiplied by (averaged ranks / count) to get the gradient of the global mean.
         overlap: Host work to do while the device computes.
+        launched: Called when the device has work, that of the first micro-batch.
 
     Raises:
         GuardError: the loss or the gradient is not finite. The weights are unchanged, or with
@@ -67,6 +69,8 @@ def train_step(
                 loss = torch.stack([sums[name] * factor for name, factor in scale.items()]).sum()
             with record_function(BACKWARD):
                 fabric.backward(loss)
+        if i == 0:
+            launched()
         totals = {p.name: totals.get(p.name, 0) + sums[p.name].detach() for p in parts if p.name in sums}
     return apply_step(update, parts, scale, totals, micro_batches, counts, overlap)
 
