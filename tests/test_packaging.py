@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
     "data": 60_050,
-    "models": 58_700,
+    "models": 58_800,
     "checkpoints": 47_600,
     "planning": 37_400,
     "training": 37_200,
@@ -33,7 +33,7 @@ BUDGET = {
     "reporting": 7_700,
     "io": 5_050,
     "serving": 5_300,
-    "(top level)": 5_000,
+    "(top level)": 5_100,
     "objectives": 4_200,
     "cli": 3_950,
 }

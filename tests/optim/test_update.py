@@ -31,7 +31,7 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.optim.classes import build_optimizer, resolve_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.update import FusedUpdate
-from toolkit.planning.speed.operators import _VIEWS
+from toolkit.planning.speed.operators import _NO_KERNEL
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -187,7 +187,8 @@ class Kernels(Waits):
     n_kernels = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.n_kernels += function._schema.name.removeprefix("aten::") not in _VIEWS
+        name = function._schema.name.removeprefix("aten::")
+        self.n_kernels += not (function.is_view or "empty" in name or name in _NO_KERNEL)
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 

@@ -25,7 +25,7 @@ def aligned_size(size: int, device: torch.device, dtype: torch.dtype) -> int:
 
 
 def missing_width(x: Tensor) -> int:
-    """Return the number of columns that x, (..., width), lacks to the next multiple of 8, which fused attention needs."""
+    """Return how many columns x, (..., width), lacks to a multiple of 8, which fused attention needs."""
     return -x.size(-1) % 8 if needs_alignment(x.device, matmul_dtype(x)) else 0
 
 

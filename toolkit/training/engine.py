@@ -271,7 +271,8 @@ class Engine:
         set_learning_rate(run.optimizer, learning_rate)
         try:
             step = train_step if run.config.strategy.layout.pipeline == 1 else pipeline_step
-            return step(run.fabric, run.objective, self.update, micro_batches, counts, self._overlap, run.reader.start_read)
+            hooks = self._overlap, run.reader.start_read
+            return step(run.fabric, run.objective, self.update, micro_batches, counts, *hooks)
         except GuardError as error:
             self._finish_save(is_on_all_ranks=True)
             raise GuardError(
