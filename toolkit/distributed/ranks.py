@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -197,8 +197,13 @@ def run_with_heartbeat(function: Callable[[], T], on_heartbeat: Callable[[list[i
     if world_size() == 1:
         return function()
     future = run_in_thread(function, name="disk")
-    wait_for_all(lambda seconds: bool(wait([future], seconds).done), on_heartbeat)
+    wait_for_future(future, on_heartbeat)
     return future.result()
+
+
+def wait_for_future(future: Future, on_heartbeat: Callable[[list[int]], None]) -> None:
+    """Wait until the futures of all ranks are done, see :func:`wait_for_all`."""
+    wait_for_all(lambda seconds: bool(wait([future], seconds).done), on_heartbeat)
 
 
 class WaitReporter:

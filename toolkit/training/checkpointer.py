@@ -6,10 +6,9 @@ its shards into the folder. If a rank cannot write, the save fails on all ranks.
 
 import json
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
@@ -34,6 +33,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.fabric import saves_shards
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
+from toolkit.io.threads import run_in_thread
 from toolkit.models.lora import is_adapter
 from toolkit.planning.run_args import data_modules
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
@@ -65,7 +65,7 @@ class Checkpointer:
         self._train, self._display = launch.args.train, launch.display
         self._copies = HostCopies() if self._train.async_save else None
         self.pending: PendingSave | None = None
-        self._thread: threading.Thread | None = None
+        self._written: Future[None] | None = None
 
     @property
     def sharded(self) -> bool:
@@ -73,13 +73,9 @@ class Checkpointer:
         return saves_shards(self.launch.fabric, self.launch.args.fsdp)
 
     @property
-    def is_async(self) -> bool:
-        return self._copies is not None
-
-    @property
     def is_writing(self) -> bool:
         """Whether this rank is still writing its files."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._written is not None and not self._written.done()
 
     def save(self, name: str, callbacks: Callable[[], State]) -> Path:
         """Write ``out_dir/name`` atomically, and delete the oldest checkpoints. No other save may be in progress.
@@ -96,8 +92,7 @@ class Checkpointer:
         """Start to write ``out_dir/name`` concurrently with training; arguments as in :meth:`save`."""
         with self._saving():
             self.pending = self._begin(name, callbacks(), self._copies)
-            self._thread = threading.Thread(target=self.pending.write, name="checkpoint")
-            self._thread.start()
+            self._written = run_in_thread(self.pending.write, name="checkpoint")
 
     def finish(self) -> Path | None:
         """Complete the save in progress and return its folder; None if there is none."""
@@ -124,19 +119,13 @@ class Checkpointer:
 
     def _wait(self, pending: PendingSave, is_alone: bool = False) -> None:
         """Wait until all ranks' files are written, or only this rank's if ``is_alone``."""
-        thread, started = self._thread, time.perf_counter()
-        assert thread is not None
-
-        def is_done(seconds: float) -> bool:
-            thread.join(seconds)
-            return not thread.is_alive()
-
+        assert self._written is not None
+        started = time.perf_counter()
         if is_alone:
-            thread.join()
+            wait([self._written])
         else:
-            ranks.wait_for_all(is_done, pending.wait_reporter())
-        seconds = time.perf_counter() - started
-        if seconds > REPORT_WAITS_OVER_S:
+            ranks.wait_for_future(self._written, pending.wait_reporter())
+        if (seconds := time.perf_counter() - started) > REPORT_WAITS_OVER_S:
             self._display.message(f"waited {seconds:.1f} s until {pending.folder} was written")
 
     @contextmanager
@@ -170,9 +159,7 @@ class Checkpointer:
         if copies is not None:
             copies.begin(module, optimizer)
         # Every rank searches its shard on its device. On a CPU this takes 5 % of the write time, on idle cores.
-        pool = ThreadPoolExecutor(1)
-        search = pool.submit(nonfinite_state, module, optimizer)
-        pool.shutdown(wait=False)
+        search = run_in_thread(lambda: nonfinite_state(module, optimizer))
         is_first_of_another_node = self.launch.world.local_rank == 0 and self.launch.world.global_rank != 0
         report = ranks.rank_print if is_first_of_another_node else self._display.message  # in each node's log
         folder = self.launch.out_dir / name

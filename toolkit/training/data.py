@@ -49,11 +49,17 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Report) -> Prepa
     data = args.data.prepare(**options)
     if not type(args.data).__module__.startswith("toolkit."):
         check_rows(f"--data {type(args.data).__name__}", data, seq_length)
-    count = row_count(data.train)
-    if count is not None and count < args.train.global_batch_size:
+    count, batch_size = row_count(data.train), args.train.global_batch_size
+    if count is not None and count < batch_size:
+        rows = "rows of packed samples; add data, set --data.packing none"
+        if row_lengths(data.train) is None:
+            of_length = f" of {seq_length} tokens" if seq_length else ""
+            rows = f"sequences{of_length}; add text, lower --train.max_seq_length"
+        elif not getattr(data.train, "packed", False):
+            rows = "samples; add data"
         raise UserError(
-            f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {count} "
-            f"{_sequences(data.train, seq_length)}, or lower --train.global_batch_size"
+            f"--train.global_batch_size {batch_size}: the training data has only {count} {rows}, or lower "
+            "--train.global_batch_size"
         )
     return data
 
@@ -77,15 +83,6 @@ def with_length(config: ResolvedConfig, data: PreparedData, report: Report) -> R
     return replace(config, args=args)
 
 
-def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
-    """Describe the rows for an error message, and how to get more rows."""
-    if row_lengths(rows) is None:
-        of_length = f" of {seq_length} tokens" if seq_length else ""
-        return f"sequences{of_length}; add text, lower --train.max_seq_length"
-    packed = getattr(rows, "packed", False)
-    return "rows of packed samples; add data, set --data.packing none" if packed else "samples; add data"
-
-
 def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConfig | None:
     """Set the vocabulary size, if the config has none, from the tokenizer or the pre-tokenized data.
 
@@ -94,7 +91,7 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
     """
     if config is None:
         return None
-    sizes = [data.tokenizer.vocab_size if data.tokenizer is not None else None, data.vocab_size]
+    sizes = (None if data.tokenizer is None else data.tokenizer.vocab_size, data.vocab_size)
     vocab_sizes = [size for size in sizes if size is not None]
     config = config.with_vocab_size(max(vocab_sizes, default=None))
     embedded = config.padded_vocab_size

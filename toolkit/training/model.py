@@ -143,10 +143,7 @@ def build_model(
     if spec.meta_model is None:
         _load_into_module(module, None if shards else source)
     else:
-        storage = block_dtype(fabric, next(spec.meta_model.parameters()).dtype)
-        values = _values(
-            spec, spec.meta_model, args.seed, None if shards else source, shards, adapters, fabric.device, storage
-        )
+        values = _values(spec, spec.meta_model, fabric, args.seed, source, shards, adapters)
         if (size := ranks.layout().tensor) > 1:
             rank = ranks.layout().coordinates(ranks.global_rank())["tensor"]
             values = split_model(spec.meta_model, size, rank, ranks.group("tensor"))(values)
@@ -207,8 +204,10 @@ def describe_model(spec: ModelSpec, seq_length: float, forward_only: bool = Fals
         text += f" (rank {spec.lora.r} on {', '.join(spec.lora.parts)})"
     if spec.config is None:
         return text
-    options: list[dict[str, bool]] = [{"causal": half, "forward_only": forward_only} for half in (False, True)]
-    full, causal = (flops_per_token(spec.module, spec.config, seq_length, **option) / 1e6 for option in options)
+    full, causal = (
+        flops_per_token(spec.module, spec.config, seq_length, causal=half, forward_only=forward_only) / 1e6
+        for half in (False, True)
+    )
     return f"{text}, {full:.1f} MFLOP per token ({causal:.1f} with causal attention counted by half)"
 
 
@@ -228,17 +227,13 @@ def _shards_fit(spec: ModelSpec, source: Path) -> bool:
 def _values(
     spec: ModelSpec,
     model: GPT,
+    fabric: Fabric,
     seed: int,
     source: Path | None,
     shards: bool,
     adapters: Tensors | None,
-    device: torch.device,
-    storage: torch.dtype | None,
 ) -> ParameterValue:
-    """Return a function from name and shape to weight. Without FSDP, quantized layers get their weights immediately.
-
-    ``storage`` is the dtype in which FSDP stores 4-bit weights; None without FSDP.
-    """
+    """Return a function from name and shape to weight. Without FSDP, quantized layers get their weights immediately."""
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
@@ -248,10 +243,11 @@ def _values(
         return lambda name, shape: weights[name]
     packed: dict[str, Callable[[], Tensor]] = {}
     if spec.quantize is not None:
+        storage = block_dtype(fabric, next(model.parameters()).dtype)  # in which FSDP stores 4-bit weights
         if storage is None:
-            quantize_linears(model, spec.quantize, weights.__getitem__, device)
+            quantize_linears(model, spec.quantize, weights.__getitem__, fabric.device)
         else:
-            packed = reserve_quantized(model, spec.quantize, storage, weights.__getitem__, device)
+            packed = reserve_quantized(model, spec.quantize, storage, weights.__getitem__, fabric.device)
         spec.sizes |= {
             name: p.numel() for name, p in model.named_parameters()
         }  # packed 4-bit weights have fewer elements

@@ -22,7 +22,7 @@ from toolkit.checkpoints.store import (
     sync_and_checksum,
 )
 from toolkit.checkpoints.weights import Tensors
-from toolkit.data.base import State
+from toolkit.data.base import Report, State
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, PeerLostError, join_first
 from toolkit.io.checksums import Checksum, Checksums
@@ -73,7 +73,7 @@ class PendingSave:
         shards: Mapping[str, Tensors],
         shapes: Mapping[str, torch.Size],
         search: Future[list[str]],
-        report: Callable[[str], None],
+        report: Report,
         copies: HostCopies | None = None,
     ) -> None:
         self.folder, self._snapshot, self._write_files, self._copies = folder, snapshot, write_files, copies

@@ -30,13 +30,8 @@ def pipeline_step(
     pipeline, parts = pipeline_of(model), objective.parts(model)
     assert pipeline is not None
     scale = scales(parts, counts, ranks.layout().loss_ranks)
-    inputs = [forward_inputs(update.model, batch, fabric.device) for batch in of_one_length(micro_batches)]
+    longest = max(batch.input_ids.size(1) for batch in micro_batches)  # buffers between stages have a fixed shape
+    inputs = [forward_inputs(update.model, batch.padded(longest), fabric.device) for batch in micro_batches]
     totals = {LOSS: pipeline.accumulate(inputs, scale[LOSS])}
     launched()
     return apply_step(update, parts, scale, totals, micro_batches, counts, overlap)
-
-
-def of_one_length(batches: list[Batch]) -> list[Batch]:
-    """Pad the rows of all micro-batches to one length, because the buffers between stages have a fixed shape."""
-    longest = max(batch.input_ids.size(1) for batch in batches)
-    return [batch if batch.input_ids.size(1) == longest else batch.padded(longest) for batch in batches]

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 from torch.profiler import record_function
 
-from toolkit.data.base import State, row_count
+from toolkit.data.base import Report, State, row_count
 from toolkit.data.batch import Padding
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
@@ -197,7 +197,7 @@ class Run(Launch):
 
     def start_save(self, name: str) -> None:
         """Save ``out_dir/name``. With ``--train.async_save`` return before the files are written. Collective."""
-        if not self.checkpointer.is_async:
+        if not self.args.train.async_save:
             self.save(name)
             return
         self.finish_save()
@@ -279,7 +279,7 @@ def callback_states(callbacks: Iterable[Callback]) -> State:
     return {name: state for name, state in states.items() if state}
 
 
-def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], report: Callable[[str], None]) -> None:
+def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], report: Report) -> None:
     """Restore callback states; report callbacks without a state and states without a callback."""
     by_name = _by_name(callbacks)
     for name, callback in by_name.items():

@@ -83,7 +83,11 @@ def prepare_start_state(
     require_same_weights(args, base, resume_from)
     require_same_options(replace(args, fsdp=resolved.fsdp), fingerprint)
     require_validations(args.train, args.eval, data)
-    progress = Progress() if resume_from is None else read_progress(resume_from, fingerprint)
+    progress = Progress()
+    if resume_from is not None:
+        meta = read_meta(resume_from)
+        fingerprint.check_matches(meta["identity"], resume_from)
+        progress = Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
     limits = build_limits(
         args.train, progress, n_rows=epoch_rows(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
     )
@@ -120,13 +124,6 @@ def keep_fused_qkv(config: ResolvedConfig, resume_from: Path | None) -> Resolved
     if resume_from is None or not is_default or "split_qkv" in read_meta(resume_from)["identity"]["optimizer"]:
         return config
     return replace(config, optimizer={k: v for k, v in config.optimizer.items() if k != "split_qkv"})
-
-
-def read_progress(folder: Path, fingerprint: RunFingerprint) -> Progress:
-    """Read a checkpoint's progress, and check that its fingerprint matches the run."""
-    meta = read_meta(folder)
-    fingerprint.check_matches(meta["identity"], folder)
-    return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
 
 
 def longest_ragged(data: PreparedData, limit: int | None) -> int:

@@ -18,6 +18,7 @@ from toolkit.checkpoints.manifest import (
 from toolkit.checkpoints.remote.cached import local_copy
 from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.store import newest_first
+from toolkit.data.base import Report
 from toolkit.distributed import ranks
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import UserError
@@ -30,9 +31,7 @@ from toolkit.training.rank_consistency import require_same_manifest
 T = TypeVar("T")
 
 
-def require_intact_on_all_ranks(
-    folder: Path, is_node_leader: bool, report: Callable[[str], None], model_only: bool = False
-) -> bool:
+def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Report, model_only: bool = False) -> bool:
     """Verify a folder's files against its manifest; return whether there is a manifest. Collective.
 
     Shards are divided among all ranks. Other files are read once per node, because nodes may have copies.
