@@ -14,7 +14,7 @@ import pytest
 from helpers.cases import slow_except
 
 from toolkit.data import LitData, PythonStdlib, TextFiles, cache
-from toolkit.data.cache import default_cache_dir
+from toolkit.data.cache import choose_cache_dir
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import DataError, UserError
@@ -542,10 +542,10 @@ def test_unwritable_cache_is_an_error(prepare, tmp_path):
 
 def test_default_cache_dir(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "toolkit" / "data"
+    assert choose_cache_dir() == tmp_path / "toolkit" / "data"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / ".cache" / "toolkit" / "data"
+    assert choose_cache_dir() == tmp_path / ".cache" / "toolkit" / "data"
 
 
 def test_preparation_prints_nothing(prepare, capfd):

@@ -161,24 +161,24 @@ def collate(rows: list[Row | None], ids: list[int], keys: list[int], longest: in
     Padding is neither supervised nor counted (N2).
     """
     width = padding.width(max((len(row["input_ids"]) for row in rows if row is not None), default=longest))
-    input_ids = torch.full((len(rows), width), padding.token, dtype=torch.int64)
-    labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
-    n_inputs = 0
-    packed = {name: torch.full_like(labels, _FILLERS[name]) for name in ("positions", "documents")}
     is_packed = any(row is not None and "documents" in row for row in rows)
+    fillers = _FILLERS | {"input_ids": padding.token}
+    names = fillers if is_packed else ("input_ids", "labels")
+    tensors = {name: torch.full((len(rows), width), fillers[name], dtype=torch.int64) for name in names}
+    n_inputs = 0
     for i, row in enumerate(rows):
         if row is not None:
             length = len(row["input_ids"])
-            input_ids[i, :length] = row["input_ids"]
-            labels[i, :length] = row["labels"]
-            if is_packed:  # an unpacked row is one document
-                packed["positions"][i, :length] = row.get("positions", torch.arange(length))
-                packed["documents"][i, :length] = row.get("documents", torch.tensor(0))
+            parts: Row = {"positions": torch.arange(length), "documents": 0} | row  # an unpacked row is one document
+            for name, tensor in tensors.items():
+                tensor[i, :length] = parts[name]
             n_inputs += length
+    input_ids, labels = tensors.pop("input_ids"), tensors.pop("labels")
     n_tokens = int((labels != IGNORE_INDEX).sum())
-    bounds = document_bounds(packed["documents"]) if is_packed else None
+    bounds = document_bounds(tensors["documents"]) if is_packed else None
     numbers: list[dict[str, float]] = [{} if row is None else row.get("values", {}) for row in rows]
-    names = dict.fromkeys(name for of_row in numbers for name in of_row)
-    values = {name: torch.tensor([of_row.get(name, 0) for of_row in numbers], dtype=torch.float64) for name in names}
-    packed = packed if is_packed else {}
-    return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed, keys, bounds, values=values)
+    values = {
+        name: torch.tensor([of_row.get(name, 0) for of_row in numbers], dtype=torch.float64)
+        for name in dict.fromkeys(name for of_row in numbers for name in of_row)
+    }
+    return Batch(input_ids, labels, ids, n_tokens, n_inputs, tensors, keys, bounds, values=values)

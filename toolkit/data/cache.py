@@ -47,14 +47,9 @@ def throttle(report: Report) -> Report:
     return report_if_due
 
 
-def default_cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/toolkit/data``, with ``~/.cache`` as the default."""
-    return user_cache() / "data"
-
-
-def choose_cache_dir(value: str | None) -> Path:
-    """Return the ``--data.cache_dir`` folder, or the default."""
-    return Path(value).expanduser() if value else default_cache_dir()
+def choose_cache_dir(value: str | None = None) -> Path:
+    """Return the ``--data.cache_dir`` folder, by default ``$XDG_CACHE_HOME/toolkit/data``, in ``~/.cache``."""
+    return Path(value).expanduser() if value else user_cache() / "data"
 
 
 @contextmanager
@@ -215,9 +210,7 @@ def _read_stamp(stamp: IO[str]) -> Any:
 def clean_up(cache_dir: Path) -> None:
     """Remove temporary folders of killed processes and stamps of deleted folders."""
     sweep(cache_dir)
-    remove(
-        path for path in cache_dir.glob(".unfinished-*") if time.time() - path.stat().st_mtime > 86_400
-    )  # prefix in older versions
+    remove(path for path in cache_dir.glob(".unfinished-*") if time.time() - path.stat().st_mtime > 86_400)  # of 0.1.0
     for path in (user_cache() / "verified").glob("*.json"):
         with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
             if not Path(json.loads(path.read_bytes())["folder"]).exists():

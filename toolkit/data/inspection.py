@@ -19,11 +19,12 @@ def inspect_rows(prepared: PreparedData, num_samples: int) -> Values:
         ``{"where", "text", "tokens"}``. Each token is ``{"id", "text", "trained"}``. The first token of a document is
         never a target. A character that spans several tokens is shown at the last of them.
     """
-    statistics = getattr(prepared.train, "statistics", None)
-    rows = getattr(prepared.train, "preview", prepared.train)
+    train: Any = prepared.train
+    statistics, rows = getattr(train, "statistics", None), getattr(train, "preview", train)
+    longest = [] if statistics is None else statistics["longest"]
     return {
         "counts": _count_rows(prepared) if statistics is None else _select_counts(statistics, prepared),
-        "longest": _describe_longest(prepared.train, [] if statistics is None else statistics["longest"]),
+        "longest": [{"where": train.describe_row(source, row), "tokens": tokens} for tokens, source, row in longest],
         "samples": [_describe_sample(prepared, *document) for document in _iterate_documents(rows, num_samples)],
     }
 
@@ -43,7 +44,7 @@ def _select_counts(statistics: Values, prepared: PreparedData) -> Values:
         "dropped_too_long": statistics["too_long"],
         "dropped_without_trained_token": statistics["untrained"],
         "dropped_empty_answer": statistics["empty"],
-        "dropped_equal_answers": statistics.get("equal", 0),
+        "dropped_equal_answers": statistics["equal"],
         "train_rows": len(prepared.train),
         "val_rows": 0 if prepared.val is None else len(prepared.val),
         "val_samples_also_trained": statistics["val_samples_also_trained"],
@@ -65,10 +66,6 @@ def _count_rows(prepared: PreparedData) -> Values:
         "tokens_per_row": tokens / len(rows),
         "trained_percent": 100 * n_targets / max(tokens, 1),
     }
-
-
-def _describe_longest(rows: Any, longest: list[tuple[int, int, int]]) -> list[Values]:
-    return [{"where": rows.describe_row(source, row), "tokens": tokens} for tokens, source, row in longest]
 
 
 def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, list[int], list[bool]]]:

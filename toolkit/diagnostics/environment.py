@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from toolkit.data.cache import default_cache_dir
+from toolkit.data.cache import choose_cache_dir
 from toolkit.errors import one_line
 from toolkit.reporting.events import package_versions
 
@@ -187,7 +187,7 @@ def _devices() -> dict[str, str]:
 
 
 def _disks(out_dir: str) -> dict[str, str]:
-    folders = {"out_dir": Path(out_dir), "data cache": default_cache_dir(), "temporary": Path(tempfile.gettempdir())}
+    folders = {"out_dir": Path(out_dir), "data cache": choose_cache_dir(), "temporary": Path(tempfile.gettempdir())}
     if _SHARED_MEMORY.exists():
         folders["shared memory"] = _SHARED_MEMORY
     disks = {}

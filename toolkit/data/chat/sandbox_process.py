@@ -53,7 +53,9 @@ def send_request(request: dict[str, Any]) -> dict[str, Any]:
                 process.communicate()  # closes the pipes
             if process.returncode:  # 0: exited when idle
                 break
-    return {"error": _describe_exit(process.returncode)}
+    if process.returncode == -signal.SIGXCPU:
+        return {"error": f"the template takes more than {CPU_SECONDS} s to render the messages"}
+    return {"error": f"the template crashed the rendering process (exit code {process.returncode})"}
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -72,9 +74,3 @@ def _start() -> subprocess.Popen[bytes]:
             raise UserError(f"chat template: cannot start the rendering process: {error.strerror or error}") from error
         _running = os.getpid(), process
     return _running[1]
-
-
-def _describe_exit(code: int) -> str:
-    if code == -signal.SIGXCPU:
-        return f"the template takes more than {CPU_SECONDS} s to render the messages"
-    return f"the template crashed the rendering process (exit code {code})"

@@ -69,7 +69,7 @@ class CharText(FileText):
     def find_text(self, report: Report) -> TextPaths:
         """See :meth:`FileText.find_text`."""
         option = f"--data.path {self.path}"
-        file = _fetch(self.path, "path", self.cache_dir, report) if is_url(self.path) else Path(self.path).expanduser()
+        file = _fetch(self.path, self.cache_dir, report) if is_url(self.path) else Path(self.path).expanduser()
         if not file.is_file():
             raise UserError(f"{option}: no such file; provide a text file or its URL")
         return TextPaths([file], option, val_option=f"--data.train_split {self.train_split}")
@@ -84,11 +84,11 @@ class CharText(FileText):
         return super().prepare(tokenizer=tokenizer, **options)
 
 
-def _fetch(url: str, option: str, cache_dir: str | None, report: Report) -> Path:
+def _fetch(url: str, cache_dir: str | None, report: Report) -> Path:
     """Download a file from any fsspec URL into the cache, unless cached. Return the local path."""
     from toolkit.data.streamed.files import require_no_secret
 
-    require_no_secret(url, option)
+    require_no_secret(url, "path")
     key = hashlib.sha256(url.encode()).hexdigest()
     folder = choose_cache_dir(cache_dir) / f"file-{key[:16]}"
 
@@ -98,7 +98,7 @@ def _fetch(url: str, option: str, cache_dir: str | None, report: Report) -> Path
 
     def make(temporary: Path) -> None:
         with open(temporary / _CONTENT, "wb") as file:
-            for block in _read_blocks(url, f"--data.{option} {url}"):
+            for block in _read_blocks(url, f"--data.path {url}"):
                 file.write(block)
         (temporary / MANIFEST).write_text(json.dumps({"key": key, "url": url}), encoding="utf-8")
 

@@ -27,7 +27,18 @@ from toolkit.data.cache import (
     throttle,
     write_manifest,
 )
-from toolkit.data.text import documents
+from toolkit.data.text.documents import (
+    Document,
+    DocumentEnds,
+    added_bos,
+    batches,
+    choose_ends,
+    describe_changes,
+    fingerprint,
+    read_chunks,
+    tokenize,
+    train_tokenizer,
+)
 from toolkit.data.tokenizer import Tokenizer, collect_characters
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
 from toolkit.errors import UserError
@@ -71,45 +82,45 @@ def prepare_text(
     start = time.perf_counter()
     if tokenizer is not None and tokenizer.eos_id is None:
         raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
-    train = documents.fingerprint(sources.train, sources.train_option)
-    val = None if sources.val is None else documents.fingerprint(sources.val, sources.val_option)
-    texts = train + (val or [])
-    if changes := documents.describe_changes(texts):
+    train = fingerprint(sources.train, sources.train_option)
+    val = [] if sources.val is None else fingerprint(sources.val, sources.val_option)
+    texts = train + val
+    if changes := describe_changes(texts):
         report(f"Data: {changes}")
-    ends = documents.choose_ends(sources.add_bos, tokenizer, (d.tail.decode(errors="ignore") for d in texts), report)
-    key = hash_inputs(_key_inputs(sources, train, val, tokenizer) | ({"ends": ends} if ends else {}))
-    folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
-    prepared, is_cached = load_or_prepare(
-        folder,
-        f"{len(texts):,} documents, {sum(document.size for document in texts) / 1e6:.1f} MB",
-        lambda: _open(folder, key, tokenizer, max_seq_length + 1, report),
-        lambda temporary: _make(temporary, key, sources, (train, val), tokenizer, ends, report),
-        report,
-    )
-    _require_block(prepared.train, sources.train_option, "training tokens")
-    _require_block(prepared.val, sources.val_option, "held-out tokens")
-    prepared.added_bos = documents.added_bos(ends, prepared.tokenizer)
-    how = f"using cached {folder}:" if is_cached else "prepared"
-    report(f"Data: {how} {prepared.summary} ({time.perf_counter() - start:.1f} s)")
-    return prepared
-
-
-def _key_inputs(
-    sources: TextSources,
-    train: list[documents.Document],
-    val: list[documents.Document] | None,
-    tokenizer: Tokenizer | None,
-) -> Values:
-    inputs = {
+    ends = choose_ends(sources.add_bos, tokenizer, (d.tail.decode(errors="ignore") for d in texts), report)
+    inputs: Values = {
         "code": CODE_VERSION,
         "train": [d.sha256 for d in train],
-        "val": None if val is None else [d.sha256 for d in val],
+        "val": None if sources.val is None else [d.sha256 for d in val],
         "tokenizer": ["trained", sources.vocab_size] if tokenizer is None else tokenizer.fingerprint,
         "val_fraction": sources.val_fraction,
     }
     if sources.text_fraction < 1:
         inputs["text_share"] = sources.text_fraction
-    return inputs
+    if ends:
+        inputs["ends"] = ends
+    key = hash_inputs(inputs)
+    folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
+
+    def make(temporary: Path) -> None:
+        active = tokenizer or _train_tokenizer(sources, train, val, report)
+        active.save(temporary / "tokenizer")
+        facts = _write_tokens(temporary, sources, (train, val), active, ends, report)
+        write_manifest(temporary, {"key": key, "tokenizer": active.fingerprint, **facts})
+
+    prepared, is_cached = load_or_prepare(
+        folder,
+        f"{len(texts):,} documents, {sum(document.size for document in texts) / 1e6:.1f} MB",
+        lambda: _open(folder, key, tokenizer, max_seq_length + 1, report),
+        make,
+        report,
+    )
+    _require_block(prepared.train, sources.train_option, "training tokens")
+    _require_block(prepared.val, sources.val_option, "held-out tokens")
+    prepared.added_bos = added_bos(ends, prepared.tokenizer)
+    how = f"using cached {folder}:" if is_cached else "prepared"
+    report(f"Data: {how} {prepared.summary} ({time.perf_counter() - start:.1f} s)")
+    return prepared
 
 
 def _require_block(rows: Any, option: str, what: str) -> None:
@@ -167,57 +178,40 @@ def _summary(train: BlockDataset, val: BlockDataset | None, tokenizer: Tokenizer
 # ---- writing
 
 
-def _make(
-    folder: Path,
-    key: str,
-    sources: TextSources,
-    texts: tuple[list[documents.Document], list[documents.Document] | None],
-    tokenizer: Tokenizer | None,
-    ends: documents.DocumentEnds,
-    report: Report,
-) -> None:
-    active = tokenizer or _train_tokenizer(sources, texts, report)
-    active.save(folder / "tokenizer")
-    writer = TokenWriter(folder, token_dtype(active.vocab_size))
-    share = round(sources.text_fraction * sum(document.size for document in texts[0]))
-    limit = None if sources.text_fraction == 1 else max(4, share)  # bytes; a UTF-8 character has up to 4
-    _write_tokens(writer, texts[0], limit, active, ends, report)
-    n_train = writer.n_tokens
-    _write_tokens(writer, texts[1] or [], None, active, ends, report)
-    n_all = writer.finish()
-    held_out = int(n_train * sources.val_fraction)
-    val = [n_train - held_out, n_train] if sources.val_fraction else None
-    splits = {"train": [0, n_train - held_out], "val": val if texts[1] is None else [n_train, n_all]}
-    manifest = {"key": key, "tokenizer": active.fingerprint, "largest_token": writer.largest_token, "splits": splits}
-    write_manifest(folder, manifest)
-
-
-def _train_tokenizer(
-    sources: TextSources, texts: tuple[list[documents.Document], list[documents.Document] | None], report: Report
-) -> Tokenizer:
-    train, val = texts
+def _train_tokenizer(sources: TextSources, train: list[Document], val: list[Document], report: Report) -> Tokenizer:
     if sources.vocab_size == "characters":
         # Include the held-out text; otherwise its new characters would be unknown.
-        tokenizer = collect_characters(chunk.text for chunk in documents.read_chunks(train + (val or [])))
+        tokenizer = collect_characters(chunk.text for chunk in read_chunks(train + val))
         report(f"Data: the text has {tokenizer.vocab_size - 2:,} different characters, each one token")
         return tokenizer
     # Exclude the end of the text, which is held out.
     share = sources.text_fraction * (1 - sources.val_fraction) * sum(d.size for d in train)
-    return documents.train_tokenizer(documents.read_chunks(train), int(share), sources.vocab_size, report)
+    return train_tokenizer(read_chunks(train), int(share), sources.vocab_size, report)
 
 
 def _write_tokens(
-    writer: TokenWriter,
-    texts: list[documents.Document],
-    limit: int | None,
+    folder: Path,
+    sources: TextSources,
+    texts: tuple[list[Document], list[Document]],
     tokenizer: Tokenizer,
-    ends: documents.DocumentEnds,
+    ends: DocumentEnds,
     report: Report,
-) -> None:
-    """Tokenize and write documents, or their first ``limit`` bytes."""
-    total, done, report_progress = limit or sum(d.size for d in texts), 0, throttle(report)
-    batches = documents.batches(documents.read_chunks(texts, limit), tokenizer.splits_at_newlines())
-    for chunks, ids in documents.tokenize(batches, tokenizer, ends):
-        writer.add(ids)
-        done += sum(len(chunk.text) for chunk in chunks)
-        report_progress(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
+) -> Values:
+    """Tokenize and write the documents. Return what the manifest says about the tokens."""
+    writer, sizes = TokenWriter(folder, token_dtype(tokenizer.vocab_size)), list[int]()
+    for documents in texts:
+        total, done, report_progress, limit = sum(d.size for d in documents), 0, throttle(report), None
+        if sources.text_fraction < 1 and documents is texts[0]:
+            total = limit = max(4, round(sources.text_fraction * total))  # bytes; a UTF-8 character has up to 4
+        chunks = read_chunks(documents, limit)
+        for batch, ids in tokenize(batches(chunks, tokenizer.splits_at_newlines()), tokenizer, ends):
+            writer.add(ids)
+            done += sum(len(chunk.text) for chunk in batch)
+            report_progress(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
+        sizes.append(writer.n_tokens)
+    writer.finish()
+    n_train, n_all = sizes
+    held_out = int(n_train * sources.val_fraction)
+    val = [n_train - held_out, n_train] if sources.val_fraction else None
+    splits = {"train": [0, n_train - held_out], "val": val if sources.val is None else [n_train, n_all]}
+    return {"largest_token": writer.largest_token, "splits": splits}
