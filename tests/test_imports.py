@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,26 +65,37 @@ def level(module: str) -> int | None:
     return LEVEL["config"] if is_config else LEVEL.get(rest.partition(".")[0])
 
 
-def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nodes():
+    yield
+    nodes_of.cache_clear()
+
+
+def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """Yield (line, module) for all imports of a file from toolkit, inside functions and for type checkers too."""
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "toolkit")
         elif isinstance(node, ast.ImportFrom):
-            source = node.module or ""
+            origin = node.module or ""
             if node.level:
                 base = module.split(".")[: len(module.split(".")) - node.level + is_package]
-                source = ".".join([*base, *filter(None, [source])])
-            if source.split(".")[0] == "toolkit":
+                origin = ".".join([*base, *filter(None, [origin])])
+            if origin.split(".")[0] == "toolkit":
                 # `from toolkit.models import config` imports toolkit.models.config
-                yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+                yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
 
 
 def upward_imports(source: str, module: str, is_package: bool) -> list[str]:
     own = level(module)
     return [
         f"{module}:{line} imports {name}"
-        for line, name in imported(ast.parse(source), module, is_package)
+        for line, name in imported(source, module, is_package)
         if own is not None and (level(name) is None or level(name) > own)
     ]
 
@@ -102,7 +114,7 @@ def test_no_module_names_a_higher_one_in_a_string():
     found = []
     for file in FILES:
         module = module_name(file)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes_of(file.read_text(encoding="utf-8")):
             text = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and re.fullmatch(r"toolkit(\.\w+)+\.?", text) and level(module) is not None:
                 found += [f"{module}:{node.lineno} {text}"] if (level(text) or 0) > level(module) else []
@@ -131,7 +143,7 @@ def import_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
     """
     graph = {}
     for module, (source, is_package) in sources.items():
-        names = {name for _, name in imported(ast.parse(source), module, is_package)}
+        names = {name for _, name in imported(source, module, is_package)}
         # `from toolkit.models.config import ModelConfig` imports toolkit.models.config
         graph[module] = {name if name in sources else name.rpartition(".")[0] for name in names} - {module}
     return graph
@@ -195,7 +207,7 @@ def unknown_references(source: str, sources: dict[str, str]) -> list[str]:
         while module not in sources:
             module = module.rpartition(".")[0]
         name = reference.removeprefix(module).strip(".").partition(".")[0]
-        nodes = ast.walk(ast.parse(sources[module]))
+        nodes = nodes_of(sources[module])
         defined = {getattr(node, "name", None) or getattr(node, "id", None) for node in nodes}
         if name and name not in defined and not (module == "toolkit" and name in toolkit.__all__):
             unknown.append(reference)
@@ -211,7 +223,7 @@ def test_references_in_docstrings_exist():
 def private_torch_names(source: str) -> list[str]:
     """Private modules and functions of torch that a module uses."""
     names = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.ImportFrom):
             names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
@@ -230,7 +242,7 @@ def test_private_apis_of_torch_are_in_one_module():
 def unsafe_calls(source: str) -> list[str]:
     """weights_only=False, unpicklers, torch.load without weights_only=True, YAML loaders that create objects."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.ClassDef) and any("Unpickler" in ast.unparse(base) for base in node.bases):
             found.append(f"line {node.lineno}: class {node.name}")
         if not isinstance(node, ast.Call):
@@ -315,7 +327,7 @@ FOLLOWED = {"data/cache.py stamps / f'{name}.json'", "data/streamed/reader.py lo
 def risky_file_calls(source: str, file: str) -> tuple[set[str], set[str]]:
     """Return the files, as the module writes them, that are read without a limit, and appended to through links."""
     unbounded, followed = set(), set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         function = getattr(node, "func", None)
         if isinstance(function, ast.Attribute):
             name, owner = function.attr, function.value

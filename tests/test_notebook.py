@@ -1,12 +1,12 @@
 """The cells of tutorials/first_ten_minutes.ipynb, from top to bottom."""
 
 import json
-import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
+
+from toolkit.cli import main
 
 NOTEBOOK = Path(__file__).parents[1] / "tutorials" / "first_ten_minutes.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
@@ -19,8 +19,7 @@ SMALL = {
 
 
 def run_cells(changes: dict[str, str]) -> None:
-    """Run Python in this process, as one kernel does, and ``!`` lines in a shell."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    """Run Python in this process, as one kernel does, and the commands of ``!`` lines, too."""
     names = {"__name__": "__main__"}
     for cell in CELLS:
         source = "".join(cell["source"])
@@ -29,7 +28,8 @@ def run_cells(changes: dict[str, str]) -> None:
         if cell["cell_type"] != "code":
             continue
         if source.startswith("!"):
-            subprocess.run(source[1:], shell=True, check=True, env=os.environ | {"PATH": path})
+            program, *words = shlex.split(source[1:])
+            assert program == "toolkit" and main(words) == 0
         else:
             exec(compile(source, cell["id"], "exec"), names)
 

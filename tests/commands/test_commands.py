@@ -4,13 +4,12 @@ import json
 import math
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers.cases import slow_except
+from helpers.processes import Forked, finish
 from helpers.small_runs import text_data
 
 from toolkit.cli import main
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def trained(corpus, tmp_path_factory) -> Path:
     """A pico model, trained by the real command."""
     out = tmp_path_factory.mktemp("run") / "out"
-    assert main(["pretrain", "pico-llama", *text_data(corpus), *run(out), "--train.max_steps", "30"]) == 0
+    assert main(["pretrain", "pico-llama", *text_data(corpus), *run(out), "--train.max_steps", "10"]) == 0
     return out
 
 
@@ -82,13 +81,15 @@ def test_json_lines_of_a_run_in_a_pipe(corpus, tmp_path, monkeypatch, capsys):
     options = [*text_data(corpus), *run(tmp_path / "out"), "--log.format", "json", "--callbacks", "talking.Talking"]
     options += ["--train.save_interval", "2", "--eval.interval", "2", "--resume", "auto"]
     words = ["pretrain", "pico-llama", *options, "--train.max_steps"]
-    done = subprocess.run([sys.executable, "-m", "toolkit", *words, "3"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "step 3\n" in done.stderr, done.stderr
+    monkeypatch.chdir(tmp_path)
+    process = Forked([*words, "3"])
+    out, err = finish(process)
+    assert process.returncode == 0 and "step 3\n" in err, err
     monkeypatch.syspath_prepend(tmp_path)
     assert main([*words, "6"]) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["event"] == "end" and last["status"] == "failed" and "ZeroDivisionError" in last["error"]
-    events = [json.loads(line) for line in done.stdout.splitlines()]
+    events = [json.loads(line) for line in out.splitlines()]
     kinds = [event["event"] for event in events if event["event"] not in ("note", "phase")]
     assert kinds == ["start", "step", "step", "validation", "checkpoint", "step", "validation", "checkpoint", "end"]
     rows = [event for event in events if event["event"] == "step"]

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from benchmark_checkpointing import LiveBytes
-from helpers.cases import check_each, slow_except
+from helpers.cases import check_each, has_slow_tests, slow_except
 from helpers.flash import kernels_on_cpu
 from helpers.groups import Case, run_group
 from helpers.initialize import add_lora
@@ -154,10 +154,14 @@ def nbytes(tensors) -> int:
 # ---- activations
 
 
+FAST = ("llama", "gemma3", "phi", "ministral3", "gpt-oss", "deepseek")
+"""Families that differ most in what their blocks save: the fast cases of the tests of all families."""
+
+
 def full_cases() -> list:
-    """Return family, precision; of each family, one precision in turn is fast."""
+    """Return family, precision; of fast families, one precision in turn is fast."""
     return [
-        pytest.param(family, precision, marks=[] if i % len(PRECISIONS) == k else [pytest.mark.slow])
+        pytest.param(family, precision, marks=[] if family in FAST and i % len(PRECISIONS) == k else [pytest.mark.slow])
         for i, family in enumerate(CONFIGS)
         for k, precision in enumerate(PRECISIONS)
     ]
@@ -189,13 +193,13 @@ def test_fp8_layers_save_bf16_inputs_and_no_copies_of_weights(case):
 
 
 def lora_cases() -> list:
-    """Return family, adapters, precision; of each family, one kind of adapters and one precision in turn is fast."""
+    """Return family, adapters, precision; of fast families, one kind of adapters and one precision in turn is fast."""
     cases = []
     for i, family in enumerate(CONFIGS):
         for j, lora in enumerate(name for name in LORAS if name != "full"):
             for k, precision in enumerate(PRECISIONS):
-                marks = [] if i % 3 == j and (i + j) % len(PRECISIONS) == k else [pytest.mark.slow]
-                cases.append(pytest.param(family, lora, precision, marks=marks))
+                is_fast = family in FAST and i % 3 == j and (i + j) % len(PRECISIONS) == k
+                cases.append(pytest.param(family, lora, precision, marks=[] if is_fast else [pytest.mark.slow]))
     return cases
 
 
@@ -208,7 +212,7 @@ def test_activations_of_lora_training_match_autograd(family, lora, precision):
     assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.1)
 
 
-@pytest.mark.parametrize("family", slow_except(["llama", "gpt2", "gemma3", "gpt-oss"], CONFIGS))
+@pytest.mark.parametrize("family", slow_except(["llama", "gpt-oss"], CONFIGS))
 def test_packed_rows_save_a_mask_in_every_layer(family):
     setup = setup_of(family, "bf16-true", packed=True)
     assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
@@ -302,13 +306,13 @@ def largest_block(setup: MemoryInputs) -> int:
 
 
 def checkpointing_cases() -> list:
-    """Return family, adapters, precision, mode; of each family, one mode and one precision in turn is fast."""
+    """Return family, adapters, precision, mode; of fast families, one mode and one precision in turn is fast."""
     cases = []
     for i, family in enumerate(CONFIGS):
         for j, (mode, lora) in enumerate([("full", "full"), ("selective", "full"), ("selective", "lora all")]):
             for k, precision in enumerate(PRECISIONS):
-                marks = [] if i % 3 == j and (i + j) % len(PRECISIONS) == k else [pytest.mark.slow]
-                cases.append(pytest.param(family, lora, precision, mode, marks=marks))
+                is_fast = family in FAST and i % 3 == j and (i + j) % len(PRECISIONS) == k
+                cases.append(pytest.param(family, lora, precision, mode, marks=[] if is_fast else [pytest.mark.slow]))
     return cases
 
 
@@ -325,7 +329,7 @@ def test_checkpointed_activations_match_counted_bytes(family, lora, precision, m
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", slow_except(["gemma3"], ["llama", "mistral", "gemma3"]))
 def test_checkpointed_packed_rows_share_masks(family, mode):
     setup = setup_of(family, "bf16-true", packed=True, activation_checkpointing=mode)
     assert plan_memory(setup).activations == pytest.approx(kept_bytes(setup), rel=0.02)
@@ -339,8 +343,8 @@ def test_what_a_block_has_kept_is_not_counted_again():
 
 
 @pytest.mark.parametrize("precision", slow_except(["bf16-mixed"], PRECISIONS))
-def test_cuda_saves_no_attention_matrix(precision):
-    for family in CONFIGS:
+def test_cuda_saves_no_attention_matrix(precision, request):
+    for family in CONFIGS if has_slow_tests(request) else FAST:
         if (family, precision) != ("gemma2", "32-true"):  # there soft-capped scores are saved
             setup = replace(setup_of(family, precision, micro_batch_size=1), device="cuda")
             short, long = (plan_memory(replace(setup, seq_length=n)).activations for n in (64, 128))
@@ -351,11 +355,21 @@ def test_cuda_saves_no_attention_matrix(precision):
 # ---- weights, gradients, optimizer
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, {"name": "SGD"}, {"name": "SGD", "momentum": 0.9}, {"name": "Adafactor"}],
-                         ids=["AdamW", "SGD", "momentum", "Adafactor"])  # fmt: skip
-@pytest.mark.parametrize(("family", "lora"), [("llama", "full"), ("llama", "lora all"), ("experts", "full")])
-@pytest.mark.parametrize("precision", slow_except(["bf16-mixed"], ["bf16-mixed", "bf16-true"]))
-def test_weights_gradients_and_optimizer_are_exact(precision, family, lora, optimizer):
+OPTIMIZERS = {"AdamW": ADAMW, "SGD": {"name": "SGD"}, "momentum": {"name": "SGD", "momentum": 0.9},
+              "Adafactor": {"name": "Adafactor"}}  # fmt: skip
+MODELS = [("llama", "full"), ("llama", "lora all"), ("experts", "full")]
+EXACT = [("bf16-mixed", *MODELS[0], optimizer) for optimizer in OPTIMIZERS]
+EXACT += [("bf16-mixed", *model, "AdamW") for model in MODELS[1:]]
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_except(EXACT, [(p, *m, o) for p in ("bf16-mixed", "bf16-true") for m in MODELS for o in OPTIMIZERS]),
+    ids="-".join,
+)
+def test_weights_gradients_and_optimizer_are_exact(case):
+    precision, family, lora, name = case
+    optimizer = OPTIMIZERS[name]
     setup = setup_of(family, precision, LORAS[lora], optimizer=optimizer)
     model, memory = build(setup), plan_memory(setup)
     loss_of(model, setup).backward()
