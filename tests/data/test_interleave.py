@@ -8,10 +8,10 @@ import torch
 
 from toolkit.data.interleave import (
     PERIOD,
-    CountedRows,
+    ConcatenatedRows,
     MixtureOrder,
+    MixtureRows,
     SourceRows,
-    mixture_rows,
     slots_per_source,
 )
 from toolkit.data.loader import train_batches
@@ -45,7 +45,7 @@ def sources(weights, rows=1000, kind=SyntheticRows, max_epochs=None, tokens=16):
 
 
 def order_of(weights, state=None, change_weights=False, **options) -> MixtureOrder:
-    return mixture_rows(sources(weights, **options), change_weights).order(7, state or {})
+    return MixtureRows(sources(weights, **options), change_weights).order(7, state or {})
 
 
 def source_of(order: MixtureOrder, ids: np.ndarray) -> np.ndarray:
@@ -105,7 +105,7 @@ def test_changed_weights_count_from_where_they_begin_and_sources_go_on_where_the
 def test_weights_are_shares_of_tokens():
     weights = {"a": 0.75, "b": 0.25}
     long, short = sources(weights, tokens=64)[0], sources(weights, kind=UnequalRows)[1]
-    rows = mixture_rows([long, short], False)
+    rows = MixtureRows([long, short], False)
     order, n = rows.order(0, {}), 50_000
     tokens = np.zeros(2)
     np.add.at(tokens, source_of(order, ids := order.ids(np.arange(n))), rows.lengths[ids])
@@ -133,7 +133,8 @@ def test_weight_of_less_than_a_row_is_refused():
 
 
 def test_rows_of_different_lengths_keep_theirs():
-    rows = CountedRows([s.rows for s in (*sources({"a": 1}, rows=50), *sources({"b": 1}, rows=50, kind=UnequalRows))])
+    both = *sources({"a": 1}, rows=50), *sources({"b": 1}, rows=50, kind=UnequalRows)
+    rows = ConcatenatedRows([source.rows for source in both])
     assert len(rows) == 100 and rows.is_ragged
     assert [len(rows[i]["input_ids"]) for i in range(len(rows))] == rows.lengths.tolist()
 
@@ -148,7 +149,7 @@ class PackedRows(SyntheticRows):
 
 def test_rows_without_packing_are_one_document_beside_packed_ones():
     packed, plain = sources({"a": 0.5}, kind=PackedRows), sources({"b": 0.5})
-    rows = mixture_rows([*packed, *plain])
+    rows = MixtureRows([*packed, *plain])
     batches = train_batches(
         rows, rows.order(0, {}), start_position=0, total_positions=None, global_batch_size=4, micro_batch_size=4,
         rank=0, world_size=1, num_workers=0,

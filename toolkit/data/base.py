@@ -103,9 +103,10 @@ def rows_of(item: Any) -> list[Row]:
 
 def row_count(dataset: TokenDataset | None) -> int | None:
     """Return the number of rows: 0 without a dataset, None if unknown."""
-    if dataset is None:
-        return 0
-    return len(dataset) if hasattr(dataset, "__len__") else None
+    try:
+        return 0 if dataset is None else len(dataset)
+    except TypeError:
+        return None
 
 
 def epoch_rows(dataset: TokenDataset) -> int | None:

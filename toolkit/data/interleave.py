@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -94,6 +93,10 @@ class ConcatenatedRows:
             self.first_ids = np.arange(len(datasets), dtype=np.int64) << ID_BITS
         self.is_ragged = any(map(is_ragged, datasets)) or len(set(map(mean_length, datasets))) > 1
 
+    def __len__(self) -> int:
+        """Return the number of rows. Raise TypeError if a dataset has no length."""
+        return sum(map(len, self.datasets))
+
     def __getitem__(self, index: int) -> Row:
         dataset = int(np.searchsorted(self.first_ids, index, side="right")) - 1
         return self.datasets[dataset][index - int(self.first_ids[dataset])]
@@ -108,13 +111,6 @@ class ConcatenatedRows:
         return np.concatenate([same if each is None else each for each, same in zip(lengths, fixed, strict=True)])
 
 
-class CountedRows(ConcatenatedRows):
-    """A concatenation of datasets with known lengths."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self.datasets))
-
-
 class MixtureRows(ConcatenatedRows):
     """A mixture's training rows.
 
@@ -122,16 +118,16 @@ class MixtureRows(ConcatenatedRows):
         change_weights: Whether a run may resume with changed weights.
     """
 
-    def __init__(self, sources: Sequence[SourceRows], change_weights: bool) -> None:
+    def __init__(self, sources: Sequence[SourceRows], change_weights: bool = False) -> None:
         super().__init__([source.rows for source in sources])
         self.sources, self.change_weights = list(sources), change_weights
         # harmonic mean: weights are fractions of tokens, not of rows
         self.mean_length = 1 / sum(source.weight / source.mean_length for source in sources)
 
     @property
-    def preview(self) -> CountedRows:
+    def preview(self) -> ConcatenatedRows:
         """Sample rows of all sources, for inspect_data."""
-        return CountedRows([getattr(rows, "preview", rows) for rows in self.datasets])
+        return ConcatenatedRows([getattr(rows, "preview", rows) for rows in self.datasets])
 
     def order(self, seed: int, state: State) -> MixtureOrder:
         weights = {source.name: source.weight for source in self.sources}
@@ -141,16 +137,6 @@ class MixtureRows(ConcatenatedRows):
                 "in the checkpoint; restore those, or set --data.change_weights true to continue with the new ones"
             )
         return MixtureOrder(self.sources, self.first_ids, seed, state)
-
-
-class CountedMixtureRows(MixtureRows, CountedRows):
-    """A mixture of sources with known lengths. The epoch length is the sum of the source lengths."""
-
-
-def mixture_rows(sources: Sequence[SourceRows], change_weights: bool = False) -> Any:
-    """Return a :class:`MixtureRows` over the sources, with a length if all sources have one."""
-    is_counted = all(row_count(source.rows) is not None for source in sources)
-    return (CountedMixtureRows if is_counted else MixtureRows)(sources, change_weights)
 
 
 def describe_weights(weights: dict[str, float]) -> str:

@@ -1,8 +1,6 @@
 """Batch rows. A rank's rows in a step are a pure function of (seed, step, rank), so a run can resume at any step and on
 any number of ranks without replaying earlier steps."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

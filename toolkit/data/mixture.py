@@ -1,7 +1,5 @@
 """Mix several data modules by weight."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -95,7 +93,7 @@ class Mixture(DataModule):
         If ``tokenizer`` is None, the first source that trains a tokenizer trains it for all sources; pre-tokenized
         sources then raise an error.
         """
-        from toolkit.data.interleave import SourceRows, mixture_rows
+        from toolkit.data.interleave import MixtureRows, SourceRows
 
         parts: dict[str, PreparedData] = {}
         trained = ""  # name of the source that trained the tokenizer
@@ -123,7 +121,7 @@ class Mixture(DataModule):
             SourceRows(name, parts[name].train, source.weight, source.max_epochs, mean_length(parts[name].train))
             for name, source in self._modules.items()
         ]
-        train = mixture_rows(rows, self.change_weights)
+        train = MixtureRows(rows, self.change_weights)
         return _join(parts, train, tokenizer, report)
 
 
@@ -221,14 +219,14 @@ def _prepare_source(
 
 def _join(parts: dict[str, PreparedData], train: Any, tokenizer: Tokenizer | None, report: Report) -> PreparedData:
     """Join the prepared sources. ``train`` is a :class:`~toolkit.data.interleave.MixtureRows` over them."""
-    from toolkit.data.interleave import CountedRows, describe_weights
+    from toolkit.data.interleave import ConcatenatedRows, describe_weights
 
     val = {name: rows for name, part in parts.items() if (rows := part.val) is not None and len(rows)}
     # exclude the weights: they may change on resume
     key = json.dumps([[name, part.content_key] for name, part in parts.items()])
     sizes = [part.vocab_size for part in parts.values() if part.vocab_size is not None]
     weights = describe_weights({source.name: source.weight for source in train.sources})
-    held_out = CountedRows(list(val.values())) if val else None
+    held_out = ConcatenatedRows(list(val.values())) if val else None
     summary = f"a mixture of {weights}; {row_count(held_out):,} held-out rows"
     report(f"Data: {summary}")
     return PreparedData(

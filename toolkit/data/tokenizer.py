@@ -311,21 +311,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size: Target size, including the special token and 256 bytes. Short texts yield fewer tokens.
     """
     os.environ.setdefault(_PARALLEL, "true")
-    from tokenizers import Tokenizer as Core
-    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers.implementations import ByteLevelBPETokenizer
 
-    core = Core(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    core.train_from_iterator(texts, trainer)
+    core = ByteLevelBPETokenizer()
+    core.train_from_iterator(iter(texts), vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False)
     return _with_settings(core)
 
 

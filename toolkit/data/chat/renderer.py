@@ -1,7 +1,5 @@
 """Render conversations with a jinja chat template, find the tokens that end its answers, and check what it renders."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,7 @@ REQUIRED_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # t
 _CHECKED_ELSEWHERE = {*WEIGHTS, "role", "tool_calls", "instruction", "input"}  # the last two are parts of content
 # Fixed date for templates in training, so that repeated and resumed runs produce the same tokens.
 TRAINING_DATE = datetime(2024, 7, 26)
+EXAMPLE = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 GENERATION_FILE = "generation_config.json"
 # Prefix for templates without an end-of-turn token. It appends eos to every assistant message.
 _ANSWERS_WITH_EOS = """\
@@ -107,9 +106,9 @@ class TemplateRenderer:
         """Whether arguments of tool calls must be text: the template fails on objects, or renders them as Python."""
         self._concatenates_arguments = False  # while rendering
         call = {"id": "call00000", "type": "function", "function": {"name": "name", "arguments": {"key": "value"}}}
-        question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": ""}
+        question, answer = EXAMPLE
         try:
-            return "{'key': 'value'}" in self.render([question, {**answer, "tool_calls": [call]}])
+            return "{'key': 'value'}" in self.render([question, {**answer, "content": "", "tool_calls": [call]}])
         except UserError as error:
             return "TypeError: can only concatenate" in str(error)
 
@@ -243,9 +242,8 @@ class TemplateRenderer:
 
         Without eos, the first added token ends a last answer, and none an answer before a message of ``next_role``.
         """
-        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        more = [{"role": next_role, "content": "question"}, turn[1]] if next_role else []
-        after = self._surrounding_text([*turn, *more], 1)[1]
+        more = [{"role": next_role, "content": "question"}, EXAMPLE[1]] if next_role else []
+        after = self._surrounding_text([*EXAMPLE, *more], 1)[1]
         ids: list[int] = []
         for id_, (start, end) in zip(*self._tokenizer.encode_with_offsets(after), strict=True):
             if id_ in self._texts:

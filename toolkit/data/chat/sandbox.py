@@ -8,7 +8,6 @@ import contextlib
 import json
 import select
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any
@@ -84,7 +83,9 @@ def compile_template(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja's own filter escapes HTML
-    environment.globals.update(raise_exception=_raise_exception, dict=_Dict(), namespace=_Namespace)
+    # a function, because templates must not have access to attributes of the class
+    environment.globals["dict"] = lambda *args, **values: dict(*args, **values)
+    environment.globals.update(raise_exception=_raise_exception, namespace=_Namespace)
     return environment.from_string(source)
 
 
@@ -100,12 +101,6 @@ class _Generation(Extension):
 
 def _raise_exception(message: str) -> None:
     raise MessagesRejectedError(message)
-
-
-class _Dict:
-    """``dict`` for templates, without access to class attributes."""
-
-    __call__: Callable[..., dict] = staticmethod(dict)
 
 
 class _Namespace(Namespace):

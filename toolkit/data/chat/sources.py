@@ -1,7 +1,5 @@
 """Load chat templates from the tokenizer, a user-provided file, or a built-in prompt style."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from pathlib import Path

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from toolkit.data.base import TrainOn, Values
 from toolkit.data.chat.renderer import (
+    EXAMPLE,
     GENERATION_FILE,
     REQUIRED_FIELDS,
     TRAINING_DATE,
@@ -155,8 +156,7 @@ class ChatTemplate(TemplateRenderer):
         """Return token ids and offsets of ``text``. If prompts are tokenized separately, split before each answer."""
         borders = {0, len(text)}
         if self._should_split_prompts:
-            answers = (i for i, message in enumerate(messages) if message.get("role") == "assistant")
-            borders |= {self._prompt_end(messages[:i], text, tools, now) or 0 for i in answers}
+            borders |= {self._prompt_end(messages[:i], text, tools, now) or 0 for i in _answers(messages)}
         ids: list[int] = []
         offsets = []
         for start, end in pairwise(sorted(borders)):
@@ -167,7 +167,7 @@ class ChatTemplate(TemplateRenderer):
 
     def _locate_answers(self, messages: Conversation, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text and the span [start, end) of each answer, including the end-of-turn token."""
-        answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        answers = _answers(messages)
         for i in answers:
             content = messages[i].get("content")
             if not messages[i].get("tool_calls") and (not isinstance(content, str) or not content.strip()):
@@ -218,8 +218,7 @@ class ChatTemplate(TemplateRenderer):
             rendered = text[max(0, start - len(content)) : end]  # the generation prompt may have the first characters
             if content in rendered:
                 continue
-            is_last = "assistant" not in [message.get("role") for message in messages[i + 1 :]]
-            if is_last and "".join(content.split()) not in "".join(rendered.split()):
+            if not _answers(messages[i + 1 :]) and "".join(content.split()) not in "".join(rendered.split()):
                 self._note(f"changes the last answer too, such as dropping its reasoning; {_HINT}")
             else:
                 self._note("modifies some answers (such as thinking in earlier turns); the rendered text is trained on")
@@ -253,10 +252,9 @@ class ChatTemplate(TemplateRenderer):
 
         For example, newlines at the end of a prompt may merge into one token, but not before an answer.
         """
-        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text = self.render(turn)
+        text = self.render(EXAMPLE)
         self._control_tokens = tuple(token for token in self._texts.values() if token in text)
-        end = self._prompt_end(turn[:1], text)
+        end = self._prompt_end(EXAMPLE[:1], text)
         if end is None:
             return False
         full, prompt, answer = (self._tokenizer.encode_with_offsets(part)[0] for part in (text, text[:end], text[end:]))
@@ -270,6 +268,10 @@ class ChatTemplate(TemplateRenderer):
             "in training and in a chat"
         )
         return True
+
+
+def _answers(messages: Conversation) -> list[int]:
+    return [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
 
 
 def _to_json(content: Values) -> bytes:

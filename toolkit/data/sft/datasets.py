@@ -1,7 +1,5 @@
 """Data modules for instruction data and preferences: local files, Hugging Face datasets, published datasets by name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -175,7 +173,7 @@ class Preference(InstructionData):
         """See :meth:`InstructionData.prepare`. Without a kind, rows with a label are rated, and others pairs."""
         if kind == "answers":
             _, splits = self.find_rows()
-            row = next((row for source in splits.train for _, row in source.rows()), None)
+            row = splits.first_row()
             kind = "rated" if isinstance(row, dict) and "label" in row else "pairs"
         return super().prepare(tokenizer=tokenizer, kind=kind, **options)
 
@@ -202,31 +200,31 @@ class _NamedDataset(_Files):
         return option, Splits([load_hub_split(self.repo_id, None, "train", option)])
 
 
-_NAMED = {
-    "Alpaca": (
-        "tatsu-lab/alpaca",
-        "Stanford's 52,002 instructions with answers from text-davinci-003 (tatsu-lab/alpaca; CC BY-NC 4.0).",
-    ),
-    "Alpaca2k": (
-        "mhenrichsen/alpaca_2k_test",
-        "2,000 rows of Alpaca for quick experiments (mhenrichsen/alpaca_2k_test).",
-    ),
-    "AlpacaGPT4": (
-        "vicgalle/alpaca-gpt4",
-        "Alpaca's instructions with answers from GPT-4 (vicgalle/alpaca-gpt4; CC BY-NC 4.0).",
-    ),
-    "Dolly": (
-        "databricks/databricks-dolly-15k",
-        "15,011 instructions with human-written contexts and answers (databricks/databricks-dolly-15k; CC BY-SA 3.0).",
-    ),
-    "LIMA": ("GAIR/lima", "1,030 curated conversations (GAIR/lima; accept its license on the hub first)."),
-}
-"""Published datasets by class name: hub repo id and description."""
+class Alpaca(_NamedDataset):
+    """Stanford's 52,002 instructions with answers from text-davinci-003 (tatsu-lab/alpaca; CC BY-NC 4.0)."""
+
+    repo_id = "tatsu-lab/alpaca"
 
 
-def _named_dataset(name: str) -> type[_NamedDataset]:
-    repo_id, description = _NAMED[name]
-    return type(name, (_NamedDataset,), {"__doc__": description, "__module__": __name__, "repo_id": repo_id})
+class Alpaca2k(_NamedDataset):
+    """2,000 rows of Alpaca for quick experiments (mhenrichsen/alpaca_2k_test)."""
+
+    repo_id = "mhenrichsen/alpaca_2k_test"
 
 
-Alpaca, Alpaca2k, AlpacaGPT4, Dolly, LIMA = map(_named_dataset, _NAMED)
+class AlpacaGPT4(_NamedDataset):
+    """Alpaca's instructions with answers from GPT-4 (vicgalle/alpaca-gpt4; CC BY-NC 4.0)."""
+
+    repo_id = "vicgalle/alpaca-gpt4"
+
+
+class Dolly(_NamedDataset):
+    """15,011 instructions with human-written contexts and answers (databricks/databricks-dolly-15k; CC BY-SA 3.0)."""
+
+    repo_id = "databricks/databricks-dolly-15k"
+
+
+class LIMA(_NamedDataset):
+    """1,030 curated conversations (GAIR/lima; accept its license on the hub first)."""
+
+    repo_id = "GAIR/lima"

@@ -1,7 +1,5 @@
 """Base class of instruction data modules: conversations and plain text for finetuning, optionally packed."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -103,7 +101,7 @@ class InstructionData(DataModule):
             if self.prompt_style is not None or self.chat_template is not None:
                 raise
             no_template = error  # plain text needs no template
-            row = next((row for source in splits.train for _, row in source.rows()), None)
+            row = splits.first_row()
             if isinstance(row, dict) and {"instruction", "output"} <= row.keys():
                 template = ChatTemplate.from_tokenizer(tokenizer, "alpaca")
                 report("Data: the model has no chat template; rows with instruction and output use alpaca's")

@@ -8,8 +8,6 @@
 Rows are packed before training, so that each row is a pure function of its index (S2).
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import time

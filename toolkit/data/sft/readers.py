@@ -101,6 +101,9 @@ class Splits:
     val: Sequence[RowSource] | None = None
     notes: tuple[str, ...] = ()
 
+    def first_row(self) -> Any:
+        return next((row for source in self.train for _, row in source.rows()), None)
+
 
 def describe_row(source: RowSource, number: int) -> str:
     """Return a row's location, such as ``data/faq.jsonl line 17``."""

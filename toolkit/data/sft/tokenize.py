@@ -1,7 +1,5 @@
 """Tokenize instruction data: render samples with the chat template, truncate or split them, and write tokens."""
 
-from __future__ import annotations
-
 import heapq
 from array import array
 from collections.abc import Iterator

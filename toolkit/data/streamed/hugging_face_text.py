@@ -1,7 +1,5 @@
 """Text of any size from the Hugging Face hub, object storage or files, tokenized during training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Open streamed text: prepare the tokenizer, the first segment and the validation rows."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -56,8 +54,6 @@ class TextSource:
 def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Report) -> PreparedData:
     """Prepare the first segment, and return the training and validation rows."""
     start = time.perf_counter()
-    if tokenizer is not None and tokenizer.eos_id is None:
-        raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
     if both := sorted({file.url for file in text.files} & {file.url for file in text.val_files or []}):
         raise UserError(f"{text.val_where}: {both[0]} is also training text; exclude it there")
     cache_dir = choose_cache_dir(text.options.cache_dir)

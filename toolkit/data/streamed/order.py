@@ -135,7 +135,8 @@ class StreamOrder:
     """
 
     def __init__(self, rows: StreamedRows, seed: int, state: State) -> None:
-        self.rows, self.seed = rows, seed
+        self.rows, self.seed, self._reader = rows, seed, rows.segments.reader
+        self._source = self._reader.stream.source
         # (epoch, index) and start position of the next segment
         self._next = (state.get("epoch", 0), state.get("index", 0)), state.get("position", 0)
         self._begun = self._next[0], state.get("rows")  # None if reading has not begun or the count was not saved
@@ -168,7 +169,7 @@ class StreamOrder:
         return state if rows is None else state | {"rows": rows}
 
     def _segment_at(self, epoch: int, index: int) -> int:
-        n = len(self.rows.segments.reader.stream.source.segments)
+        n = len(self._source.segments)
         segment = int(shuffled_index(epoch * n + index, n, self.seed))
         if epoch == 0 and (index == 0 or segment == 0):  # swap segment 0 with the first one
             segment = 0 if index == 0 else int(shuffled_index(0, n, self.seed))
@@ -176,7 +177,7 @@ class StreamOrder:
 
     def _extend(self) -> None:
         """Wait for the next segment with rows, and append it to the order."""
-        reader, n_segments = self.rows.segments.reader, len(self.rows.segments.reader.stream.source.segments)
+        reader, n_segments = self._reader, len(self._source.segments)
         for _ in range(n_segments + 1):
             epoch_index, start = self._next
             epoch, index = epoch_index
@@ -202,8 +203,7 @@ class StreamOrder:
         """Raise DataError if the resumed segment's row count has changed; the order would differ."""
         begun, saved = self._begun
         if epoch_index == begun and saved not in (None, n_rows):
-            source = self.rows.segments.reader.stream.source
-            names = join_first([source.files[part.file].name for part in source.segments[segment]], 3)
+            names = join_first([self._source.files[part.file].name for part in self._source.segments[segment]], 3)
             raise DataError(
                 f"{names}: has {max(0, n_rows):,} rows now, but {saved:,} when the checkpoint was saved; restore the "
                 "file as it was, or start a new run with another --out_dir"
@@ -218,4 +218,4 @@ class StreamOrder:
         for name in counts.broken.keys() - self._broken:
             self._broken.add(name)
             total = f"{len(self._broken):,} in total" if len(self._broken) > 1 else "the first one"
-            self.rows.segments.reader.report(f"Data: skipped the rest of {name}: {counts.broken[name]} ({total})")
+            self._reader.report(f"Data: skipped the rest of {name}: {counts.broken[name]} ({total})")

@@ -1,10 +1,8 @@
 """Character-level text data, as in minGPT."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Iterator
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +16,6 @@ from toolkit.errors import UserError
 from toolkit.io.paths import is_url
 
 _CONTENT = "content"
-_BLOCK = 1 << 20  # bytes
 
 
 @dataclass
@@ -86,7 +83,7 @@ class CharText(FileText):
 
 def _fetch(url: str, cache_dir: str | None, report: Report) -> Path:
     """Download a file from any fsspec URL into the cache, unless cached. Return the local path."""
-    from toolkit.data.streamed.files import require_no_secret
+    from toolkit.data.streamed.files import require_no_secret, storage_errors
 
     require_no_secret(url, "path")
     key = hashlib.sha256(url.encode()).hexdigest()
@@ -97,23 +94,14 @@ def _fetch(url: str, cache_dir: str | None, report: Report) -> Path:
         return folder / _CONTENT
 
     def make(temporary: Path) -> None:
-        with open(temporary / _CONTENT, "wb") as file:
-            for block in _read_blocks(url, f"--data.path {url}"):
-                file.write(block)
+        with storage_errors(f"--data.path {url}", url):
+            import fsspec
+
+            with fsspec.open(url, "rb") as source, open(temporary / _CONTENT, "wb") as file:
+                shutil.copyfileobj(source, file)
         (temporary / MANIFEST).write_text(json.dumps({"key": key, "url": url}), encoding="utf-8")
 
     copy, is_cached = load_or_prepare(folder, f"downloading {url}", read, make, report)
     if is_cached:
         report(f"Data: reading {url} from its copy in {folder}; delete the folder to download it again")
     return copy
-
-
-def _read_blocks(url: str, where: str) -> Iterator[bytes]:
-    from toolkit.data.streamed.files import storage_errors
-
-    with storage_errors(where, url):
-        import fsspec
-
-        with fsspec.open(url, "rb") as source:
-            while block := source.read(_BLOCK):
-                yield block

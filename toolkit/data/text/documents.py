@@ -180,6 +180,8 @@ def added_bos(ends: DocumentEnds, tokenizer: Any) -> AddedBos | None:
 
 def choose_ends(add_bos: AddBos, tokenizer: Tokenizer | None, tails: Iterable[str], report: Report) -> DocumentEnds:
     """Return how documents begin and end, by ``--data.add_bos`` and the last characters of some documents."""
+    if tokenizer is not None and tokenizer.eos_id is None:
+        raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
     names = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.special_tokens
     adds_bos = tokenizer is not None and tokenizer.adds_bos
     if add_bos is None:

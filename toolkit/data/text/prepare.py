@@ -80,8 +80,6 @@ def prepare_text(
 ) -> PreparedData:
     """Load prepared rows from the cache, or prepare them."""
     start = time.perf_counter()
-    if tokenizer is not None and tokenizer.eos_id is None:
-        raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
     train = fingerprint(sources.train, sources.train_option)
     val = [] if sources.val is None else fingerprint(sources.val, sources.val_option)
     texts = train + val

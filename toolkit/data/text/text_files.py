@@ -1,7 +1,5 @@
 """Data modules for text files, which are tokenized before the run."""
 
-from __future__ import annotations
-
 import glob
 from abc import abstractmethod
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """User-provided map-style datasets as a data module. Python API only: no command-line option creates one."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

@@ -7,8 +7,6 @@
 drops those at the end of a chunk that do not fill a block.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from array import array

@@ -1,7 +1,5 @@
 """Random tokens for benchmarks: no text, no tokenizer, no files."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 
