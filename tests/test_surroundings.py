@@ -90,6 +90,7 @@ def test_tests_do_not_see_where_they_run():
         server.bind(os.path.join(multiprocessing.util.get_temp_dir(), "listener-12345678"))
 
 
+@pytest.mark.slow
 def test_all_of_a_shell_and_a_machine_at_once(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(AMX.replace("HAS_AMX", "True"))
     temporary = tmp_path / ("long" * 25)

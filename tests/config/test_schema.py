@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import fastjsonschema
@@ -14,14 +16,18 @@ from toolkit.commands import COMMANDS, TRAINING, WRAPPING
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {name: json.loads((ROOT / "config_hub" / "schema" / f"{name}.json").read_text()) for name in TRAINING}
-FAST = {name: fastjsonschema.compile(schema) for name, schema in SCHEMAS.items()}
+
+
+@cache
+def fast_validator(command: str) -> Callable[[object], object]:
+    return fastjsonschema.compile(SCHEMAS[command])
 
 
 def is_valid(command: str, values: object) -> tuple[bool, bool]:
     """Whether each validator accepts the values."""
     slow = jsonschema.Draft7Validator(SCHEMAS[command]).is_valid(values)
     try:
-        FAST[command](values)
+        fast_validator(command)(values)
     except fastjsonschema.JsonSchemaException:
         return slow, False
     return slow, True

@@ -72,7 +72,7 @@ def tokens(n: int = 20) -> torch.Tensor:
     ],
     ids=lambda words: "+".join(words) or "lora",
 )
-@pytest.mark.parametrize("config", [LLAMA, NEOX], ids=["grouped", "biases"])
+@pytest.mark.parametrize("config", [LLAMA, pytest.param(NEOX, marks=pytest.mark.slow)], ids=["grouped", "biases"])
 def test_unmerged_adapters_equal_merged_adapters(config, kind, options):
     model, ids = adapted(config, **options, **kind), tokens()
     with torch.no_grad():

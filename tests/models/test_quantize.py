@@ -45,7 +45,7 @@ def restored(quantized: GPT, config=LLAMA, **options) -> GPT:
 
 @pytest.mark.parametrize("options", [{}, {"dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", [LLAMA, NEOX], ids=["llama", "biases"])
+@pytest.mark.parametrize("config", [NEOX, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["biases", "llama"])
 def test_logits_and_gradients_match_dequantized_weights(config, kind, options):
     model = adapted(config, **{**LORA.to_dict(), **options})
     quantize_linears(model, kind)

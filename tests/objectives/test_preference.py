@@ -195,7 +195,8 @@ def test_orpo_and_simpo_need_no_reference(base, capsys):
     assert not list(Path("cache").glob("reference-*"))
 
 
-def test_another_reference_and_other_defaults(base, capsys):
+@pytest.mark.slow
+def test_another_reference_is_that_of_its_weights(base, capsys):
     shutil.copytree("base", "other")
     words = "--objective DPO --objective.reference_dir other --out_dir out"
     first = run("finetune_lora", words)
@@ -203,6 +204,9 @@ def test_another_reference_and_other_defaults(base, capsys):
     assert "log-probabilities of other" in capsys.readouterr().out
     for row, expected in zip(first, live, strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_defaults_of_preferences(base):
     options = RUN.replace("--train.learning_rate 1e-3", "").replace("--train.max_steps 4", "")
     for command, rate in (("finetune_lora", 5e-6), ("finetune_full", 5e-7)):
         assert main([command, "base", *options.split(), "--objective", "DPO", "--out_dir", f"{command}-default"]) == 0

@@ -418,6 +418,7 @@ def test_long_runs_keep_their_spikes_and_stay_small():
     assert short["smooth"][2] == pytest.approx(smooth(short["raw"][2]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_run_on_s3(tmp_path, monkeypatch, capsys):
     pytest.importorskip("moto")
     from helpers.s3 import BUCKET, serve

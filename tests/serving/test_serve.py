@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.processes import Forked, finish
 from helpers.sealing import seal
 from helpers.talker import make_talker
@@ -133,7 +134,7 @@ def generated(folder, prompts, sampling=GREEDY) -> list[str]:
     return [row.text for row in rows]
 
 
-@pytest.mark.parametrize("temperature", [0, 1.2])
+@pytest.mark.parametrize("temperature", slow_except([1.2], [0, 1.2]))
 def test_completions_are_what_generate_prints_alone_and_together(client, folder, temperature):
     """Eight requests on three rows: most of them join in the middle of the answers of others."""
     expected = generated(folder, PROMPTS, Sampling(temperature, 40, 0.95))

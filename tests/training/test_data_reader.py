@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from helpers.cases import slow_except
 from helpers.failing_data import Endless, EndlessRows
 
 from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
@@ -35,7 +36,7 @@ def test_s2_order_of_the_data_goes_on_from_its_state(tmp_path):
         run(tmp_path / "c", None, Endless(vocab_size=300), train={"epochs": 1})
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", slow_except([1], [0, 1]))
 def test_data_that_cannot_be_read_stops_the_run_after_a_checkpoint(tmp_path, workers):
     broken = Endless(vocab_size=300, broken_at=9, broken_rank=0, num_workers=workers)
     with pytest.raises(DataError, match=r"^shard-7.parquet: is damaged.*step-00000002 is saved"):

@@ -24,7 +24,7 @@ NAMED = {"mistral": "mistral-window", "smollm3": "smollm3-windows", "phi3": "phi
 OF_TYPE = NAMED | {
     kind: name for name, make in reversed(HF_CONFIGS.items()) if (kind := make().model_type) not in NAMED
 }
-FAST = ("llama", "gemma3_text", "qwen3_moe")  # the others with the slow tests; test_parity.py has all
+FAST = ("gemma3_text", "qwen3_moe")  # the others with the slow tests; test_parity.py has all
 CLOSE = 2e-5  # fp32, relative to the largest logit
 PARTS = ("query", "key", "value", "projection", "mlp", "head")
 # families with adapters in attention and head only

@@ -110,12 +110,11 @@ def test_model_larger_than_memory_is_an_error_before_initialization(corpus, tmp_
 
 
 def test_n3_repeated_run_is_bit_equal_and_other_micro_batches_agree(corpus, tmp_path):
-    for name, micro in (("a", 4), ("b", 4), ("c", 8), ("d", 1)):
+    for name, micro in (("a", 4), ("b", 4), ("c", 1)):
         run_training(arguments(corpus, tmp_path / name, train={"micro_batch_size": micro}))
     assert_same_weights(tmp_path / "a" / "final", tmp_path / "b" / "final")
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    for other in ("c", "d"):
-        assert losses(tmp_path / other) == pytest.approx(losses(tmp_path / "a"), rel=1e-5)
+    assert losses(tmp_path / "c") == pytest.approx(losses(tmp_path / "a"), rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +279,7 @@ def test_lost_and_changed_rows_of_metrics_are_said_on_resume(corpus, tmp_path, c
         assert message in output if message else "damaged" not in output, output
 
 
+@pytest.mark.slow
 def test_run_that_was_killed_after_its_last_step_leaves_what_an_uninterrupted_one_does(corpus, tmp_path, plots):
     run_training(arguments(corpus, tmp_path, train={"max_steps": 6, "save_interval": 6}))
     final, states = tmp_path / "final", []

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
 
@@ -75,7 +76,7 @@ def test_several_files_with_an_index(tmp_path, family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", slow_except(["gpt_neox"], MODELS))
 def test_dtype_is_kept_or_converted(tmp_path, family, dtype):
     save(tmp_path / "hf", family, dtype)
     import_hf(tmp_path / "hf", tmp_path / "m")

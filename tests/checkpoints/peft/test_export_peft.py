@@ -1,6 +1,7 @@
 """peft loads exported adapters with equal logits, and its adapters are imported back; random weights, on the CPU."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -129,9 +130,8 @@ QKV = {"query_key_value": 24}
     ],
     ids=str,
 )
-def test_unsupported_rank_patterns_are_rejected(tmp_path, change, named):
-    _, folder, _ = make(tmp_path, CONFIGS["gpt_neox"], LoRAConfig(**BLOCK))
-    export_peft(folder, tmp_path / "peft")
+def test_unsupported_rank_patterns_are_rejected(exports, tmp_path, change, named):
+    shutil.copytree(exports / "gpt_neox" / "peft", tmp_path / "peft")
     path = tmp_path / "peft" / "adapter_config.json"
     settings = json.loads(path.read_text())
     assert (settings["rank_pattern"], settings["alpha_pattern"]) == (QKV, {"query_key_value": 48})
@@ -287,11 +287,18 @@ def test_base_is_named_by_hub_name(tmp_path, monkeypatch):
     assert export_peft(folder, tmp_path / "c", base_checkpoint_dir="mine").base == "mine"
 
 
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Adapters in PEFT's format, to be copied: of llama, and of gpt_neox with patterns of ranks."""
+    folder = tmp_path_factory.mktemp("exports")
+    for family, lora in (("llama", LoRAConfig(projection=True, mlp=True)), ("gpt_neox", LoRAConfig(**BLOCK))):
+        export_peft(make(folder / family, CONFIGS[family], lora)[1], folder / family / "peft")
+    return folder
+
+
 @pytest.fixture
-def exported(tmp_path):
-    _, folder, _ = make(tmp_path, CONFIGS["llama"], LoRAConfig(projection=True, mlp=True))
-    export_peft(folder, tmp_path / "peft")
-    return tmp_path / "peft"
+def exported(exports, tmp_path):
+    return shutil.copytree(exports / "llama" / "peft", tmp_path / "peft")
 
 
 @pytest.mark.parametrize(

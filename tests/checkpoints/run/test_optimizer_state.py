@@ -149,6 +149,7 @@ def rank_main(rank, port, folder) -> None:
     time.sleep(0.2)  # or gloo's threads, about to free the last tensors, meet a Python that is going down
 
 
+@pytest.mark.slow
 def test_s2_optimizers_resume_bit_for_bit_on_two_ranks(tmp_path):
     start_ranks(rank_main, (free_port(), tmp_path), 2)
     expected = {f"{name}, {kind}": True for name in MAKERS for kind in ("full", "sharded")}
