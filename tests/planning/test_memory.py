@@ -246,7 +246,7 @@ def test_without_gqa_kernels_keys_and_values_of_all_heads_are_saved(family, prec
     """As on CUDA in fp32 and with masks; here simulated on the CPU, whose kernels support GQA."""
     setup, masks_seen = setup_of(family, precision, packed=True), []
     monkeypatch.setattr(attention, "sdpa_supports_gqa", lambda q, mask: bool(masks_seen.append(mask)))
-    monkeypatch.setattr(activations, "_cache", {})
+    monkeypatch.setattr(activations, "_live_bytes", activations._live_bytes.__wrapped__)  # not cached
     planned = plan_memory(setup).activations
     masks_seen.clear()
     assert planned == pytest.approx(saved_bytes(setup), rel=0.02)
@@ -256,7 +256,7 @@ def test_without_gqa_kernels_keys_and_values_of_all_heads_are_saved(family, prec
 @pytest.mark.parametrize("family", slow_except(["gpt-oss"], KERNEL_FAMILIES))
 def test_attention_kernels_save_neither_masks_nor_scores(family, monkeypatch):
     """As on CUDA in 16 bits; here the same calls on the CPU."""
-    monkeypatch.setattr(activations, "_cache", {})
+    monkeypatch.setattr(activations, "_live_bytes", activations._live_bytes.__wrapped__)  # not cached
     for packed in (False, True):
         with kernels_on_cpu(checks=False) as calls:
             setup = setup_of(family, "bf16-true", packed=packed)

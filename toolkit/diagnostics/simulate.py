@@ -159,8 +159,8 @@ def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
         setattr(F, "rms_norm", rms_norm_on_cuda)  # noqa: B010  # a CPU's saves more
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        model = sample_model(replace(setup, strategy=replace(setup.strategy, kind="single")), setup.config, "cpu")
-        batch = micro_batch(setup, setup.micro_batch_size, "cpu")
+        model = sample_model(replace(setup, strategy=replace(setup.strategy, kind="single")), "cpu")
+        batch = micro_batch(setup, "cpu")
     strategy = fsdp_strategy(setup.strategy, setup.fsdp, setup.precision, "cpu", {Block})
     strategy.num_nodes = layout.pipeline * layout.replicate
     strategy.parallel_devices = [torch.device("cpu")] * (layout.world_size // strategy.num_nodes)

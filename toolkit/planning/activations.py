@@ -7,23 +7,22 @@ checkpointing, the block inputs and the outputs that "selective" saves. This wor
 
 from collections import defaultdict
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from toolkit.config import ActivationCheckpointing
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.aligned import aligned_size
 from toolkit.models.block import Block
-from toolkit.models.config import ModelConfig
 from toolkit.models.distillation import CHUNK_TENSORS
 from toolkit.models.gpt import GPT
 from toolkit.models.head import Head
 from toolkit.models.lora import is_adapter
 from toolkit.models.loss import chunk_rows
-from toolkit.planning.memory_inputs import FP32, MemoryInputs
+from toolkit.planning.memory_inputs import FP32, MemoryInputs, cached_by_text
 from toolkit.planning.sample_model import (
     AUTOCAST,
     micro_batch,
@@ -61,14 +60,15 @@ def measure_activations(setup: MemoryInputs) -> Activations:
 
 def _measure(setup: MemoryInputs, n_rows: int) -> Activations:
     config, counts = one_layer_of_each_kind(setup.config, n_first=int(setup.lora is not None), n_last=1)
-    parts = _live_bytes(setup, config, n_rows, setup.activation_checkpointing)
+    sample = setup.of_forward(config=config, micro_batch_size=n_rows)
+    parts = _live_bytes(sample)
     saved, casts = 0, 0
     for part, size in parts.items():
         total = size if part.layer is None else counts[part.layer] * size
         saved, casts = (saved, casts + total) if part.is_cast else (saved + total, casts)
     if setup.activation_checkpointing == "none":
         return Activations(saved, casts, 0.0)
-    base = _live_bytes(setup, config, n_rows, "none")
+    base = _live_bytes(replace(sample, activation_checkpointing="none"))
     recomputed = max(base[Origin(i)] - parts[Origin(i)] + base[Origin(i, is_cast=True)] for i in range(len(counts)))
     return Activations(saved, casts, recomputed)
 
@@ -81,29 +81,14 @@ class Origin(NamedTuple):
     is_cast: bool = False
 
 
-_cache: dict[str, defaultdict[Origin, int]] = {}
-
-
-def _live_bytes(
-    setup: MemoryInputs, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
-) -> defaultdict[Origin, int]:
-    """Return the bytes in memory after the forward pass, by origin."""
-    same = (config, setup.precision, setup.strategy.kind == "fsdp", setup.seq_length, setup.device, setup.lora)
-    key = f"{same} {setup.strategy.layout.context} {setup.tensor} {setup.quantize} {setup.packed} {n_rows} {mode}"
-    key += setup.fp8
-    if key not in _cache:
-        _cache[key] = _run(setup, config, n_rows, mode)
-    return _cache[key]
-
-
 class _HeadThatSavesNothing(Head):
     def loss(self, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
         return x.sum()
 
 
-def _run(
-    setup: MemoryInputs, config: ModelConfig, n_rows: int, mode: ActivationCheckpointing
-) -> defaultdict[Origin, int]:
+@cached_by_text
+def _live_bytes(setup: MemoryInputs) -> defaultdict[Origin, int]:
+    """Return the bytes in memory after the forward pass, by origin."""
     autocast = AUTOCAST.get(setup.precision)
     with ExitStack() as stack:
         if is_cuda := setup.device == "cuda":
@@ -111,8 +96,8 @@ def _run(
         else:
             device = "cpu"
             stack.enter_context(FakeTensorMode())
-        model = sample_model(setup, config, device)
-        checkpoint_blocks(model, (Block,), mode)
+        model = sample_model(setup, device)
+        checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
         model.lm_head = _HeadThatSavesNothing(1, 1, device=device)
         storages = _Storages(model, setup)
         stack.enter_context(storages)
@@ -121,7 +106,7 @@ def _run(
         else:
             enabled = autocast is not None
             stack.enter_context(torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=enabled))
-        loss_sum, _ = model(**micro_batch(setup, n_rows, device))
+        loss_sum, _ = model(**micro_batch(setup, device))
         live = storages.live()
         del loss_sum
     return live

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 from toolkit.config import ActivationCheckpointing, DDPArgs, FSDPArgs, Precision
 from toolkit.data.base import trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora_config import LoRAConfig
@@ -18,7 +21,23 @@ from toolkit.models.quantize import Quantize
 if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs
 
-FP32, INT64 = 4, 8
+FP32 = 4
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def cached_by_text(function: Callable[P, T]) -> Callable[P, T]:
+    """Cache the results of a function by the text of its arguments, which need not be hashable."""
+    results: dict[str, T] = {}
+
+    @wraps(function)
+    def cached(*args: P.args, **options: P.kwargs) -> T:
+        key = f"{args} {options}"
+        if key not in results:
+            results[key] = function(*args, **options)
+        return results[key]
+
+    return cached
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,14 @@ class MemoryInputs:
     async_save: bool = False
     schedule: str = "1f1b"
     frozen: ModelConfig | None = None
+
+    def of_forward(self, **changes: Any) -> MemoryInputs:
+        """Return what the forward and backward pass of a micro-batch on one device depends on, with ``changes``."""
+        layout = Layout(context=self.strategy.layout.context, tensor=self.tensor)
+        strategy = StrategyPlan("fsdp" if self.strategy.kind == "fsdp" else "single", None, layout, "")
+        plain = MemoryInputs(self.config, self.precision, strategy, self.micro_batch_size, 1, self.seq_length, {})
+        names = ("device", "lora", "quantize", "packed", "activation_checkpointing", "fp8")
+        return replace(plain, **{name: getattr(self, name) for name in names} | changes)
 
     @property
     def tensor(self) -> int:

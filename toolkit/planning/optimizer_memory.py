@@ -18,7 +18,7 @@ from toolkit.optim.classes import HYBRID, optimizer_class
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.hybrid import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
 from toolkit.optim.muon import STACK_NUMEL, newton_schulz_flops
-from toolkit.planning.memory_inputs import FP32, MemoryInputs
+from toolkit.planning.memory_inputs import FP32, MemoryInputs, cached_by_text
 
 BF16 = 2
 Shape = tuple[int, int]
@@ -200,27 +200,21 @@ def state_bytes(
     return corner + (down - corner) * x + (right - corner) * y + (both - down - right + corner) * x * y
 
 
-_measured: dict[str, int] = {}
-
-
+@cached_by_text
 def _measure(
     options: dict[str, Any], dtype: torch.dtype, user_class: type | None, is_main: bool, shape: tuple[int, ...]
 ) -> int:
     """Return the bytes of the optimizer state of a small parameter, see :func:`state_bytes`."""
-    key = f"{options} {dtype} {user_class} {is_main} {shape}"
-    if key not in _measured:
-        others = ("name", "fused", "foreach", "state_dtype", "loraplus_lr_ratio")
-        arguments, name = {k: v for k, v in options.items() if k not in others}, options["name"]
-        # AdamW8bit is not built: its package may not be installed here
-        is_adamw = user_class is None and name == AdamW8bit.__name__
-        cls: Any = torch.optim.AdamW if is_adamw else user_class or optimizer_class(name)
-        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
-        parameter.grad = torch.zeros_like(parameter)
-        group = {"params": [parameter]} | ({"main": is_main} if name == Muon.__name__ else {})
-        optimizer = cls([group], lr=1e-3, **arguments)
-        optimizer.step()
-        state = [v for v in optimizer.state[parameter].values() if isinstance(v, Tensor)]
-        halved = "state_dtype" in options  # tensors of the weight's shape are stored in bf16
-        sizes = (BF16 if halved and v.shape == shape else v.element_size() for v in state)
-        _measured[key] = sum(v.numel() * size for v, size in zip(state, sizes, strict=True))
-    return _measured[key]
+    others = ("name", "fused", "foreach", "state_dtype", "loraplus_lr_ratio")
+    arguments, name = {k: v for k, v in options.items() if k not in others}, options["name"]
+    # AdamW8bit is not built: its package may not be installed here
+    is_adamw = user_class is None and name == AdamW8bit.__name__
+    cls: Any = torch.optim.AdamW if is_adamw else user_class or optimizer_class(name)
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    group = {"params": [parameter]} | ({"main": is_main} if name == Muon.__name__ else {})
+    optimizer = cls([group], lr=1e-3, **arguments)
+    optimizer.step()
+    in_bf16 = "state_dtype" in options  # tensors of the weight's shape
+    state = [v for v in optimizer.state[parameter].values() if isinstance(v, Tensor)]
+    return sum(v.numel() * (BF16 if in_bf16 and v.shape == shape else v.element_size()) for v in state)

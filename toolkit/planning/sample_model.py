@@ -77,15 +77,12 @@ def _part_on_meta(config: ModelConfig, lora: LoRAConfig | None, tensor: int) -> 
     return model
 
 
-def sample_model(setup: MemoryInputs, config: ModelConfig, device: str) -> GPT:
+def sample_model(setup: MemoryInputs, device: str) -> GPT:
     """Return a model with weights in the run's dtypes, or in 16 bits if FSDP gathers them in 16 bits.
 
-    Args:
-        setup: The inputs of the memory estimate.
-        config: The architecture, see :func:`one_layer_of_each_kind`.
-        device: "meta", or any device in a FakeTensorMode.
+    ``device`` is "meta", or any device in a FakeTensorMode.
     """
-    model = _part_on_meta(config, setup.lora, setup.tensor).train()
+    model = _part_on_meta(setup.config, setup.lora, setup.tensor).train()
     gathered = AUTOCAST.get(setup.precision) if setup.strategy.kind == "fsdp" else None
     blocks = {id(p) for block in model.blocks for p in block.parameters()}
     for prefix, module in model.named_modules():
@@ -117,8 +114,9 @@ def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter
     return {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in linears}
 
 
-def micro_batch(setup: MemoryInputs, n_rows: int, device: str) -> dict[str, Any]:
-    """Return the arguments of the model's forward pass for a micro-batch with ``n_rows`` rows."""
+def micro_batch(setup: MemoryInputs, device: str) -> dict[str, Any]:
+    """Return the arguments of the model's forward pass for a micro-batch."""
+    n_rows = setup.micro_batch_size
     names = ("input_ids", "labels", "positions", "documents") if setup.packed else ("input_ids", "labels")
     shape = (n_rows, setup.seq_length)
     inputs: dict[str, Any] = {name: torch.empty(shape, dtype=torch.int64, device=device) for name in names}

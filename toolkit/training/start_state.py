@@ -1,7 +1,7 @@
 """Resolve start and end of a run from its options, its data and the checkpoint to resume."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ class StartState:
     longest_ragged: int
     flops: float | None
     damaged: list[Path]
-    frozen: ModelSpec | None = None
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    frozen: ModelSpec | None
+    callbacks: dict[str, dict[str, Any]]
 
 
 def prepare_start_state(

@@ -21,10 +21,9 @@ PYTHON_OBJECTS = (
     "model", "dataset", "val_dataset", "optimizer", "block_classes", "num_workers", "allow_duplicate_data",
 )  # fmt: skip
 """Arguments of :func:`toolkit.train` that are not options of the command."""
+_GROUPS: dict[str, Any] = {"train": TrainArgs, "ddp": DDPArgs, "fsdp": FSDPArgs}
 _RENAMED = {
-    **{field.name: f"train.{field.name}" for field in fields(TrainArgs)},
-    **{field.name: f"ddp.{field.name}" for field in fields(DDPArgs)},
-    **{field.name: f"fsdp.{field.name}" for field in fields(FSDPArgs)},
+    **{field.name: f"{name}.{field.name}" for name, group in _GROUPS.items() for field in fields(group)},
     "batch_size": "train.micro_batch_size",
     "context_length": "train.max_seq_length",
     "warmup_steps": "train.lr_warmup_steps",

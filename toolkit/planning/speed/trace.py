@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.distributed.mesh import Layout
-from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.activation_checkpointing import checkpoint_blocks, selective_contexts
 from toolkit.models.block import Block
 from toolkit.models.cross_entropy import pointwise_cross_entropy
 from toolkit.models.gpt import GPT
-from toolkit.planning.memory_inputs import MemoryInputs
+from toolkit.planning.memory_inputs import MemoryInputs, cached_by_text
 from toolkit.planning.sample_model import (
     AUTOCAST,
     micro_batch,
@@ -41,9 +39,6 @@ class Trace(NamedTuple):
         return 1 if op.layer in (None, LOSS) else self.counts[op.layer]
 
 
-_traces: dict[str, Trace] = {}
-
-
 def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool = False) -> Trace:
     """Return the operators of the forward and backward pass of one micro-batch. The result is cached.
 
@@ -52,18 +47,13 @@ def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool
         has_gradients: Whether the micro-batch adds to the gradients of earlier micro-batches.
         is_compiled: Whether the loss is compiled. Blocks have the same operators; ``fusion.py`` fuses them.
     """
-    layout = Layout(context=setup.strategy.layout.context, tensor=setup.tensor)
-    others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, layout, "")
-    same = replace(setup, strategy=others, accumulation=1, optimizer={}, optimizer_class=None, async_save=False)
-    key = f"{same} {has_gradients} {is_compiled}"
-    if key not in _traces:
-        _traces[key] = _trace(setup, has_gradients, is_compiled)
-    return _traces[key]
+    return _trace(setup.of_forward(), has_gradients, is_compiled)
 
 
+@cached_by_text
 def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace:
     config, counts = one_layer_of_each_kind(setup.config)
-    model = sample_model(setup, config, "meta")
+    model = sample_model(replace(setup, config=config), "meta")
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained if has_gradients else ():
         if setup.has_masters:
@@ -72,7 +62,7 @@ def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace
     _checkpoint(model, setup)
     weights = quantized_weights(setup, model).values()
     quantized = {w.untyped_storage()._cdata: w.numel() * 9 // 16 for w in weights}  # 4.5 bits
-    inputs = micro_batch(setup, setup.micro_batch_size, "meta")
+    inputs = micro_batch(setup, "meta")
     recorder = Recorder((p.grad for p in trained if p.grad is not None), quantized)
     _follow_blocks(model, recorder)
     if is_compiled and setup.tensor == 1:
