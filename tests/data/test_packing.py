@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 
 from toolkit.data.sft.prepare import best_fit
 
@@ -19,8 +18,3 @@ def test_every_sample_is_packed_once_and_no_row_overflows():
         assert max(lengths[row].sum() for row in rows) <= capacity
         assert len(rows) <= np.ceil(11 / 9 * np.ceil(lengths.sum() / capacity)) + 1
         assert rows == best_fit(lengths, capacity) == sorted(rows)
-
-
-def test_sample_that_does_not_fit_is_an_error():
-    with pytest.raises(ValueError, match="do not fit into 8"):
-        best_fit(np.array([3, 9]), 8)

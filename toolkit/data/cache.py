@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from toolkit.data.base import Report, Values
 from toolkit.errors import DataError, UserError
@@ -175,8 +175,11 @@ def verify(folder: Path, report: Report) -> None:
         }  # stat before reading, to detect changes during verification next time
         versions = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}
         verified = {"folder": str(folder.resolve()), "checksums": {"files": checksums}, "versions": versions}
-        if stamp is not None and _read_stamp(stamp) == verified:
-            return
+        if stamp is not None:
+            stamp.seek(0)
+            with contextlib.suppress(ValueError, RecursionError):
+                if json.load(stamp) == verified:
+                    return
         if (size := sum(stat.st_size for stat in stats.values())) >= ANNOUNCE_BYTES:
             report(f"Data: verifying {size / 1e9:,.1f} GB in {folder}, once on this machine")
         require_intact(folder, files)
@@ -198,13 +201,6 @@ def _open_stamp(folder: Path) -> Iterator[IO[str] | None]:
             file = stack.enter_context(open(stamps / f"{name}.json", "a+", encoding="utf-8"))
             lock(file)
         yield file
-
-
-def _read_stamp(stamp: IO[str]) -> Any:
-    stamp.seek(0)
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.load(stamp)
-    return None
 
 
 def clean_up(cache_dir: Path) -> None:

@@ -4,11 +4,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
-from toolkit.config.classes import class_path
+from toolkit.config.classes import class_path, classes_of
 from toolkit.config.command import CommandOptions
 from toolkit.data.base import (
     DataModule,
@@ -23,10 +23,9 @@ from toolkit.data.base import (
 )
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import check_rows
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError
 
 MAX_SOURCES = 256
-_KEYS = ("weight", "data", "max_epochs")
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,10 @@ class MixtureSource:
 
 def _data_option(data: DataModule) -> None:
     """Declare a source's data options as a command, to parse them with :class:`CommandOptions`."""
+
+
+def _source_options(weight: float, max_epochs: float | None = None) -> None:
+    """Declare the other options of a source."""
 
 
 @dataclass
@@ -131,20 +134,17 @@ def _read_source(name: Any, entry: Any) -> MixtureSource:
         raise UserError(f"--data.sources {name!r}: a name must consist of letters, digits, _ and -")
     if not isinstance(entry, Mapping):
         raise UserError(f"{flag} {entry}: must be a mapping such as {{weight: 0.5, data: {{class_path: TextFiles}}}}")
-    for key in entry:
-        if key not in _KEYS:
-            hint = did_you_mean(str(key), _KEYS) or f"; known are {', '.join(_KEYS)}"
-            raise UserError(f"{flag}.{key}: no such option of a source{hint}")
-    for key in ("weight", "data"):
-        if entry.get(key) is None:
-            raise UserError(f"{flag}.{key}: must be given")
-    weight = _read_number(entry["weight"])
+    try:
+        options = _parse(_source_options, {key: value for key, value in entry.items() if key != "data"})
+    except UserError as error:
+        raise UserError(re.sub(r"--(?!help)", f"{flag}.", str(error))) from error
+    weight, max_epochs = options["weight"], options["max_epochs"]
     if not 0 <= weight < math.inf:
         raise UserError(f"{flag}.weight {entry['weight']}: must be a number from 0 to 1")
-    max_epochs = None if entry.get("max_epochs") is None else _read_number(entry["max_epochs"])
     if max_epochs is not None and not 0 < max_epochs < math.inf:
         raise UserError(f"{flag}.max_epochs {entry['max_epochs']}: must be a number greater than zero, or null")
-    module = entry["data"]
+    if (module := entry.get("data")) is None:
+        raise UserError(f"{flag}.data: must be given")
     if not isinstance(module, DataModule):
         module = _make_module(flag, module)
     if isinstance(module, Mixture):
@@ -158,24 +158,21 @@ def _read_source(name: Any, entry: Any) -> MixtureSource:
     return MixtureSource(module, weight, max_epochs)
 
 
-def _read_number(value: Any) -> float:
-    """Parse a number or a string such as 1e-3 (a string in YAML); return nan if invalid."""
-    try:
-        return math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
+def _parse(function: Callable[..., None], values: Mapping[str, Any]) -> Values:
+    """Return the arguments for ``function`` from options of a YAML file."""
+    command = CommandOptions(function)
+    command.update(command.flatten(values, ""))
+    return command.arguments(command.resolve())
 
 
 def _make_module(flag: str, value: Any) -> DataModule:
     """Build a source's data module from a class name, or a mapping with class_path and init_args."""
-    command = CommandOptions(_data_option)
     if not isinstance(value, str | Mapping):
         raise UserError(f"{flag}.data {value}: must be a class with its options: {{class_path: ..., init_args: ...}}")
     if isinstance(value, Mapping) and not value.get("class_path"):
-        raise UserError(f"{flag}.data.class_path: must be given, one of {', '.join(command.choices('data'))}")
+        raise UserError(f"{flag}.data.class_path: must be given, one of {', '.join(classes_of(DataModule))}")
     try:
-        command.update(command.flatten({"data": value}, ""))
-        return command.arguments(command.resolve())["data"]
+        return _parse(_data_option, {"data": value})["data"]
     except UserError as error:
         raise _with_flag(error, flag) from error
 

@@ -314,7 +314,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     from tokenizers.implementations import ByteLevelBPETokenizer
 
     core = ByteLevelBPETokenizer()
-    core.train_from_iterator(iter(texts), vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False)
+    core.train_from_iterator(
+        iter(texts), vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
+    )
     return _with_settings(core)
 
 

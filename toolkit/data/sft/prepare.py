@@ -36,7 +36,7 @@ def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
     start = time.perf_counter()
     key = hash_inputs(_key_inputs(config))
     folder = choose_cache_dir(config.cache_dir) / f"{config.module}-{key[:16]}"
-    (prepared, statistics), is_cached = load_or_prepare(
+    prepared, is_cached = load_or_prepare(
         folder,
         f"tokenizing {', '.join(source.name for source in config.sources)}",
         lambda: _open(folder, key, config),
@@ -45,7 +45,7 @@ def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
     )
     if is_cached:
         report(f"Data: using cached {folder} ({time.perf_counter() - start:.1f} s)")
-    for note in _collect_notes(config, statistics):
+    for note in _collect_notes(config, prepared.train.statistics):  # type: ignore[attr-defined]
         report(f"Data: {note}")
     report(f"Data: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
@@ -121,7 +121,7 @@ class PackedDataset:
         self._members, self._starts = arrays[f"{split}_members"], arrays[f"{split}_starts"]
         self._labels = arrays.get("labels")
         self.packed = statistics["packing"] != "none"
-        self._is_paired = statistics.get("group_size", 1) > 1
+        self._is_paired = "group_size" in statistics
         if self._is_paired:
             self.group_size = statistics["group_size"]
         inputs = np.diff(self._offsets)[self._members] - 1
@@ -185,8 +185,8 @@ class RatedDataset(PackedDataset):
         return [row, {"input_ids": inputs[:limit], "labels": labels[:limit]}]
 
 
-def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, Values]:
-    """Return the data and statistics in a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
+def _open(folder: Path, key: str, config: SFTConfig) -> PreparedData:
+    """Read a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
     manifest = read_manifest(folder, key)
     statistics, store = manifest["facts"], TokenStore(folder)
     with np.load(folder / _ROWS) as file:
@@ -198,7 +198,7 @@ def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, Valu
         raise ValueError("there are no training rows")
     tokenizer = config.tokenizer if config.template is None else config.template.export_tokenizer()
     summary = summarize(statistics, config)
-    return PreparedData(train, val if len(val) else None, tokenizer, manifest["content_key"], summary), statistics
+    return PreparedData(train, val if len(val) else None, tokenizer, manifest["content_key"], summary)
 
 
 def _content_key(store: TokenStore, arrays: dict[str, np.ndarray]) -> str:
@@ -310,8 +310,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     Returns:
         Sample indices per row, in increasing order. Rows are sorted by first sample.
     """
-    if len(lengths) and not 0 < lengths.min() <= lengths.max() <= capacity:
-        raise ValueError(f"samples of {lengths.min()} to {lengths.max()} tokens do not fit into {capacity}")
+    assert lengths.max(initial=0) <= capacity  # _fit_to_row cuts samples
     rows: list[list[int]] = []
     rows_by_free: dict[int, list[int]] = {}  # free tokens -> rows
     free_sizes: list[int] = []  # sorted keys of rows_by_free

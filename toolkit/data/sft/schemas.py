@@ -30,6 +30,7 @@ GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, *OTHERS, PAIR[:1], PAIR[1:], LA
 _MEDIA = ("image", "images", "videos", "audios")
 _REFUSED = dict.fromkeys(_MEDIA, "only text is supported; remove the column, or such rows")
 _REFUSED["functions"] = """provide tools, with --data.columns '{"tools": "functions"}'"""
+Columns = dict[str, str] | None  # --data.columns: column in the row by known name
 KNOWN_COLUMNS = tuple(name for group in GROUPS for name in group)
 _MAPPING = """names for them, such as --data.columns '{"prompt": "question", "completion": "answer"}'"""
 _NO_PROMPT = "{}: has no prompt, and chosen and rejected begin differently; add a prompt"
@@ -62,7 +63,7 @@ class EqualAnswersError(EmptyAnswerError):
     """Raised when the chosen and the rejected answer are equal."""
 
 
-def require_columns(columns: dict[str, str] | None) -> None:
+def require_columns(columns: Columns) -> None:
     """Raise UserError unless every key in ``--data.columns`` is a known column."""
     for name in columns or {}:
         if name not in KNOWN_COLUMNS:
@@ -70,7 +71,7 @@ def require_columns(columns: dict[str, str] | None) -> None:
             raise UserError(f"--data.columns {name}: unknown column{near}")
 
 
-def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Record:
+def to_record(row: Any, where: str, columns: Columns = None) -> Record:
     """Parse a row into a record.
 
     Args:
@@ -94,7 +95,7 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
     return Record(None, _require_answer(values, "text", where), where)
 
 
-def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: bool) -> list[Record]:
+def to_completions(row: Any, where: str, columns: Columns, rated: bool) -> list[Record]:
     """Parse a row of preferences: the chosen and the rejected completion of a prompt.
 
     With ``rated``, rows may also have a prompt, one completion and a ``label``: true for a good one.
@@ -130,7 +131,7 @@ def to_completions(row: Any, where: str, columns: dict[str, str] | None, rated: 
     return [_complete(prompt, answer, values, where, not i) for i, answer in enumerate(answers)]
 
 
-def unread_columns(row: Values, columns: dict[str, str] | None, parse: Callable[[Any], Any]) -> set[str]:
+def unread_columns(row: Values, columns: Columns, parse: Callable[[Any], Any]) -> set[str]:
     """Return the columns that have a value and are not read: without them, ``parse`` returns the same."""
 
     def is_read(column: str) -> bool:
@@ -144,7 +145,7 @@ def unread_columns(row: Values, columns: dict[str, str] | None, parse: Callable[
     return present - {column for column in known if is_read(column)}
 
 
-def _read_values(row: Any, where: str, columns: dict[str, str] | None, schemas: str) -> Values:
+def _read_values(row: Any, where: str, columns: Columns, schemas: str) -> Values:
     """Return the row's values by known column name. A mapped column replaces its synonyms."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: is {describe_type(row)}, not an object; every row needs {schemas}")

@@ -14,7 +14,7 @@ from toolkit.data.cache import throttle
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
-from toolkit.data.sft.schemas import EqualAnswersError, Record, to_completions, to_record, unread_columns
+from toolkit.data.sft.schemas import Columns, EqualAnswersError, Record, to_completions, to_record, unread_columns
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
@@ -43,7 +43,7 @@ class SFTConfig:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     no_template: UserError | None
-    columns: dict[str, str] | None
+    columns: Columns
     skip_empty: bool
     train_on: TrainOn
     on_long: OnLong

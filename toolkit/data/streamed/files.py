@@ -55,6 +55,9 @@ class SourceFile:
         return _suffixes(self.name)[1]
 
 
+SourceFiles = list[SourceFile]
+
+
 def _suffixes(name: str) -> tuple[str, str]:
     """Return the format and compression suffixes in lower case. Both are empty for unsupported formats."""
     name = name.lower()
@@ -83,7 +86,7 @@ def require_no_secret(value: str, option: str) -> None:
         )
 
 
-def list_path(value: str, option: str) -> list[SourceFile]:
+def list_path(value: str, option: str) -> SourceFiles:
     """List the files of a path, folder or glob, local or remote, sorted by name."""
     where = f"--data.{option} {value}"
     with storage_errors(where, value):
@@ -105,7 +108,7 @@ def list_path(value: str, option: str) -> list[SourceFile]:
     return require_text(files, where)
 
 
-def require_text(files: list[SourceFile], where: str) -> list[SourceFile]:
+def require_text(files: SourceFiles, where: str) -> SourceFiles:
     """Return the non-empty files. Raise UserError for an unsupported format or if all files are empty."""
     for file in files:
         if not is_supported(file.name):
@@ -123,7 +126,7 @@ def _describe(fs: Any, path: str, info: dict[str, Any], root: str) -> SourceFile
     return SourceFile(path if is_local else fs.unstrip_protocol(path), name, int(info.get("size") or 0), version)
 
 
-def listing_hash(files: list[SourceFile]) -> str:
+def listing_hash(files: SourceFiles) -> str:
     """Return a hex SHA-256 of the listing: names, sizes and versions.
 
     Local files have no version. Instead, the first and last 64 KiB of up to 32 evenly spaced files are hashed. Folder

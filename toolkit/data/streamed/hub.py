@@ -17,7 +17,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from toolkit.data.base import Values
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
-from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_text
+from toolkit.data.streamed.files import SourceFile, SourceFiles, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import parse_yaml, read_bounded
 from toolkit.io.threads import call_with_timeout
@@ -51,7 +51,7 @@ def open_repository(repo_id: str, revision: str) -> Repository:
     return Repository(repo_id, revision, commit)
 
 
-def list_split(repository: Repository, subset: str | None, split: str) -> list[SourceFile]:
+def list_split(repository: Repository, subset: str | None, split: str) -> SourceFiles:
     where = f"--data.repo_id {repository.repo_id}"
     patterns = _patterns(repository, subset)
     if patterns is None:
@@ -68,13 +68,11 @@ def list_split(repository: Repository, subset: str | None, split: str) -> list[S
     return require_text(by_split[split], where)
 
 
-def list_url(value: str, option: str) -> list[SourceFile]:
-    """List the files of a path or URL on any storage, see :func:`~toolkit.data.streamed.files.list_path`."""
-    return _list_hub_url(value, option) if value.startswith("hf://") else list_path(value, option)
-
-
-def _list_hub_url(url: str, option: str) -> list[SourceFile]:
-    """List the files of ``hf://datasets/ORGANIZATION/NAME[@REVISION]/GLOB``."""
+def list_url(url: str, option: str) -> SourceFiles:
+    """List the files of ``hf://datasets/ORGANIZATION/NAME[@REVISION]/GLOB``, or of a path or URL on other storage, see
+    :func:`~toolkit.data.streamed.files.list_path`."""
+    if not url.startswith("hf://"):
+        return list_path(url, option)
     where = f"--data.{option} {url}"
     if (match := _URL.fullmatch(url)) is None:
         raise UserError(f"{where}: must be hf://datasets/ORGANIZATION/NAME[@REVISION]/FILES")
@@ -145,10 +143,10 @@ def _configs(repository: Repository) -> list[Values]:
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
 
 
-def _split_by_name(files: list[SourceFile]) -> dict[str, list[SourceFile]]:
+def _split_by_name(files: SourceFiles) -> dict[str, SourceFiles]:
     """Group files by split, from words in file names. Without such words, all files are training files."""
     supported = [file for file in files if is_supported(file.name)]
-    files_of_split: dict[str, list[SourceFile]] = {}
+    files_of_split: dict[str, SourceFiles] = {}
     for split, words in _SPLITS.items():
         pattern = re.compile(rf"(^|[-._ /0-9])({'|'.join(words)})([-._ /0-9]|$)", re.IGNORECASE)
         if matching := [file for file in supported if pattern.search(file.name)]:
@@ -174,7 +172,7 @@ def _compile(glob: str) -> re.Pattern[str]:
     return re.compile("".join(special.get(p) or fnmatch.translate(p)[4:].rpartition(")")[0] for p in parts))
 
 
-def _tree(repository: Repository, folder: str) -> list[SourceFile]:
+def _tree(repository: Repository, folder: str) -> SourceFiles:
     repo_id, commit = repository.repo_id, repository.commit
     with _hub_errors(repo_id, repository.revision):
         try:

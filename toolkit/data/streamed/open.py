@@ -13,7 +13,7 @@ from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabu
 from toolkit.data.cache import choose_cache_dir, clean_up, throttle
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed import segments
-from toolkit.data.streamed.files import SourceFile, is_url, listing_hash
+from toolkit.data.streamed.files import SourceFiles, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.streamed.reader import SegmentRequest, StreamReader, error_file, folder_bytes, stop_workers
 from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
@@ -41,8 +41,8 @@ class TextSource:
 
     options: Any
     where: str
-    files: list[SourceFile]
-    val_files: list[SourceFile] | None
+    files: SourceFiles
+    val_files: SourceFiles | None
 
     @property
     def val_where(self) -> str:
@@ -71,7 +71,7 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
     return prepared
 
 
-def _source(text: TextSource, files: list[SourceFile], tokenizer: Tokenizer | None, report: Report) -> Source:
+def _source(text: TextSource, files: SourceFiles, tokenizer: Tokenizer | None, report: Report) -> Source:
     """Check the files, and choose the ends of documents by the first ones."""
     options, column = text.options, text.options.text_column
     if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
@@ -185,7 +185,7 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
     return int(max_cache_gb * 1e9)
 
 
-def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_size: int, report: Report) -> RowSpans:
+def _val_rows(text: TextSource, train: Stream, files: SourceFiles, block_size: int, report: Report) -> RowSpans:
     """Tokenize validation segments until there are ``val_rows`` rows."""
     source = _source(text, files, train.tokenizer, lambda line: None)
     stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
