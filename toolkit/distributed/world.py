@@ -129,14 +129,14 @@ def cluster_environment(world: WorldInfo) -> ClusterEnvironment:
 def _read_torchrun(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -> WorldInfo:
     world_size, per_node = _number("WORLD_SIZE", environ, 1), _number("LOCAL_WORLD_SIZE", environ, 1)
     nodes = world_size // per_node
-    started = f"torchrun started {_count(per_node, 'process', 'processes')} on this node (LOCAL_WORLD_SIZE={per_node})"
+    started = f"torchrun started {_count(per_node, 'process')} on this node (LOCAL_WORLD_SIZE={per_node})"
     if world_size % per_node or nodes != _number("GROUP_WORLD_SIZE", environ, 1, default=nodes):
         raise UserError(f"WORLD_SIZE={world_size}: {started}; use the same torchrun --nproc_per_node on every node")
     if devices not in (AUTO, per_node):
         raise UserError(f"--devices {devices}: {started}; drop --devices, or use torchrun --nproc_per_node {devices}")
     if num_nodes not in (AUTO, nodes):
         raise UserError(
-            f"--num_nodes {num_nodes}: torchrun started {_count(world_size, 'process', 'processes')} on "
+            f"--num_nodes {num_nodes}: torchrun started {_count(world_size, 'process')} on "
             f"{_count(nodes, 'node')} (WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={per_node}); drop --num_nodes, or use "
             f"torchrun --nnodes {num_nodes}"
         )
@@ -321,8 +321,8 @@ def _number(name: str, environ: Environ, at_least: int, *, below: int | None = N
     return number
 
 
-def _count(count: int, one: str, many: str | None = None) -> str:
-    return f"{count} {one if count == 1 else (many or one + 's')}"
+def _count(count: int, one: str) -> str:
+    return f"{count} {one}" + ("" if count == 1 else "es" if one.endswith("s") else "s")
 
 
 def _slurm_environment(world: WorldInfo) -> ClusterEnvironment:

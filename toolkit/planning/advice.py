@@ -44,6 +44,7 @@ class MemoryLimits(NamedTuple):
         return max(plan.memory.total / self.device - 1, 0) + max(plan.node_memory / self.node - 1, 0)
 
 
+_ROUNDS = "small updates round away: 4 % higher loss in a test"
 Change = tuple[str, RunArgs, DeviceSpec]
 Step = Callable[[RunPlan], Iterator[Change]]
 
@@ -68,14 +69,15 @@ def advice_for(plan: RunPlan, device_memory_gb: float, host_memory_gb: float = m
         if fits and {text for _, text, _ in changes} <= {text for _, text, _ in made}:
             steps, made = fewer, changes
     return [
-        Advice(text, p.memory.total / 1e9, not limits.excess(p), p.node_memory / 1e9, _quality_cost(text, p))
+        Advice(
+            text,
+            p.memory.total / 1e9,
+            not limits.excess(p),
+            p.node_memory / 1e9,
+            _ROUNDS if text == "--precision bf16-true" and p.args.lora is None else "",
+        )
         for _, text, p in made
     ]
-
-
-def _quality_cost(change: str, plan: RunPlan) -> str:
-    is_rounded = change == "--precision bf16-true" and plan.args.lora is None
-    return "small updates round away: 4 % higher loss in a test" if is_rounded else ""
 
 
 def _apply_steps(steps: list[Step], plan: RunPlan, limits: MemoryLimits) -> list[tuple[Step, str, RunPlan]]:

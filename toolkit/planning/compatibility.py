@@ -53,7 +53,11 @@ def _precision(*names: str) -> Use:
 
 
 def _optimizer(*names: str) -> Use:
-    return Use(f"--optimizer.name {{optimizer.name:{', '.join(names)}}}", lambda f: f.uses(*names))
+    lower = [name.lower() for name in names]
+    return Use(
+        f"--optimizer.name {{optimizer.name:{', '.join(names)}}}",
+        lambda f: f.args.optimizer_class is None and f.args.optimizer.name.lower() in lower,
+    )
 
 
 def _param_dtype(dtype: str, other: Use, fix: str) -> Row:
@@ -87,7 +91,9 @@ _EXPERTS = Use("experts (MoE)", lambda f: f.model is not None and f.model.n_moe_
 _COMPILER = Use("--compiler {compiler:NAME of an extension's compiler}", lambda f: f.args.compiler not in COMPILERS)
 _USE_TORCH = "use --compiler torch or none"
 _OBJECTIVE = Use("--objective {objective_name:NAME}", lambda f: f.objective_name != "NextToken")
-_PREFERENCES = Use("--objective {objective_name:DPO, KTO, ORPO, SimPO}", lambda f: f.row_kind != "answers")
+_PREFERENCES = Use(
+    "--objective {objective_name:DPO, KTO, ORPO, SimPO}", lambda f: f.args.objective.row_kind != "answers"
+)
 _FROZEN = Use("--objective {objective_name:Distillation}", lambda f: bool(f.args.objective.frozen_option))
 _SET_BLOCK_CLASSES = "set block_classes"
 
@@ -212,7 +218,7 @@ ROWS: tuple[Row, ...] = (
                           lambda f: not isinstance(f.args.data, InstructionData)),
         "it compares completions", "use --data Preference"),
     Row(Use("--data Preference", lambda f: isinstance(f.args.data, Preference)),
-        Use("--objective {objective_name:NextToken}", lambda f: f.row_kind == "answers"),
+        Use("--objective {objective_name:NextToken}", lambda f: f.args.objective.row_kind == "answers"),
         "it would also train on the rejected completions", "use --objective DPO, KTO, ORPO or SimPO"),
     Row(Use("--objective KTO", lambda f: f.objective_name == "KTO"),
         Use("--train.global_batch_size 1", lambda f: f.args.train.global_batch_size == 1),

@@ -140,17 +140,8 @@ class Facts:
         return type(self.args.data).__name__
 
     @property
-    def row_kind(self) -> str:
-        return self.args.objective.row_kind
-
-    @property
     def unused_ddp(self) -> str:
         return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
-
-    def uses(self, *optimizers: str) -> bool:
-        """Whether the optimizer is a built-in one of these names."""
-        name = self.args.optimizer.name.lower()
-        return self.args.optimizer_class is None and name in map(str.lower, optimizers)
 
     def text(self, name: str) -> str:
         """Format a value as on the command line. ``name`` is a dotted attribute of this object or of ``args``."""

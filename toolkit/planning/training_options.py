@@ -172,7 +172,12 @@ def run_args(
     if isinstance(options, PretrainOptions):
         args = replace(args, model_name=options.model_name, model_config=options.model_config)
     else:
-        _require_model(options.checkpoint_dir)
+        folder = find_checkpoint_dir(options.checkpoint_dir)
+        if (folder / ADAPTERS).is_file() and not (folder / WEIGHTS).exists():
+            raise UserError(
+                f"checkpoint_dir {options.checkpoint_dir}: holds adapters, not a model; run `toolkit merge_lora "
+                f"{options.checkpoint_dir}` first, or continue that run with --resume"
+            )
     if isinstance(options, FinetuneLoRAOptions):
         adapters, lora = options.adapters, read_lora(options)
         args = replace(
@@ -191,16 +196,6 @@ def run_args(
         )
     check_options(args)
     return use_own_tokenizer(use_frozen_vocabulary(args))
-
-
-def _require_model(checkpoint_dir: str) -> None:
-    """Check that a folder has a model, not only adapters."""
-    folder = find_checkpoint_dir(checkpoint_dir)
-    if (folder / ADAPTERS).is_file() and not (folder / WEIGHTS).exists():
-        raise UserError(
-            f"checkpoint_dir {checkpoint_dir}: holds adapters, not a model; run `toolkit merge_lora {checkpoint_dir}` "
-            "first, or continue that run with --resume"
-        )
 
 
 def read_lora(options: FinetuneLoRAOptions) -> LoRAConfig:

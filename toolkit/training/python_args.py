@@ -154,7 +154,21 @@ def _read_model(
     if model is not None and options.model_name is not None:
         raise UserError(f"model_name {options.model_name}: a model is also given; remove one of them")
     if isinstance(model, nn.Module):
-        return options, *_read_module(model, block_classes, options)
+        no_effect = {
+            "initial_checkpoint_dir": options.initial_checkpoint_dir is not None,
+            "model_config": options.model_config != ModelOverrides(),
+            "train.tie_embeddings": options.train.tie_embeddings is not None,
+        }
+        for name in (name for name, is_set in no_effect.items() if is_set):
+            raise UserError(f"{name}: has no effect on a user-provided module; change the module instead")
+        if any(p.is_meta for p in model.parameters()):
+            raise UserError("model: has weights on the meta device, without values; build it on the CPU")
+        if isinstance(model, GPT):
+            return options, model, (Block,)
+        blocks = find_blocks(model, block_classes)
+        if (compiler := options.shared.compiler) not in (AUTO, "none") and not blocks:
+            raise UserError(f"compiler {compiler}: compiles blocks, but found none in the module; set block_classes")
+        return options, LossWrapper(model), blocks
     if block_classes is not None:
         raise UserError("block_classes: has no effect on toolkit's models, whose blocks are known; remove it")
     if model is None or isinstance(model, str):
@@ -165,24 +179,6 @@ def _read_model(
         raise UserError("initial_checkpoint_dir: defines the architecture; remove it or the ModelConfig")
     overrides = ModelOverrides(**model.override(options.model_config).to_dict())
     return replace(options, model_config=overrides), None, ()
-
-
-def _read_module(module: nn.Module, block_classes: BlockNames, options: PretrainOptions) -> tuple[nn.Module, Blocks]:
-    no_effect = {
-        "initial_checkpoint_dir": options.initial_checkpoint_dir is not None,
-        "model_config": options.model_config != ModelOverrides(),
-        "train.tie_embeddings": options.train.tie_embeddings is not None,
-    }
-    for name in (name for name, is_set in no_effect.items() if is_set):
-        raise UserError(f"{name}: has no effect on a user-provided module; change the module instead")
-    if any(p.is_meta for p in module.parameters()):
-        raise UserError("model: has weights on the meta device, without values; build it on the CPU")
-    if isinstance(module, GPT):
-        return module, (Block,)
-    blocks = find_blocks(module, block_classes)
-    if (compiler := options.shared.compiler) not in (AUTO, "none") and not blocks:
-        raise UserError(f"compiler {compiler}: compiles blocks, but found none in the module; set block_classes")
-    return LossWrapper(module), blocks
 
 
 def _read_data(
