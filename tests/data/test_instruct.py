@@ -585,6 +585,7 @@ def test_hugging_face_module_reads_folders_of_save_to_disk(datasets, tokenizer, 
 # ---- real data
 
 
+@pytest.mark.slow
 def test_chatterbot_corpus_is_packed(tokenizer, tmp_path):
     pytest.importorskip("chatterbot_corpus")
     sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

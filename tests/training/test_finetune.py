@@ -65,6 +65,14 @@ def arguments(command, base, questions, out, *flags):
     return run_args(**parse("finetune", command.setup, ("checkpoint_dir",), words))
 
 
+@pytest.fixture(scope="module")
+def tuned(base, questions, tmp_path_factory) -> Path:
+    """A finished run of finetune_lora, to be read only."""
+    out = tmp_path_factory.mktemp("tuned") / "run"
+    run_training(arguments(finetune_lora, base, questions, out))
+    return out
+
+
 def losses(out: Path) -> list[str]:
     lines = (out / "logs" / "metrics.csv").read_text().splitlines()
     column = lines[0].split(",").index("loss")
@@ -239,23 +247,22 @@ def test_user_errors_are_reported_before_the_first_step(base, questions, tmp_pat
     assert not (tmp_path / "run" / "logs").exists()
 
 
-def test_resume_with_changed_adapter_options_is_an_error(base, questions, tmp_path):
-    run_training(arguments(finetune_lora, base, questions, tmp_path / "run"))
-    again = arguments(finetune_lora, base, questions, tmp_path / "run", "--resume", "true", "--lora_alpha", "32")
+def test_resume_with_changed_adapter_options_is_an_error(base, questions, tuned, tmp_path):
+    again = arguments(finetune_lora, base, questions, tuned, "--resume", "true", "--lora_alpha", "32")
     with pytest.raises(UserError, match=r"--lora_alpha 32.*16"):
         run_training(again)
-    full = arguments(finetune_full, base, questions, tmp_path / "run", "--resume", "true")
+    full = arguments(finetune_full, base, questions, tuned, "--resume", "true")
     with pytest.raises(UserError, match=r"--resume .*: was written by finetune_lora; resume it with that command"):
         run_training(full)
     flags = ["--resume", "true", "--data.prompt_style", "alpaca"]
     with pytest.raises(UserError, match="--data: .* was trained with other data: .* the template"):
-        run_training(arguments(finetune_lora, base, questions, tmp_path / "run", *flags))
+        run_training(arguments(finetune_lora, base, questions, tuned, *flags))
     shutil.copytree(base, tmp_path / "other")
     weights = load_weights(base)
     weights["lm_head.weight"][0, 0] += 1
     torch.save(weights, tmp_path / "other" / "lit_model.pth")
     with pytest.raises(UserError, match="--checkpoint_dir: .* was trained with another base"):
-        run_training(arguments(finetune_lora, tmp_path / "other", questions, tmp_path / "run", "--resume", "true"))
+        run_training(arguments(finetune_lora, tmp_path / "other", questions, tuned, "--resume", "true"))
 
 
 def test_loraplus_multiplies_the_learning_rate_of_b(base, questions, tmp_path):
@@ -275,10 +282,9 @@ def test_loraplus_multiplies_the_learning_rate_of_b(base, questions, tmp_path):
         run_training(arguments(finetune_lora, base, questions, tmp_path / "0", "--loraplus_lr_ratio", "0"))
 
 
-def test_adapter_checkpoint_as_base_is_an_error(base, questions, tmp_path):
-    run_training(arguments(finetune_lora, base, questions, tmp_path / "run"))
+def test_adapter_checkpoint_as_base_is_an_error(questions, tuned, tmp_path):
     with pytest.raises(UserError, match="holds adapters, not a model.*merge_lora"):
-        arguments(finetune_lora, tmp_path / "run" / "final", questions, tmp_path / "again")
+        arguments(finetune_lora, tuned / "final", questions, tmp_path / "again")
     assert FSDPArgs().state_dict_type == "full"
 
 

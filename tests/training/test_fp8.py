@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers.cases import slow_except
 
 from tests.training.test_run import arguments, assert_same_weights, losses
 from toolkit.checkpoints.weights import load_state, load_weights
@@ -99,7 +98,8 @@ def test_which_layers_are_in_fp8():
         convert_to_fp8(GPT(small.with_vocab_size(512)), "rowwise", "cpu")
 
 
-@pytest.mark.parametrize("mode", slow_except(["selective"], ["full", "selective"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputed_activations_and_compiled_blocks_have_the_same_gradients(mode, pico):
     """On a CPU, a compiled block rounds differently; recomputation changes no bit."""
     ids = torch.arange(64).view(2, 32) % 50
