@@ -43,10 +43,10 @@ _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Check the types (``hints``) and ranges of the fields before derived fields are computed."""
     for name, hint in hints.items():
-        value, (types, choices) = values[name], _types_and_choices(hint)
+        value, (types, choices) = values[name], types_and_choices(hint)
         if choices:
             require_option(value in choices, f"{GROUP}{name}", value, f"must be one of {', '.join(choices)}")
-        elif not _has_type(value, types):
+        elif not has_type(value, types):
             expected = " or ".join(_TYPE_NAMES.get(t, "a list of integers") for t in types if t is not NoneType)
             raise UserError(f"{FLAG}{name} {value!r}: must be {expected}")
         elif type(value) in (int, float):
@@ -95,14 +95,15 @@ def check_experts(config: Any) -> None:
 
 
 @functools.cache
-def _types_and_choices(hint: Any) -> tuple[tuple[type, ...], tuple[str, ...]]:
+def types_and_choices(hint: Any) -> tuple[tuple[type, ...], tuple[str, ...]]:
+    """Return the types of a field with this annotation, and the values of a Literal."""
     if get_origin(hint) is Literal:
         return (str,), get_args(hint)
     types = get_args(hint) if get_origin(hint) not in (list, dict) else (hint,)
     return tuple(get_origin(t) or t for t in types or (hint,)), ()
 
 
-def _has_type(value: Any, types: tuple[type, ...]) -> bool:
+def has_type(value: Any, types: tuple[type, ...]) -> bool:
     """Whether a value has one of the types. An int counts as a float; a bool does not count as a number."""
     if list in types and type(value) in (list, tuple):
         return all(type(item) is int for item in value)
@@ -135,11 +136,11 @@ def _check_adjustment(name: str, value: Any) -> None:
     if name == "truncate":
         is_valid, expected = type(value) is bool, "true or false"
     elif name in ("short_factor", "long_factor"):
-        is_valid = type(value) in (list, tuple) and all(_has_type(item, (float,)) and item > 0 for item in value)
+        is_valid = type(value) in (list, tuple) and all(has_type(item, (float,)) and item > 0 for item in value)
         expected = "a list of numbers greater than zero"
     else:
         may_be_zero = name in ("mscale", "mscale_all_dim")
-        is_valid = _has_type(value, (float,)) and (value > 0 or (value == 0 and may_be_zero))
+        is_valid = has_type(value, (float,)) and (value > 0 or (value == 0 and may_be_zero))
         expected = "a number greater than zero"
     if not is_valid:
         raise UserError(f"{FLAG}rope_adjustments: {name} {value!r}: must be {expected}")

@@ -1,12 +1,9 @@
 """``trainer/meta.json`` of a checkpoint: the run's progress and the values that must not change on resume."""
 
 import json
-import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from inspect import formatannotation
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import read_model_config
@@ -18,6 +15,7 @@ from toolkit.data.cache import hash_inputs
 from toolkit.errors import UserError, one_line, option_text
 from toolkit.io.safe_parse import read_json
 from toolkit.models.config import Fields, ModelConfig
+from toolkit.models.config_checks import has_type, types_and_choices
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.frozen import find_frozen
 from toolkit.planning.limits import Progress
@@ -25,7 +23,6 @@ from toolkit.planning.run_args import RunArgs, objective_entry
 
 FORMAT_VERSION = 1
 TRAINER, CALLBACKS = "trainer", "callbacks.pth"
-_REQUIRED = ("step", "tokens", "samples", "seconds")
 
 
 @dataclass(frozen=True)
@@ -179,16 +176,12 @@ def _check_meta(meta: Fields, step_in_name: int | None) -> None:
 
 
 def _check_fields(prefix: str, values: Fields, cls: type) -> None:
-    """Check values against a dataclass's field types. Numbers must be finite and not negative."""
+    """Check values against a dataclass's fields: names and types. Numbers must be finite and not negative."""
     hints = get_type_hints(cls)
-    for item in fields(cls):
-        has_default = item.default is not MISSING or item.default_factory is not MISSING
-        if item.name not in values and has_default and item.name not in _REQUIRED:
-            continue
-        name, value = prefix + item.name, values[item.name]
-        hint = hints[item.name]
-        kinds = {get_origin(part) or part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,))}
-        if type(value) not in (kinds | {int} if float in kinds else kinds):
-            raise ValueError(f"{name} {value!r:.50} is not of type {formatannotation(hint)}")
-        if isinstance(value, int | float) and not (0 <= value < math.inf):
-            raise ValueError(f"{name} {value} must be finite and not negative")
+    checked = cls(**{name: value for name, value in values.items() if name in hints})  # TypeError names a missing one
+    for name, hint in hints.items():
+        value, (types, _) = getattr(checked, name), types_and_choices(hint)
+        if not has_type(value, types):
+            raise ValueError(f"{prefix}{name} {value!r:.50} is not of type {' or '.join(t.__name__ for t in types)}")
+        if isinstance(value, int | float) and value < 0:
+            raise ValueError(f"{prefix}{name} {value} must not be negative")
