@@ -75,7 +75,7 @@ MISTAKES = {
     "{a: {weight: yes, data: SyntheticTokens}}": r"--data.sources.a.weight true: must be|weight True: must be",
     "{a: {data: SyntheticTokens}}": r"--data.sources.a.weight: must be given",
     "{a: {weight: 1}}": r"--data.sources.a.data: must be given",
-    "{a: {weigth: 1, data: SyntheticTokens}}": r"--data.sources.a.weigth: no such option; did you mean --data.sources.a.weight",
+    "{a: {weigth: 1, data: SyntheticTokens}}": r"a.weigth: no such option; did you mean --data.sources.a.weight",
     "{a: {weight: 1, max_epochs: 0, data: SyntheticTokens}}": r"--data.sources.a.max_epochs 0: must be",
     "{a.b: {weight: 1, data: SyntheticTokens}}": r"--data.sources 'a.b': a name must consist of letters",
     "{'a,b': {weight: 1, data: SyntheticTokens}}": r"--data.sources 'a,b': a name must",

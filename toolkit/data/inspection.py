@@ -23,7 +23,7 @@ def inspect_rows(prepared: PreparedData, num_samples: int) -> Values:
     statistics, rows = getattr(train, "statistics", None), getattr(train, "preview", train)
     longest = [] if statistics is None else statistics["longest"]
     return {
-        "counts": _count_rows(prepared) if statistics is None else _select_counts(statistics, prepared),
+        "counts": _count_rows(prepared, rows) if statistics is None else _select_counts(statistics, prepared),
         "longest": [{"where": train.describe_row(source, row), "tokens": tokens} for tokens, source, row in longest],
         "samples": [_describe_sample(prepared, *document) for document in _iterate_documents(rows, num_samples)],
     }
@@ -54,10 +54,9 @@ def _select_counts(statistics: Values, prepared: PreparedData) -> Values:
     return counts
 
 
-def _count_rows(prepared: PreparedData) -> Values:
-    train, count = getattr(prepared.train, "preview", prepared.train), row_count(prepared.train)
-    surveyed = min(len(train), _SURVEY_ROWS)
-    rows = [row for i in range(surveyed) for row in rows_of(train[i])]
+def _count_rows(prepared: PreparedData, preview: TokenDataset) -> Values:
+    count, surveyed = row_count(prepared.train), min(len(preview), _SURVEY_ROWS)
+    rows = [row for i in range(surveyed) for row in rows_of(preview[i])]
     tokens = sum(len(row["input_ids"]) for row in rows)
     n_targets = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows)
     return ({} if count is None else {"train_rows": count}) | {

@@ -82,15 +82,10 @@ def exit_with_parent() -> None:
 
 
 def _load(
-    rows: TokenDataset,
-    micro_batches: Iterable[list[list[int]] | DataError],
-    num_workers: int,
-    padding: Padding,
-    count: Count | None,
-    added_bos: AddedBos | None = None,
+    dataset: _MicroBatches, micro_batches: Iterable[list[list[int]] | DataError], num_workers: int = 0
 ) -> Iterator[Batch]:
     loader = DataLoader(
-        _MicroBatches(rows, padding, count, added_bos),
+        dataset,
         sampler=micro_batches,
         batch_size=None,
         num_workers=num_workers,
@@ -207,7 +202,7 @@ def train_batches(
         except DataError as error:
             yield error  # raised when its step is reached; the loader prefetches, so raising here is too early
 
-    batches = _load(rows, micro_batches(), num_workers, padding, count)
+    batches = _load(_MicroBatches(rows, padding, count), micro_batches(), num_workers)
     accumulation = global_batch_size // (world_size * micro_batch_size)
     return iter(lambda: list(islice(batches, accumulation)), [])
 
@@ -232,4 +227,4 @@ def val_batches(
     ids = np.full(-(-n // per_round) * per_round, FILLER)
     ids[:n] = np.arange(n)
     micro_batches = _micro_batches_of_rank(ids, ids, row_lengths(rows), micro_batch_size, rank, world_size)
-    return _load(rows, micro_batches, 0, padding, count, added_bos)
+    return _load(_MicroBatches(rows, padding, count, added_bos), micro_batches)

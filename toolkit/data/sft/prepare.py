@@ -34,7 +34,18 @@ _CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_star
 def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
     """Load prepared rows from the cache, or prepare them."""
     start = time.perf_counter()
-    key = hash_inputs(_key_inputs(config))
+    inputs = {
+        "code": CODE_VERSION,
+        "sources": {
+            "train": [source.fingerprint() for source in config.splits.train],
+            "val": None if config.splits.val is None else [source.fingerprint() for source in config.splits.val],
+        },
+        "tokenizer": config.tokenizer.fingerprint,
+        "probe": config.tokenizer.encode("a"),  # shows whether the tokenizer adds bos
+        "template": config.template and [config.template.source, *config.template.stop_ids],
+        "options": config.cache_options(),
+    }
+    key = hash_inputs(inputs)
     folder = choose_cache_dir(config.cache_dir) / f"{config.module}-{key[:16]}"
     prepared, is_cached = load_or_prepare(
         folder,
@@ -49,20 +60,6 @@ def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
         report(f"Data: {note}")
     report(f"Data: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
-
-
-def _key_inputs(config: SFTConfig) -> Values:
-    return {
-        "code": CODE_VERSION,
-        "sources": {
-            "train": [source.fingerprint() for source in config.splits.train],
-            "val": None if config.splits.val is None else [source.fingerprint() for source in config.splits.val],
-        },
-        "tokenizer": config.tokenizer.fingerprint,
-        "probe": config.tokenizer.encode("a"),  # shows whether the tokenizer adds bos
-        "template": config.template and [config.template.source, *config.template.stop_ids],
-        "options": config.cache_options(),
-    }
 
 
 def _collect_notes(config: SFTConfig, statistics: Values) -> list[str]:

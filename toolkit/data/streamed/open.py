@@ -210,7 +210,7 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
     assert isinstance(rows, StreamedRows)
     stream = rows.segments.reader.stream
     unprepared = [n for n in range(part[0] - 1, len(stream.source.segments), part[1]) if stream.ready(n) is None]
-    reader, total, done, size = StreamReader(stream, workers, None, report), len(unprepared), 0, 0
+    reader, total, size = StreamReader(stream, workers, None, report), len(unprepared), 0
     start, report_progress = time.perf_counter(), throttle(report)
     for number in unprepared:
         error_file(stream.folder, number).unlink(missing_ok=True)
@@ -224,17 +224,17 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
                         raise UserError(describe_broken(counts.broken))
                     unprepared.remove(number)
                     reader.reset_starts()
-                    done, size = done + 1, size + counts.text_bytes
+                    size += counts.text_bytes
                 elif error_file(stream.folder, number).exists():
                     raise UserError(error_file(stream.folder, number).read_text(encoding="utf-8"))
-            rate = size / 1e6 / (time.perf_counter() - start)
-            report_progress(f"Data: {done:,} of {total:,} segments, {rate:.1f} MB of text per second")
+            rate = f"{size / 1e6 / (time.perf_counter() - start):.1f} MB of text per second"
+            report_progress(f"Data: {total - len(unprepared):,} of {total:,} segments, {rate}")
             time.sleep(0.1)
     except DataError as error:
         raise UserError(str(error)) from error
     finally:
         reader.close()
         stop_workers(stream.folder)
-    speed = f", {size / 1e6 / (time.perf_counter() - start):.1f} MB of text per second" if done else ""
+    speed = f", {size / 1e6 / (time.perf_counter() - start):.1f} MB of text per second" if total else ""
     used = folder_bytes(stream.folder / "units")
     report(f"Data: {total:,} segments prepared in {stream.folder}, {used / 1e9:.2f} GB{speed}")

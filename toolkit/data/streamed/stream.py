@@ -100,10 +100,9 @@ class Stream:
 
     def __init__(self, folder: Path, source: Source, tokenizer: Tokenizer) -> None:
         self.folder, self.source, self.tokenizer = folder, source, tokenizer
-        for name in ("counts", "units", "locks", "readers"):
+        for name in ("", "counts", "units", "locks", "readers"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        for part in (folder, folder / "counts", folder / "units", folder / "readers"):
-            sweep(part)
+            sweep(folder / name)
 
     def save(self) -> None:
         """Write the source and tokenizer for :meth:`load`. The source of toolkit 0.1.0 stays as it is for its rule."""

@@ -5,10 +5,9 @@ import os
 import time
 from codecs import BOM_UTF8
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -238,21 +237,21 @@ def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer, ends: Doc
             starts = chunk.ends_document
         return chunks, np.asarray(ids, np.int64)
 
-    def jobs() -> Iterator[Callable[[], Tokenized]]:
+    def jobs() -> Iterator[tuple[list[TextChunk], bool]]:
         starts = True
         for batch in batches:
-            yield partial(encode, batch, starts)
+            yield batch, starts
             starts = batch[-1].ends_document
 
     if not is_parallel():
-        yield from (job() for job in jobs())
+        yield from (encode(*job) for job in jobs())
         return
     # as many as the library would start; a job may have only some of the cores
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     running = deque[Future[Tokenized]]()
     with one_thread_per_call(), ThreadPoolExecutor(threads) as pool:
         for job in jobs():
-            running.append(pool.submit(job))
+            running.append(pool.submit(encode, *job))
             if len(running) > threads:
                 yield running.popleft().result()
         while running:

@@ -70,8 +70,7 @@ class TokenWriter:
 
     def add(self, ids: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray | None = None) -> None:
         """Append tokens. ``loss_mask`` has one value per token."""
-        if (loss_mask is None) != (self._loss_mask is None) or (loss_mask is not None and len(loss_mask) != len(ids)):
-            raise ValueError(f"{len(ids)} tokens need as many values of the loss mask, if there is one")
+        assert (loss_mask is None) == (self._loss_mask is None)
         self._tokens.add(np.asarray(ids))
         if self._loss_mask is not None:
             self._loss_mask.add(np.asarray(loss_mask))
@@ -99,10 +98,8 @@ class _ArrayWriter:
 
     def add(self, values: np.ndarray) -> None:
         if len(values):
-            least, most, dtype = int(values.min()), int(values.max()), self._buffer.dtype
-            if least < 0 or most > np.iinfo(dtype).max:
-                raise ValueError(f"values from {least} to {most} do not fit {dtype}")
-            self.largest = max(self.largest, most)
+            self.largest = max(self.largest, int(values.max()))
+            assert values.min() >= 0 and self.largest <= np.iinfo(self._buffer.dtype).max  # NumPy would wrap them
         while len(values):
             filled = self.size % len(self._buffer)
             part = values[: len(self._buffer) - filled]
@@ -224,7 +221,5 @@ def open_splits(folder: Path, manifest: Values, block_size: int) -> tuple[BlockD
     store, splits = TokenStore(folder), manifest.get("splits")
     if splits is None:
         raise ValueError(f"{folder} holds samples with a loss mask; only the data module that prepared them reads them")
-    train, val = (None if (part := splits[name]) is None else BlockDataset(store, block_size, *part) for name in SPLITS)
-    if train is None:
-        raise ValueError("the manifest lists no training tokens")
-    return train, val
+    val = None if splits["val"] is None else BlockDataset(store, block_size, *splits["val"])
+    return BlockDataset(store, block_size, *splits["train"]), val
