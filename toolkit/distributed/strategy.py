@@ -8,8 +8,6 @@ from toolkit.config import AUTO, STRATEGIES, DDPArgs, FSDPArgs, Precision, none_
 from toolkit.distributed.mesh import UNSHARDED, Layout, sharded_layout
 from toolkit.extension import load_registered
 
-FSDP = (AUTO, "fsdp", "fsdp2")
-"""Values of ``--strategy`` that use FSDP on several devices. "fsdp2" is another spelling of "fsdp"."""
 OFFLOADING = ("cuda",)
 """Accelerators that can offload to CPU memory."""
 
@@ -106,7 +104,7 @@ def plan_strategy(
     if (requested, strategy) == (AUTO, "ddp"):
         plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
-    if offloads and ranks == 1 and strategy in FSDP:
+    if offloads and ranks == 1 and strategy in (AUTO, "fsdp", "fsdp2"):
         plan = StrategyPlan("fsdp", "FULL_SHARD", Layout(), "--fsdp.cpu_offload on one device")
     if offloads and plan.kind == "fsdp":
         plan = replace(plan, offloads=True)

@@ -143,15 +143,14 @@ def evaluate(
     options = {"micro_batch_size": micro_batch_size, "rank": 0, "world_size": 1, "padding": padding}
     batches = batches_by_source(sources, limit, added_bos=prepared.added_bos, **options)
     source = "--data" if prepared.tokenizer is None else prepared.tokenizer.name
-    read: Counter[str] = Counter()
+    read = Counter(sequences=0, tokens=0)
     checked = {name: _embedded(one, config.padded_vocab_size, source, read) for name, one in batches.items()}
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None
     model = checkpoint.fabric.setup(native)
     metrics = validate(checkpoint.fabric, NextToken(), model, checked, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     named = {names.get(name, name.removeprefix("val_")): value for name, value in metrics.items()}
-    result = {"data": f"{type(data).__name__}, {split}"} | named
-    return result | {"sequences": read["sequences"], "tokens": read["tokens"]}
+    return {"data": f"{type(data).__name__}, {split}"} | named | read
 
 
 def _embedded(batches: Iterable[Batch], n_embeddings: int, source: str, read: Counter[str]) -> Iterator[Batch]:

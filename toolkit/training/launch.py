@@ -62,6 +62,11 @@ class Launch:
         return self.args.run_dir
 
     @property
+    def place(self) -> Path | str:
+        """The run's folder or URL, for messages."""
+        return self.out_dir if self.remote is None else self.remote.url
+
+    @property
     def timeouts(self) -> Timeouts:
         return Timeouts.from_minutes(self.args.timeout)
 

@@ -43,23 +43,17 @@ class Console(Callback):
                 f"skipped {trainer.skipped_steps} steps{' (GradScaler)' * (trainer.args.train.skip_spikes is None)}"
             )
         display.message(
-            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {final_model(trainer)}"
+            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {trainer.place}/{FINAL}"
         )
         if (trainer.out_dir / REPORT).exists():
-            place = trainer.out_dir if trainer.remote is None else trainer.remote.url
-            display.message(f"report: {place}/{REPORT}")
+            display.message(f"report: {trainer.place}/{REPORT}")
         for command in next_commands(trainer):
             display.message(f"  {command}")
         hint = precision_hint(trainer.config.device, trainer.config.precision)
         if hint is not None and trainer.state.resume_from is None:
             display.message(f"  {hint}")
         counts = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
-        display.event("end", status="finished", **counts, model=final_model(trainer))
-
-
-def final_model(trainer: Run) -> Path | str:
-    """Return the folder or URL of the final model."""
-    return trainer.out_dir / FINAL if trainer.remote is None else f"{trainer.remote.url}/{FINAL}"
+        display.event("end", status="finished", **counts, model=f"{trainer.place}/{FINAL}")
 
 
 def next_commands(trainer: Run) -> list[str]:
@@ -68,7 +62,7 @@ def next_commands(trainer: Run) -> list[str]:
     if state.model.config is None or not trainer.args.is_repeatable:
         return []
     hf_dir = trainer.out_dir / "hf" if trainer.remote is None else Path("out", "hf")
-    final, hf = (shlex.quote(str(path)) for path in (final_model(trainer), hf_dir))
+    final, hf = (shlex.quote(str(path)) for path in (f"{trainer.place}/{FINAL}", hf_dir))
     merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
     has_template = data.tokenizer is not None and tokenizer_template(data.tokenizer, strict=False) is not None
