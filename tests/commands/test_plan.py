@@ -116,7 +116,8 @@ def test_local_checkpoint_defines_the_architecture(capsys, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("argv", "first"),
     [
-        ("pretrain pythia-160m --train.micro_batch_size 64 --device_memory_gb 24", "--train.micro_batch_size 16"),
+        pytest.param("pretrain pythia-160m --train.micro_batch_size 64 --device_memory_gb 24",
+                     "--train.micro_batch_size 16", marks=pytest.mark.slow),
         pytest.param("finetune_full meta-llama/Llama-2-7b-hf --train.max_seq_length 512 --device_memory_gb 24",
                      "toolkit finetune_lora", marks=pytest.mark.slow),
         ("pretrain pythia-1b --devices 2 --num_nodes 4 --train.micro_batch_size 1 --train.global_batch_size 8"

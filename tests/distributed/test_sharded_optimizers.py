@@ -275,5 +275,6 @@ def eight_bit_main(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_8_bit_shards_whose_blocks_differ_from_one_process_are_refused():
     start_ranks(eight_bit_main, (free_port(),), 2)
