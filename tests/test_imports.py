@@ -298,7 +298,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "training/memory_stats.py Path('/proc/self/statm')",
     },
     "installed": {
-        "data/chat/sources.py files('toolkit.data.chat') / 'prompt_styles' / f'{style}.jinja'", "extension.py file",
+        "data/chat/sources.py _STYLES / f'{style}.jinja'", "extension.py file",
         "diagnostics/environment.py file", "data/text/python_stdlib.py path",
         "reporting/page.py files('toolkit.reporting') / name",
     },
@@ -309,7 +309,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
     },
     "the user's cache": {
         "data/cache.py folder / MANIFEST", "data/cache.py folder / CHECKSUMS", "data/cache.py json.load(stamp)",
-        "data/cache.py path", "data/streamed/open.py error_file(stream.folder, number)", "data/streamed/open.py saved",
+        "data/cache.py path", "data/streamed/open.py stream.error_file(number)", "data/streamed/open.py saved",
         "data/streamed/reader.py file", "data/streamed/reader.py error", "data/streamed/stream.py folder / SOURCE",
         "data/text/prepare.py key_file", "data/streamed/stream.py self._counts_file(number)",
         "data/streamed/tokenize_worker.py sys.stdin.buffer",

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 60_050,
+    "data": 57_100,
     "models": 58_800,
     "checkpoints": 47_600,
     "planning": 36_200,
@@ -31,7 +31,7 @@ BUDGET = {
     "commands": 8_500,
     "optim": 8_500,
     "reporting": 7_700,
-    "io": 5_050,
+    "io": 5_100,
     "serving": 5_300,
     "(top level)": 5_100,
     "objectives": 4_200,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from toolkit.data.base import Report, Values
 from toolkit.errors import DataError, UserError
@@ -124,8 +124,8 @@ def find_prepared(folder: Path, read: Callable[[], T], report: Report) -> tuple[
         return None, f"the cached data is damaged ({error!s})"
 
 
-def hash_inputs(inputs: Values) -> str:
-    """Return the cache key for ``inputs``, a hex SHA-256."""
+def hash_inputs(inputs: Any) -> str:
+    """Return the cache key for JSON values, a hex SHA-256."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 

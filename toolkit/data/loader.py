@@ -4,7 +4,6 @@ any number of ranks without replaying earlier steps."""
 import atexit
 import multiprocessing
 import os
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -21,6 +20,7 @@ from toolkit.data.base import AddedBos, TokenDataset, row_lengths, rows_of
 from toolkit.data.batch import FILLER, NO_ROUNDING, Batch, Padding, collate
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, one_line
+from toolkit.io.threads import ignore_signals
 
 Count = Callable[[Batch], dict[str, int]]
 
@@ -63,9 +63,7 @@ class _MicroBatches(Dataset):
 def _start_worker(_worker: int) -> None:
     # Launchers signal every process of a run. Workers ignore the signal, because the training process needs them to
     # finish the step (S3). They exit when the training process closes them or exits; see also _close_all.
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    ignore_signals()
     threading.Thread(target=exit_with_parent, daemon=True).start()
     # Threads of the tokenizers library do not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,6 +1,5 @@
 """Mix several data modules by weight."""
 
-import hashlib
 import json
 import math
 import re
@@ -21,6 +20,7 @@ from toolkit.data.base import (
     row_count,
     row_lengths,
 )
+from toolkit.data.cache import hash_inputs
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import check_rows
 from toolkit.errors import UserError
@@ -220,7 +220,7 @@ def _join(parts: dict[str, PreparedData], train: Any, tokenizer: Tokenizer | Non
 
     val = {name: rows for name, part in parts.items() if (rows := part.val) is not None and len(rows)}
     # exclude the weights: they may change on resume
-    key = json.dumps([[name, part.content_key] for name, part in parts.items()])
+    key = hash_inputs([[name, part.content_key] for name, part in parts.items()])
     sizes = [part.vocab_size for part in parts.values() if part.vocab_size is not None]
     weights = describe_weights({source.name: source.weight for source in train.sources})
     held_out = ConcatenatedRows(list(val.values())) if val else None
@@ -230,7 +230,7 @@ def _join(parts: dict[str, PreparedData], train: Any, tokenizer: Tokenizer | Non
         train=train,
         val=held_out,
         tokenizer=tokenizer,
-        content_key=hashlib.sha256(key.encode()).hexdigest(),
+        content_key=key,
         summary=summary,
         vocab_size=max(sizes) if sizes and (tokenizer is None or len(sizes) == len(parts)) else None,
         val_sources=val,

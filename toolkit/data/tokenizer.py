@@ -33,6 +33,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # organization/name, or just 
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _REPLACEMENT = re.compile(r'"pattern":\{"(String|Regex)":"(.*?)"\},"content":"(.*?)"\}')
 _MAX_GROWTH = 100_000  # of a text by all replacements, one after another
+Spans = list[tuple[int, int]]  # of characters, [start, end)
 _PARALLEL = "TOKENIZERS_PARALLELISM"  # the library reads it on each call
 
 
@@ -93,7 +94,10 @@ class Tokenizer:
             path = Path("checkpoints") / path
         file = path if path.is_file() else path / "tokenizer.json"
         if not path.exists():
-            raise UserError(f"{flag} {path}: no such folder or file; {_missing_hint(str(path))}")
+            hint = "specify a folder with a tokenizer.json"
+            if _HUB_NAME.fullmatch(str(path)):
+                hint = f"`toolkit download {path} --tokenizer_only` downloads it from the hub, or specify a local folder"
+            raise UserError(f"{flag} {path}: no such folder or file; {hint}")
         if not file.is_file():
             raise UserError(
                 f"{flag} {path}: contains no tokenizer.json (tokenizer.model or vocab.json alone is not supported)"
@@ -150,7 +154,7 @@ class Tokenizer:
                     tokens[name] = token
         return tokens
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], Spans]:
         """Tokenize ``text`` without bos. Return token ids and each token's character span [start, end).
 
         Byte tokens of one character have the same span.
@@ -253,12 +257,6 @@ class Tokenizer:
             return setting
         with _translate_panic(self.name):
             return self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
-
-
-def _missing_hint(path: str) -> str:
-    if not _HUB_NAME.fullmatch(path):
-        return "specify a folder with a tokenizer.json"
-    return f"`toolkit download {path} --tokenizer_only` downloads it from the hub, or specify a local folder"
 
 
 @contextmanager

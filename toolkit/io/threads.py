@@ -1,5 +1,6 @@
-"""Run functions in threads, with a timeout."""
+"""Run functions in threads, with a timeout, and in processes that ignore a run's signals."""
 
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -31,3 +32,10 @@ def call_with_timeout(seconds: float, function: Callable[[], T]) -> T:
     if not wait([result], seconds).done:
         raise TimeoutError("no answer")
     return result.result()
+
+
+def ignore_signals() -> None:
+    """Ignore the signals that launchers send to all processes of a run. Only the training process handles them."""
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -9,6 +9,7 @@ from toolkit.errors import UserError, did_you_mean
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
+_STYLES = files("toolkit.data.chat") / "prompt_styles"
 # First lines of the built-in prompt styles, adapted to the tokenizer.
 _BEGIN = "{%- set begin = bos_token %}"
 _NO_BEGIN = "{%- set begin = '' %}"
@@ -21,8 +22,7 @@ _MARKUP = re.compile(r"<(?:\|[a-z_]+\||[a-z]+_of_turn)>")
 
 def prompt_styles() -> list[str]:
     """Return the valid values of ``--data.prompt_style``."""
-    folder = files("toolkit.data.chat") / "prompt_styles"
-    return sorted(file.name.removesuffix(".jinja") for file in folder.iterdir() if file.name.endswith(".jinja"))
+    return sorted(file.name.removesuffix(".jinja") for file in _STYLES.iterdir() if file.name.endswith(".jinja"))
 
 
 def require_style(style: str) -> None:
@@ -33,7 +33,7 @@ def require_style(style: str) -> None:
 def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
     """Return a prompt style's source, name and notes, adapted to the tokenizer's vocabulary."""
     require_style(style)
-    source = (files("toolkit.data.chat") / "prompt_styles" / f"{style}.jinja").read_text(encoding="utf-8")
+    source = (_STYLES / f"{style}.jinja").read_text(encoding="utf-8")
     name, notes = f"--data.prompt_style {style}", []
     if tokenizer_template(tokenizer, strict=False) is not None:
         notes.append(name + _OVERRIDES)

@@ -31,7 +31,7 @@ from toolkit.data.chat.sources import (
     tokenizer_template,
 )
 from toolkit.data.sft.messages import Conversation, EmptyAnswerError, Message, answer_weights
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizer import Spans, Tokenizer
 from toolkit.errors import UserError
 
 _HINT = "--data.chat_template FILE specifies another template"
@@ -152,7 +152,7 @@ class ChatTemplate(TemplateRenderer):
 
     def _tokenize(
         self, messages: Conversation, text: str, now: datetime, tools: Tools = None, encode: Any = None
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+    ) -> tuple[list[int], Spans]:
         """Return token ids and offsets of ``text``. If prompts are tokenized separately, split before each answer."""
         borders = {0, len(text)}
         if self._should_split_prompts:
@@ -165,7 +165,7 @@ class ChatTemplate(TemplateRenderer):
             offsets += [(start + first, start + last) for first, last in places]
         return ids, offsets
 
-    def _locate_answers(self, messages: Conversation, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+    def _locate_answers(self, messages: Conversation, tools: Tools) -> tuple[str, Spans]:
         """Return the rendered text and the span [start, end) of each answer, including the end-of-turn token."""
         answers = _answers(messages)
         for i in answers:

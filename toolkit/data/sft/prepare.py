@@ -20,12 +20,14 @@ import numpy as np
 from toolkit.data.base import PreparedData, Report, Row, Values
 from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
-from toolkit.data.sft.tokenize import Counts, SFTConfig, tokenize_samples
+from toolkit.data.sft.tokenize import Arrays, Counts, SFTConfig, tokenize_samples
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import UserError, join_first
 from toolkit.models.labels import IGNORE_INDEX
 
 CODE_VERSION = 8  # increment if the same rows and options produce different tokens or counts
+# Sample indices of all rows of a split, concatenated, and the offset of each row in them.
+Rows = tuple[np.ndarray, np.ndarray]
 _VAL_SEED = 0  # seed of the permutation that selects held-out samples
 _ROWS = "rows.npz"
 _CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts", "labels")
@@ -108,7 +110,7 @@ class PackedDataset:
     def __init__(
         self,
         store: TokenStore,
-        arrays: dict[str, np.ndarray],
+        arrays: Arrays,
         split: str,
         source_names: tuple[str, ...],
         statistics: Values,
@@ -154,7 +156,7 @@ class PackedDataset:
         """Return a row's location, such as ``data/faq.jsonl line 17``."""
         return f"{self._source_names[source]} {number:,}"
 
-    def _sample(self, member: int) -> tuple[np.ndarray, np.ndarray]:
+    def _sample(self, member: int) -> Rows:
         begin, end = self._offsets[member : member + 2].tolist()
         tokens = self._store.tokens(begin, end).astype(np.int64)
         return tokens[:-1], np.where(self._store.loss_mask(begin + 1, end), tokens[1:], IGNORE_INDEX)
@@ -198,7 +200,7 @@ def _open(folder: Path, key: str, config: SFTConfig) -> PreparedData:
     return PreparedData(train, val if len(val) else None, tokenizer, manifest["content_key"], summary)
 
 
-def _content_key(store: TokenStore, arrays: dict[str, np.ndarray]) -> str:
+def _content_key(store: TokenStore, arrays: Arrays) -> str:
     assert store.mask is not None
     digest = hashlib.sha256()
     for name, array, dtype in (("tokens", store.array, store.dtype.name), ("trained", store.mask, "bool")):
@@ -242,9 +244,7 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Report) -> None:
     write_manifest(folder, {"key": key, "content_key": _content_key(store, arrays), "facts": statistics})
 
 
-def _assign_rows(
-    config: SFTConfig, samples: dict[str, np.ndarray], counts: Counts
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _assign_rows(config: SFTConfig, samples: Arrays, counts: Counts) -> dict[str, Rows]:
     """Return (members, starts) per split: the concatenated sample indices of all rows, and the row offsets."""
     n_train = len(config.splits.train)
     is_val = samples["sources"] >= n_train
@@ -275,7 +275,7 @@ def _count_repeats(store: TokenStore, offsets: np.ndarray, rows: Values) -> int:
     return sum(value in repeated for value in held_out)
 
 
-def _hold_out(indices: np.ndarray, samples: dict[str, np.ndarray], fraction: float) -> tuple[np.ndarray, np.ndarray]:
+def _hold_out(indices: np.ndarray, samples: Arrays, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split samples into train and val at random with a fixed seed. All pieces of a sample go to one split."""
     origins = np.stack([samples["sources"][indices], samples["numbers"][indices]])
     unique, sample = np.unique(origins, axis=1, return_inverse=True)  # numbers the samples, in order
@@ -286,7 +286,7 @@ def _hold_out(indices: np.ndarray, samples: dict[str, np.ndarray], fraction: flo
     return indices[~held_out], indices[held_out]
 
 
-def _group_rows(config: SFTConfig, samples: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _group_rows(config: SFTConfig, samples: np.ndarray, lengths: np.ndarray) -> Rows:
     if config.packing == "none":
         return samples, np.arange(0, len(samples) + 1, 2 if config.kind == "pairs" else 1)
     rows = best_fit(lengths[samples], config.max_seq_length)

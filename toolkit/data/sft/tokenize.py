@@ -19,6 +19,7 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
 
+Arrays = dict[str, np.ndarray]
 N_LONGEST = 5  # number of longest samples to report
 
 
@@ -120,7 +121,7 @@ class Counts:
         return asdict(self) | {"dropped": self.dropped, "longest": longest}
 
 
-def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> tuple[Counts, dict[str, np.ndarray]]:
+def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> tuple[Counts, Arrays]:
     """Tokenize all rows, write tokens and loss masks, and finish the writer.
 
     Returns:

@@ -1,6 +1,5 @@
 """Open streamed text: prepare the tokenizer, the first segment and the validation rows."""
 
-import hashlib
 import json
 import sys
 import time
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabulary
-from toolkit.data.cache import choose_cache_dir, clean_up, throttle
+from toolkit.data.cache import choose_cache_dir, clean_up, hash_inputs, throttle
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed import segments
 from toolkit.data.streamed.files import SourceFiles, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
-from toolkit.data.streamed.reader import SegmentRequest, StreamReader, error_file, folder_bytes, stop_workers
+from toolkit.data.streamed.reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
 from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
 from toolkit.data.text.documents import TAIL, added_bos, choose_ends, train_tokenizer
 from toolkit.data.tokenizer import Tokenizer
@@ -138,7 +137,7 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
         val=val,
         tokenizer=stream.tokenizer,
         added_bos=added_bos(stream.source.ends, stream.tokenizer),
-        content_key=hashlib.sha256(json.dumps(content).encode()).hexdigest(),
+        content_key=hash_inputs(content),
         summary=(
             f"{len(files):,} file{'s' if len(files) > 1 else ''}, {size:,.1f} MB in {n_segments:,} "
             f"segment{'s' if n_segments > 1 else ''}, tokenized while they are read; the first has {n_rows:,} rows of "
@@ -213,7 +212,7 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
     reader, total, size = StreamReader(stream, workers, None, report), len(unprepared), 0
     start, report_progress = time.perf_counter(), throttle(report)
     for number in unprepared:
-        error_file(stream.folder, number).unlink(missing_ok=True)
+        stream.error_file(number).unlink(missing_ok=True)
     try:
         while unprepared:
             window = unprepared[: 4 * workers]
@@ -225,8 +224,8 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
                     unprepared.remove(number)
                     reader.reset_starts()
                     size += counts.text_bytes
-                elif error_file(stream.folder, number).exists():
-                    raise UserError(error_file(stream.folder, number).read_text(encoding="utf-8"))
+                elif stream.error_file(number).exists():
+                    raise UserError(stream.error_file(number).read_text(encoding="utf-8"))
             rate = f"{size / 1e6 / (time.perf_counter() - start):.1f} MB of text per second"
             report_progress(f"Data: {total - len(unprepared):,} of {total:,} segments, {rate}")
             time.sleep(0.1)

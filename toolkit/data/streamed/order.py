@@ -186,7 +186,10 @@ class StreamOrder:
                 divmod(epoch * n_segments + index + i, n_segments) for i in range(1, _AHEAD + reader.workers + 1)
             ]
             ahead = [number for number in dict.fromkeys(self._segment_at(*at) for at in following) if number != segment]
-            counts = reader.wait(segment, self._required_segments(segment), ahead)
+            # must not be evicted: this segment, the previous and the held-out one
+            held_out = [self.rows.first] if self.rows.held_out else []
+            in_use = dict.fromkeys([segment, *(number for _, number, _ in self._reached[-1:]), *held_out])
+            counts = reader.wait(segment, [*in_use], ahead)
             n_rows = self.rows.count(segment, counts)
             self._require_same_rows(epoch_index, segment, n_rows)
             self._report_broken(counts)
@@ -208,11 +211,6 @@ class StreamOrder:
                 f"{names}: has {max(0, n_rows):,} rows now, but {saved:,} when the checkpoint was saved; restore the "
                 "file as it was, or start a new run with another --out_dir"
             )
-
-    def _required_segments(self, segment: int) -> list[int]:
-        """Return the segments that must not be evicted: requested, previous and held-out."""
-        held_out = [self.rows.first] if self.rows.held_out else []
-        return list(dict.fromkeys([segment, *(number for _, number, _ in self._reached[-1:]), *held_out]))
 
     def _report_broken(self, counts: SegmentCounts) -> None:
         for name in counts.broken.keys() - self._broken:

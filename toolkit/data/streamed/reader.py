@@ -56,29 +56,24 @@ class StreamReader:
         self._starts = 0
 
     def request(self, request: SegmentRequest) -> None:
-        """Publish the segments that this process needs. Start tokenize workers if one of ``ahead`` is not ready."""
+        """Publish the segments that this process needs. Start tokenize workers if one of ``ahead`` is not ready.
+
+        Raises:
+            DataError: The cache folder is lost, or workers were started too often.
+        """
         try:
             if request != self.latest_request or self._pid != os.getpid():
                 self._register()
                 assert self._file is not None
                 self.latest_request = request
                 write_json(self._file, request.__dict__)
+            if not all(map(self.stream.ready, request.ahead)):
+                self._starts += start_workers(self.stream.folder, self.workers, self.max_bytes)
         except OSError as error:
-            raise self._lost_cache_error(error) from error
-        if not all(self.stream.ready(number) for number in request.ahead):
-            self.ensure_workers()
-
-    def ensure_workers(self) -> None:
-        """Start tokenize workers that are not running. Raise DataError after too many starts."""
-        try:
-            self._starts += start_workers(self.stream.folder, self.workers, self.max_bytes)
-        except OSError as error:
-            raise self._lost_cache_error(error) from error
+            hint = "was it deleted? resume to prepare the data again"
+            raise DataError(f"{self.stream.folder}: {one_line(error)}; {hint}") from error
         if self._starts > _MAX_STARTS * self.workers:
             raise DataError(_describe_death(self.stream.folder))
-
-    def _lost_cache_error(self, error: OSError) -> DataError:
-        return DataError(f"{self.stream.folder}: {one_line(error)}; was it deleted? resume to prepare the data again")
 
     def reset_starts(self) -> None:
         """Reset the start count after a segment becomes ready."""
@@ -94,14 +89,14 @@ class StreamReader:
             self.request(SegmentRequest(keep, ahead))
             return counts
         started, report_progress = time.monotonic(), throttle(self.report)
-        error = error_file(self.stream.folder, number)
+        error = self.stream.error_file(number)
         error.unlink(missing_ok=True)  # from an earlier attempt
         self.request(SegmentRequest(keep, [number, *ahead], is_waiting=True))
         while (counts := self.stream.ready(number)) is None:
             time.sleep(_POLL)
             with contextlib.suppress(FileNotFoundError):
                 raise DataError(error.read_text(encoding="utf-8"))
-            self.ensure_workers()
+            self.request(self.latest_request)
             waited = time.monotonic() - started
             report_progress(f"Data: waiting for segment {number:,} to be tokenized ({waited:.0f} s)")
         self.reset_starts()
@@ -148,11 +143,6 @@ def read_requests(folder: Path) -> list[SegmentRequest]:
         with contextlib.suppress(ValueError, TypeError, OSError):
             requests.append(SegmentRequest(**json.loads(file.read_bytes())))
     return requests
-
-
-def error_file(folder: Path, number: int) -> Path:
-    """Return the path where a tokenize worker reports an error for a segment."""
-    return folder / "readers" / f"unit-{number:06d}.error"
 
 
 def _describe_death(folder: Path) -> str:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from toolkit.data.base import Report
 from toolkit.data.cache import (
     DAMAGE_ERRORS,
     MANIFEST,
+    hash_inputs,
     publish,
     read_checksums,
     require_intact,
@@ -86,8 +86,7 @@ class Source:
     def key(self, tokenizer: list[Any] | str) -> str:
         """Return the cache key: the hex SHA-256 of everything that determines the tokens."""
         ends = filter(None, [self.ends.replace("later", "")])
-        inputs = [CODE_VERSION, self.identity, self.column, self.segment_bytes, tokenizer, *ends]
-        return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+        return hash_inputs([CODE_VERSION, self.identity, self.column, self.segment_bytes, tokenizer, *ends])
 
     def text_bytes(self, number: int) -> int:
         """Estimate the text size of a segment in bytes, from file sizes only."""
@@ -211,6 +210,10 @@ class Stream:
     def prepared(self) -> list[int]:
         names = sorted(path.stem for path in (self.folder / "counts").glob("*.json"))
         return [int(name) for name in names if name.isdigit()]
+
+    def error_file(self, number: int) -> Path:
+        """Return the path where a tokenize worker reports an error for a segment."""
+        return self.folder / "readers" / f"unit-{number:06d}.error"
 
     def _lock_file(self, number: int) -> Path:
         return self.folder / "locks" / f"unit-{number:06d}"

@@ -4,7 +4,6 @@ It runs at low priority. It exits when its standard input, a pipe from the paren
 """
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -13,9 +12,10 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from toolkit.data.streamed.reader import SegmentRequest, error_file, folder_bytes, read_requests
+from toolkit.data.streamed.reader import SegmentRequest, folder_bytes, read_requests
 from toolkit.data.streamed.stream import Stream
 from toolkit.io.storage import StorageError
+from toolkit.io.threads import ignore_signals
 
 _POLL = 0.1  # seconds between checks of the requests
 _MARGIN = 1.2  # safety factor on the estimated segment size
@@ -24,9 +24,7 @@ _RETRY = 30.0  # seconds before another attempt at a segment whose storage faile
 
 def main(folder: Path, max_bytes: int) -> None:
     """Tokenize the segments that readers of ``folder`` request, until standard input closes."""
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # launchers send these to all processes of a run
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    ignore_signals()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # other cores are for training and other workers
     if hasattr(os, "nice"):
@@ -54,7 +52,7 @@ def _serve(stream: Stream, max_bytes: int) -> None:
             except (StorageError, OSError) as error:
                 failed[number] = time.monotonic()
                 path = f"{stream.folder}: " if isinstance(error, OSError) else ""
-                error_file(stream.folder, number).write_text(f"{path}{error}", encoding="utf-8")
+                stream.error_file(number).write_text(f"{path}{error}", encoding="utf-8")
         else:
             time.sleep(_POLL)
 

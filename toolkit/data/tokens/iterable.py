@@ -18,7 +18,6 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from toolkit.data.base import Row, State
-from toolkit.data.tokens.in_memory import read_val
 from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, hash_rows, read_row, require_shifted
 from toolkit.errors import DataError, UserError
 
@@ -37,11 +36,12 @@ class IterableData(PythonData):
     """
 
     def __init__(self, dataset: Any, val_dataset: Any, max_length: int | None, allow_duplicates: bool = False) -> None:
-        if is_loader(dataset):
-            train: IterableRows = DataLoaderRows(dataset, max_length, allow_duplicates)
-        else:
-            train = IterableRows(dataset, max_length)
-        super().__init__(train, read_val(val_dataset, max_length))
+        train = (
+            DataLoaderRows(dataset, max_length, allow_duplicates)
+            if is_loader(dataset)
+            else IterableRows(dataset, max_length)
+        )
+        super().__init__(train, val_dataset, max_length)
 
 
 class IterableRows:

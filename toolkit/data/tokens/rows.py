@@ -23,10 +23,12 @@ class PythonData(DataModule):
     Args:
         train: The training rows. ``lengths_checked`` are the input tokens of each checked row, ``key`` is a hash of
             the rows, and ``what`` describes them.
-        val: The validation rows, or None.
+        val_dataset: Map-style dataset of validation rows, or None.
+        max_length: Truncate validation rows to this many input tokens; None keeps their length.
     """
 
-    def __init__(self, train: Any, val: Any, num_workers: int = 0) -> None:
+    def __init__(self, train: Any, val_dataset: Any, max_length: int | None, num_workers: int = 0) -> None:
+        val = None if val_dataset is None else InMemoryDataset("val_dataset", val_dataset, max_length)
         self.train, self.val, self.num_workers = train, val, num_workers
         self.lengths: list[int] = train.lengths_checked
         self.content_key: str = train.key
@@ -57,6 +59,40 @@ class PythonData(DataModule):
                 f"{max_seq_length}; truncate the rows, or set train.max_seq_length {max_seq_length}"
             )
         return f"{min(self.lengths)} to {longest} tokens" if self.is_ragged else f"{longest} tokens"
+
+
+class InMemoryDataset:
+    """Adapts a user-provided dataset to :class:`~toolkit.data.base.TokenDataset`. Checks evenly spaced rows.
+
+    Args:
+        name: Shown in error messages.
+    """
+
+    def __init__(self, name: str, dataset: Any, max_length: int | None) -> None:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, str | Mapping):
+            raise UserError(
+                f"{name} {type(dataset).__name__}: needs len() and [index] starting at 0; provide a list of rows"
+            )
+        if not len(dataset):
+            raise UserError(f"{name}: has no rows")
+        self._name, self._dataset, self._max_length = name, dataset, max_length
+        self.what = f"{len(dataset):,} rows"
+        last = len(self) - 1
+        indices = sorted({round(last * i / (MAX_CHECKED_ROWS - 1)) for i in range(MAX_CHECKED_ROWS)})
+        rows = [self[index] for index in indices]
+        require_shifted(rows, name)
+        key = hashlib.sha256(f"rows {len(self)}".encode())
+        for index, row in zip(indices, rows, strict=True):
+            key.update(f"|{index} {len(row['input_ids'])}|".encode() + row_bytes(row))
+        self.key = key.hexdigest()
+        self.lengths_checked = [len(row["input_ids"]) for row in rows]
+        self.is_ragged = len(set(self.lengths_checked)) > 1
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        return read_row(self._dataset[index], f"{self._name}[{index}]", self._max_length)
 
 
 def read_row(item: Any, name: str, max_length: int | None) -> Row:
