@@ -96,7 +96,7 @@ class Tokenizer:
         if not path.exists():
             hint = "specify a folder with a tokenizer.json"
             if _HUB_NAME.fullmatch(str(path)):
-                hint = f"`toolkit download {path} --tokenizer_only` downloads it from the hub, or specify a local folder"
+                hint = f"`toolkit download {path} --tokenizer_only` downloads it from the hub, or give a local folder"
             raise UserError(f"{flag} {path}: no such folder or file; {hint}")
         if not file.is_file():
             raise UserError(
