@@ -272,7 +272,7 @@ def test_wrong_bodies_are_errors_that_name_the_field(client):
         (ask | {"a" * 5000: 2}, "a" * 200, "..."),
         (ask | {"temperature": "hot"}, "temperature", "valid number"),
         (ask | {"temperature": -1}, "temperature", "greater than or equal to 0"),
-        (ask | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (ask | {"max_tokens": 0}, "max_tokens", "greater than 0"),
         (ask | {"stop": [1]}, "stop.0", "string"),
         (ask | {"stop": ""}, "stop", "at least 1"),
         (ask | {"stop": ["a"] * 5}, "stop", "at most 4"),

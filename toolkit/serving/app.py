@@ -82,10 +82,8 @@ class Service:
             ids = [part for part in prompt if isinstance(part, int)]
             if len(ids) < len(prompt):
                 raise ApiError(400, f"prompt: has {len(prompt)} texts, but a request must have one", "prompt")
-            if max(ids) >= config.padded_vocab_size:
-                raise ApiError(
-                    400, f"prompt: has token {max(ids)}; the last is {config.padded_vocab_size - 1}", "prompt"
-                )
+            if max(ids) >= (size := config.padded_vocab_size):
+                raise ApiError(400, f"prompt: has token {max(ids)}; the last is {size - 1}", "prompt")
         return self._request(body, ids, self._eos_ids, "prompt")
 
     def encode_chat(self, body: ChatBody) -> Request:
@@ -149,26 +147,24 @@ class Endpoint:
                 body = await asyncio.to_thread(self.body_class.model_validate_json, content)
                 service.describe(body.model)
                 request = await asyncio.to_thread(self.encode, body)
-            response = await self._respond(body, http, items, request)
-            await response(scope, receive, send)
+            form = self.format_class(service.tokenizer, request, service.name)
+            pieces = read_pieces(service.batcher, service.tokenizer, request, body.stops, items)
+            if body.stream:
+                events = form.events(pieces, body.include_usage)
+                await StreamingResponse(events, media_type="text/event-stream")(scope, receive, send)
+                return
+            answer, end = asyncio.ensure_future(_collect(pieces)), asyncio.ensure_future(_until_disconnect(http))
+            try:
+                await asyncio.wait([answer, end], return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():
+                    # in a thread, because the log-probabilities of a long answer take seconds
+                    response = await asyncio.to_thread(lambda: JSONResponse(form.response(answer.result())))
+                    await response(scope, receive, send)
+            finally:
+                answer.cancel()
+                end.cancel()
         finally:
             service.active.remove(items)
-
-    async def _respond(self, body: Body, http: HttpRequest, items: Items, request: Request) -> Response:
-        form = self.format_class(self.service.tokenizer, request, self.service.name)
-        pieces = read_pieces(self.service.batcher, self.service.tokenizer, request, body.stops, items)
-        if body.stream:
-            return StreamingResponse(form.events(pieces, body.include_usage), media_type="text/event-stream")
-        answer, end = asyncio.ensure_future(_collect(pieces)), asyncio.ensure_future(_until_disconnect(http))
-        try:
-            await asyncio.wait([answer, end], return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                return Response(status_code=499)
-            # in a thread, because the log-probabilities of a long answer take seconds
-            return await asyncio.to_thread(lambda: JSONResponse(form.response(answer.result())))
-        finally:
-            answer.cancel()
-            end.cancel()
 
 
 async def _collect(pieces: AsyncGenerator[Piece, None]) -> Piece:
@@ -210,7 +206,7 @@ class Gatekeeper:
                 raise ApiError(413, f"the body has more than {self.max_body} bytes; shorten the prompt")
             return message
 
-        error = self._find_error(scope) if scope["type"] == "http" else None
+        error = self._find_error(scope)
         await (self.app if error is None else _error_response(error))(scope, receive_limited, send)
 
     def _find_error(self, scope: Scope) -> ApiError | None:

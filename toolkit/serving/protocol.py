@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from toolkit.errors import did_you_mean, one_line
 
@@ -22,6 +22,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 1024  # OpenAI documents the number
+_Alternatives = Annotated[int, Field(ge=0, le=20)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _Ids = Field(min_length=1, fail_fast=True)  # errors of all items of a hostile body would take gigabytes
 _Items = Field(min_length=1, max_length=2048, fail_fast=True)
@@ -71,9 +72,9 @@ class Body(_Fields):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: NonNegativeInt | None = None
     """Not in OpenAI's API, but in other servers'."""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: PositiveInt | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -103,8 +104,8 @@ class Body(_Fields):
 class CompletionBody(Body):
     """The body of a request to /v1/completions."""
 
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], _Ids] | Annotated[list[str], _Ids]
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt: str | Annotated[list[NonNegativeInt], _Ids] | Annotated[list[str], _Ids]
+    logprobs: _Alternatives | None = None
 
     @property
     def n_top(self) -> int | None:
@@ -132,9 +133,9 @@ class ChatBody(Body):
     """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[Message], _Items]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: _Alternatives | None = None
 
     @property
     def max_answer(self) -> int | None:

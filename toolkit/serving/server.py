@@ -107,10 +107,12 @@ class Server(uvicorn.Server):
             listener.listen(LISTEN_BACKLOG)  # asyncio has set it to ACCEPTS
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        tasks, end = self.server_state.tasks, asyncio.ensure_future(super().shutdown(sockets))
-        await asyncio.wait([end], timeout=self.shutdown_timeout)
-        self.stop_requests()
-        await asyncio.wait([end, *tasks], timeout=1)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.shutdown_timeout, self.stop_requests)
+        loop.call_later(self.shutdown_timeout + 1, self._abort)
+        await super().shutdown(sockets)
+
+    def _abort(self) -> None:
+        """Close the connections of clients that neither send the rest of a request nor read its error."""
         for connection in self.server_state.connections:
             connection.transport.abort()
-        await asyncio.wait([end, *tasks])
