@@ -178,11 +178,7 @@ def muon_learning_rate(lr: float, adjust_lr_fn: str | None, shape: tuple[int, in
 
 
 def start_fake_group(world_size: int, rank: int) -> None:
-    """Create a process group of fake ranks; this process is ``rank``. Collectives do nothing, also on fake tensors.
-
-    Raises:
-        ImportError: this build of torch lacks its testing modules.
-    """
+    """Create a process group of fake ranks; this process is ``rank``. Collectives do nothing, also on fake tensors."""
     from torch.distributed._tools import fake_collectives  # noqa: F401  # registers them
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -8,7 +8,6 @@ time; ``busbw`` is ``algbw`` times 2 (n - 1) / n for all-reduce, and times (n - 
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,27 +25,15 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 _PATTERN = 251  # elements after which values repeat; keeps sums over ranks exact in fp32
 
 
-class Measurement(NamedTuple):
-    """Timing of one operation.
+def measure_collectives(device: torch.device) -> Iterator[tuple[str, int, float, float, float]]:
+    """Check and time all-reduce, all-gather and reduce-scatter. All ranks must iterate together.
 
-    Args:
-        operation: Name of the operation.
-        size: Bytes of the complete tensor.
-        seconds: Mean time on the slowest rank over several repetitions.
-        algbw, busbw: Bytes per second; see the module docstring.
+    Yields:
+        The name of the operation, the bytes of the complete tensor, the mean time on the slowest rank over several
+        repetitions in seconds, and algbw and busbw in bytes per second; see the module docstring.
     """
-
-    operation: str
-    size: int
-    seconds: float
-    algbw: float
-    busbw: float
-
-
-def measure_collectives(device: torch.device) -> Iterator[Measurement]:
-    """Check and time all-reduce, all-gather and reduce-scatter. All ranks must iterate together."""
     rank, n = ranks.global_rank(), ranks.world_size()
-    for size in SIZES.get(device.type, SIZES["cpu"]):
+    for size in SIZES[device.type]:
         count = _elements(size, n)
         share = count // n
         values, total = _values(count, rank, device), _sum(count, device)
@@ -66,7 +53,7 @@ def measure_collectives(device: torch.device) -> Iterator[Measurement]:
             _require_correct(f"{name} of {format_size(size)}", result, expected)
             seconds = max(ranks.all_gather_object(_local_seconds(operation, device, 5 if size > _MIB else 20)))
             factor = (2 if result is reduced else 1) * (n - 1) / n
-            yield Measurement(name, size, seconds, size / seconds, size / seconds * factor)
+            yield name, size, seconds, size / seconds, size / seconds * factor
 
 
 def measure_ring(device: torch.device) -> list[float]:
@@ -75,7 +62,7 @@ def measure_ring(device: torch.device) -> list[float]:
     Returns the bandwidth from each rank to the next in bytes per second, on every rank.
     """
     rank, n = ranks.global_rank(), ranks.world_size()
-    size = SIZES.get(device.type, SIZES["cpu"])[-1]
+    size = SIZES[device.type][-1]
     sent, received = _values(_elements(size, n), rank, device), torch.empty(_elements(size, n), device=device)
 
     def transfer() -> None:

@@ -12,7 +12,6 @@ from lightning.fabric import Fabric
 from toolkit.config import AUTO, Accelerator, Auto, DDPArgs, EvalArgs, FSDPArgs, OptimizerArgs, Strategy, TrainArgs
 from toolkit.data.tokens.synthetic import SyntheticTokens
 from toolkit.diagnostics import communication
-from toolkit.diagnostics.comparison import compare
 from toolkit.diagnostics.environment import (
     Sections,
     describe_environment,
@@ -55,11 +54,11 @@ def examine(
     """Print the report on rank 0. Every process calls this. The options are those of the command."""
     device = pick_accelerator(accelerator)
     world = detect_world(devices, num_nodes, count_devices(device))
-    for name, value, is_default in (
-        ("comm", comm, not comm), ("check_grads", check_grads, not check_grads), ("timeout", timeout, timeout == AUTO)
-    ):  # fmt: skip
+    if world.world_size == 1:
         hint = "needs several processes; use --devices 2 or a launcher"
-        require_option(world.world_size > 1 or is_default, name, str(value).lower(), hint)
+        require_option(not comm, "comm", "true", hint)
+        require_option(not check_grads, "check_grads", "true", hint)
+        require_option(timeout == AUTO, "timeout", timeout, hint)
     has_effect = check_grads or strategy == "auto"
     require_option(has_effect, "strategy", strategy, "has no effect without --check_grads")
     minutes = 5.0 if timeout == AUTO else timeout
@@ -71,7 +70,13 @@ def examine(
     if world.world_size > 1:
         addresses: list[str] = []
         with _errors_with_addresses(addresses, world, device):
-            with _connect(world, device, minutes) as fabric:
+            plan = StrategyPlan("ddp", None, Layout(replicate=world.world_size), "")
+            fabric = build_fabric(
+                plan, world, accelerator=device, precision="32-true", fsdp=FSDPArgs(), ddp=DDPArgs(),
+                block_classes={Block},
+            )  # fmt: skip
+            with launch_processes(fabric, world, Timeouts.from_minutes(minutes)) as group:  # as a run does
+                group.init_process_group()
                 addresses += ranks.all_gather_object(f"pid {os.getpid()} on {socket.gethostname()}")
                 warnings += _examine_ranks(world, fabric, addresses, environment)
                 if comm:
@@ -85,19 +90,6 @@ def examine(
 
 
 @contextmanager
-def _connect(world: WorldInfo, device: str, minutes: float) -> Iterator[Fabric]:
-    """Launch the processes and connect them, as a run does."""
-    layout = Layout(replicate=world.world_size)
-    fabric = build_fabric(
-        StrategyPlan("ddp", None, layout, ""), world, accelerator=device, precision="32-true", fsdp=FSDPArgs(),
-        ddp=DDPArgs(), block_classes={Block},
-    )  # fmt: skip
-    with launch_processes(fabric, world, Timeouts.from_minutes(minutes)) as group:
-        group.init_process_group()
-        yield fabric
-
-
-@contextmanager
 def _errors_with_addresses(addresses: list[str], world: WorldInfo, device: str) -> Iterator[None]:
     """Add process addresses to messages about ranks. Use exit code 1 for every lost process."""
     try:
@@ -106,23 +98,16 @@ def _errors_with_addresses(addresses: list[str], world: WorldInfo, device: str) 
         error.exit_code = 1 if error.exit_code == UserError.exit_code else error.exit_code
         raise
     except (PeerLostError, UserError) as error:
-        named = name_addresses(str(error), addresses, world)
+        # the host and pid of each rank that the message names, or the node if the rank never connected
+        lists = re.findall(r"\branks? (\d+(?:, \d+)*)", str(error))
+        mentioned = sorted({int(number) for text in lists for number in text.split(", ")})
+        n = world.devices
+        places = addresses or [f"process {rank % n} of node {rank // n}" for rank in range(world.world_size)]
+        before, aborting, _ = str(error).partition("; aborting")  # the rest is how to resume
+        named = "; ".join([f"{before}{aborting}", *(f"rank {rank} is {places[rank]}" for rank in mentioned)])
         lost = PeerLostError(f"{named}; {_NCCL_HINT}" if device == "cuda" else named)
         mark_reported(lost)
         raise lost from error
-
-
-def name_addresses(text: str, addresses: list[str], world: WorldInfo) -> str:
-    """Append to ``text`` the host and pid of each rank it mentions, or the node if the rank never connected."""
-    named = {int(n) for numbers in re.findall(r"\branks? (\d+(?:, \d+)*)", text) for n in numbers.split(", ")}
-
-    def place(rank: int) -> str:
-        node, process = divmod(rank, world.devices)
-        return addresses[rank] if addresses else f"process {process} of node {node}"
-
-    places = [f"rank {rank} is {place(rank)}" for rank in sorted(named)]
-    before, aborting, _ = text.partition("; aborting")  # the rest is how to resume
-    return "; ".join([f"{before}{aborting}", *places])
 
 
 def _examine_ranks(world: WorldInfo, fabric: Fabric, addresses: list[str], environment: Sections) -> list[str]:
@@ -163,10 +148,9 @@ def _examine_communication(world: WorldInfo, fabric: Fabric, addresses: list[str
     backend = "nccl" if fabric.device.type == "cuda" else "gloo"
     _print(world, f"Communication ({backend}, {world.world_size} ranks, float32; busbw as in nccl-tests)")
     _print(world, f"  {'operation':14}{'size':>9}{'time':>12}{'algbw':>14}{'busbw':>14}")
-    for name, size, seconds, *rates in communication.measure_collectives(fabric.device):
-        bandwidths = "".join(f"{rate / 1e9:>9.3g} GB/s" for rate in rates)
-        milliseconds = f"{seconds * 1e3:,.3f} ms"
-        _print(world, f"  {name:14}{communication.format_size(size):>9}{milliseconds:>12}{bandwidths}")
+    for name, size, seconds, algbw, busbw in communication.measure_collectives(fabric.device):
+        where = f"  {name:14}{communication.format_size(size):>9}"
+        _print(world, f"{where}{seconds * 1e3:>9,.3f} ms{algbw / 1e9:>9.3g} GB/s{busbw / 1e9:>9.3g} GB/s")
     links = communication.measure_ring(fabric.device)
     for name, choose in (("slowest", min), ("fastest", max)):
         bandwidth, sender = choose((bandwidth, rank) for rank, bandwidth in enumerate(links))
@@ -177,7 +161,7 @@ def _examine_communication(world: WorldInfo, fabric: Fabric, addresses: list[str
 
 
 def _examine_gradients(world: WorldInfo, accelerator: Accelerator, strategy: Strategy, minutes: float) -> None:
-    """Train a small model for one step on all ranks and on one process; print each parameter's gradient norm."""
+    """Train a small model for one step on all ranks and on one process; print how far their gradients differ."""
     with redirect_stdout(io.StringIO()):
         args = RunArgs(
             command="pretrain", model_name=_MODEL, data=SyntheticTokens(vocab_size=512), eval=EvalArgs(),
@@ -189,15 +173,11 @@ def _examine_gradients(world: WorldInfo, accelerator: Accelerator, strategy: Str
     _print(world, f"Gradients of one step of {_MODEL}: {config.strategy}")
     if world.global_rank != 0:
         return
-    (record,), (reference,) = check.records, check.reference
-    width = max(map(len, record.gradients))
-    print(f"  {'parameter':{width}}{'norm':>14}{'one process':>14}")
-    for name, norm in record.gradients.items():
-        print(f"  {name:{width}}{norm:>14.8f}{reference.gradients[name]:>14.8f}")
-    largest = compare(record, reference).gradient
+    (difference,) = check.differences
     replicas = world.world_size // config.strategy.shards
     copies = f"; the {replicas} replicas are bit-equal" if replicas > 1 else ""
-    print(f"  largest relative difference of a norm from one process: {largest:.1e}{copies}")
+    print(f"  {len(check.records[0].gradients)} parameters; largest relative difference of a norm from one process: "
+          f"{difference.gradient:.1e}, of {difference.parameter}{copies}")  # fmt: skip
 
 
 def _print(world: WorldInfo, text: str) -> None:

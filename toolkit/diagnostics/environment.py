@@ -59,9 +59,8 @@ def format_sections(sections: Sections) -> str:
     width = max(len(name) for entries in sections.values() for name in entries)
     lines: list[str] = []
     for title, entries in sections.items():
-        lines += [title, *(f"  {name:{width}}  {text}".rstrip() for name, text in entries.items())]
-        if not entries:
-            lines.append("  none")
+        shown = entries or {"none": ""}
+        lines += [title, *(f"  {name:{width}}  {text}".rstrip() for name, text in shown.items())]
     return "\n".join(lines)
 
 
@@ -132,16 +131,19 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 def nvidia_smi(*arguments: str) -> str | None:
     """Return the output of nvidia-smi; None if it is missing or fails."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _machine() -> dict[str, str]:
     facts = {"host": socket.gethostname(), "system": f"{platform.platform()}, {platform.machine()}"}
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    facts["cpu"] = f"{_cpu_name()}{os.cpu_count()} cores, {usable} of them usable"
+    facts["cpu"] = f"{os.cpu_count()} cores, {usable} of them usable"
+    with suppress(OSError, LookupError):
+        model = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0]
+        facts["cpu"] = f"{model}, {facts['cpu']}"
     with suppress(OSError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         total, free, swap = (_gb(int(lines[n].split()[0]) * 1024) for n in ("MemTotal", "MemAvailable", "SwapTotal"))
@@ -199,13 +201,6 @@ def _disks(out_dir: str) -> dict[str, str]:
         except OSError as error:
             disks[name] = f"{folder}: {error.strerror}"
     return disks
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        if names := re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return f"{names[0]}, "
-    return ""
 
 
 def _gb(size: float) -> str:

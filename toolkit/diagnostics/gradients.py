@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
@@ -49,10 +48,7 @@ class GradientRecorder(Callback):
         self._gradients: dict[str, float] = {}
 
     def on_before_optimizer_step(self, trainer: Run) -> None:
-        try:
-            self._gradients = gradient_norms(unwrapped(trainer.model))
-        except DifferenceError as error:
-            raise DifferenceError(f"step {trainer.progress.step + 1}: {error}") from None
+        self._gradients = gradient_norms(unwrapped(trainer.model), trainer.progress.step + 1)
 
     def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         norm, limit = metrics["grad_norm"], trainer.args.train.max_norm
@@ -61,38 +57,30 @@ class GradientRecorder(Callback):
         self.records.append(StepRecord(metrics["loss"], norm, gradients))
 
 
-def gradient_norms(module: nn.Module) -> dict[str, float]:
-    """Return the gradient norm of each trained parameter over all ranks. Collective."""
+def gradient_norms(module: nn.Module, step: int) -> dict[str, float]:
+    """Return the gradient norm of each trained parameter over all ranks. Collective. Error messages name ``step``."""
     parameters = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
     sharded, cuts = local_parts(module), cuts_of(module)
     layout = ranks.layout()
     gradients = [local_shard(p.grad) if p.grad is not None else torch.zeros(0) for p in parameters.values()]
-    all_squares = _all_gather(torch.stack([_sum_of_squares(g) for g in gradients]))
-    all_sums = _all_gather(torch.tensor([checksum(g) for g in gradients], dtype=torch.int64))
+    everywhere = ranks.all_gather_object([(_sum_of_squares(g), checksum(g)) for g in gradients])
     norms = {}
     for i, (name, parameter) in enumerate(parameters.items()):
         holders = layout.first_holders(id(parameter) in sharded, name in cuts)
         for rank, holder in enumerate(holders):
-            if not torch.equal(all_sums[rank][i], all_sums[holder][i]):
+            if everywhere[rank][i][1] != everywhere[holder][i][1]:
                 raise DifferenceError(
-                    f"the gradient of {name} differs between ranks {holder} and {rank}, which hold the same part of "
-                    "it: it was not reduced over them correctly; run `toolkit doctor`, or try another --strategy"
+                    f"step {step}: the gradient of {name} differs between ranks {holder} and {rank}, which hold the "
+                    "same part of it: it was not reduced over them correctly; run `toolkit doctor`, or try another "
+                    "--strategy"
                 )
-        norms[name] = math.sqrt(sum(float(all_squares[rank][i]) for rank in sorted(set(holders))))
+        norms[name] = math.sqrt(sum(everywhere[rank][i][0] for rank in sorted(set(holders))))
     return norms
 
 
-def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """Return the sum of squares as fp64 on the CPU, without an fp64 copy of the complete tensor."""
+def _sum_of_squares(tensor: Tensor) -> float:
+    """Return the sum of squares in fp64, without an fp64 copy of the complete tensor."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for chunk in tensor.detach().flatten().split(_CHUNK):
         total += chunk.double().square().sum()
-    return total.cpu()
-
-
-def _all_gather(tensor: Tensor) -> list[Tensor]:
-    if not ranks.is_distributed():
-        return [tensor]
-    gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size())]
-    dist.all_gather(gathered, tensor)
-    return gathered
+    return float(total)

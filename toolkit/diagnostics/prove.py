@@ -80,10 +80,10 @@ def _run(row: Row, machine: Machine) -> dict[str, Any]:
 
 
 def _format(result: dict[str, Any]) -> str:
-    texts = {"held": "held", "not run": "not run", "failed": f"FAILED: avoid with {result['avoid']}"}
+    text = f"FAILED: avoid with {result['avoid']}" if result["result"] == "failed" else result["result"]
     reason = f": {result['reason']}" if result["reason"] else ""
     numbers = ["" if result[name] is None else f"{result[name]:.2g}" for name in ("figure", "tolerance")]
-    return _line(result["name"], *numbers, f"{texts[result['result']]}{reason} [{result['compared']}]")
+    return _line(result["name"], *numbers, f"{text}{reason} [{result['compared']}]")
 
 
 def _line(*cells: str) -> str:

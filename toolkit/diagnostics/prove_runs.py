@@ -28,11 +28,9 @@ def _curve(
     options: str, tolerance: float, machine: Machine, reference: str = _FP32, device: str = "cpu", **command: str
 ) -> Outcome:
     """Compare losses and gradient norms with a reference run. ``command`` may replace pretrain."""
-    a, b = machine.train(options, **command), machine.train(reference, device, **command)
-    pairs = [
-        pair for name in ("loss", "grad_norm") for pair in zip(metrics_of(a, name), metrics_of(b, name), strict=True)
-    ]
-    return Outcome(max(abs(x - y) / abs(y) for x, y in pairs), tolerance)
+    runs = machine.train(options, **command), machine.train(reference, device, **command)
+    curves = [metrics_of(run, "loss") + metrics_of(run, "grad_norm") for run in runs]
+    return Outcome(max(abs(a - b) / abs(b) for a, b in zip(*curves, strict=True)), tolerance)
 
 
 def _scaler(machine: Machine) -> Outcome:

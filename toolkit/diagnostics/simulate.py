@@ -9,7 +9,7 @@ import multiprocessing
 import sys
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -71,7 +71,7 @@ class Simulation:
     rank: int
     memory: dict[str, float]
     phase: str
-    collectives: list[tuple[str, str, int, float]]
+    collectives: list[tuple[str, str, int, int]]
     seconds: float
 
     @property
@@ -147,10 +147,7 @@ def _require_support(setup: MemoryInputs) -> None:
 def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
     started = time.monotonic()
     layout = setup.strategy.layout
-    try:
-        start_fake_group(layout.world_size, rank)
-    except ImportError as error:
-        raise UserError(f"--simulate: this build of torch lacks {error.name}; install torch from pytorch.org") from None
+    start_fake_group(layout.world_size, rank)
     ranks.set_layout(layout)
     device, chunk_rows, needs_alignment = torch.device(setup.device), loss.chunk_rows, aligned.needs_alignment
     setattr(loss, "chunk_rows", lambda vocab_size, _: chunk_rows(vocab_size, device))  # noqa: B010
@@ -243,19 +240,20 @@ class Recorder(TorchDispatchMode):
         self.phase = "forward"
         self._live: dict[int, _Storage] = {}
         self._changes: list[tuple[_Storage, int, str]] = []  # storage, bytes, phase
-        self._start, self._sent = 0, _nothing_sent()
+        self._start = 0
+        self._calls, self._bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by collective and place
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Measure from now on, with the kinds of what exists between steps."""
-        self._start, self._sent = len(self._changes), _nothing_sent()
+        self._start = len(self._changes)
+        self._calls.clear()
+        self._bytes.clear()
         for parameter in model.parameters():
             self.track(local_shard(shard_of(parameter)), WEIGHTS)
         for buffer in model.buffers():
             self.track(buffer, BUFFERS)
-        for values in optimizer.state.values():
-            for value in tree_leaves(values):
-                if isinstance(value, Tensor):
-                    self.track(value, OPTIMIZER)
+        for value in _tensors(list(optimizer.state.values())):
+            self.track(value, OPTIMIZER)
 
     def track(self, tensor: Tensor, kind: str = "") -> None:
         """Record a tensor's storage, and its kind if known."""
@@ -298,12 +296,14 @@ class Recorder(TorchDispatchMode):
             self.track(tensor)
         for kind, names in ((GATHERED, _GATHERS), (GRADIENTS, _REDUCTIONS)):
             for tensor in _tensors((args, kwargs)) if name in names else ():
-                if not self._is_weight(tensor):
+                record = self._live.get(tensor.untyped_storage()._cdata)
+                if record is None or record.kind != WEIGHTS:
                     self.track(tensor, kind)
         if (collective := collective_of(func, out, args, kwargs)) is not None:
             members, size = collective
-            sent = self._sent[name.removeprefix("c10d::").strip("_"), _dimensions(members)]
-            sent[0], sent[1] = sent[0] + 1, sent[1] + size
+            key = name.removeprefix("c10d::").strip("_"), _dimensions(members)
+            self._calls[key] += 1
+            self._bytes[key] += size
         return out
 
     def peak(self) -> tuple[dict[str, float], str]:
@@ -315,12 +315,8 @@ class Recorder(TorchDispatchMode):
             sizes[record.kind] += change
         return sizes, self._changes[end][2]
 
-    def collectives(self) -> list[tuple[str, str, int, float]]:
-        return [(name, where, int(calls), size) for (name, where), (calls, size) in sorted(self._sent.items())]
-
-    def _is_weight(self, tensor: Tensor) -> bool:
-        record = self._live.get(tensor.untyped_storage()._cdata)
-        return record is not None and record.kind == WEIGHTS
+    def collectives(self) -> list[tuple[str, str, int, int]]:
+        return [(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())]
 
     def _freed(self, key: int, record: _Storage) -> None:
         self._resized(record, 0)
@@ -331,10 +327,6 @@ class Recorder(TorchDispatchMode):
         if change := size - record.size:
             record.size = size
             self._changes.append((record, change, self.phase))
-
-
-def _nothing_sent() -> dict[tuple[str, str], list[float]]:
-    return defaultdict(lambda: [0, 0.0])
 
 
 def _tensors(values: Any) -> list[Tensor]:

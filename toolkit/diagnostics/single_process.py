@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import os
+import re
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,8 +21,7 @@ from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.engine import start
 from toolkit.training.short_run import short_run_args, single_process_args
 
-_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TOOLKIT_PARENT_PID")
-_RANKS = ("RANK", "NODE_RANK", "WORLD_SIZE")
+_LAUNCHERS = re.compile("(SLURM|TORCHELASTIC|MASTER|LOCAL|GROUP|ROLE)_.*|TOOLKIT_PARENT_PID|RANK|NODE_RANK|WORLD_SIZE")
 
 
 def run_single_process(
@@ -45,7 +45,7 @@ def run_single_process(
 
 def is_launcher_variable(name: str) -> bool:
     """Whether a launcher such as torchrun or SLURM sets this environment variable for its processes."""
-    return name.startswith(_LAUNCHERS) or name in _RANKS
+    return _LAUNCHERS.fullmatch(name) is not None
 
 
 def _train(args: RunArgs, steps: int, device: str, micro_batch_size: int | None, quiet: bool) -> list[StepRecord]:

@@ -1,12 +1,13 @@
 """Read the GPU links of a node from ``nvidia-smi topo -m`` and find slow ones."""
 
 import re
-from itertools import combinations
+from itertools import combinations, dropwhile, product, takewhile
 from typing import NamedTuple
 
 from toolkit.errors import join_first
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the header
+_GPU = re.compile(r"GPU\d+")
 _SLOW = {
     "SYS": "between CPU sockets (PCIe and QPI or UPI)",
     "NODE": "between PCIe host bridges of one socket",
@@ -25,20 +26,17 @@ class Topology(NamedTuple):
 def parse_topology(text: str) -> Topology:
     """Parse the output of ``nvidia-smi topo -m``."""
     lines = [_ESCAPES.sub("", line).split() for line in text.splitlines()]
-    start = next((i for i, words in enumerate(lines) if words and re.fullmatch(r"GPU\d+", words[0])), None)
-    if start is None:
-        raise ValueError("no GPU matrix")
-    header = lines[start]
-    names = (
-        header[: header.index("CPU")] if "CPU" in header else header
-    )  # the columns that follow are CPU Affinity and NUMA Affinity
-    links: dict[tuple[str, str], str] = {}
-    for words in lines[start + 1 :]:
-        if words and words[0] in names and len(words) > len(names):
-            links |= {(words[0], other): link for other, link in zip(names, words[1:], strict=False)}
-    gpus = [name for name in names if re.fullmatch(r"GPU\d+", name)]
-    if not all((gpu, other) in links for gpu in gpus for other in gpus):
-        raise ValueError("incomplete GPU matrix")
+    header, *rows = list(dropwhile(lambda words: not words or not _GPU.fullmatch(words[0]), lines)) or [[]]
+    names = list(takewhile(lambda name: name != "CPU", header))  # CPU Affinity and NUMA Affinity follow
+    links = {
+        (words[0], other): link
+        for words in rows
+        if words and words[0] in names and len(words) > len(names)
+        for other, link in zip(names, words[1:], strict=False)
+    }
+    gpus = [name for name in names if _GPU.fullmatch(name)]
+    if not gpus or not links.keys() >= set(product(gpus, gpus)):
+        raise ValueError("no complete GPU matrix")
     return Topology(gpus, [name for name in names if name not in gpus], links)
 
 

@@ -26,7 +26,9 @@ from toolkit.training.short_run import short_run_args, single_process_args
 
 _NAMES = ("the loss", "the gradient norm", "a parameter's gradient", "the logged gradient norm")
 """Words for the numbers of a :class:`Difference`, in its order."""
-_COLUMNS = ("step", "loss", "one process", "difference", "grad norm", "one process", "difference", "gradients")
+_HEADER = (
+    " step         loss  one process   difference    grad norm  one process   difference    gradients"  # of format_step
+)
 
 
 def verify_parallel(args: RunArgs, steps: int) -> None:
@@ -59,8 +61,22 @@ def check_layout(
         callbacks, check = load_callbacks(args.callbacks), LayoutCheck()
         if world.global_rank == 0:
             require_memory_of_one_process(config.args, device)
-            _announce(args, config)
-            check.run_references(args, steps, config, quiet)
+            print(f"Comparing {steps} steps of {args.command}, {config.precision}, {config.batch}", flush=True)
+            if args.lora is not None and args.lora.dropout:
+                print(
+                    f"note: --lora_dropout {args.lora.dropout} is set to 0: random numbers differ by rank", flush=True
+                )
+            if args.resume:
+                print(f"note: --resume {args.resume} is ignored: the comparison starts at step 1", flush=True)
+            print("One process:", flush=True)
+            batch, splits = config.batch, []
+            check.reference = run_single_process(args, steps, device, batch.micro_batch_size, quiet)
+            # in 16 bits, other micro-batch sizes show how much rounding to tolerate
+            sizes = choose_splits(batch.global_batch_size, batch.micro_batch_size)
+            for size in sizes if config.precision != "32-true" else ():
+                print(f"One process, micro batch {size}, for the tolerance of {config.precision}", flush=True)
+                splits.append(run_single_process(args, steps, device, size, quiet=True))
+            check.tolerance = choose_tolerance(check.reference, splits)
             print(f"On {world.world_size} ranks:", flush=True)
         start(config, world, [*callbacks, check], is_short=True)
     return config, check
@@ -75,27 +91,13 @@ class LayoutCheck(GradientRecorder):
         self.tolerance: Difference | None = None
         self.differences: list[Difference] = []
 
-    def run_references(self, args: RunArgs, steps: int, config: ResolvedConfig, quiet: bool) -> None:
-        """Train on one process. In 16 bits, repeat with other micro-batch sizes to choose the tolerance.
-
-        ``config`` is the resolved configuration of ``args``.
-        """
-        print("One process:", flush=True)
-        self.reference = run_single_process(args, steps, config.device, config.batch.micro_batch_size, quiet)
-        splits = []
-        if config.precision != "32-true":
-            for size in choose_splits(config.batch.global_batch_size, config.batch.micro_batch_size):
-                print(f"One process, micro batch {size}, for the tolerance of {config.precision}", flush=True)
-                splits.append(run_single_process(args, steps, config.device, size, quiet=True))
-        self.tolerance = choose_tolerance(self.reference, splits)
-
     def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, metrics)
         if len(self.records) <= len(self.reference):
             record, reference = self.records[-1], self.reference[len(self.records) - 1]
             difference = compare(record, reference)
             if not self.differences:
-                trainer.display.message(_row(_COLUMNS))
+                trainer.display.message(_HEADER)
             self.differences.append(difference)
             trainer.display.message(format_step(trainer.progress.step, record, reference, difference))
 
@@ -133,10 +135,10 @@ def find_failure(differences: list[Difference], tolerance: Difference) -> str:
 
 def format_step(step: int, record: StepRecord, reference: StepRecord, difference: Difference) -> str:
     """Return a table row: values of the layout, of one process, and their relative difference."""
-    cells = [str(step)]
-    for name in ("loss", "grad_norm"):
-        cells += [*(f"{getattr(each, name):.8g}" for each in (record, reference)), f"{getattr(difference, name):.1e}"]
-    return _row([*cells, f"{difference.gradient:.1e}"])
+    return (
+        f"{step:>5}{record.loss:>13.8g}{reference.loss:>13.8g}{difference.loss:>13.1e}{record.grad_norm:>13.8g}"
+        f"{reference.grad_norm:>13.8g}{difference.grad_norm:>13.1e}{difference.gradient:>13.1e}"
+    )
 
 
 def require_memory_of_one_process(args: RunArgs, device: str) -> None:
@@ -163,17 +165,3 @@ def require_memory_of_one_process(args: RunArgs, device: str) -> None:
         f"--devices {args.devices}: {plan.model.name} does not fit on one process for comparison: it needs about "
         f"{format_memory(plan.memory)}, and {limit / 1e9:,.1f} GB are there; compare fewer layers, {fix}"
     )
-
-
-def _announce(args: RunArgs, config: ResolvedConfig) -> None:
-    """Print which steps are compared and which options are ignored."""
-    train = config.args.train
-    print(f"Comparing {train.max_steps} steps of {args.command}, {config.precision}, {config.batch}", flush=True)
-    if args.lora is not None and args.lora.dropout:
-        print(f"note: --lora_dropout {args.lora.dropout} is set to 0: random numbers differ by rank", flush=True)
-    if args.resume:
-        print(f"note: --resume {args.resume} is ignored: the comparison starts at step 1", flush=True)
-
-
-def _row(cells: tuple[str, ...] | list[str]) -> str:
-    return f"{cells[0]:>5}" + "".join(f"{cell:>13}" for cell in cells[1:])
