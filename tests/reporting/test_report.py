@@ -86,7 +86,7 @@ def test_run_records_what_its_report_needs(finished):
     assert run.launch["devices"] == "1 x cpu" and run.launch["precision"] == "32-true"
     assert "precision" not in run.changed and "train.micro_batch_size" not in run.changed
     page = (out_dir / "report.html").read_text()
-    assert "Finished at step 12, after" in page and run.samples[-1]["text"].split()[0] in page
+    assert "Finished at step 12, on 1 x cpu, started on 20" in page and run.samples[-1]["text"].split()[0] in page
     assert page.index("after step 8<") < page.index("after step 4<")
 
 
@@ -204,7 +204,7 @@ def test_status_of_running_killed_failed_and_resumed_runs(tmp_path):
     with exclusive_lock(run):
         assert read_run(run).status == "running"
         assert write_report(run, "stopped: SIGTERM") is None
-    assert "Stopped: SIGTERM at step 2, after 20 tokens" in (run / "report.html").read_text()
+    assert "Stopped: SIGTERM at step 2, started on 20" in (run / "report.html").read_text()
     assert read_run(run).status == "stopped"
     write_event(run, "end", error="disk full")
     assert read_run(run).status == "stopped: disk full"
@@ -361,7 +361,7 @@ def test_comparison_names_runs_and_settings(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "**a/run**" in text and "| train.global\\_batch\\_size |  | 64 | 16 |" in text
     assert f"| model\\_name | null | {'x' * 300}... | pico-llama |" in text
-    assert "the validation loss is 2.0000, and was lowest at step 2: 1.0000" in text.lower()
+    assert "| validation loss | 2.0000 |" in text and "| lowest validation loss | 1.0000 at step 2 |" in text
     assert "nats per token" in render_page(read_runs([str(a)]))
     assert "nats per token" not in render_page(read_runs([str(b)]))
 

@@ -5,7 +5,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
@@ -105,24 +105,21 @@ def _element(kind: str, content: Any, runs: Sequence[RunFacts]) -> str:
         tiles = (f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in content[1])
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
     if kind in ("figures", "table"):
-        head, rows = (
-            "".join(_row(row, tag) for row in part) for part, tag in (([content[0]], "th"), (content[1], "td"))
-        )
+        rows = "".join(_row(row, "td") for row in content[1])
+        head = _row(content[0], "th")
         return f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
     if kind == "samples":
-        return "".join(_samples(content))
+        return "".join(
+            f"<details{' open' * (number == 0)}><summary>{escape(title)}</summary>"
+            f"<pre><span>{escape(prompt[:4000])}</span>{escape(answer[:4000])}</pre></details>"
+            for number, (title, prompt, answer) in enumerate(content)
+        )
     start, end = {"heading": ("<h2>", "</h2>"), "code": ("<pre>", "</pre>"), "note": ('<p class="note">', "</p>")}[kind]
     return f"{start}{escape(content)}{end}"
 
 
 def _row(cells: Sequence[str], tag: str) -> str:
     return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-
-def _samples(samples: list[tuple[str, str, str]]) -> Iterator[str]:
-    for number, (title, prompt, answer) in enumerate(samples):
-        yield f"<details{' open' * (number == 0)}><summary>{escape(title)}</summary>"
-        yield f"<pre><span>{escape(prompt[:4000])}</span>{escape(answer[:4000])}</pre></details>"
 
 
 def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
@@ -135,10 +132,11 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
         for title, unit, patterns in _CHARTS
     ]
     names = {name: _label(name) for name in unused}
-    unused = [name for name in unused if not any(name in columns for _, _, columns in charts)]
-    for name in unused:  # of callbacks and objectives: a metric and its validation
-        if name.removeprefix("val_") not in unused or not name.startswith("val_"):
-            charts.append((names[name], "", [n for n in (name, f"val_{name}") if n in unused]))
+    others: dict[str, list[str]] = {}  # of callbacks and objectives: a metric and its validation
+    for name in sorted(unused, key=lambda name: name.startswith("val_")):
+        if not any(name in columns for _, _, columns in charts):
+            others.setdefault(name.removeprefix("val_"), []).append(name)
+    charts += [(names[columns[0]], "", columns) for columns in others.values()]
     if any(run.settings.get("objective") for run in runs):  # not nats per token
         charts = [(title, unit if unit != "nats per token" else "", columns) for title, unit, columns in charts]
     return {"charts": [chart for chart in charts if chart[2]], "lines": lines, "labels": names}

@@ -1,7 +1,6 @@
 """``loss.png``: the report's loss curves and figures as a picture."""
 
 import io
-import math
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,9 @@ def loss_limits(losses: list[float], validation_losses: list[float]) -> tuple[fl
     The range covers all losses, unless the first twentieth or a few spikes would take more than two thirds of the
     height. These are cut off at the top.
     """
-    rest = sorted(losses[len(losses) // 20 :])
-    low = min([rest[0], *validation_losses])
-    usual = max([rest[math.ceil(len(rest) * 0.99) - 1], *validation_losses])
-    high = max(losses)
+    rest = [*losses[len(losses) // 20 :], *validation_losses]
+    low, high = min(rest), max(losses)
+    usual = max([np.quantile(rest, 0.99), *validation_losses])
     if high - low > 3 * (usual - low) > 0:
         high = low + 1.5 * (usual - low)
     margin = 0.05 * (high - low) or 0.5
@@ -59,31 +57,26 @@ def _draw(title: str, loss: dict[str, Points], val_loss: dict[str, Points] | Non
     """Draw the plot and return PNG bytes."""
     # without pyplot: no window system and no global state, for any backend
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import EngFormatter
 
     _, tokens, losses = loss["raw"]
     _, val_tokens, val_losses = val_loss["raw"] if val_loss else ([], [], [])
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     limit = max(tokens + val_tokens) * 1.015
     axes: Any = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, limit))
-    axes.plot(tokens, losses, color="#b3c7e0", linewidth=0.9, label="training, each step")
+    low, high = loss_limits(losses, [loss for t, loss in zip(val_tokens, val_losses, strict=True) if t > 0])
+    start = f", from {losses[0]:.2f}" if losses[0] > high else ""
+    axes.plot(tokens, losses, color="#b3c7e0", linewidth=0.9, label=f"training, each step{start}")
     if "smooth" in loss:
         axes.plot(*loss["smooth"][1:], color="#1f5fa8", linewidth=2.2, label="training, smoothed")
     if val_losses:
-        style, size = "-" if len(val_losses) > 100 else "o", 4.5 if len(val_losses) > 20 else 7.5
-        look = {"color": "#d9480f", "markeredgecolor": "white", "markersize": size}
-        axes.plot(val_tokens, val_losses, style, label="validation", **look)
-    low, high = loss_limits(losses, [loss for t, loss in zip(val_tokens, val_losses, strict=True) if t > 0])
+        size = 0 if len(val_losses) > 100 else 5
+        axes.plot(val_tokens, val_losses, "o-", color="#d9480f", markersize=size, label="validation")
     axes.set_ylim(low, high)
-    if losses[0] > high:
-        place = next(t for t, loss in zip(tokens, losses, strict=True) if loss <= high), high
-        axes.annotate(f"from {losses[0]:.2f}", place, (14, -12), textcoords="offset points", fontsize=9)
     ticks = EngFormatter(sep="")
     ticks.ENG_PREFIXES = EngFormatter.ENG_PREFIXES | {9: "B"}
     axes.xaxis.set_major_formatter(ticks)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
     axes.grid(color="#e3e7ec", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")
     axes.set_title(title, fontsize=10, loc="left", pad=10)
     buffer = io.BytesIO()

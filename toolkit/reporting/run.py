@@ -76,14 +76,11 @@ class RunFacts:
 def read_runs(places: Iterable[str]) -> list[RunFacts]:
     """Read several runs and give them short unique names."""
     runs = [read_run(place) for place in places]
-    for depth in range(1, 4):
-        names = ["/".join(run.place.split("/")[-depth:]) for run in runs]
-        if len(set(names)) == len(names):
+    for depth in range(1, 9):
+        for run in runs:
+            run.name = "/".join(run.place.split("/")[-depth:])
+        if len({run.name for run in runs}) == len(runs):
             break
-    else:
-        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
-    for run, name in zip(runs, names, strict=True):
-        run.name = name
     return runs
 
 
@@ -104,8 +101,23 @@ def read_run(place: str | Path, status: str | None = None) -> RunFacts:
         if read(CONFIG):
             raise UserError(f"run_dirs {run.place}: is a checkpoint; give the run's folder, one above")
         raise UserError(f"run_dirs {run.place}: is no run: it has no {METRICS} and no complete checkpoint")
-    _add_metrics(run, metrics)
-    _add_events(run, events)
+    if metrics is None:
+        run.notes.append(f"{METRICS} is missing: no curves")
+    else:
+        run.columns, n_lost = parse_metrics(metrics)
+        if not run.columns:
+            unread = f"has no rows with a column step, or more than {MAX_COLUMNS:,} columns: no curves"
+            run.notes.append(f"{METRICS} {unread}")
+        elif n_lost:
+            run.notes.append(f"{n_lost:,} rows of {METRICS} are torn or foreign and left out")
+    run.launches = [event for event in events if event["kind"] == "launch"]
+    samples = {str(event.get("step")): event for event in events if event["kind"] == "sample"}
+    run.samples = list(samples.values())[-_MAX_EVENTS:]
+    texts = [str(event.get("text")) for event in events if event["kind"] == "warning"]
+    run.warnings = list(dict.fromkeys(texts))[-_MAX_EVENTS:]
+    errors = [event.get("error") for event in events if event["kind"] in ("launch", "end")]
+    if errors and errors[-1] and run.status == "stopped":
+        run.status = f"stopped: {errors[-1]}"
     _add_settings(run, read)
     if status or any(checkpoint.name == FINAL for checkpoint in run.checkpoints):
         run.status = status or "finished"
@@ -167,39 +179,17 @@ def _open_remote(place: str) -> tuple[RunFacts, _Read]:
 
 def _checkpoint(name: str, step: int, manifest: bytes | None, sizes: Mapping[str, int] | None) -> Checkpoint:
     """Compare the sizes of a checkpoint's files with its manifest. ``sizes`` is None on remote storage."""
-    total = sum((sizes or {}).values())
-    if not manifest:
-        return Checkpoint(name, step, total, "complete, without checksums")
-    try:
-        files = parse_manifest(manifest, COMPLETE)
-    except UserError as error:
-        return Checkpoint(name, step, total, one_line(error))
-    wrong = sorted(file for file in files if sizes is not None and sizes.get(file) != files[file]["size"])
-    good = "complete" if sizes is None else "complete, sizes match"
-    check = f"damaged: {', '.join(wrong[:3])}" if wrong else good
-    return Checkpoint(name, step, sum(file["size"] for file in files.values()), check)
-
-
-def _add_metrics(run: RunFacts, content: bytes | None) -> None:
-    if content is None:
-        run.notes.append(f"{METRICS} is missing: no curves")
-        return
-    run.columns, n_lost = parse_metrics(content)
-    if not run.columns:
-        run.notes.append(f"{METRICS} has no rows with a column step, or more than {MAX_COLUMNS:,} columns: no curves")
-    elif n_lost:
-        run.notes.append(f"{n_lost:,} rows of {METRICS} are torn or foreign and left out")
-
-
-def _add_events(run: RunFacts, events: list[dict[str, Any]]) -> None:
-    run.launches = [event for event in events if event["kind"] == "launch"]
-    samples = {str(event.get("step")): event for event in events if event["kind"] == "sample"}
-    run.samples = list(samples.values())[-_MAX_EVENTS:]
-    texts = [str(event.get("text")) for event in events if event["kind"] == "warning"]
-    run.warnings = list(dict.fromkeys(texts))[-_MAX_EVENTS:]
-    errors = [event.get("error") for event in events if event["kind"] in ("launch", "end")]
-    if errors and errors[-1] and run.status == "stopped":
-        run.status = f"stopped: {errors[-1]}"
+    files, check = {}, "complete, without checksums"
+    if manifest:
+        try:
+            files = parse_manifest(manifest, COMPLETE)
+            wrong = sorted(file for file in files if sizes is not None and sizes.get(file) != files[file]["size"])
+            good = "complete" if sizes is None else "complete, sizes match"
+            check = f"damaged: {', '.join(wrong[:3])}" if wrong else good
+        except UserError as error:
+            check = one_line(error)
+    size = sum(file["size"] for file in files.values()) or sum((sizes or {}).values())
+    return Checkpoint(name, step, size, check)
 
 
 def _add_settings(run: RunFacts, read: _Read) -> None:
@@ -214,9 +204,10 @@ def _add_settings(run: RunFacts, read: _Read) -> None:
     if not isinstance(settings, dict):
         run.notes.append("the settings are not recorded")
         return
-    run.training_command, run.settings = command_of(settings), flatten(settings)
+    run.training_command = command_of(settings)
     defaults: Mapping[str, Any] = {}
     try:
+        run.settings = flatten(run.training_command, settings)
         defaults = defaults_of(run.training_command, run.settings)
         run.changed = changed_settings(defaults, run.settings)
     except (UserError, ValueError, TypeError) as error:

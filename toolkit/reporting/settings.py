@@ -23,18 +23,14 @@ def command_of(settings: Mapping[str, Any]) -> TrainingCommand:
     return "finetune_lora" if "lora_r" in settings else "finetune_full"
 
 
-def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name. A class is under its option, its arguments below: data, data.json_path."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict) and "class_path" in value:
-            flat[name] = value["class_path"]
-            value = value.get("init_args") or {}
-        if isinstance(value, dict):
-            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
-        else:
-            flat[name] = value
-    return {str(name): value for name, value in flat.items() if name != "resume"}
+def flatten(command: TrainingCommand, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted name. A class is under its option, its arguments below: data, data.json_path.
+
+    Raises:
+        UserError: The settings are not those of a command.
+    """
+    flat = CommandOptions(OPTIONS[command]).flatten(settings, None)
+    return {name: option.value for name, option in flat.items() if name != "resume"}
 
 
 def defaults_of(command: TrainingCommand, flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import numpy as np
 
 from toolkit.reporting.run import RunFacts
 from toolkit.ui.formats import format_count, format_loss, format_perplexity, format_seconds
+from toolkit.ui.progress import capitalized
 
 Rows = list[list[str]]
 _VERBS = {
     "pretrain": "Pretraining", "finetune_full": "Finetuning of all weights", "finetune_lora": "Training of adapters",
 }  # fmt: skip
-_SOURCES = ("path", "json_path", "repo_id", "train_data_path", "data_path", "sources")
 
 
 def parts(runs: Sequence[RunFacts]) -> Iterator[tuple[str, Any]]:
@@ -57,41 +57,22 @@ def parts(runs: Sequence[RunFacts]) -> Iterator[tuple[str, Any]]:
 
 
 def sentences(run: RunFacts) -> list[str]:
-    """Return three sentences: what was trained, how far, and how well."""
+    """Return two sentences: what was trained, and how far. The figures follow in a table."""
     settings, launch = run.settings, run.launch
     model = settings.get("model_name") or launch.get("model") or "a model"
     count = launch.get("parameters")
     size = f" ({format_count(count)} parameters)" if isinstance(count, int | float) else ""
     base = settings.get("checkpoint_dir") or settings.get("initial_checkpoint_dir")
-    source: Any = next((value for key in _SOURCES if (value := settings.get(f"data.{key}"))), None)
-    source = ", ".join(map(str, source)) if isinstance(source, dict | list) else source
     what = f"{_VERBS.get(run.training_command, 'Training')} of {model}{size}{f' from {base}' if base else ''}"
-    what += f" on {settings.get('data', 'data')}{f' ({source})' if source else ''}"
+    what += f" on {settings.get('data', 'data')}"
     what += f" with the objective {settings['objective']}" if settings.get("objective") else ""
-    step, tokens, seconds = (last(run, name) for name in ("step", "tokens", "seconds"))
-    how = f"{run.status[:1].upper()}{run.status[1:]} "
+    step = last(run, "step")
+    how = f"{capitalized(run.status)} "
     how += f"at step {step:,.0f}" if math.isfinite(step) else "before the first logged step"
-    how += f", after {format_count(tokens)} tokens" if math.isfinite(tokens) else ""
-    how += f" and {format_seconds(seconds)}" if math.isfinite(seconds) else ""
     how += f", on {launch['devices']}" if launch.get("devices") else ""
     with suppress(LookupError, TypeError, ValueError, OverflowError, OSError):
         how += time.strftime(", started on %Y-%m-%d at %H:%M", time.localtime(run.launches[0]["time"]))
-    return [f"{what}.", f"{how}.", f"{_how_well(run)}."]
-
-
-def _how_well(run: RunFacts) -> str:
-    losses, val_losses = finite(run, "loss"), finite(run, "val_loss")
-    text = f"The training loss went from {format_loss(losses[0])} to {format_loss(losses[-1])}" if len(losses) else ""
-    if not len(val_losses):
-        return text or "No loss was logged"
-    text += f"{'; the' if text else 'The'} validation loss is {format_loss(val_losses[-1])}"
-    if len(bits := finite(run, "val_bpb")):
-        text += f" ({bits[-1]:.4f} bits per byte)"
-    lowest = val_losses.argmin()
-    if lowest < len(val_losses) - 1:
-        step = run.columns["step"][run.columns["val_loss"] == val_losses[lowest]][0]
-        text += f", and was lowest at step {step:,.0f}: {format_loss(val_losses[lowest])}"
-    return text
+    return [f"{what}.", f"{how}."]
 
 
 def finite(run: RunFacts, column: str) -> Any:
@@ -112,10 +93,12 @@ def median(run: RunFacts, column: str) -> float:
 
 def figures(run: RunFacts) -> dict[str, str]:
     """Return the key figures of a run by label, without those that were not logged."""
+    losses, val_losses = finite(run, "loss"), finite(run, "val_loss")
     values = {
         "steps": (last(run, "step"), lambda v: f"{v:,.0f}"),
         "tokens": (last(run, "tokens"), format_count),
         "training time": (last(run, "seconds"), format_seconds),
+        "first training loss": (losses[0] if len(losses) > 1 else math.nan, format_loss),
         "training loss": (last(run, "loss"), format_loss),
         "validation loss": (last(run, "val_loss"), format_loss),
         "perplexity": (last(run, "val_ppl"), format_perplexity),
@@ -125,7 +108,11 @@ def figures(run: RunFacts) -> dict[str, str]:
         "peak memory": (last(run, "peak_memory_gb"), lambda v: f"{v:.3g} GB"),
         "waiting for data": (median(run, "data_wait_s") / (median(run, "step_s") or math.nan), lambda v: f"{v:.1%}"),
     }
-    return {label: write(value) for label, (value, write) in values.items() if math.isfinite(value)}
+    shown = {label: write(value) for label, (value, write) in values.items() if math.isfinite(value)}
+    if len(val_losses) and (lowest := val_losses.min()) < val_losses[-1]:
+        step = run.columns["step"][run.columns["val_loss"] == lowest][0]
+        shown["lowest validation loss"] = f"{format_loss(lowest)} at step {step:,.0f}"
+    return shown
 
 
 def _side_by_side(columns: Sequence[Mapping[str, str]]) -> Rows:
