@@ -22,6 +22,13 @@ def path(tmp_path) -> Path:
     return tmp_path / "logs" / "metrics.csv"
 
 
+def installed(name: str) -> types.ModuleType:
+    """Return an empty package."""
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.util.spec_from_loader(name, None)
+    return module
+
+
 def write_steps(path: Path, *steps: int, resume_step: int | None = None) -> None:
     metrics = MetricsCSV(path, resume_step)
     for step in steps:
@@ -193,7 +200,7 @@ def test_service_continues_its_run(tmp_path, monkeypatch, name):
     monkeypatch.setenv("WANDB_MODE", "offline")
     runs: list[tuple[str, int, float]] = []
     if module is None:
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, name, installed(name))
         start = lambda folder, _, step: Service(runs, loggers._run_id(folder, name, step))  # noqa: E731
         monkeypatch.setitem(loggers._START, name, start)
 
@@ -243,7 +250,7 @@ class Service:
 
 
 def test_several_loggers(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    monkeypatch.setitem(sys.modules, "wandb", installed("wandb"))
     started = {"tensorboard": Recorder(), "wandb": Recorder()}
     for name, logger in started.items():
         monkeypatch.setitem(loggers._START, name, lambda *args, logger=logger: logger)
@@ -267,7 +274,7 @@ def test_logger_that_does_not_start_is_a_one_line_error(tmp_path, monkeypatch):
     def not_logged_in(folder, log_args, resume_step):
         raise RuntimeError("No API key configured.\nUse `wandb login` to log in.")
 
-    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    monkeypatch.setitem(sys.modules, "wandb", installed("wandb"))
     monkeypatch.setitem(loggers._START, "wandb", not_logged_in)
     with pytest.raises(UserError) as caught:
         make_loggers("wandb", tmp_path, LogArgs(), {})

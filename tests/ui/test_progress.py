@@ -156,11 +156,6 @@ def test_json_lines():
     }  # fmt: skip
 
 
-def test_validation_without_a_loss_is_an_assertion_error(clock):
-    with pytest.raises(AssertionError, match="val_loss"):
-        PlainProgress(None, io.StringIO(), clock).validation(1, {"loss": 1.0})
-
-
 def test_other_ranks_are_silent(capsys):
     with make_progress(total_steps=10, enabled=False) as progress:
         progress.phase("training")

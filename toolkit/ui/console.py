@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from os import PathLike
 from typing import IO
 
 from toolkit.io.streams import SafeOutput
@@ -59,21 +58,19 @@ class PlainProgress(ProgressDisplay):
         self._printed_at = -math.inf
         self._unprinted: tuple[int, Metrics] | None = None
         self._announced: set[str] = set()
-        self._has_steps = False
 
     def phase(self, text: str) -> None:
         self._pace.phase(text)
         # after the first step, phases only alternate, and validation and saving print lines
-        if not self._has_steps and text not in self._announced:
+        if self._printed_at < 0 and text not in self._announced:
             self._print(capitalized(text))
         self._announced.add(text)
 
     def _print(self, text: str) -> None:
-        self._file.write(f"{text}\n")
-        self._file.flush()
+        print(text, file=self._file, flush=True)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        self._has_steps, self._unprinted = True, (step, metrics)
+        self._unprinted = step, metrics
         self._pace.step(step, metrics)
         elapsed = self._pace.elapsed()
         if elapsed - self._printed_at >= (1 if elapsed < 60 else 10) or step == self.total_steps:
@@ -82,8 +79,8 @@ class PlainProgress(ProgressDisplay):
     def validation(self, step: int, metrics: Metrics) -> None:
         self._line(step, "validation " + ", ".join(validation_labels(metrics)))
 
-    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
-        self._line(step, f"saved {os.fspath(path)}")
+    def checkpoint(self, step: int, path: object) -> None:
+        self._line(step, f"saved {path}")
 
     def close(self) -> None:
         if self._unprinted is not None:
@@ -94,9 +91,9 @@ class PlainProgress(ProgressDisplay):
         step, metrics = self._unprinted
         elapsed, seconds_left = self._pace.elapsed(), self._pace.seconds_left(step, self.total_steps)
         labels = [f"{label} {value}" for label, value in label_values(metrics, STEP_METRICS)]
-        remaining = [f"{format_seconds(seconds_left)} left"] if seconds_left else []
-        bottleneck = [text] if (text := self._pace.bottleneck()) else []
-        self._line(step, *labels, f"elapsed {format_seconds(elapsed)}", *remaining, *bottleneck)
+        remaining = f"{format_seconds(seconds_left)} left" if seconds_left else ""
+        times = f"elapsed {format_seconds(elapsed)}", remaining, self._pace.bottleneck()
+        self._line(step, *labels, *filter(None, times))
         self._printed_at, self._unprinted = elapsed, None
 
     def _line(self, step: int, *parts: str) -> None:
@@ -116,22 +113,9 @@ class JSONProgress(ProgressDisplay):
         values = {"event": kind, "time": round(time.time(), 3), **values}
         # JSON has no NaN
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps(finite, default=str) + "\n")
-        self._file.flush()
+        print(json.dumps(finite, default=str), file=self._file, flush=True)
 
     def phase(self, text: str) -> None:
         if text != self._phase:
-            self.event("phase", phase=text)
+            super().phase(text)
         self._phase = text
-
-    def _print(self, text: str) -> None:
-        self.event("note", text=text)
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        self.event("step", **{**metrics, "step": step, "total_steps": self.total_steps})
-
-    def validation(self, step: int, metrics: Metrics) -> None:
-        self.event("validation", step=step, **metrics)
-
-    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
-        self.event("checkpoint", step=step, path=os.fspath(path))

@@ -20,15 +20,11 @@ def format_norm(value: float) -> str:
 
 def format_count(value: float) -> str:
     """Format a count with three significant digits and a unit: ``950``, ``12.3k``, ``5.24M``, ``1.00B``, ``15.0T``."""
-    if not math.isfinite(value):
-        return str(value)
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # 999,600 is 1.00M, not 1000k: a unit starts where the smaller one would round up to 1000
-        if abs(value) >= size * 0.9995:
-            scaled = value / size
-            decimals = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
-            return f"{scaled:.{decimals}f}{unit}"
-    return f"{value:.0f}"
+    if not 999.5 <= abs(value) < math.inf:
+        return f"{value:.0f}"
+    units = {1e3: "k", 1e6: "M", 1e9: "B", 1e12: "T"}
+    size = next((size for size in units if abs(value) < 999.5 * size), 1e12)
+    return f"{value / size:#.3g}".rstrip(".") + units[size]
 
 
 def format_perplexity(value: float) -> str:

@@ -2,8 +2,6 @@
 
 import os
 import sys
-import weakref
-from os import PathLike
 from typing import IO, cast
 
 from rich.columns import Columns
@@ -56,7 +54,9 @@ class LiveProgress(ProgressDisplay):
             console=self.console, get_renderable=lambda: self, refresh_per_second=4, vertical_overflow="crop"
         )
         self._live.start(refresh=True)
-        _restore_output_in_children(self._live)
+        # A forked child (a data loader worker) has no drawing thread, and may inherit the display's lock in locked
+        # state: a worker that prints a warning would deadlock. It gets the plain standard streams.
+        os.register_at_fork(after_in_child=self._live._disable_redirect_io)
 
     def phase(self, text: str) -> None:
         self._pace.phase(text)
@@ -74,7 +74,7 @@ class LiveProgress(ProgressDisplay):
         self._validation = Text.assemble((f"step {step:<7,} ", "dim"), ("validation ", "magenta"), labels)
         self.console.print(self._validation)
 
-    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
+    def checkpoint(self, step: int, path: object) -> None:
         self._saved = [("saved at", f"{step:,}")]
 
     def close(self) -> None:
@@ -105,18 +105,3 @@ def _draw_cell(cell: tuple[str, str]) -> Text:
     label, value = cell
     style = "bold" if label == "loss" else ""
     return Text.assemble((f"{label:<10}", "dim"), (f"{value:>8}", style), no_wrap=True, overflow="crop")
-
-
-def _restore_output_in_children(live: Live) -> None:
-    """Restore the plain standard streams in forked processes (data loader workers).
-
-    A child has no drawing thread, and may inherit the display's lock in locked state. A worker that prints a warning
-    would deadlock.
-    """
-    reference = weakref.ref(live)
-
-    def restore() -> None:
-        if (display := reference()) is not None:
-            display._disable_redirect_io()
-
-    os.register_at_fork(after_in_child=restore)

@@ -16,6 +16,7 @@ from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import load_registered, registered
 from toolkit.io.atomic import file_error, write_atomic
 from toolkit.io.safe_parse import no_follow, open_regular, read_bounded
+from toolkit.ui.progress import Metrics
 
 COLUMNS = (
     "step",  # optimizer steps done
@@ -31,12 +32,12 @@ COLUMNS = (
     "val_bpb",  # bits per byte
     "seconds",  # wall time of training so far, over all launches
 )
-LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "trackio")
-"""Logger names. All but csv are also the names of required packages."""
-_SERVICES = ("wandb", "mlflow")
-_USED_OPTIONS = {
-    "wandb": {"project", "run", "group"}, "mlflow": {"project", "run"}, "trackio": {"project", "run", "group"},
+_USED_OPTIONS: dict[str, set[str]] = {
+    "tensorboard": set(), "wandb": {"project", "run", "group"}, "mlflow": {"project", "run"},
+    "trackio": {"project", "run", "group"},
 }  # fmt: skip
+LOGGERS = ("csv", *_USED_OPTIONS)
+"""Logger names. All but csv are also the names of required packages."""
 
 
 class MetricsCSV:
@@ -56,9 +57,6 @@ class MetricsCSV:
         try:
             old_columns, rows = ([], []) if resume_step is None else _read(self.path)
             self.columns = list(dict.fromkeys([*COLUMNS, *old_columns, *more_columns]))
-            for name in self.columns:
-                if not name or set(name) & set(',"\r\n'):
-                    raise UserError(f"column {name!r}: must not contain commas, quotes or line breaks; rename it")
             resumed = [self._line(row) for row in rows if float(row["step"]) <= (resume_step or 0)]
             self.n_resumed = len(resumed)
             self.logged_step = max((int(float(row["step"])) for row in rows), default=0)
@@ -68,11 +66,14 @@ class MetricsCSV:
         except OSError as error:
             raise file_error(self.path, error) from error
 
-    def write(self, row: Mapping[str, float | None]) -> None:
+    def write(self, row: Metrics) -> None:
         """Append a row. Columns that are missing or ``None`` are left empty."""
         if extra := sorted(row.keys() - set(self.columns)):
             raise UserError(f"metric {extra[0]}: is not a column of metrics.csv; list it in the callback's `columns`")
-        line = self._line({name: _cell(value) for name, value in row.items()})
+        cells = {
+            name: value if isinstance(value, int) else float(value) for name, value in row.items() if value is not None
+        }
+        line = self._line({name: repr(value) for name, value in cells.items()})
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -88,7 +89,7 @@ class MetricsCSV:
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Read metrics.csv as numbers. Empty cells are NaN. A missing file has no rows."""
-    return [{name: _number(cell) for name, cell in cells.items()} for cells in _read(Path(path))[1]]
+    return [{name: float(cell or "nan") for name, cell in cells.items()} for cells in _read(Path(path))[1]]
 
 
 def rows_crc(path: Path, count: int) -> int:
@@ -111,8 +112,9 @@ def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
     for option in sorted(options.difference({"format"}, *(_USED_OPTIONS.get(name, set()) for name in names))):
         raise UserError(f"--log.{option}: has no effect with --logger_name {logger_name}; remove it, or use wandb")
     for name in names:
-        if name != "csv" and name in LOGGERS:
-            _require_package(name)
+        # not imported: trackio reads TRACKIO_DIR when it is
+        if name in _USED_OPTIONS and importlib.util.find_spec(name) is None:
+            raise UserError(f"--logger_name {name}: {name} is not installed; run: pip install {name}")
     return names
 
 
@@ -135,13 +137,14 @@ def make_loggers(
         logged_step: Last step of interrupted launches. W&B and MLflow keep their points and continue after it.
     """
     loggers, folder = [], Path(out_dir) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
     for name in check_loggers(logger_name, log_args):
         if name == "csv":
             continue
         try:
             start = _START[name] if name in LOGGERS else load_registered("loggers", name)
             logger = start(folder, log_args, resume_step)
-            if name in _SERVICES:
+            if name in ("wandb", "mlflow"):
                 continues = _run_id(folder, name, resume_step) is not None
                 logger = _ServiceRun(logger, folder / f"{name}.id", logged_step if continues else None)
                 if continues and logged_step > (resume_step or 0):
@@ -195,7 +198,7 @@ def _run_id(folder: Path, name: str, resume_step: int | None) -> str | None:
         return file.read(100).decode(errors="replace").strip() or None
 
 
-def log_metrics(loggers: Iterable[Any], metrics: Mapping[str, float | None], step: int) -> None:
+def log_metrics(loggers: Iterable[Any], metrics: Metrics, step: int) -> None:
     """Send metrics to the loggers, without ``None`` values.
 
     A logger that fails during a run (for example, a lost connection) only causes a warning. metrics.csv has every row.
@@ -207,12 +210,6 @@ def log_metrics(loggers: Iterable[Any], metrics: Mapping[str, float | None], ste
         except Exception as error:
             reason = one_line(error)
             warnings.warn(f"{type(logger).__name__} failed ({reason}); logs/metrics.csv has the metrics", stacklevel=2)
-
-
-def _cell(value: float | None) -> str:
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, int) else repr(float(value))
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -233,37 +230,21 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     for line in lines[1:]:
         with suppress(ValueError):  # fewer cells, or no numbers: truncated
             row = dict(zip(columns, line.split(","), strict=True))
-            if math.isfinite([_number(cell) for cell in row.values()][columns.index("step")]):
+            if math.isfinite([float(cell or "nan") for cell in row.values()][columns.index("step")]):
                 rows.append(row)
     return columns, rows
-
-
-def _number(cell: str) -> float:
-    return float(cell) if cell else math.nan
-
-
-def _require_package(name: str) -> None:
-    try:
-        if name != "trackio":
-            importlib.import_module(name)
-        elif importlib.util.find_spec(name) is None:  # imported later, because it then reads TRACKIO_DIR
-            raise ModuleNotFoundError(name=name)
-    except ImportError as error:
-        problem = "is not installed" if error.name == name else f"does not import ({error})"
-        raise UserError(f"--logger_name {name}: {name} {problem}; run: pip install {name}") from error
 
 
 def _start_tensorboard(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
     from lightning.fabric.loggers import TensorBoardLogger
 
-    purge: dict[str, Any] = {} if resume_step is None else {"purge_step": resume_step + 1}
-    return TensorBoardLogger(folder, name="tensorboard", version="", **purge)
+    purge_step = None if resume_step is None else resume_step + 1
+    return TensorBoardLogger(folder, name="tensorboard", version="", purge_step=purge_step)
 
 
 def _start_wandb(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
     from lightning.pytorch.loggers import WandbLogger
 
-    folder.mkdir(parents=True, exist_ok=True)
     run_id = _run_id(folder, "wandb", resume_step)
     return WandbLogger(project=log_args.project, name=log_args.run, group=log_args.group, save_dir=folder, id=run_id)
 
@@ -271,7 +252,6 @@ def _start_wandb(folder: Path, log_args: LogArgs, resume_step: int | None) -> An
 def _start_mlflow(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
     from lightning.pytorch.loggers import MLFlowLogger
 
-    folder.mkdir(parents=True, exist_ok=True)
     # MLflow 3 no longer supports plain files (file:...): the local store is a database
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
     run_id = _run_id(folder, "mlflow", resume_step)

@@ -5,6 +5,7 @@ from typing import Any
 from toolkit.ui.formats import format_learning_rate
 
 _GB = 1e9
+Values = dict[str, Any]  # a plan, or a part of one, as in JSON
 _DESCRIPTIONS = {
     "weights": "",
     "quantized_base": "weights in 4 bits",
@@ -40,7 +41,7 @@ _PARTS = {
 }
 
 
-def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: float, advice: list[Any]) -> dict[str, Any]:
+def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: float, advice: list[Any]) -> Values:
     """Convert a :class:`toolkit.planning.plan.RunPlan` to JSON-serializable values.
 
     ``memory_gb`` has the parts, and the peak as ``total``. The peak is less than the sum of the parts if they are not
@@ -67,7 +68,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
         "micro_batch_size": config.batch.micro_batch_size,
         "data_parallel": config.batch.data_parallel,
         "compiler": plan.compiler[0],
-        "reasons": {**config.reasons, **({"compiler": plan.compiler[1]} if plan.compiler[1] else {})},
+        "reasons": config.reasons | ({"compiler": plan.compiler[1]} if plan.compiler[1] else {}),
         "gradient_accumulation_steps": config.batch.accumulation,
         "activation_checkpointing": config.args.train.activation_checkpointing,
         "accumulate": config.accumulate,
@@ -86,7 +87,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
     }
 
 
-def _learning_rates(schedule: Any) -> dict[str, Any]:
+def _learning_rates(schedule: Any) -> Values:
     """Return the learning rate at the first step, after the warm-up and at the last step, and at 20 even steps."""
     last = schedule.total_steps or max(1, schedule.warmup_steps)
     points = {step: schedule.learning_rate(step - 1) for step in (1, max(1, schedule.warmup_steps), last)}
@@ -94,16 +95,14 @@ def _learning_rates(schedule: Any) -> dict[str, Any]:
     return {"schedule": schedule.shape, "by_step": points, "curve": curve}
 
 
-def _format_learning_rates(rates: dict[str, Any]) -> str:
+def _format_learning_rates(rates: Values) -> str:
     """Return ``cosine, 8.0e-06 at step 1, 4.0e-04 at step 50, 4.0e-05 at step 1,000  ▁▄██▇▆...``."""
     points = [f"{format_learning_rate(rate)} at step {int(step):,}" for step, rate in rates["by_step"].items()]
     bars = "".join("▁▂▃▄▅▆▇█"[round(7 * rate / max(rates["curve"]))] for rate in rates["curve"])
     return f"{', '.join([rates['schedule'], *points])}  {bars}"
 
 
-def speed_summary(
-    gpu_name: str, marketed_gb: int, prediction: Any, variants: list[Any], steps: int | None
-) -> dict[str, Any]:
+def speed_summary(gpu_name: str, marketed_gb: int, prediction: Any, variants: list[Any], steps: int | None) -> Values:
     """Convert a :class:`toolkit.planning.speed.predict.Prediction` to JSON-serializable values.
 
     ``parts_ms`` add up to ``step_ms``. ``variants`` are flag changes with the predicted relative gain in tokens/s.
@@ -130,7 +129,7 @@ def speed_summary(
     }
 
 
-def format_plan(summary: dict[str, Any]) -> str:
+def format_plan(summary: Values) -> str:
     """Format :func:`plan_summary` as a table."""
     counts, memory = summary["parameters"], summary["memory_gb"]
     world = summary["devices"] * summary["num_nodes"]
@@ -176,7 +175,7 @@ def format_plan(summary: dict[str, Any]) -> str:
     return "\n".join(lines + _verdict(summary) + _speed(summary) + _simulated(summary) + missing)
 
 
-def _speed(summary: dict[str, Any]) -> list[str]:
+def _speed(summary: Values) -> list[str]:
     """Format :func:`speed_summary` as lines; empty without a speed prediction."""
     speed = summary.get("speed")
     if speed is None:
@@ -196,7 +195,9 @@ def _speed(summary: dict[str, Any]) -> list[str]:
             description = sent if name == "communication" else _PARTS[name]
             lines.append(f"  {name.replace('_', ' '):15}{time / size:10,.1f}  {description}".rstrip())
     if speed["steps"] is not None:
-        number, unit = _duration(speed["run_seconds"])
+        units = {"days": 86_400, "h": 3_600, "min": 60, "s": 1}  # the largest of which there are at least 2
+        unit = next((unit for unit, size in units.items() if speed["run_seconds"] >= 2 * size), "s")
+        number = speed["run_seconds"] / units[unit]
         lines.append(f"  {'run':15}{number:10,.1f}  {unit}: {speed['steps']:,} steps, without validation and saving")
     lines.append(
         f"  Each micro-batch: {speed['kernels_per_micro_step']:,} kernels of all kinds, which read and write "
@@ -209,7 +210,7 @@ def _speed(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _simulated(summary: dict[str, Any]) -> list[str]:
+def _simulated(summary: Values) -> list[str]:
     """Format :func:`toolkit.diagnostics.simulate.compare_with_plan` as lines; empty without a simulation."""
     simulated = summary.get("simulated")
     if simulated is None:
@@ -231,14 +232,7 @@ def _simulated(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _duration(seconds: float) -> tuple[float, str]:
-    """Convert seconds to the largest unit in which the value is at least 2."""
-    units = {"days": 86_400, "h": 3_600, "min": 60, "s": 1}
-    unit = next((unit for unit, size in units.items() if seconds >= 2 * size), "s")
-    return seconds / units[unit], unit
-
-
-def _verdict(summary: dict[str, Any]) -> list[str]:
+def _verdict(summary: Values) -> list[str]:
     limit = summary["device_memory_gb"]
     if limit is None:
         return ["", "Use --device_memory_gb to check whether this fits."]
@@ -253,9 +247,8 @@ def _verdict(summary: dict[str, Any]) -> list[str]:
     lines = ["", f"Does not fit into {memory}. Changes, in this order:"]
     for number, advice in enumerate(summary["advice"], 1):
         node = f", {advice['node_memory_gb']:,.0f} GB of CPU memory per node" if advice["node_memory_gb"] else ""
-        remarks = [advice["quality_cost"]] * bool(advice["quality_cost"]) + ["fits"] * advice["fits"]
         line = f"  {number}. {advice['change']:45} {advice['memory_gb']:.2f} GB{node}"
-        lines.append(", ".join([line, *remarks]))
+        lines.append(", ".join(filter(None, [line, advice["quality_cost"], "fits" * advice["fits"]])))
     if not any(advice["fits"] for advice in summary["advice"]):
         memory = summary["memory_gb"]
         smaller = "--lora_r" if memory["adapters"] > memory["weights"] + memory["quantized_base"] else "model"

@@ -6,7 +6,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from os import PathLike
 from typing import Any
 
 from toolkit.config.checks import take_notes
@@ -42,7 +41,10 @@ VALIDATION_METRICS: Labels = {
 
 
 class ProgressDisplay:
-    """Base class of progress displays. Prints nothing. As a context manager, it closes on exit."""
+    """Base class of progress displays. Prints nothing, and reports everything as an :meth:`event`.
+
+    As a context manager, it closes on exit.
+    """
 
     def __init__(self, total_steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
@@ -52,6 +54,7 @@ class ProgressDisplay:
 
     def phase(self, text: str) -> None:
         """Set the current phase, for example "preparing data" or "training"."""
+        self.event("phase", phase=text)
 
     def message(self, text: str) -> None:
         """Print a permanent line. ``remarks`` keeps notes and warnings."""
@@ -61,15 +64,19 @@ class ProgressDisplay:
 
     def _print(self, text: str) -> None:
         """Print a permanent line."""
+        self.event("note", text=text)
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Show a completed optimizer step, counted from 1. :data:`STEP_METRICS` may be missing or None."""
+        self.event("step", **{**metrics, "step": step, "total_steps": self.total_steps})
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Show a validation result: ``val_loss``, and optionally val_ppl, val_bpb and val_loss_<source>."""
+        self.event("validation", step=step, **metrics)
 
-    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
+    def checkpoint(self, step: int, path: object) -> None:
         """Show that a checkpoint is complete on disk."""
+        self.event("checkpoint", step=step, path=str(path))
 
     def event(self, kind: str, **values: object) -> None:
         """Report a change of the run to programs, for example ``event("start", out_dir="out")``."""
@@ -101,7 +108,6 @@ def label_values(metrics: Metrics, labels: Labels) -> list[tuple[str, str]]:
 
 def validation_labels(metrics: Metrics) -> list[str]:
     """Return "label value" strings of a validation: overall metrics, then the loss of each source."""
-    assert "val_loss" in metrics, f"val_loss is not among {sorted(metrics)}"
     prefix = "val_loss_"
     sources = {k: (f"{k.removeprefix(prefix)} loss", format_loss) for k in metrics if k.startswith(prefix)}
     return [f"{label} {value}" for label, value in label_values(metrics, {**VALIDATION_METRICS, **sources})]

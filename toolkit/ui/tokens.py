@@ -9,7 +9,7 @@ from rich.text import Text
 # Adjacent tokens alternate between two shades.
 TRAINED = ("black on green", "black on bright_green")
 MASKED = ("dim", "")
-_SHOWN = {"\n": "⏎", "\t": "⇥"}
+_SHOWN = {"\n": "⏎\n", "\t": "⇥"}
 _PLAIN = {"\n": "\\n"}
 
 
@@ -23,19 +23,15 @@ def print_inspection(inspection: dict[str, Any], console: Console) -> None:
         console.print(colored(tokens) if color else Text(bracketed(tokens, console.encoding)), soft_wrap=not color)
         console.print()
     if inspection["samples"]:
-        console.print(_legend(color))
+        legend = (" trained ", TRAINED[0]), " ", ("not trained", MASKED[0]), "; shades separate tokens"
+        plain = "Tokens in [brackets] are trained, the others are not."
+        console.print(Text.assemble(*legend) if color else Text(plain))
         console.print()
     for name, value in _lines(inspection["counts"]):
         console.print(Text(f"{name:20} {value}"), soft_wrap=True)
     for number, sample in enumerate(inspection["longest"]):
         name = "" if number else "longest samples"
         console.print(Text(f"{name:20} {sample['tokens']:,} tokens: {sample['where']}"), soft_wrap=True)
-
-
-def _legend(color: bool) -> Text:
-    if not color:
-        return Text("Tokens in [brackets] are trained, the others are not.")
-    return Text.assemble((" trained ", TRAINED[0]), " ", ("not trained", MASKED[0]), "; shades separate tokens")
 
 
 def _lines(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -59,10 +55,7 @@ def colored(tokens: list[dict[str, Any]]) -> Text:
     shown = Text()
     for number, token in enumerate(tokens):
         style = (TRAINED if token["trained"] else MASKED)[number % 2]
-        lines = _escape_controls(token["text"], _SHOWN).split("⏎")
-        for line in lines[:-1]:
-            shown.append(f"{line}⏎", style).append("\n")
-        shown.append(lines[-1], style)
+        shown.append(_escape_controls(token["text"], _SHOWN), style)
     return shown
 
 
