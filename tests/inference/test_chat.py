@@ -109,7 +109,7 @@ def test_full_context_is_an_error_and_keeps_the_conversation(talker):
     notes = []
     conversation = begin(talker, notice=notes.append, max_new_tokens=100)
     with pytest.raises(UserError, match="conversation has 64 tokens, but must have fewer than 64"):
-        conversation.ask("x" * 62)
+        ask(conversation, "x" * 62)
     assert conversation.messages == []
     conversation._eos_ids = set()
     answer = ask(conversation, "x" * 55)  # 57 tokens: 7 are left
@@ -117,7 +117,7 @@ def test_full_context_is_an_error_and_keeps_the_conversation(talker):
         "stopped after 7 new tokens: the model's context of 64 tokens is full"
     ]
     with pytest.raises(UserError, match="start a new chat"):
-        conversation.ask("1")
+        ask(conversation, "1")
     assert conversation.messages[-1]["content"] == answer
 
 

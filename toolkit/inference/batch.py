@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from toolkit.data.base import Report
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate_batch
@@ -37,7 +38,7 @@ def continue_texts(
     sampling: Sampling,
     batch_size: int,
     seeds: Sequence[int],
-    notice: Callable[[str], None],
+    notice: Report,
     names: Sequence[str] = (),
 ) -> Iterator[Continuation]:
     """Yield one continuation per prompt and seed. The batch size changes only the rounding of matrix products.
@@ -82,28 +83,22 @@ def read_prompts(path: str) -> dict[str, dict[str, Any]]:
     Returns a dict from ``--prompts_path FILE:LINE`` to the row's fields. Skips empty lines.
     """
     flag = f"--prompts_path {path}"
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text.encode()  # stdin replaces invalid bytes by surrogates
+    except UnicodeError as error:
+        raise UserError(f"{flag}: is not valid UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{flag}: {error.strerror or error}; give a file with one prompt per line") from error
     # not splitlines, which also splits at characters that JSON and text may contain, such as U+2028
-    lines = _read_text(path).removeprefix("\ufeff").split("\n")
+    lines = text.removeprefix("\ufeff").split("\n")
     numbered = {f"{flag}:{number}": line for number, line in enumerate(lines, 1) if line.strip()}
     if not numbered:
         raise UserError(f"{flag}: has no prompts; write one per line")
     if path.endswith(".json"):
         raise UserError(f"{flag}: must be text with one prompt per line, or JSON Lines (.jsonl)")
-    if not path.endswith(".jsonl"):
-        return {name: {"prompt": line} for name, line in numbered.items()}
-    return {name: _read_row(name, line) for name, line in numbered.items()}
-
-
-def _read_text(path: str) -> str:
-    flag = f"--prompts_path {path}"
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        text.encode()  # stdin replaces invalid bytes by surrogates
-        return text
-    except UnicodeError as error:
-        raise UserError(f"{flag}: is not valid UTF-8") from error
-    except OSError as error:
-        raise UserError(f"{flag}: {error.strerror or error}; give a file with one prompt per line") from error
+    read = _read_row if path.endswith(".jsonl") else lambda _, line: {"prompt": line}
+    return {name: read(name, line) for name, line in numbered.items()}
 
 
 def _read_row(name: str, line: str) -> dict[str, Any]:

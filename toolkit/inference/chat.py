@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
-from typing import Any
 
 import torch
 
+from toolkit.data.base import Report
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
@@ -58,7 +58,7 @@ class Conversation:
     max_new_tokens: int
     sampling: Sampling
     seed: int
-    notice: Callable[[str], None]
+    notice: Report
 
     def __post_init__(self) -> None:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -88,10 +88,7 @@ class Conversation:
             eos_ids=self._eos_ids, cache=self._cache, notice=self.notice,
         )  # fmt: skip
         self.seed += 1
-        return self._answer(messages, ids, tokens)
-
-    def _answer(self, messages: list[dict[str, Any]], ids: list[int], tokens: Iterator[int]) -> Iterator[str]:
-        stream, answer = TextStream(self.tokenizer, ids), []
+        stream, answer = TextStream(self.tokenizer, ids), list[int]()
         self.new_tokens = 0
         try:
             for token in tokens:

@@ -5,14 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit.data.base import Report
 from toolkit.errors import first_line
-
-_TOLERANCE = {torch.float32: 1e-4}  # relative to the largest logit
-_TOLERANCE_16_BITS = 2e-2
 
 
 def capture(
-    step: Callable[[], Tensor], undo: Callable[[], None], expected: Tensor, notice: Callable[[str], None]
+    step: Callable[[], Tensor], undo: Callable[[], None], expected: Tensor, notice: Report
 ) -> Callable[[], object] | None:
     """Return a function that replays ``step`` as a CUDA graph; None, with a notice, if the graph cannot be used.
 
@@ -46,5 +44,5 @@ def capture(
 
 def is_close(actual: Tensor, expected: Tensor) -> bool:
     """Whether two tensors agree up to the rounding of their dtype; waits for the device."""
-    tolerance = _TOLERANCE.get(expected.dtype, _TOLERANCE_16_BITS)
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 2e-2  # of the largest logit
     return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())

@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.data.base import Report
 from toolkit.distributed import ranks
@@ -51,9 +52,7 @@ class Decoder:
     ) -> None:
         self.model, self.cache, self.lengths = model, cache, [len(prompt) for prompt in prompts]
         self.width, device = max(self.lengths), cache[0].keys.device
-        ids = torch.zeros(len(prompts), self.width + count, dtype=torch.long)
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[self.width - len(prompt) : self.width] = prompt
+        ids = F.pad(pad_sequence(list(prompts), batch_first=True, padding_side="left"), (0, count))
         self.ids, self.position = ids.to(device), torch.tensor([self.width - 1], device=device)
         starts = [self.width - length for length in self.lengths]
         cache.starts = torch.tensor(starts, device=device) if any(starts) else None

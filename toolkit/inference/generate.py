@@ -12,7 +12,7 @@ from torch import Tensor
 from toolkit.data.base import Report
 from toolkit.errors import UserError, require_option
 from toolkit.inference.decode import decode
-from toolkit.inference.sampling import Sampling, check_seeds
+from toolkit.inference.sampling import Sampling
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
 
@@ -88,7 +88,6 @@ def generate_batch(
 
     Other arguments: see :func:`generate`.
     """
-    check_seeds(seeds or ())
     require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
     limit = model.config.block_size
     for length in map(len, prompts):

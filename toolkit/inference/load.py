@@ -14,7 +14,7 @@ from toolkit.models.head import pad_head
 from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import Quantize, quantize_linears
 
-_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+_DTYPES = {None: None, "32-true": torch.float32, "bf16-true": torch.bfloat16}
 
 
 class LoadedModel(NamedTuple):
@@ -47,7 +47,7 @@ def load_checkpoint(
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     device = pick_accelerator(accelerator)
     tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
-    dtype = None if precision is None else _DTYPES[precision]
+    dtype = _DTYPES[precision]
     if dtype is None and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         dtype = torch.bfloat16
     model = load_quantized(folder, quantize, device, dtype, base_checkpoint_dir)

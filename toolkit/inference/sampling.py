@@ -29,21 +29,13 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        in_range = 0 <= self.temperature < float("inf")
-        require_option(in_range, "temperature", self.temperature, "must not be negative; 0 is greedy")
-        in_range = self.top_k is None or self.top_k >= 0
-        require_option(in_range, "top_k", self.top_k, "must not be negative; 0 disables it")
+        is_valid = 0 <= self.temperature < float("inf")
+        require_option(is_valid, "temperature", self.temperature, "must not be negative; 0 is greedy")
+        require_option((self.top_k or 0) >= 0, "top_k", self.top_k, "must not be negative; 0 disables it")
         require_option(0 < self.top_p <= 1, "top_p", self.top_p, "must be greater than 0 and at most 1; 1 disables it")
 
 
 GREEDY = Sampling(temperature=0)
-
-
-def check_seeds(seeds: Sequence[int | None]) -> None:
-    """Raise UserError for a seed outside the range of torch's generator."""
-    for seed in seeds:
-        in_range = seed is None or -(2**63) <= seed < 2**64
-        require_option(in_range, "seed", seed, f"must be from {-(2**63)} to {2**64 - 1}")
 
 
 def draw_uniforms(seeds: Sequence[int | None], count: int) -> Tensor:

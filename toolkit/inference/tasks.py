@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -16,6 +16,7 @@ from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.find import is_hf_folder
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers
+from toolkit.data.base import Report
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.inference.text import require_embedded
 from toolkit.io.tempfiles import sweep, temporary_prefix
@@ -64,7 +65,7 @@ def open_hf_folder(
     tasks: str,
     base_checkpoint_dir: str | None,
     quantize: Quantize | None,
-    notice: Callable[[str], None],
+    notice: Report,
 ) -> Iterator[tuple[Path, int | None]]:
     """Yield a folder for transformers, and the model's context length if known.
 
@@ -150,7 +151,7 @@ def run_tasks(
     num_fewshot: int | None,
     limit: float | None,
     apply_chat_template: bool,
-    notice: Callable[[str], None],
+    notice: Report,
 ) -> dict[str, dict[str, Any]]:
     """Return metrics with standard errors, num_fewshot and the number of samples, by task or task group.
 
@@ -194,15 +195,11 @@ def run_tasks(
     for name, shots in results["n-shot"].items():
         if num_fewshot is not None and shots != num_fewshot:
             notice(f"--num_fewshot {num_fewshot}: has no effect on task {name}, which uses {shots}")
-    return {name: _metrics(values) | _sizes(results, name) for name, values in results["results"].items()}
-
-
-def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """Return ``{"acc": 0.5, "acc_stderr": 0.1}``. The name of a non-default filter is kept after a comma."""
-    named = {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
-    return {key: value for key, value in named.items() if isinstance(value, int | float)}
-
-
-def _sizes(results: dict[str, Any], name: str) -> dict[str, int]:
-    sizes = {"num_fewshot": results["n-shot"].get(name), "samples": results["n-samples"].get(name, {}).get("effective")}
-    return {key: value for key, value in sizes.items() if value is not None}
+    metrics: dict[str, dict[str, Any]] = {}
+    for name, values in results["results"].items():  # acc,none and acc_stderr,none; or another filter than none
+        named = {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
+        samples = results["n-samples"].get(name, {}).get("effective")
+        metrics[name] = {key: value for key, value in named.items() if isinstance(value, int | float)}
+        sizes = {"num_fewshot": results["n-shot"].get(name), "samples": samples}
+        metrics[name] |= {key: value for key, value in sizes.items() if value is not None}
+    return metrics
