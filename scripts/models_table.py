@@ -16,8 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "tutorials" / "models.md"
 sys.path.insert(0, str(ROOT))
 
+from toolkit import extension  # noqa: E402
 from toolkit.models.config import ModelConfig  # noqa: E402
 from toolkit.models.families import FAMILIES, config_from_hf, get_config, list_aliases, list_names  # noqa: E402
+
+extension._installed = dict  # installed extensions have no place on this page
 
 HEAD = """\
 # Models

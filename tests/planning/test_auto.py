@@ -187,6 +187,9 @@ def test_what_was_chosen_is_saved(config_of):
     saved = config_of({}).hyperparameters()
     assert (saved["strategy"], saved["train"]["micro_batch_size"]) == ("fsdp", 8)
     assert config_of({}, devices=1).hyperparameters()["strategy"] == "auto"
+    options = {"eps": 1e-7, "betas": (0.9, 0.9), "amsgrad": True}
+    saved = config_of({"optimizer.options": options}).hyperparameters()["optimizer"]
+    assert (saved["eps"], saved["betas"], saved["options"]) == ("auto", "auto", options)  # each once
 
 
 def test_adapters_of_a_large_model_are_trained_without_accumulation():

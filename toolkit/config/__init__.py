@@ -3,6 +3,7 @@
 from toolkit.config.options import (
     COMPILERS,
     FINETUNE,
+    OPTIMIZER_SHORTHANDS,
     PRETRAIN,
     STRATEGIES,
     Accelerator,
@@ -22,7 +23,7 @@ from toolkit.config.options import (
 from toolkit.config.strategy_options import AUTO, Auto, DDPArgs, Dtype, FSDPArgs, PipelineArgs
 
 __all__ = [
-    "AUTO", "COMPILERS", "FINETUNE", "PRETRAIN", "STRATEGIES", "Accelerator", "ActivationCheckpointing", "Auto",
+    "AUTO", "COMPILERS", "FINETUNE", "OPTIMIZER_SHORTHANDS", "PRETRAIN", "STRATEGIES", "Accelerator", "ActivationCheckpointing", "Auto",
     "CommandDefaults", "DDPArgs", "Dtype", "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "PipelineArgs",
     "Precision", "ProfilerArgs", "RunOptions", "Strategy", "TrainArgs", "TrainingCommand", "none_if_auto",
 ]  # fmt: skip

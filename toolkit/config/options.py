@@ -200,6 +200,10 @@ class LogArgs:
     format: Literal["text", "json"] = "text"
 
 
+OPTIMIZER_SHORTHANDS = ("weight_decay", "betas", "eps")
+"""Options of optimizers that are fields of :class:`OptimizerArgs`."""
+
+
 @dataclass(frozen=True)
 class OptimizerArgs:
     """Optimizer options.
@@ -233,7 +237,7 @@ class OptimizerArgs:
         is_valid = self.betas == AUTO or all(0 <= beta < 1 for beta in self.betas)
         hint = "must be two numbers from 0 (inclusive) to 1 (exclusive)"
         require_option(is_valid, "optimizer.betas", self.betas, hint)
-        for name in ("weight_decay", "betas", "eps"):
+        for name in OPTIMIZER_SHORTHANDS:
             value, is_repeated = getattr(self, name), name in self.options
             hint = "is also in --optimizer.options; remove one of them"
             require_option(value == AUTO or not is_repeated, f"optimizer.{name}", value, hint)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from toolkit.config import AUTO, CommandDefaults, OptimizerArgs
+from toolkit.config import AUTO, OPTIMIZER_SHORTHANDS, CommandDefaults, OptimizerArgs
 from toolkit.distributed.shards import is_sharded
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import load_registered, registered
@@ -56,7 +56,7 @@ def resolve_optimizer(
     """
     cls = user_class or optimizer_class(args.name)
     takes = inspect.signature(cls).parameters
-    requested = {k: v for k in ("weight_decay", "betas", "eps") if (v := getattr(args, k)) != AUTO} | args.options
+    requested = {k: v for k in OPTIMIZER_SHORTHANDS if (v := getattr(args, k)) != AUTO} | args.options
     if "lr" in requested:
         raise UserError(
             f"--optimizer.options lr {requested['lr']}: is not supported; set --train.learning_rate instead"

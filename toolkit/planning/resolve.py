@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from toolkit.checkpoints.folder import read_model_config
-from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
+from toolkit.config import AUTO, OPTIMIZER_SHORTHANDS, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.data.base import choose_seq_length
 from toolkit.distributed.device import device_memory, pick_precision
 from toolkit.distributed.mesh import Layout, data_devices
@@ -111,7 +111,7 @@ class ResolvedConfig:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the options that reproduce this run, see :func:`toolkit.planning.run_args.hyperparameters`."""
-        names = ("weight_decay", "betas", "eps")
+        names = set(OPTIMIZER_SHORTHANDS) - self.args.optimizer.options.keys()
         optimizer = replace(self.args.optimizer, **{n: v for n, v in self.optimizer.items() if n in names})
         if self.optimizer["name"] == Muon.__name__:
             split = {"split_qkv": self.optimizer.get("split_qkv", False)}

@@ -24,7 +24,8 @@ def pipeline_step(
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches and update the weights.
 
-    Same arguments, result and errors as :func:`toolkit.training.step.train_step`.
+    Same arguments, result and errors as :func:`toolkit.training.step.train_step`; ``launched`` is called after the last
+    micro-batch.
     """
     model = original_module(update.model)
     pipeline, parts = pipeline_of(model), objective.parts(model)

@@ -45,7 +45,7 @@ def train_step(
         counts: The objective's normalizers, summed over all ranks. Strategies average gradients over ranks, so loss
             sums are multiplied by (averaged ranks / count) to get the gradient of the global mean.
         overlap: Host work to do while the device computes.
-        launched: Called when the device has work, that of the first micro-batch.
+        launched: Called once, after the first micro-batch is launched.
 
     Raises:
         GuardError: the loss or the gradient is not finite. The weights are unchanged, or with

@@ -86,5 +86,5 @@ class Upload(Callback):
 
 
 def uploads(callbacks: Iterable[Callback]) -> list[Upload]:
-    """Return the callback that uploads the run, if there is one."""
+    """Return the callbacks that upload the run: none or one."""
     return [callback for callback in callbacks if isinstance(callback, Upload)]
