@@ -11,7 +11,7 @@ from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.scratch import mmap_copy, trim_after
+from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
@@ -39,10 +39,9 @@ def average(folders: Sequence[Path], out_dir: Path) -> list[str]:
             if tensor.dtype != sources[0][name].dtype:
                 dtypes = f"{name} is {tensor.dtype}, but {sources[0][name].dtype} in {folders[0]}"
                 raise UserError(f"--checkpoint_dirs {folder}: {dtypes}; give checkpoints of one dtype")
-    nonfinite: list[str] = []
 
-    def write(tmp: Path) -> None:
-        weights = {}
+    def write(tmp: Path) -> list[str]:
+        weights, nonfinite = {}, list[str]()
         for name in sources[0]:
             if config.tie_embeddings and name == "lm_head.weight":
                 continue
@@ -53,9 +52,9 @@ def average(folders: Sequence[Path], out_dir: Path) -> list[str]:
         save_weights(weights, tmp / WEIGHTS)
         write_model_config(config, tmp / CONFIG)
         copy_files(folders[0], tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
+        return nonfinite
 
-    write_model_folder(out_dir, write, flag="out_dir")
-    return nonfinite
+    return write_model_folder(out_dir, write)
 
 
 def _mean(tensors: list[Tensor], path: Path) -> Tensor:
@@ -63,9 +62,7 @@ def _mean(tensors: list[Tensor], path: Path) -> Tensor:
     total = tensors[0].to(torch.float64, copy=True)
     for tensor in tensors[1:]:
         total += tensor
-    mean = mmap_copy(total.div_(len(tensors)), path, tensors[0].dtype)
-    trim_after(mean.numel())
-    return mean
+    return mmap_copy(total.div_(len(tensors)), path, tensors[0].dtype)
 
 
 def _require_same_model(first: Path, folder: Path) -> None:

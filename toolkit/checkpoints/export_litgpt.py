@@ -5,13 +5,12 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG
 from toolkit.checkpoints.hf.export_hf import read_model
 from toolkit.checkpoints.litgpt import config_from_litgpt
 from toolkit.checkpoints.merge import MergedWeights, copy_files
-from toolkit.checkpoints.scratch import mmap_copy, trim_after
+from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import Tensors, save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
@@ -51,7 +50,6 @@ def export_litgpt(
     Raises:
         UserError: LitGPT would compute the model differently.
     """
-    require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     require_new_folder(out_dir)
     config, weights = read_model(checkpoint_dir, merge, base_checkpoint_dir, None)
     try:
@@ -61,10 +59,10 @@ def export_litgpt(
         raise UserError(f"checkpoint_dir {checkpoint_dir}: LitGPT does not support {error}; {instead}") from error
     has_tokenizer = (checkpoint_dir / "tokenizer.json").is_file()
     tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir") if has_tokenizer else None
-    nonfinite: list[str] = []
 
-    def write(tmp: Path) -> None:
+    def write(tmp: Path) -> list[str]:
         tensors: Tensors = {}
+        nonfinite: list[str] = []
         for name in weights:
             tensor = weights[name]
             nonfinite.extend(nonfinite_tensors({name: tensor}))
@@ -75,7 +73,6 @@ def export_litgpt(
                 tensors[name] = mmap_copy(tensor, tmp / WEIGHTS)  # LitGPT does not tie weights
             else:
                 tensors[name] = tensor
-            trim_after(tensor.numel())
         if config.tie_embeddings and _HEAD not in tensors:
             tensors[_HEAD] = mmap_copy(tensors["transformer.wte.weight"], tmp / WEIGHTS)
         save_weights(tensors, tmp / WEIGHTS)
@@ -83,9 +80,9 @@ def export_litgpt(
         copy_files(checkpoint_dir, tmp, FILE_PATTERNS)
         if tokenizer is not None:
             _write_tokenizer_config(tmp / "tokenizer_config.json", tokenizer)
+        return nonfinite
 
-    write_model_folder(out_dir, write, flag="out_dir")
-    return nonfinite
+    return write_model_folder(out_dir, write)
 
 
 def litgpt_config(config: ModelConfig) -> Fields:

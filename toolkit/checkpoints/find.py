@@ -18,7 +18,11 @@ def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Pa
     if path.is_file():
         raise UserError(f"{option} {value}: is a file; give the folder that holds it")
     if not folder.is_dir():
-        if step_in_name(path) is not None or path.name == FINAL or (path.parent != Path() and path.parent.is_dir()):
+        if (
+            step_in_name(path.name) is not None
+            or path.name == FINAL
+            or (path.parent != Path() and path.parent.is_dir())
+        ):
             raise UserError(
                 f"{option} {value}: no such folder, also not below checkpoints/; {_suggest_folder(path.parent)}"
             )

@@ -13,7 +13,7 @@ from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_config
 from toolkit.checkpoints.manifest import read_manifest
-from toolkit.checkpoints.scratch import mmap_copy, trim_after
+from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
 from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
@@ -51,14 +51,10 @@ class MergedWeights(Mapping[str, Tensor]):
         if self.info.lora.head:
             self.config = replace(self.config, tie_embeddings=False)
 
-    def is_adapted(self, name: str) -> bool:
-        """Whether the weight has adapters."""
-        return name in self._layers
-
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[name]
-        merged = self._layers[name].merged(weight) if self.is_adapted(name) else weight
+        merged = self._layers[name].merged(weight) if name in self._layers else weight
         return merged.to(resolve_weight_dtype(name, self._dtype) or weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -104,7 +100,7 @@ def merge_to(
         write_model_config(merged.config, tmp / CONFIG)
         copy_files(folder, tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
 
-    write_model_folder(out_dir, write, flag="out_dir")
+    write_model_folder(out_dir, write)
     return merged
 
 
@@ -154,7 +150,6 @@ def _write_weights(merged: MergedWeights, path: Path) -> None:
         weight = merged[name]
         if weight is not merged._weights[name]:
             weight = mmap_copy(weight, path)
-            trim_after(weight.numel())
         weights[name] = weight
         merged.nonfinite += nonfinite_tensors({name: weight})
     if merged.config.tie_embeddings:

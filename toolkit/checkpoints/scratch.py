@@ -37,6 +37,7 @@ def mmap_empty(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
 
 def mmap_copy(tensor: Tensor, folder: Path, dtype: torch.dtype | None = None) -> Tensor:
     """Return a copy in a temporary file (see :func:`mmap_empty`): torch.save needs all tensors at once."""
+    trim_after(tensor.numel())  # frees what the previous tensor was computed from
     return mmap_empty(tensor.shape, dtype or tensor.dtype, folder).copy_(tensor)
 
 

@@ -12,15 +12,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from toolkit.checkpoints.lock import LOCK, detect_lost_lock
 from toolkit.checkpoints.manifest import COMPLETE, replace_in_manifest, write_manifest
 from toolkit.errors import UserError
 from toolkit.io.atomic import NO_SPACE, sync, sync_tree
 from toolkit.io.checksums import Checksum, Checksums, checksum_files
-from toolkit.io.safe_parse import read_json
+from toolkit.io.safe_parse import parse_json, read_bounded
 from toolkit.io.tempfiles import TMP, remove, sweep, temporary_path
 
+T = TypeVar("T")
 FINAL, BEST = "final", "best"
 WEIGHTS = "lit_model.pth"
 ADAPTERS = "lit_model.pth.lora"
@@ -70,14 +72,15 @@ def commit_checkpoint(tmp: Path, folder: Path, files: Mapping[str, Checksum]) ->
         )
 
 
-def write_model_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None:
+def write_model_folder(folder: Path, write: Callable[[Path], T]) -> T:
     """Like :func:`write_folder`, with a manifest of all files."""
 
-    def write_and_list(tmp: Path) -> None:
-        write(tmp)
+    def write_and_list(tmp: Path) -> T:
+        result = write(tmp)
         write_manifest(tmp, sync_and_checksum(tmp, file_names(tmp)))
+        return result
 
-    write_folder(folder, write_and_list, flag)
+    return write_folder(folder, write_and_list)
 
 
 def file_names(folder: Path) -> list[str]:
@@ -100,16 +103,17 @@ def sync_and_checksum(folder: Path, names: Collection[str]) -> Checksums:
     return files
 
 
-def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None:
+def write_folder(folder: Path, write: Callable[[Path], T], flag: str = "out_dir") -> T:
     """Write a folder atomically: ``write`` fills a temporary folder, which is synced to disk and renamed.
 
-    Error messages name the option ``flag``.
+    Returns what ``write`` returns. Error messages name the option ``flag``.
     """
     tmp = _begin_folder(folder, flag)
     with delete_on_error(tmp, folder, flag):
-        write(tmp)
+        result = write(tmp)
         sync_tree(tmp)
         _rename_into_place(tmp, folder)
+    return result
 
 
 def _begin_folder(folder: Path, flag: str) -> Path:
@@ -125,19 +129,23 @@ def _begin_folder(folder: Path, flag: str) -> Path:
 
 @contextmanager
 def delete_on_error(tmp: Path, folder: Path, flag: str = "--out_dir") -> Iterator[None]:
-    """Delete the temporary folder of ``folder`` if the block fails."""
+    """Delete ``tmp``, which is to become ``folder`` (or a file), if the block fails."""
     try:
         yield
     except BaseException as error:
         message = _describe_write_error(error, tmp, folder)  # before deleting tmp, whose size it reports
         discard(tmp)
         if message is not None:
-            raise UserError(f"{flag} {folder.parent if flag == '--out_dir' else folder}: {message}") from error
+            value = folder.parent if flag in ("--out_dir", "checkpoint_dir") else folder
+            raise UserError(f"{flag} {value}: {message}") from error
         raise
 
 
 def discard(tmp: Path) -> None:
-    """Delete a temporary folder. Renamed first, so that a thread still writing to it cannot publish the rest."""
+    """Delete a temporary file or folder.
+
+    It is renamed first, so that a thread still writing to it cannot publish the rest.
+    """
     with suppress(OSError):
         _delete_atomically(tmp)
 
@@ -154,24 +162,19 @@ def require_new_folder(out_dir: Path) -> None:
         raise UserError(f"out_dir {out_dir}: {reason}; give a new folder")
 
 
-def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:
+def write_file(path: Path, write: Callable[[Path], T], flag: str) -> T:
     """Write one file atomically into an existing folder, and add it to the folder's manifest.
 
-    ``write`` receives a temporary path. Error messages name the option ``flag``.
+    ``write`` receives a temporary path. Returns what it returns. Error messages name the option ``flag``.
     """
     tmp = temporary_path(path)
     sweep(path.parent)
-    try:
-        write(tmp)
+    with delete_on_error(tmp, path, flag):
+        result = write(tmp)
         sync(tmp)
         replace_in_manifest(path.parent, path.name, lambda: os.replace(tmp, path))
         sync(path.parent)
-    except BaseException as error:
-        message = _describe_write_error(error, tmp, path)
-        tmp.unlink(missing_ok=True)
-        if message is not None:
-            raise UserError(f"{flag} {path.parent}: {message}") from error
-        raise
+    return result
 
 
 def is_complete(folder: Path) -> bool:
@@ -181,8 +184,8 @@ def is_complete(folder: Path) -> bool:
 
 def step_folders(out_dir: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of a run's complete ``step-*`` checkpoints, by ascending step."""
-    matches = ((_STEP.fullmatch(name), path) for name, path in complete_checkpoints(out_dir))
-    return sorted((int(match[1]), path) for match, path in matches if match)
+    steps = ((step_in_name(name), path) for name, path in complete_checkpoints(out_dir))
+    return sorted((step, path) for step, path in steps if step is not None)
 
 
 def newest(out_dir: Path) -> Path | None:
@@ -205,12 +208,9 @@ def newest_first(out_dir: Path) -> list[Path]:
 
 def rename_damaged(folder: Path) -> Path:
     """Rename a damaged checkpoint, so that it is no longer listed, and return its new path."""
-    for number in itertools.count():
-        target = folder.with_name(f"damaged-{folder.name.removeprefix(_OLD)}" + (f"-{number}" if number else ""))
-        if not os.path.lexists(target):
-            os.rename(folder, target)
-            return target
-    raise AssertionError
+    name = f"damaged-{folder.name.removeprefix(_OLD)}"
+    targets = (folder.with_name(f"{name}-{number}" if number else name) for number in itertools.count())
+    return folder.rename(next(target for target in targets if not os.path.lexists(target)))
 
 
 def has_best(out_dir: Path) -> bool:
@@ -220,19 +220,31 @@ def has_best(out_dir: Path) -> bool:
 
 def step_of(folder: Path) -> int:
     """Return the optimizer step of a checkpoint, from its name or else its trainer state; -1 if unknown."""
-    if (named := step_in_name(folder)) is not None:
+    if (named := step_in_name(folder.name)) is not None:
         return named
     try:
-        step = read_json(folder / "trainer" / "meta.json")["step"]
-        return step if type(step) is int else -1
-    except (OSError, ValueError, KeyError, TypeError):
+        return step_in_meta(read_bounded(folder / "trainer" / "meta.json"))
+    except (OSError, ValueError):
         return -1
 
 
-def step_in_name(folder: Path) -> int | None:
-    """Return N of a folder named step-N, else None."""
-    match = _STEP.fullmatch(folder.name.removeprefix(_OLD))
+def step_in_meta(content: bytes) -> int:
+    """Return the optimizer step in the content of ``trainer/meta.json``; -1 if unknown."""
+    try:
+        step = parse_json(content)["step"]
+        return step if type(step) is int else -1
+    except (ValueError, KeyError, TypeError):
+        return -1
+
+
+def step_in_name(name: str) -> int | None:
+    """Return N if a folder is named step-N, else None."""
+    match = _STEP.fullmatch(name.removeprefix(_OLD))
     return int(match[1]) if match else None
+
+
+def is_checkpoint_name(name: str) -> bool:
+    return name in (FINAL, BEST) or _STEP.fullmatch(name) is not None
 
 
 def prune(out_dir: Path, keep_last: int) -> None:
@@ -245,8 +257,7 @@ def prune(out_dir: Path, keep_last: int) -> None:
 def checkpoint_folders(out_dir: Path) -> Iterator[Path]:
     """Yield folders that are named like a checkpoint, complete or not."""
     if out_dir.is_dir():
-        names = (FINAL, BEST)
-        yield from sorted(p for p in out_dir.iterdir() if p.is_dir() and (_STEP.fullmatch(p.name) or p.name in names))
+        yield from sorted(path for path in out_dir.iterdir() if path.is_dir() and is_checkpoint_name(path.name))
 
 
 def complete_checkpoints(out_dir: Path) -> Iterator[tuple[str, Path]]:
@@ -304,17 +315,15 @@ def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str 
         )
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # from save_sharded
         return f"{error}; choose a folder that all ranks can write to"
-    if (
-        isinstance(error, OSError)
-        and error.errno in _BROKEN
-        and folder.parent in Path(str(error.filename or tmp)).parents  # fsync and write name no file
-    ):
+    if not isinstance(error, OSError):
+        return None
+    path = Path(str(error.filename or tmp))  # fsync and write name no file
+    if error.errno in _BROKEN and folder.parent in path.parents:
         return f"{error.strerror} while writing {folder.name}; check the disk, or choose another folder"
-    if isinstance(error, OSError) and not os.path.exists(tmp):
-        # creating tmp or one of its parents may fail with any errno (/proc reports ENOENT)
-        is_creation_error = error.filename is not None and Path(str(error.filename)) in (tmp, *tmp.parents)
-        if error.errno in _UNWRITABLE or is_creation_error:
-            return f"{error.strerror}; choose another folder"
+    # creating tmp or one of its parents may fail with any errno (/proc reports ENOENT)
+    is_creation_error = error.filename is not None and path in (tmp, *tmp.parents)
+    if (error.errno in _UNWRITABLE or is_creation_error) and not os.path.exists(tmp):
+        return f"{error.strerror}; choose another folder"
     return None
 
 

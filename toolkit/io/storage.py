@@ -179,7 +179,7 @@ class Storage:
         self.fs.retries = ATTEMPTS
 
     def _path(self, name: str) -> str:
-        return f"{self.root}/{name}" if name else self.root
+        return f"{self.root}/{name.strip('/')}".rstrip("/")
 
 
 def _require_bucket(error: FileNotFoundError) -> None:

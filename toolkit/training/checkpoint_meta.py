@@ -129,7 +129,7 @@ def read_meta(folder: Path) -> Fields:
             raise ValueError("must be a mapping")
         version = meta["format_version"]
         if version == FORMAT_VERSION:
-            _check_meta(meta, step_in_name(folder))
+            _check_meta(meta, step_in_name(folder.name))
     except FileNotFoundError:
         raise UserError(
             f"--resume {folder}: holds weights but no trainer state; use --initial_checkpoint_dir {folder}"

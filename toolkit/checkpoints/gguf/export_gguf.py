@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
+from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
 from toolkit.checkpoints.gguf import architecture
 from toolkit.checkpoints.gguf.vocabulary import add_vocabulary, stop_tokens
@@ -42,7 +42,6 @@ def export_gguf(
         import gguf
     except ImportError as error:
         raise UserError("convert_to_gguf: needs gguf; run: pip install 'gguf>=0.17'") from error
-    require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base)
     merged_dtype = torch.float32 if has_adapters_only(checkpoint_dir) else None  # rounded once
     config, weights = read_model(checkpoint_dir, merge, base, merged_dtype)
     architecture.require_supported(config, checkpoint_dir)
@@ -52,16 +51,15 @@ def export_gguf(
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "F32" else f"MOSTLY_{dtype}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     architecture.add_architecture(writer, config)
-    warnings, nonfinite = add_vocabulary(writer, tokenizer, config), list[str]()
+    warnings = add_vocabulary(writer, tokenizer, config)
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     shapes, tensors = (_to_gguf_names(config, maps, source) for source in (meta, weights))
-    notes: list[str] = []
 
-    def write(tmp: Path) -> None:
-        nonfinite.extend(_write(writer, tmp, shapes, tensors, dtype))
-        notes.extend(_write_modelfile(out_path, tokenizer))  # before the rename: a killed command can be repeated
+    def write(tmp: Path) -> tuple[list[str], list[str]]:
+        nonfinite = _write(writer, tmp, shapes, tensors, dtype)
+        return nonfinite, _write_modelfile(out_path, tokenizer)  # before the rename: a killed command can be repeated
 
-    write_file(out_path, write, flag="out_path")
+    nonfinite, notes = write_file(out_path, write, flag="out_path")
     warnings += [nonfinite_warning(nonfinite, out_path)] if nonfinite else []
     if (context := architecture.context_length(config)) < config.block_size:
         reason = f"llama.cpp has no sliding windows for {config.family}: the context is limited to the window"

@@ -58,18 +58,17 @@ def export_hf(
         The names of exported tensors that contain NaN or Inf.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
-    require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     require_new_folder(out_dir)
     config, weights = read_model(checkpoint_dir, merge, base_checkpoint_dir, dtype)
     if family_options:
         config, weights = _change_options(config, weights, family_options)
     base = weights.info.base if isinstance(weights, MergedWeights) else None
-    tokenizer, nonfinite = None, []
+    tokenizer = None
     if (checkpoint_dir / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
 
-    def write(folder: Path) -> None:
-        nonfinite.extend(_write_weights(folder, weights, config, dtype))
+    def write(folder: Path) -> list[str]:
+        nonfinite = _write_weights(folder, weights, config, dtype)
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
@@ -77,9 +76,9 @@ def export_hf(
         write_sums(folder)
         if check is not None:
             check(folder)
+        return nonfinite
 
-    write_folder(out_dir, write, flag)
-    return nonfinite
+    return write_folder(out_dir, write, flag)
 
 
 @torch.no_grad()
@@ -94,7 +93,8 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
 
     transformers.utils.logging.disable_progress_bar()
     exported = getattr(torch, json.loads((Path(out_dir) / CONFIG).read_text())["torch_dtype"])
-    config, weights = read_model(Path(checkpoint_dir), True, base_checkpoint_dir, exported)
+    folder = Path(checkpoint_dir)
+    config, weights = read_model(folder, has_adapters_only(folder), base_checkpoint_dir, exported)
     native = model_on_meta(config)
     rounded = {name: tensor.to(resolve_weight_dtype(name, exported)).float() for name, tensor in weights.items()}
     native.load_state_dict(rounded, assign=True)
@@ -129,6 +129,7 @@ def read_model(
     folder: Path, merge: bool, base_checkpoint_dir: str | Path | None, dtype: torch.dtype | None
 ) -> tuple[ModelConfig, Mapping[str, Tensor]]:
     """Return the architecture and the weights of a model folder, merged on access if it holds only adapters."""
+    require_adapters(folder, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     if not has_adapters_only(folder):
         config = read_model_config(folder)
         return config, load_compatible_weights(folder, model_on_meta(config))

@@ -17,7 +17,7 @@ from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentencepiece
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.scratch import mmap_copy, trim_after
+from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import Tensors, require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
@@ -69,7 +69,7 @@ def import_hf(
             if tokenizer_json is not None:
                 (folder / "tokenizer.json").write_bytes(tokenizer_json)
 
-        write_model_folder(out_dir, write, flag="out_dir")
+        write_model_folder(out_dir, write)
     finally:
         close()
     return notes + notes_of_tokenizer + notes_of_unused + notes_of_head + notes_of_type
@@ -262,7 +262,6 @@ def _convert(
                 tensor = mmap_copy(tensor, out_dir, target_dtype)
             weights[name] = tensor
             nonfinite += nonfinite_tensors({name: tensor})
-            trim_after(tensor.numel())
         del originals  # free dequantized weights
     if config.tie_embeddings:
         weights[_HEAD] = weights[_EMBEDDING]

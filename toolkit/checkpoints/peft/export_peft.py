@@ -105,7 +105,7 @@ def export_peft(
         write_model_card(card, read_model_config(checkpoint_dir), checkpoint_dir, has_tokenizer=False, is_adapter=True)
         write_sums(folder)
 
-    write_folder(out_dir, write, flag="out_dir")
+    write_folder(out_dir, write)
     is_tied = info.lora.head and read_model_config(checkpoint_dir).tie_embeddings
     nonfinite = nonfinite_tensors(tensors)
     return ExportResult(base_name, hf_base is not None, is_checked, wrapper_type, is_tied, nonfinite)

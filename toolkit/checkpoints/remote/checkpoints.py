@@ -5,20 +5,17 @@ NAME and is copied there within the storage. Deletion starts with ``COMPLETE``. 
 a request fails.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.checkpoints.manifest import COMPLETE, MAX_SIZE, manifest_bytes
-from toolkit.checkpoints.store import BEST, FINAL
-from toolkit.io.safe_parse import parse_json
+from toolkit.checkpoints.manifest import COMPLETE, manifest_bytes
+from toolkit.checkpoints.store import FINAL, is_checkpoint_name, step_in_meta, step_in_name
 from toolkit.io.storage import Storage
 
 NEW = ".new-"
 DAMAGED = "COMPLETE.damaged"
 METRICS = "logs/metrics.csv"
-_STEP = re.compile(r"step-(\d+)")
 
 
 class RemoteCheckpoint(NamedTuple):
@@ -37,7 +34,7 @@ class RemoteCheckpoint(NamedTuple):
 
 def newest_first(storage: Storage) -> Iterator[RemoteCheckpoint]:
     """Yield the complete checkpoints by descending step, ``final`` before others of the same step."""
-    folders = [folder for folder, is_folder in storage.entries().items() if is_folder and _is_checkpoint_name(folder)]
+    folders = [name for name, is_folder in storage.entries().items() if is_folder and _is_checkpoint(name)]
     for checkpoint in sorted((_read_checkpoint(storage, folder) for folder in folders), reverse=True):
         if is_complete(storage, checkpoint.folder):  # one request each, and callers need only the first few
             yield checkpoint
@@ -52,19 +49,18 @@ def find(storage: Storage, name: str) -> RemoteCheckpoint | None:
 def find_existing_output(storage: Storage) -> str | None:
     """Return a checkpoint (complete or not) or metrics file in the folder; None if no run has used it."""
     names = storage.entries()
-    used = filter(_is_checkpoint_name, names)
+    used = filter(_is_checkpoint, names)
     return next(used, METRICS if "logs" in names and storage.exists(METRICS) else None)
 
 
-def _is_checkpoint_name(folder: str) -> bool:
-    name = folder.removeprefix(NEW)
-    return name in (FINAL, BEST) or _STEP.fullmatch(name) is not None
+def _is_checkpoint(folder: str) -> bool:
+    return is_checkpoint_name(folder.removeprefix(NEW))
 
 
 def _read_checkpoint(storage: Storage, folder: str) -> RemoteCheckpoint:
     name = folder.removeprefix(NEW)
-    match = _STEP.fullmatch(name)
-    step = int(match[1]) if match else _read_step(storage, folder)
+    if (step := step_in_name(name)) is None:
+        step = step_in_meta(storage.read(f"{folder}/trainer/meta.json") or b"")
     return RemoteCheckpoint(step, name == FINAL, name != folder, name)
 
 
@@ -80,7 +76,7 @@ def upload(storage: Storage, source: Path, name: str, before_complete: Callable[
     manifest = manifest_bytes(source)
     if is_complete(storage, f"{NEW}{name}"):
         _promote(storage, name)
-    existing = storage.read(f"{name}/{COMPLETE}", stop=MAX_SIZE + 1)
+    existing = storage.read(f"{name}/{COMPLETE}")
     if existing == manifest:
         return False
     folder = name if existing is None else f"{NEW}{name}"
@@ -129,7 +125,8 @@ def prune(storage: Storage, keep_last: int, is_over: bool = False) -> None:
     """
     if not (keep_last or is_over):
         return
-    steps = sorted(((int(m[1]), name) for name in storage.entries() if (m := _STEP.fullmatch(name))), reverse=True)
+    named = ((step_in_name(name), name) for name in storage.entries())
+    steps = sorted(((step, name) for step, name in named if step is not None), reverse=True)
     n_complete = 0
     for _, name in steps:
         is_kept = not keep_last or n_complete < keep_last
@@ -144,12 +141,3 @@ def mark_damaged(storage: Storage, folder: str) -> None:
     if is_complete(storage, folder):
         storage.copy(f"{folder}/{COMPLETE}", f"{folder}/{DAMAGED}")
         storage.delete(f"{folder}/{COMPLETE}")
-
-
-def _read_step(storage: Storage, folder: str) -> int:
-    """Return the optimizer step of a checkpoint, from its trainer state; -1 if unknown."""
-    try:
-        step = parse_json(storage.read(f"{folder}/trainer/meta.json", stop=MAX_SIZE + 1) or b"")["step"]
-        return step if type(step) is int else -1
-    except (ValueError, KeyError, TypeError):
-        return -1

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from toolkit.checkpoints.manifest import (
     COMPLETE,
-    MAX_SIZE,
     TRAINER_STATE,
     DamagedCheckpointError,
     describe_damage,
@@ -29,7 +28,7 @@ _THREADS = 4  # each holds one chunk in memory
 def has_same_manifest(storage: Storage, folder: str, local: Path) -> bool:
     """Whether a local folder has the same manifest as a checkpoint on the storage."""
     try:
-        return manifest_bytes(local) == storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1)
+        return manifest_bytes(local) == storage.read(f"{folder}/{COMPLETE}")
     except OSError:
         return False
 
@@ -68,7 +67,7 @@ def remote_manifest(storage: Storage, folder: str) -> Checksums:
 
 
 def _read_complete(storage: Storage, folder: str) -> bytes:
-    if content := storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1):
+    if content := storage.read(f"{folder}/{COMPLETE}"):
         return content
     raise DamagedCheckpointError(
         f"{_location(storage, folder)}: incomplete: it has no {COMPLETE}, or an empty one without checksums; "
@@ -100,7 +99,7 @@ def fetch_files(storage: Storage, folder: str, files: Checksums, target: Path | 
         if name in damage or (path is not None and f"{zlib.crc32(_read(path, start, stop)):08x}" == crc32):
             return
         for _ in range(2):  # the first read may have been damaged in transfer
-            content = storage.read(f"{folder}/{name}".lstrip("/"), start, stop)
+            content = storage.read(f"{folder}/{name}", start, stop)
             if content is not None and f"{zlib.crc32(content):08x}" == crc32:
                 if path is not None:
                     _write_at(path, start, content)

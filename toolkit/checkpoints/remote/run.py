@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from toolkit.checkpoints.manifest import COMPLETE, MAX_SIZE, DamagedCheckpointError, manifest_bytes, read_manifest
+from toolkit.checkpoints.manifest import COMPLETE, DamagedCheckpointError, manifest_bytes, read_manifest
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS, RemoteCheckpoint
 from toolkit.checkpoints.remote.download import download, has_same_manifest
@@ -91,7 +91,7 @@ class RemoteRun:
             if manifest_bytes(target) == manifest:
                 return
             remote = checkpoints.find(self.storage, name)
-            if remote is None or self.storage.read(f"{remote.folder}/{COMPLETE}", stop=MAX_SIZE + 1) != manifest:
+            if remote is None or self.storage.read(f"{remote.folder}/{COMPLETE}") != manifest:
                 raise UserError(
                     f"--out_dir {self.url}: {name} was not uploaded and is only in the staging folder of the first "
                     "node; start the command on that node alone once, or give --staging_dir on a shared disk"

@@ -24,7 +24,6 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
     Creates the folder atomically, and marks it complete if the source is. Returns the names of weights that contain NaN
     or Inf. Needs no process group, and as much memory as :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
     """
-    checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_new_folder(out_dir)
     if checkpoint_dir.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
         raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give another folder")
@@ -32,9 +31,7 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
         raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded; use it directly")
     # Not write_checkpoint: it deletes unfinished checkpoints next to out_dir, which may belong to a running job.
     write = write_model_folder if is_complete(checkpoint_dir) else write_folder  # only the former marks it complete
-    nonfinite: list[str] = []
-    write(out_dir, lambda tmp: nonfinite.extend(_write(tmp, checkpoint_dir)), flag="out_dir")
-    return nonfinite
+    return write(out_dir, lambda tmp: _write(tmp, checkpoint_dir))
 
 
 def _write(tmp: Path, source: Path) -> list[str]:
