@@ -47,7 +47,7 @@ def measure(model_name: str, rounds: int) -> dict[str, Any]:
 
     from toolkit.checkpoints.folder import write_model_files
     from toolkit.checkpoints.manifest import require_intact
-    from toolkit.checkpoints.store import write_checkpoint
+    from toolkit.checkpoints.store import begin_checkpoint, commit_checkpoint
     from toolkit.checkpoints.weights import load_weights
     from toolkit.commands import convert_from_hf, convert_to_hf
     from toolkit.models.families import get_config
@@ -64,7 +64,9 @@ def measure(model_name: str, rounds: int) -> dict[str, Any]:
 
         def save() -> None:
             files = {"state_dict": dict(weights), "config": config, "hyperparameters": None, "tokenizer": None}
-            write_checkpoint(run, lambda tmp: write_model_files(tmp, **files))
+            tmp = begin_checkpoint(run)
+            write_model_files(tmp, **files)
+            commit_checkpoint(tmp, run, {})
 
         def load() -> None:
             require_intact(run, report)

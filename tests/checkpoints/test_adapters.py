@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from helpers.cases import slow_except
+from helpers.saving import save_sharded, write_checkpoint
 
 from tests.models.test_lora import ALL, LLAMA, NO_HEAD, adapted, base, tokens
 from toolkit.checkpoints import fingerprint as fingerprint_module
@@ -24,8 +25,7 @@ from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_files
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.merge import MergedWeights, merge_in_place
-from toolkit.checkpoints.run.sharded import save_sharded
-from toolkit.checkpoints.store import COMPLETE, write_checkpoint
+from toolkit.checkpoints.store import COMPLETE
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe

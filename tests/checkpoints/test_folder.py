@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.saving import write_checkpoint
 
 from toolkit.checkpoints.folder import (
     find_checkpoint_dir,
@@ -15,7 +16,6 @@ from toolkit.checkpoints.folder import (
     read_model_config,
     write_model_files,
 )
-from toolkit.checkpoints.store import write_checkpoint
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig

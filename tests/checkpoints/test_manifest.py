@@ -4,11 +4,12 @@ import json
 from unittest.mock import Mock
 
 import pytest
+from helpers.saving import write_checkpoint
 
 from toolkit.checkpoints import manifest
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest, replace_in_manifest, require_intact
-from toolkit.checkpoints.store import prune, write_checkpoint, write_file
+from toolkit.checkpoints.store import prune, write_file
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 

@@ -15,19 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.saving import write_checkpoint
 
 from toolkit.checkpoints import store
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.run.resume import resolve_resume
-from toolkit.checkpoints.store import (
-    is_complete,
-    newest,
-    prune,
-    require_new_folder,
-    step_folders,
-    write_checkpoint,
-    write_folder,
-)
+from toolkit.checkpoints.store import is_complete, newest, prune, require_new_folder, step_folders, write_folder
 from toolkit.checkpoints.weights import save_state
 from toolkit.errors import UserError
 from toolkit.io import atomic
@@ -54,7 +47,8 @@ def names(folder: Path) -> list[str]:
 WRITER = """
 import sys, json
 from pathlib import Path
-from toolkit.checkpoints.store import write_checkpoint, prune
+from helpers.saving import write_checkpoint
+from toolkit.checkpoints.store import prune
 out = Path(sys.argv[1])
 def write(step):
     def fill(tmp):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.saving import write_checkpoint
 from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import LLAMA, make, tokens
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.merge import merge_in_place
-from toolkit.checkpoints.store import write_checkpoint
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 from toolkit.commands import convert_to_hf

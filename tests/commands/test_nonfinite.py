@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from helpers.saving import save_sharded, write_checkpoint
 from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import make
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.checkpoints.run.sharded import save_sharded
-from toolkit.checkpoints.store import write_checkpoint
 from toolkit.cli import main
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT

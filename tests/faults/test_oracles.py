@@ -7,12 +7,12 @@ from random import Random
 import pytest
 import torch
 from helpers.cases import check_each
+from helpers.saving import write_checkpoint
 from helpers.small_runs import write_base
 
 from tests.faults import corruption, fuzz_http, markup, readers, states
 from tests.faults.hostile import MARKUP
 from toolkit.checkpoints import folder as model_folder
-from toolkit.checkpoints.store import write_checkpoint
 from toolkit.checkpoints.weights import save_state
 from toolkit.reporting import markdown, page
 from toolkit.reporting.events import write_event

@@ -9,10 +9,10 @@ import pytest
 import torch
 from filelock import FileLock
 
+from helpers.saving import write_checkpoint
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.hf.import_hf import import_hf
-from toolkit.checkpoints.store import write_checkpoint
 from toolkit.models.gpt import GPT
 
 VOCABULARY = 330  # fits the tests' tokenizers; not a multiple of 64, to which toolkit pads its own models

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.saving import write_checkpoint
 
 from toolkit.checkpoints.scratch import mmap_empty
-from toolkit.checkpoints.store import write_checkpoint, write_file, write_folder
+from toolkit.checkpoints.store import write_file, write_folder
 from toolkit.data.cache import clean_up, staging_folder
 from toolkit.io import tempfiles
 from toolkit.io.atomic import write_atomic, write_json

@@ -15,11 +15,11 @@ import pytest
 from helpers.browser import find_browser, open_browser
 from helpers.cases import check_each
 from helpers.processes import common_flags, finish, pretrain
+from helpers.saving import write_checkpoint
 from helpers.small_runs import text_data
 
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.manifest import parse_manifest
-from toolkit.checkpoints.store import write_checkpoint
 from toolkit.cli import main
 from toolkit.cli.parser import parse
 from toolkit.commands.pretrain import setup

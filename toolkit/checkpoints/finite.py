@@ -2,17 +2,14 @@
 
 import sys
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoints.manifest import DamagedCheckpointError
-from toolkit.checkpoints.store import ADAPTERS
-from toolkit.checkpoints.weights import Tensors, load_state, load_weights, named_tensors
+from toolkit.checkpoints.weights import Tensors
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import shard_of
-from toolkit.errors import UserError, join_first
+from toolkit.errors import join_first
 from toolkit.private_torch import local_shard, tensor_norms
 
 
@@ -49,28 +46,6 @@ def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
             state = optimizer.state.get(shard_of(parameter), {})
             moments |= {f"{name}|{k}": local_shard(v) for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
     return nonfinite_tensors(weights | moments, weights.keys())
-
-
-def require_finite(folder: Path) -> None:
-    """Raise DamagedCheckpointError if the weights or trainer state contain NaN or Inf.
-
-    For checkpoints without a manifest, because early versions saved non-finite values.
-    """
-    try:
-        weights = load_state(folder / ADAPTERS) if (folder / ADAPTERS).is_file() else load_weights(folder)
-        nonfinite = nonfinite_tensors(weights, weights.keys())
-        state = dict(named_tensors(load_state(folder / "trainer" / "state.pth"), "trainer/state.pth"))
-        if (folder / "trainer" / "optimizer").is_dir():
-            from toolkit.checkpoints.run.sharded import read_sharded  # slow to import (1 s)
-
-            state |= read_sharded(folder / "trainer" / "optimizer")
-        nonfinite += nonfinite_tensors({name: tensor for name, tensor in state.items() if tensor.ndim})
-    except UserError as error:
-        raise DamagedCheckpointError(str(error)) from error
-    if nonfinite:
-        raise DamagedCheckpointError(
-            f"{folder}: damaged: NaN or Inf in {join_first(nonfinite)}; resume from an older checkpoint"
-        )
 
 
 def nonfinite_warning(names: list[str], folder: object) -> str:

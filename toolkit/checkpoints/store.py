@@ -34,20 +34,12 @@ _BROKEN = (errno.EIO, errno.EROFS)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
-def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a checkpoint folder atomically (S1). Only one process may write to a run's folder at a time.
-
-    ``write`` receives a temporary folder to fill. An existing checkpoint of that name stays readable until it is
-    replaced. :func:`begin_checkpoint` and :func:`commit_checkpoint` are the first and last step.
-    """
-    tmp = begin_checkpoint(folder)
-    with delete_on_error(tmp, folder):
-        write(tmp)
-        commit_checkpoint(tmp, folder, sync_and_checksum(tmp, file_names(tmp)))
-
-
 def begin_checkpoint(folder: Path) -> Path:
-    """Create the temporary folder of a checkpoint, and clean up after earlier runs; see :func:`write_checkpoint`."""
+    """Create the temporary folder of a checkpoint, and clean up after earlier runs (S1).
+
+    Only one process may write to a run's folder at a time. An existing checkpoint of that name stays readable until
+    :func:`commit_checkpoint` replaces it.
+    """
     detect_lost_lock(folder.parent)
     for replaced in folder.parent.glob(f"{_OLD}*"):
         _restore_or_delete(replaced)
@@ -313,7 +305,7 @@ def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str 
             + (f"; {previous.name} ({_size(previous):,} bytes) is kept" if previous else "")
             + "; free some space or choose another folder"
         )
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # from save_sharded
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # from ShardedSave
         return f"{error}; choose a folder that all ranks can write to"
     if not isinstance(error, OSError):
         return None

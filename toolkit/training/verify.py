@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from toolkit.checkpoints.finite import require_finite
 from toolkit.checkpoints.manifest import (
     EDITABLE,
     TRAINER_STATE,
@@ -31,8 +30,8 @@ from toolkit.training.rank_consistency import require_same_manifest
 T = TypeVar("T")
 
 
-def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Report, model_only: bool = False) -> bool:
-    """Verify a folder's files against its manifest; return whether there is a manifest. Collective.
+def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Report, model_only: bool = False) -> None:
+    """Verify a folder's files against its manifest, if it has one. Collective.
 
     Shards are divided among all ranks. Other files are read once per node, because nodes may have copies.
     ``is_node_leader`` is true on the first rank of a node. With ``model_only`` the trainer state may be missing.
@@ -40,7 +39,7 @@ def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Repo
     manifest = _same_on_all(lambda: read_manifest(folder))
     if manifest is None:
         report(missing_manifest_note(folder))
-        return False
+        return
     unchecked = (*EDITABLE, TRAINER_STATE) if model_only else EDITABLE
     files = {name for name in manifest if not name.startswith(unchecked)}
     shards = sorted(name for name in files if name.endswith(".distcp"))
@@ -55,7 +54,6 @@ def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Repo
     }
     if damage:
         raise DamagedCheckpointError(describe_damage(folder, dict(sorted(damage.items()))))
-    return True
 
 
 def fetch_on_other_nodes(
@@ -102,8 +100,8 @@ def find_intact(
         if verify:
             require_same_manifest(folder)  # otherwise a different checkpoint on another node would look damaged
         try:
-            if verify and not require_intact_on_all_ranks(folder, is_node_leader, display.message):
-                _same_on_all(partial(require_finite, folder))
+            if verify:
+                require_intact_on_all_ranks(folder, is_node_leader, display.message)
             _same_on_all(partial(read_meta, folder))
             return folder, damaged
         except DamagedCheckpointError as error:

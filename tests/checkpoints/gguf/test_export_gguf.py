@@ -12,13 +12,13 @@ import pytest
 import torch
 from helpers.cases import check_each, has_slow_tests
 from helpers.peak_memory import rise
+from helpers.saving import write_checkpoint
 from helpers.tiny_models import relative_error, token_ids
 
 from tests.checkpoints.test_adapters import LLAMA, make, tokens
 from toolkit.checkpoints.folder import load_model, read_model_config, write_model_config, write_model_files
 from toolkit.checkpoints.gguf import export_gguf as export_module
 from toolkit.checkpoints.gguf.export_gguf import export_gguf
-from toolkit.checkpoints.store import write_checkpoint
 from toolkit.cli import main
 from toolkit.data.tokenizer import Tokenizer, collect_characters, train_bpe
 from toolkit.errors import UserError

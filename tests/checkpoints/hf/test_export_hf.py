@@ -9,12 +9,12 @@ import pytest
 import torch
 from helpers.cases import slow_except
 from helpers.peak_memory import with_path
+from helpers.saving import write_checkpoint
 from safetensors import safe_open
 
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.hf import export_hf as export_module
 from toolkit.checkpoints.hf.export_hf import export_hf, verify_hf
-from toolkit.checkpoints.store import write_checkpoint
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import GuardError, UserError
 from toolkit.models.config import ModelConfig

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 
 import fsspec
 import pytest
+from helpers.saving import write_checkpoint
 
 from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from toolkit.checkpoints.remote import checkpoints, lease
 from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
 from toolkit.checkpoints.remote.lease import LEASE, Lease
 from toolkit.checkpoints.remote.run import RemoteRun
-from toolkit.checkpoints.store import newest, write_checkpoint
+from toolkit.checkpoints.store import newest
 from toolkit.errors import UserError
 from toolkit.io.checksums import find_damage
 from toolkit.io.storage import Storage, StorageError

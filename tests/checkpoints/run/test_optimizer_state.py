@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from helpers.groups import free_port, start_ranks
 from helpers.peak_memory import with_path
+from helpers.saving import save_sharded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
-from toolkit.checkpoints.run.sharded import save_sharded
 from toolkit.checkpoints.run.state_dicts import full_state, sharded_state
 from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.distributed.mesh import Layout, data_mesh
@@ -163,7 +163,7 @@ from pathlib import Path
 from helpers.peak_memory import rise
 from torch import nn
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
-from toolkit.checkpoints.run.sharded import save_sharded
+from helpers.saving import save_sharded
 from toolkit.checkpoints.run.state_dicts import full_state, sharded_state
 from toolkit.checkpoints.weights import load_state, save_state
 
@@ -231,8 +231,8 @@ def edit(path, value):
 
 
 FULL = {
-    "a list": (lambda saved: [1, 2], "optimizer: has no entry 'state'"),
-    "no state": (edit(["state"], None), "optimizer: has no entry 'state'"),
+    "a list": (lambda saved: [1, 2], "optimizer: malformed"),
+    "no state": (edit(["state"], None), "optimizer: malformed"),
     "state is a list": (edit(["state"], []), "optimizer: malformed"),
     "empty": (edit(["state"], {}), "missing optimizer state of 0.weight and 3 more"),
     "without any": (

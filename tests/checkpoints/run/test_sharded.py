@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.groups import start_ranks
+from helpers.saving import save_sharded
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import (
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from toolkit.checkpoints import scratch
 from toolkit.checkpoints.run import shard_metadata
-from toolkit.checkpoints.run.sharded import check_sharded, is_sharded, load_sharded, read_sharded, save_sharded
+from toolkit.checkpoints.run.sharded import check_sharded, is_sharded, load_sharded, read_sharded
 from toolkit.checkpoints.store import disk_full_reason
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError

@@ -35,11 +35,15 @@ class StoredTensor(NamedTuple):
 
 
 class Dequantized(NamedTuple):
-    """A quantized weight. ``read`` dequantizes it to bfloat16 in memory."""
+    """A quantized weight, stored as several tensors. ``dequantize`` converts them to bfloat16 in memory."""
 
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    parts: tuple[StoredTensor, ...]
+    dequantize: Callable[..., Tensor]
     dtype: torch.dtype = torch.bfloat16
+
+    def read(self) -> Tensor:
+        return self.dequantize(*(part.read() for part in self.parts))
 
 
 Weight = StoredTensor | Dequantized  # read on demand

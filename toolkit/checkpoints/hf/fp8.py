@@ -37,12 +37,8 @@ def join_scales(tensors: dict[str, StoredTensor], block: tuple[int, int]) -> dic
         fits = _n_blocks(weight, block) == scales.shape
         if weight.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and len(weight.shape) == 2 and fits:
             del tensors[name], tensors[f"{name}{_SCALES}"]
-            weights[name] = Dequantized(weight.shape, partial(_read, weight, scales, block))
+            weights[name] = Dequantized(weight.shape, (weight, scales), partial(dequantize, block=block))
     return weights
-
-
-def _read(weight: StoredTensor, scales: StoredTensor, block: tuple[int, int]) -> Tensor:
-    return dequantize(weight.read(), scales.read(), block)
 
 
 def _n_blocks(weight: StoredTensor, block: tuple[int, int]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ in / 32, 16), with two values per byte, lower bits first, and ``X_scales``, (exp
 127. The dequantized weight ``X`` is (experts, in, out).
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +35,8 @@ def join_blocks(tensors: dict[str, StoredTensor]) -> dict[str, Dequantized]:
         if len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16):
             del tensors[f"{weight}{_BLOCKS}"], tensors[f"{weight}{_SCALES}"]
             experts, outputs, groups, size = blocks.shape
-            weights[weight] = Dequantized((experts, groups * size * 2, outputs), partial(_read, blocks, scales))
+            weights[weight] = Dequantized((experts, groups * size * 2, outputs), (blocks, scales), dequantize)
     return weights
-
-
-def _read(blocks: StoredTensor, scales: StoredTensor) -> Tensor:
-    return dequantize(blocks.read(), scales.read())
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

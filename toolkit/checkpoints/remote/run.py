@@ -69,7 +69,6 @@ class RemoteRun:
         ``keep_best`` also downloads ``best/``. ``verify`` verifies checkpoints that are already in the staging folder.
         Raises DamagedCheckpointError if all checkpoints are damaged, or if the newest is and ``resume`` is true.
         """
-        resume = {"false": False, "true": True}.get(resume.lower(), resume) if isinstance(resume, str) else resume
         self.storage.probe()
         with self._one_line_errors():
             self.lease.require_free(report)

@@ -1,13 +1,12 @@
 """Consolidate a sharded checkpoint, written by any number of ranks, into single files."""
 
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG, load_compatible_weights, read_model_config
 from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.run.optimizer_state import SEPARATOR, Entries
+from toolkit.checkpoints.run.optimizer_state import nest
 from toolkit.checkpoints.run.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import WEIGHTS, is_complete, require_new_folder, write_folder, write_model_folder
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
@@ -29,7 +28,7 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
         raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give another folder")
     if not (is_sharded(checkpoint_dir / WEIGHTS) or is_sharded(checkpoint_dir / _OPTIMIZER)):
         raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded; use it directly")
-    # Not write_checkpoint: it deletes unfinished checkpoints next to out_dir, which may belong to a running job.
+    # Not begin_checkpoint: it deletes unfinished checkpoints next to out_dir, which may belong to a running job.
     write = write_model_folder if is_complete(checkpoint_dir) else write_folder  # only the former marks it complete
     return write(out_dir, lambda tmp: _write(tmp, checkpoint_dir))
 
@@ -56,24 +55,8 @@ def _write_weights(tmp: Path, source: Path) -> list[str]:
 
 def _write_state(tmp: Path, source: Path) -> None:
     state = load_state(source / _STATE)
-    optimizer = state.get("optimizer")
-    if not isinstance(optimizer, dict):
-        raise UserError(f"{source / _STATE}: holds no optimizer; give a checkpoint that toolkit wrote")
+    optimizer = state["optimizer"]
     if "state" not in optimizer:
-        tensors = read_sharded(source / _OPTIMIZER) | (optimizer.get("values") or {})
-        rest = {name: value for name, value in optimizer.items() if name != "values"}
-        state["optimizer"] = {"state": _optimizer_state(tensors, source), **rest}
+        values = optimizer.pop("values") or {}
+        state["optimizer"] = {"state": nest(read_sharded(source / _OPTIMIZER) | values), **optimizer}
     save_state(state, tmp / _STATE)
-
-
-def _optimizer_state(tensors: dict[str, Any], source: Path) -> Entries:
-    """Convert {"<parameter>|<key>": tensor or number} to {parameter: {key: tensor or number}}."""
-    state: Entries = {}
-    for flat, tensor in tensors.items():
-        name, bar, key = flat.rpartition(SEPARATOR)
-        if not bar:
-            raise UserError(
-                f"{source / _OPTIMIZER}: holds {flat!r:.100}, which is not an optimizer tensor; copy it again"
-            )
-        state.setdefault(name, {})[key] = tensor
-    return state

@@ -1,11 +1,11 @@
 """Copy training state to host memory, so that a checkpoint can be written while training continues."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.checkpoints.weights import named_tensors
 from toolkit.private_torch import local_shard
 
 
@@ -29,9 +29,8 @@ class HostCopies:
     def begin(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Begin a new checkpoint. It overwrites the copies of the previous one."""
         self._copied = {}
-        tensors = [*_tensors([*optimizer.state.values(), *optimizer.param_groups])]
-        tensors += [*module.parameters(), *module.buffers()]
-        self._live = {local_shard(tensor).untyped_storage().data_ptr() for tensor in tensors}
+        trained = [*module.parameters(), *module.buffers(), *optimizer.state.values(), *optimizer.param_groups]
+        self._live = {local_shard(tensor).untyped_storage().data_ptr() for _, tensor in named_tensors(trained)}
 
     def copy(self, value: Any, name: str) -> Any:
         """Copy all tensors in nested containers. CPU tensors that training does not use are returned uncopied.
@@ -68,12 +67,3 @@ class HostCopies:
         """Wait until all copies are complete. Can be called from any thread."""
         if self._copied_event is not None:
             self._copied_event.synchronize()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested containers. Some optimizers keep lists of tensors for a parameter."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(inner)

@@ -182,20 +182,19 @@ def _read_entries(saved: Any, file: Path, folder: Path) -> tuple[Path, Entries]:
 
     torch keeps a prefix such as "module." before the names of a user-defined module.
     """
-    for kind in ("adapters", "state"):
-        if kind in saved:
-            entries = saved[kind].items()
-            return file, {canonical_name(name): {k: _lazy(v) for k, v in entry.items()} for name, entry in entries}
-    if "values" not in saved:
-        raise UserError(f"{file}: optimizer: has no entry 'state'; resume from another checkpoint")
-    return folder, {} if saved["values"] is None else _shard_entries(saved["values"], folder)
+    where, entries = file, saved.get("adapters", saved.get("state"))
+    if entries is None:
+        where, values = folder, saved["values"]
+        entries = {} if values is None else nest(values | _shard_tensors(folder))
+    return where, {canonical_name(name): {k: _lazy(v) for k, v in entry.items()} for name, entry in entries.items()}
 
 
-def _shard_entries(values: State, folder: Path) -> Entries:
+def nest(values: State) -> Entries:
+    """Convert {"parameter|key": tensor or number} to {parameter: {key: tensor or number}}."""
     entries: Entries = {}
-    for name, value in [*values.items(), *_shard_tensors(folder).items()]:
+    for name, value in values.items():
         parameter, _, key = name.rpartition(SEPARATOR)
-        entries.setdefault(canonical_name(parameter), {})[key] = value
+        entries.setdefault(parameter, {})[key] = value
     return entries
 
 

@@ -23,8 +23,6 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
     except OSError as error:
         what = "is a file" if os.path.isfile(out_dir) else error.strerror
         raise UserError(f"--out_dir {out_dir}: {what}; give a folder that can be read and written") from error
-    values: dict[str, bool | str] = {"false": False, "true": True, "auto": "auto"}
-    resume = values.get(resume.lower(), resume) if isinstance(resume, str) else resume
     if resume is False:
         _require_unused(out_dir, "--resume auto continues it, another --out_dir starts a new run")
         return None
@@ -65,8 +63,6 @@ def _named_checkpoint(path: Path) -> Path:
 
 def _require_unused(out_dir: Path, hint: str) -> None:
     metrics = out_dir / "logs" / "metrics.csv"
-    used = next((path for _, path in complete_checkpoints(out_dir)), None) or next(checkpoint_folders(out_dir), None)
-    if used is None and metrics.exists():
-        used = metrics
-    if used is not None:
+    outputs = [*(path for _, path in complete_checkpoints(out_dir)), *checkpoint_folders(out_dir), metrics]
+    if used := next((path for path in outputs if path.exists()), None):
         raise UserError(f"--out_dir {out_dir}: already used ({used.relative_to(out_dir)} exists); {hint}")

@@ -24,7 +24,7 @@ from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.shard_metadata import read_metadata, stored_tensors
 from toolkit.checkpoints.scratch import mmap_empty, trim_after
 from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
-from toolkit.distributed.ranks import all_gather_object, run_on_rank0
+from toolkit.distributed.ranks import all_gather_object
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import open_regular
 from toolkit.private_torch import rank_wrapper
@@ -35,22 +35,12 @@ def is_sharded(path: Path) -> bool:
     return Path(path).is_dir()
 
 
-def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write tensors, one file of shards per rank. Collective if a process group is initialized.
-
-    ``tensors`` has the same names on every rank. Values are DTensor or plain (equal on all ranks, stored
-    once). If a rank fails to write, all ranks raise a ``RuntimeError`` with that rank's exception as its cause.
-    """
-    save = ShardedSave(tensors, folder)
-    save.write()
-    save.gather_results()
-    run_on_rank0(save.finish)
-
-
 class ShardedSave:
-    """:func:`save_sharded` (``dcp.save``) in four steps. :meth:`write` and :meth:`finish` are not collective.
+    """Writes tensors, one file of shards per rank, as ``dcp.save`` in four steps.
 
-    If a rank fails, ``__init__`` and :meth:`gather_results` raise its error on all ranks.
+    ``tensors`` has the same names on every rank. Values are DTensor or plain (equal on all ranks, stored once).
+    ``__init__`` and :meth:`gather_results` are collective if a process group is initialized: if a rank fails to write,
+    all ranks raise a ``RuntimeError`` with that rank's exception as its cause.
     """
 
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
