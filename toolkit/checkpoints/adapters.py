@@ -5,7 +5,7 @@ model) instead of ``lit_model.pth``. All other files are the same as in a model 
 well, it holds the merged weights and takes precedence.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,8 @@ def write_adapter_files(folder: Path, adapters: Tensors, info: AdapterInfo) -> N
     (folder / ADAPTER_CONFIG).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def read_adapter_info(folder: str | Path) -> AdapterInfo:
+def read_adapter_info(folder: Path) -> AdapterInfo:
     """Read ``adapter.yaml``. The base model's folder need not exist."""
-    folder = Path(folder)
     if not is_adapter_dir(folder):
         raise UserError(f"checkpoint_dir {folder}: holds no {ADAPTERS}; give a folder that finetune_lora wrote")
     path = folder / ADAPTER_CONFIG
@@ -92,7 +91,7 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
         raise UserError(f"{path}: does not describe adapters: {one_line(error)}; copy it again") from error
 
 
-def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = None) -> AdapterInfo:
+def read_adapter(folder: Path, base_checkpoint_dir: str | Path | None = None) -> AdapterInfo:
     """Read ``adapter.yaml``, and check that the base model exists and has the fingerprint recorded in training.
 
     ``base_checkpoint_dir`` is a path, a name below ``checkpoints/`` or a URL. By default, it is the path in
@@ -111,7 +110,7 @@ def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = No
             f"{folder}: these adapters were not trained on {base} (fingerprint mismatch); set --base_checkpoint_dir to "
             "the checkpoint they were trained on"
         )
-    return AdapterInfo(info.lora, base, info.base_hash, info.quantize)
+    return replace(info, base=base)
 
 
 def find_base_dir(base_checkpoint_dir: str | Path) -> Path:

@@ -12,22 +12,22 @@ from toolkit.errors import UserError
 from toolkit.io.safe_parse import open_regular
 
 
-def base_fingerprint(folder: str | Path) -> str:
+def base_fingerprint(folder: Path) -> str:
     """Return the SHA-256 (hex) of the weights' names, shapes, dtypes and CRC-32 checksums.
 
     The checksums come from the zip directories, without reading the weights. The fingerprint depends on the layout (one
     file or shards), but not on the path.
     """
-    path = Path(folder) / WEIGHTS
+    path = folder / WEIGHTS
     return _hash(_shard_lines(path) if path.is_dir() else _file_lines(path))
 
 
-def resume_fingerprint(folder: str | Path) -> str:
+def resume_fingerprint(folder: Path) -> str:
     """Return the SHA-256 (hex) of weights and trainer state.
 
     As in :func:`base_fingerprint`, tensor data is represented by CRC-32 checksums.
     """
-    return _hash(_resume_lines(Path(folder)))
+    return _hash(_resume_lines(folder))
 
 
 def peft_fingerprint(folder: str | Path) -> str:

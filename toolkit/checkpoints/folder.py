@@ -43,7 +43,7 @@ _HEAD = "lm_head.weight"
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read the architecture from a folder's ``model_config.yaml``, in toolkit's or LitGPT's format."""
-    path = Path(folder) / CONFIG
+    path = folder / CONFIG
     try:
         values = read_yaml(path)
         if not isinstance(values, dict):
@@ -117,7 +117,7 @@ def load_model(
     """
     source, lora = Path(folder), None
     if has_adapters_only(folder):
-        info = read_adapter(folder, base_checkpoint_dir)
+        info = read_adapter(source, base_checkpoint_dir)
         source, lora = info.base, info.lora
     model = adapted_on_meta(read_model_config(source), lora)
     weights = load_compatible_weights(source, model)
@@ -143,8 +143,8 @@ def load_compatible_weights(folder: Path, model: GPT) -> Tensors:
     expected = {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
     weights = load_weights(folder)
     to_native_layout(weights, model.config)
-    _tie_or_untie(weights, model.config, Path(folder))
-    require_compatible(weights, expected, Path(folder) / WEIGHTS, CONFIG)
+    _tie_or_untie(weights, model.config, folder)
+    require_compatible(weights, expected, folder / WEIGHTS, CONFIG)
     return {name: weights[name] for name in expected}
 
 

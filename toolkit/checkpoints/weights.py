@@ -39,7 +39,7 @@ def load_weights(checkpoint_dir: Path) -> Tensors:
 
     Tensors of one file are memory-mapped and shared by all processes of the machine. Tied weights share their storage.
     """
-    path = Path(checkpoint_dir) / WEIGHTS
+    path = checkpoint_dir / WEIGHTS
     if path.is_dir():
         from toolkit.checkpoints.run.sharded import read_sharded  # slow to import (1 s)
 
@@ -77,7 +77,6 @@ def _shape(tensor: Tensor) -> str:
 
 def load_state(path: Path) -> dict[str, Any]:
     """Read a dictionary that :func:`save_state` or ``torch.save`` wrote, memory-mapped and without running code."""
-    path = Path(path)
     _require_zip(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -17,14 +17,10 @@ def setup(out_dir: str, checkpoint_dirs: str, verify_checkpoint: bool = True) ->
     """
     from toolkit.checkpoints.average import average
     from toolkit.checkpoints.finite import warn_nonfinite
-    from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
+    from toolkit.checkpoints.folder import find_model
 
     names = [name.strip() for name in checkpoint_dirs.split(",") if name.strip()]
     require_option(len(names) >= 2, "checkpoint_dirs", checkpoint_dirs, "must be two or more folders: A,B,...")
-    folders = [find_checkpoint_dir(name) for name in names]
-    if verify_checkpoint:
-        for folder in folders:
-            require_intact_model(folder)
-    nonfinite = average(folders, Path(out_dir))
-    warn_nonfinite(nonfinite, out_dir)
+    folders = [find_model(name, verify=verify_checkpoint) for name in names]
+    warn_nonfinite(average(folders, Path(out_dir)), out_dir)
     print(f"wrote {out_dir}: the mean of {len(folders)} checkpoints")

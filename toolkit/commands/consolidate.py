@@ -28,6 +28,5 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
     source = folder if is_sharded(folder / WEIGHTS) else find_checkpoint_dir(checkpoint_dir)
     if verify_checkpoint:
         require_intact_model(source)
-    nonfinite = consolidate(source, Path(out_dir))
-    warn_nonfinite(nonfinite, out_dir)
+    warn_nonfinite(consolidate(source, Path(out_dir)), out_dir)
     print(f"wrote {out_dir}")

@@ -25,8 +25,7 @@ def setup(
     from toolkit.checkpoints.folder import find_model
 
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
-    nonfinite = export_litgpt(folder, Path(out_dir), merge, base_checkpoint_dir)
-    warn_nonfinite(nonfinite, out_dir)
+    warn_nonfinite(export_litgpt(folder, Path(out_dir), merge, base_checkpoint_dir), out_dir)
     if not (Path(out_dir) / "tokenizer.json").exists():
         print(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}", file=sys.stderr)
     print(f"wrote {out_dir}")

@@ -26,18 +26,14 @@ def setup(checkpoint_dir: str) -> None:
     for name, (read, compare) in checkpoints.items():
         try:
             files = read()
-        except UserError as error:
-            print(error)
-            failed.append(name)
-            continue
-        if files is None:
-            print(f"{name}: has no checksums (empty COMPLETE of an older version)")
-            failed.append(name)
-        elif damage := compare(files):
-            print(*(f"{name}/{file}: {why}" for file, why in damage.items()), sep="\n")
-            failed.append(name)
-        else:
+            if files is None:
+                raise UserError(f"{name}: has no checksums (empty COMPLETE of an older version)")
+            if damage := compare(files):
+                raise UserError("\n".join(f"{name}/{file}: {why}" for file, why in damage.items()))
             print(f"{name}: intact, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
+        except (UserError, StorageError) as error:
+            print(error if isinstance(error, UserError) else f"{name}: {error}")
+            failed.append(name)
     if failed:
         names = ", ".join(name.rpartition("/")[2] for name in failed)
         raise UserError(f"checkpoint_dir {checkpoint_dir}: {len(failed)} of {len(checkpoints)} not verified: {names}")
@@ -66,23 +62,15 @@ def find_remote(url: str) -> dict[str, Checkpoint]:
     from toolkit.checkpoints.remote.checkpoints import newest_first
 
     storage = Storage(url, "checkpoint_dir")
-
-    def reported(request: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return request(*args)
-        except StorageError as error:
-            raise storage.error(error) from error
-
-    if reported(storage.exists, COMPLETE):
-        folders = [""]
-    else:
-        folders = sorted(checkpoint.folder for checkpoint in reported(lambda: list(newest_first(storage))))
+    with storage.one_line_errors():
+        is_checkpoint = storage.exists(COMPLETE)
+        folders = [""] if is_checkpoint else sorted(checkpoint.folder for checkpoint in newest_first(storage))
     if not folders:
         raise storage.error("contains no complete checkpoint; give the URL of a checkpoint or of a run")
     return {
         f"{storage.url}/{folder}".rstrip("/"): (
-            partial(reported, remote_manifest, storage, folder),
-            partial(reported, partial(fetch_files, storage, folder, target=None)),
+            partial(remote_manifest, storage, folder),
+            partial(fetch_files, storage, folder, target=None),
         )
         for folder in folders
     }

@@ -28,7 +28,7 @@ def require_one_of(name: str, value: str, builtin_names: tuple[str, ...], kind: 
     """Check that ``value`` is one of ``builtin_names`` or a name that an extension registers as ``kind``."""
     valid_names = [*builtin_names, *registered(kind, builtin_names)]
     if value not in valid_names:
-        hint = VALUE_HINTS.get((name, value.lower())) or did_you_mean(value, valid_names)
+        hint = VALUE_HINTS.get(f"{name}={value.lower()}") or did_you_mean(value, valid_names)
         raise UserError(f"--{name} {value}: must be one of {', '.join(valid_names)}{hint}")
 
 

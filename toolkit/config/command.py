@@ -285,7 +285,7 @@ class CommandOptions:
                 must = "not be negative" if limited._expression == "v>=0" else f"be {limits(limited)}"
                 raise UserError(f"{number.display(key)}: must {must}") from error
             names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-            hint = VALUE_HINTS.get((key, text.lower())) or did_you_mean(text, names, cutoff=0.55)
+            hint = VALUE_HINTS.get(f"{key}={text.lower()}") or did_you_mean(text, names, cutoff=0.55)
             shown = value.display(key).removeprefix("--" if key.upper() in usage.split() else "")  # positional
             raise UserError(f"{shown}: must be {describe(kind)}{hint}") from error
 

@@ -112,51 +112,43 @@ def suggest_option(key: str, valid_names: Container[str], show: Callable[[str], 
     return ""
 
 
-VALUE_HINTS = {
-    ("strategy", "fsdp1"): "; use fsdp, which resumes its checkpoints",
-    ("strategy", "zero2"): "; use fsdp with --fsdp.sharding_strategy SHARD_GRAD_OP",
-    ("strategy", "zero3"): "; use fsdp, which shards like ZeRO 3",
-    ("strategy", "deepspeed"): "; use fsdp, which shards like ZeRO 3",
-    ("fsdp.sharding_strategy", "zero2"): "; use SHARD_GRAD_OP",
-    ("fsdp.sharding_strategy", "zero3"): "; use FULL_SHARD, or HYBRID_SHARD on several nodes",
-    **dict.fromkeys(
-        (("fsdp.state_dict_type", "local"), ("fsdp.state_dict_type", "local_state_dict")),
-        "; use sharded: it also writes a file per device, and loads on any number",
-    ),
-}
-"""Hints for other tools' option values; values are in lower case."""
+def _hints(table: str) -> dict[str, str]:
+    """Return {name: hint} of lines ``name name ... = hint``."""
+    lines = [line.partition(" = ") for line in table.strip().splitlines()]
+    return {name: f"; {hint}" for names, _, hint in lines for name in names.split()}
 
-CLASS_HINTS = {
-    **dict.fromkeys(
-        ("TinyLlama", "MicroLlama", "SlimPajama", "StarCoder"),
-        "; use LitData for prepared chunks, as in config_hub/pretrain/tiny-llama.yaml, or HuggingFaceText",
-    ),
-    **dict.fromkeys(("PPO", "GRPO", "RLOO"), "; reinforcement learning is not available; use TRL"),
-    **dict.fromkeys(
-        ("Deita", "LongForm", "FLAN"), "; use JSON with --data.json_path FILE, or HuggingFace with --data.repo_id NAME"
-    ),
-}
+
+VALUE_HINTS = _hints("""
+strategy=fsdp1 = use fsdp, which resumes its checkpoints
+strategy=zero2 = use fsdp with --fsdp.sharding_strategy SHARD_GRAD_OP
+strategy=zero3 strategy=deepspeed = use fsdp, which shards like ZeRO 3
+fsdp.sharding_strategy=zero2 = use SHARD_GRAD_OP
+fsdp.sharding_strategy=zero3 = use FULL_SHARD, or HYBRID_SHARD on several nodes
+fsdp.state_dict_type=local fsdp.state_dict_type=local_state_dict = use sharded: it also writes a file per device, and \
+loads on any number
+""")
+"""Hints for other tools' option values, by ``option=value`` with the value in lower case."""
+
+CLASS_HINTS = _hints("""
+TinyLlama MicroLlama SlimPajama StarCoder = use LitData for prepared chunks, as in \
+config_hub/pretrain/tiny-llama.yaml, or HuggingFaceText
+PPO GRPO RLOO = reinforcement learning is not available; use TRL
+Deita LongForm FLAN = use JSON with --data.json_path FILE, or HuggingFace with --data.repo_id NAME
+""")
 """Hints for other tools' data modules and objectives."""
 
-COMMAND_HINTS = {
-    **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),
-    **dict.fromkeys(
-        ("dpo", "train_dpo", "orpo", "cpo", "simpo", "kto"),
-        "; use finetune_lora or finetune_full with --objective DPO, KTO, ORPO or SimPO, and --data Preference",
-    ),
-    **dict.fromkeys(
-        ("grpo", "ppo", "rloo", "rlhf", "reward"),
-        "; reinforcement learning is not available; finetune_lora --objective DPO learns from pairs of answers",
-    ),
-    **dict.fromkeys(
-        ("export", "upload"),
-        "; convert_to_gguf writes a file for llama.cpp, convert_to_hf a folder for `vllm serve`, "
-        "or for the hub with --push_to_hub",
-    ),
-    **dict.fromkeys(("env", "info"), "; use doctor"),
-    **dict.fromkeys(("list", "models"), "; `toolkit pretrain list` prints the architectures"),
-    **dict.fromkeys(("eval", "test"), "; use evaluate"),
-    **dict.fromkeys(("webui", "ui"), "; there is no web page; use chat"),
-    "convert_from_litgpt": "; LitGPT's checkpoint folders are read directly; convert_to_litgpt writes them",
-}
+COMMAND_HINTS = _hints("""
+sft train finetune = use finetune_full or finetune_lora; pretrain for plain text
+dpo train_dpo orpo cpo simpo kto = use finetune_lora or finetune_full with --objective DPO, KTO, ORPO or SimPO, and \
+--data Preference
+grpo ppo rloo rlhf reward = reinforcement learning is not available; finetune_lora --objective DPO learns from pairs \
+of answers
+export upload = convert_to_gguf writes a file for llama.cpp, convert_to_hf a folder for `vllm serve`, or for the hub \
+with --push_to_hub
+env info = use doctor
+list models = `toolkit pretrain list` prints the architectures
+eval test = use evaluate
+webui ui = there is no web page; use chat
+convert_from_litgpt = LitGPT's checkpoint folders are read directly; convert_to_litgpt writes them
+""")
 """Hints for commands of other tools."""

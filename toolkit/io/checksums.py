@@ -33,11 +33,11 @@ Checksums = dict[str, Checksum]  # by file name
 def checksum_files(folder: Path, names: Iterable[str]) -> Checksums:
     """Compute {name: checksum} for files in a folder. Names are relative paths."""
     names = list(names)
-    sizes = {name: _size(Path(folder) / name) for name in names}
+    sizes = {name: _size(folder / name) for name in names}
     chunks = [(name, start) for name in names for start in range(0, sizes[name], CHUNK)]
     files = {name: Checksum(size=sizes[name], crc32=[]) for name in names}
     with ThreadPoolExecutor(_THREADS) as pool:
-        values = pool.map(lambda chunk: _crc32(Path(folder) / chunk[0], chunk[1]), chunks)
+        values = pool.map(lambda chunk: _crc32(folder / chunk[0], chunk[1]), chunks)
         for (name, _), value in zip(chunks, values, strict=True):
             files[name]["crc32"].append(value)
     return files
@@ -50,7 +50,7 @@ def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
     """
 
     def find_problem(name: str, index: int, crc32: str | None) -> str | None:
-        path, size, start = Path(folder) / name, files[name]["size"], index * CHUNK
+        path, size, start = folder / name, files[name]["size"], index * CHUNK
         try:
             if (actual := _size(path)) != size:
                 return f"{actual:,} bytes instead of {size:,}"

@@ -87,6 +87,14 @@ class Storage:
     def error(self, reason: object) -> UserError:
         return UserError(f"{self.flag} {self.url}: {reason}")
 
+    @contextmanager
+    def one_line_errors(self) -> Iterator[None]:
+        """Raise :class:`StorageError` as :meth:`error`."""
+        try:
+            yield
+        except StorageError as error:
+            raise self.error(error) from error
+
     # ---- objects
 
     @_request()
@@ -168,12 +176,10 @@ class Storage:
         """Check that a small object can be written, read, listed and deleted."""
         name, content = f".probe-{secrets.token_hex(4)}", b"written by toolkit to see whether this is possible\n"
         self.fs.retries = PROBE_ATTEMPTS
-        try:
+        with self.one_line_errors():
             self.write(name, content)
             is_consistent = self.read(name) == content and name in self.entries()
             self.delete(name)
-        except StorageError as error:
-            raise self.error(error) from error
         if not is_consistent:
             raise self.error("returned old content after a write; use storage with read-after-write consistency")
         self.fs.retries = ATTEMPTS

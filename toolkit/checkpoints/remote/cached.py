@@ -10,7 +10,7 @@ from toolkit.checkpoints.remote.download import download, has_same_manifest
 from toolkit.checkpoints.remote.run import local_name
 from toolkit.errors import UserError
 from toolkit.io.locks import file_lock
-from toolkit.io.storage import Storage, StorageError
+from toolkit.io.storage import Storage
 
 
 @cache  # once per process: a run asks for the folder of its base several times
@@ -22,14 +22,13 @@ def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
     storage = Storage(url, flag)
     target = local_name(url, "checkpoints" if with_trainer else "models")
     try:
-        folder = "" if storage.exists(COMPLETE) else find_folder(storage)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(target.with_name(f"{target.name}.lock")):  # one process of a node downloads, the others wait
-            if not has_same_manifest(storage, folder, target):
-                download(storage, folder, target, lambda line: print(line, file=sys.stderr), not with_trainer)
-        return target
-    except StorageError as error:
-        raise storage.error(error) from error
+        with storage.one_line_errors():
+            folder = "" if storage.exists(COMPLETE) else find_folder(storage)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with file_lock(target.with_name(f"{target.name}.lock")):  # one process of a node downloads, the others wait
+                if not has_same_manifest(storage, folder, target):
+                    download(storage, folder, target, lambda line: print(line, file=sys.stderr), not with_trainer)
+            return target
     except OSError as error:
         raise UserError(f"{flag} {url}: cannot be copied to {target}: {error.strerror or error}") from error
 

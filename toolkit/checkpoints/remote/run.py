@@ -22,7 +22,7 @@ from toolkit.errors import UserError
 from toolkit.io.atomic import write_atomic
 from toolkit.io.checksums import find_damage
 from toolkit.io.paths import is_url, user_cache
-from toolkit.io.storage import Storage, StorageError
+from toolkit.io.storage import Storage
 
 
 def check_out_dir(out_dir: str, staging_dir: str | None) -> None:
@@ -181,9 +181,8 @@ class RemoteRun:
     @contextmanager
     def _one_line_errors(self) -> Iterator[None]:
         try:
-            yield
-        except StorageError as error:
-            raise self.storage.error(error) from error
+            with self.storage.one_line_errors():
+                yield
         except OSError as error:
             hint = "give a writable folder with enough space"
             raise UserError(f"--staging_dir {self.out_dir}: {error.strerror or error}; {hint}") from error

@@ -32,7 +32,7 @@ from toolkit.private_torch import rank_wrapper
 
 def is_sharded(path: Path) -> bool:
     """Whether the weights or optimizer state at ``path`` are a folder of shards (possibly damaged), not a file."""
-    return Path(path).is_dir()
+    return path.is_dir()
 
 
 class ShardedSave:
@@ -111,13 +111,13 @@ def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     All ranks pass the same names. Layout (DTensor or plain), dtype and number of ranks may differ from
     the save. Other tensors in the folder are ignored.
     """
-    metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, Path(folder)))
-    _read(tensors, Path(folder), metadata)
+    metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, folder))
+    _read(tensors, folder, metadata)
 
 
 def check_sharded(folder: Path) -> dict[str, torch.Size]:
     """Check the folder's ``.metadata`` and the sizes of its files. Return the shapes of the complete tensors."""
-    return {name: tensor.size for name, tensor in stored_tensors(read_metadata(Path(folder))).items()}
+    return {name: tensor.size for name, tensor in stored_tensors(read_metadata(folder)).items()}
 
 
 def read_sharded(folder: Path) -> dict[str, Tensor]:
@@ -126,7 +126,6 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
     They are memory-mapped from temporary files, which the system can page out: resident memory stays a small multiple
     of the largest tensor (M2). Needs free disk space of the checkpoint's size.
     """
-    folder = Path(folder)
     metadata = read_metadata(folder)
     tensors = {}
     for name, tensor in stored_tensors(metadata).items():
@@ -139,7 +138,7 @@ class ShardReader:
     """Reads parts of tensors in this process only. ``tensors`` is {name: (shape, dtype)}."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._metadata = Path(folder), read_metadata(Path(folder))
+        self._folder, self._metadata = folder, read_metadata(folder)
         self._stored = stored_tensors(self._metadata)
         self.tensors = {name: (tensor.size, tensor.properties.dtype) for name, tensor in self._stored.items()}
 
