@@ -201,7 +201,7 @@ def test_base_checkpoint_dir_overrides_recorded_path(made, tmp_path, monkeypatch
     moved.rename(tmp_path / "checkpoints" / "mine")
     monkeypatch.chdir(tmp_path)
     assert read_adapter(folder, "mine").base == Path("checkpoints/mine")
-    with pytest.raises(UserError, match="--base_checkpoint_dir none: holds no lit_model.pth"):
+    with pytest.raises(UserError, match="--base_checkpoint_dir none: no such folder"):
         load_model(folder, base_checkpoint_dir="none")
 
 

@@ -106,7 +106,7 @@ def missing(path, witness):
         (code_in_the_legacy_format, "not written by torch.save"),
         (pickled_module, "refused: it holds torch.nn.modules.linear.Linear, which could run code"),
         (torchscript, "refused: it holds a TorchScript program"),
-        (empty, "the file is empty"),
+        (empty, "the file is damaged or truncated"),
         (text, "not written by torch.save"),
         (empty_zip, "not written by torch.save"),
         (zip_of_something_else, "damaged or truncated"),
@@ -117,7 +117,7 @@ def missing(path, witness):
         (sparse, "'a' is not a plain tensor"),
         (without_values, "'a' is not a plain tensor"),
         (folder, "holds no .metadata"),
-        (missing, "no such file"),
+        (missing, "No such file"),
     ],
 )
 def test_s4_bad_weight_files_are_one_line_errors_and_run_no_code(tmp_path, recwarn, make, message):

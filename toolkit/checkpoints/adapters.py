@@ -12,12 +12,11 @@ from typing import Any
 import yaml
 from torch import nn
 
+from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.fingerprint import base_fingerprint
-from toolkit.checkpoints.remote.cached import local_copy
 from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, only_tensors, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
-from toolkit.io.paths import is_url
 from toolkit.io.safe_parse import read_yaml
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
@@ -98,12 +97,10 @@ def read_adapter(folder: Path, base_checkpoint_dir: str | Path | None = None) ->
     ``adapter.yaml``.
     """
     info = read_adapter_info(folder)
-    base = info.base
-    if base_checkpoint_dir is not None:
-        base = find_base_dir(base_checkpoint_dir)
-        if not (base / WEIGHTS).exists():
-            raise UserError(f"--base_checkpoint_dir {base_checkpoint_dir}: holds no {WEIGHTS}; give a model's folder")
-    elif not (base / WEIGHTS).exists():
+    base = (
+        info.base if base_checkpoint_dir is None else find_checkpoint_dir(base_checkpoint_dir, "--base_checkpoint_dir")
+    )
+    if not (base / WEIGHTS).exists():
         raise UserError(f"{folder}: the base model {base} does not exist; set its location with --base_checkpoint_dir")
     if base_fingerprint(base) != info.base_hash:
         raise UserError(
@@ -111,14 +108,6 @@ def read_adapter(folder: Path, base_checkpoint_dir: str | Path | None = None) ->
             "the checkpoint they were trained on"
         )
     return replace(info, base=base)
-
-
-def find_base_dir(base_checkpoint_dir: str | Path) -> Path:
-    """Resolve --base_checkpoint_dir to a local folder, which may not exist. URLs are downloaded."""
-    if is_url(base_checkpoint_dir):
-        return local_copy(str(base_checkpoint_dir), "--base_checkpoint_dir")
-    folder = Path(base_checkpoint_dir).expanduser()
-    return folder if folder.is_dir() else Path("checkpoints") / folder
 
 
 def load_adapters(folder: str | Path, model: nn.Module) -> Tensors:

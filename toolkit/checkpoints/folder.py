@@ -12,7 +12,6 @@ import yaml
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import (
-    find_base_dir,
     has_adapters_only,
     load_adapters,
     read_adapter,
@@ -94,7 +93,9 @@ def require_intact_model(
     report = report or partial(print, file=sys.stderr)
     require_intact(folder, report, (*editable, TRAINER_STATE))
     if has_adapters_only(folder):
-        base = read_adapter_info(folder).base if base_checkpoint_dir is None else find_base_dir(base_checkpoint_dir)
+        base = read_adapter_info(folder).base
+        if base_checkpoint_dir is not None:
+            base = find_checkpoint_dir(base_checkpoint_dir, "--base_checkpoint_dir")
         if base.is_dir():
             require_intact(base, report, (*EDITABLE, TRAINER_STATE))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.torch_zip import ZIP_MAGIC, describe_load_error, require_uncompressed_zip
+from toolkit.checkpoints.torch_zip import DAMAGED, ZIP_MAGIC, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import open_regular
@@ -102,19 +102,15 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _require_zip(path: Path) -> None:
     """Reject files that are not in torch's zip format, such as the plain pickles of old versions."""
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; expected a file of tensors")
     try:
         with open_regular(path) as file:
             start = file.read(4)
             if start == ZIP_MAGIC:
                 require_uncompressed_zip(file, path)
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; give a folder that holds one") from error
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+        raise UserError(f"{path}: {error.strerror}; give a folder that holds this file of tensors") from error
     if not start:
-        raise UserError(f"{path}: the file is empty; copy or download it again")
+        raise UserError(f"{path}: {DAMAGED}")
     if start != ZIP_MAGIC:
         raise UserError(f"{path}: not written by torch.save of torch >= 1.6; save it again with a newer version")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
-from toolkit.commands.generate import describe_speed
+from toolkit.commands.generate import describe_speed, print_stream
 from toolkit.commands.inference_options import InferenceOptions
-from toolkit.errors import UserError, for_terminal, require_option
+from toolkit.errors import UserError, require_option
 
 END = "/quit"
 
@@ -86,11 +86,7 @@ def answer(conversation: Any, question: str, notes: list[str]) -> None:
     """Stream an answer, then print notes and speed."""
     start = time.perf_counter()
     with closing(conversation.ask(question)) as pieces:
-        for piece in pieces:
-            print(for_terminal(piece), end="", flush=True)
-    print(flush=True)
-    while notes:
-        print(notes.pop(0), file=sys.stderr)
+        print_stream(pieces, notes)
     print(describe_speed(conversation.new_tokens, start), file=sys.stderr)
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.checkpoints.find import find_checkpoint_dir, is_hf_folder
-from toolkit.config import AUTO, Auto, Precision, none_if_auto
+from toolkit.config import AUTO, Accelerator, Auto, Precision, none_if_auto
 from toolkit.data import DataModule, PreparedData
 from toolkit.errors import require_option
 from toolkit.planning.options import check_files
@@ -72,7 +72,7 @@ def setup(
     trust_checkpoint_data: bool = False,
     tokenizer_dir: str | None = None,
     base_checkpoint_dir: str | None = None,
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    accelerator: Accelerator = "auto",
     precision: Precision | Auto = AUTO,
     format: Literal["table", "json"] = "table",
     quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
@@ -111,7 +111,9 @@ def setup(
         "max_seq_length": none_if_auto(max_seq_length),
         "trust_checkpoint_data": trust_checkpoint_data or None,
     }
-    require_effect(tasks, text_options, task_options.settings)
+    why = "requires --tasks" if tasks is None else "has no effect with --tasks"
+    for name, value in (task_options.settings if tasks is None else text_options).items():
+        require_option(value is None, name, value, f"{why}; remove it")
     has_effect = not (trust_checkpoint_data and has_data)
     require_option(has_effect, "trust_checkpoint_data", True, "has no effect with --data; remove it")
     if tasks is None or not is_hf_folder(checkpoint_dir):
@@ -145,14 +147,6 @@ def setup(
         trust_checkpoint_data=trust_checkpoint_data,
     )
     print(json.dumps(result) if format == "json" else format_text_result(result))
-
-
-def require_effect(tasks: str | None, text_options: dict[str, Any], task_options: dict[str, Any]) -> None:
-    """Raise UserError for text options with --tasks, or task options without --tasks."""
-    options = task_options if tasks is None else text_options
-    why = "requires --tasks" if tasks is None else "has no effect with --tasks"
-    for name, value in options.items():
-        require_option(value is None, name, value, f"{why}; remove it")
 
 
 def format_text_result(result: dict[str, Any]) -> str:

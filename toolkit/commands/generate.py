@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
@@ -97,16 +99,22 @@ def stream_samples(loaded: Any, text: str, seeds: range, sampling: dict[str, Any
     prompt_ids = torch.tensor(ids, dtype=torch.long)
     for i, seed in enumerate(seeds, 1):
         tokens = generate(model, prompt_ids, eos_ids=eos_ids, seed=seed, notice=notes.append, **sampling)
-        count, started = -1, time.perf_counter()  # TextStream yields once more after the last token
-        print(for_terminal(text), end="", flush=True)
-        for chunk in TextStream(tokenizer, ids).read(tokens):
-            count += 1
-            print(for_terminal(chunk), end="", flush=True)
-        print(flush=True)
-        while notes:
-            print(notes.pop(0), file=sys.stderr)
-        speed = describe_speed(count, started)
+        started = time.perf_counter()
+        n_pieces = print_stream(chain([text], TextStream(tokenizer, ids).read(tokens)), notes)
+        speed = describe_speed(n_pieces - 2, started)  # the prompt, and the rest after the last token
         print(f"sample {i} of {len(seeds)}: {speed}; seed {seed}; {loaded.device}", file=sys.stderr)
+
+
+def print_stream(pieces: Iterable[str], notes: list[str]) -> int:
+    """Print pieces of text as they arrive, then the notes that their generation added. Return the number of pieces."""
+    count = 0
+    for piece in pieces:
+        count += 1
+        print(for_terminal(piece), end="", flush=True)
+    print(flush=True)
+    while notes:
+        print(notes.pop(0), file=sys.stderr)
+    return count
 
 
 def describe_speed(n_tokens: int, started: float) -> str:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from toolkit.config import Accelerator
+
 if TYPE_CHECKING:
     from toolkit.inference.sampling import Sampling
 
@@ -28,7 +30,7 @@ class InferenceOptions:
     top_k: int | None = 50
     top_p: float = 1.0
     base_checkpoint_dir: str | None = None
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    accelerator: Accelerator = "auto"
     precision: Literal["32-true", "bf16-true"] | None = None
     quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None
     verify_checkpoint: bool = True

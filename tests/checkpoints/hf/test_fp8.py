@@ -110,7 +110,7 @@ def test_other_fp8_formats_are_rejected(folder, tmp_path, changed, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda scales: None, "weight_scale_inv .* is missing; copy or download it again"),
+        (lambda scales: None, "weight_scale_inv is missing; it must be .* in float32; copy or download it again"),
         (lambda scales: scales.bfloat16(), "weight_scale_inv is .* in bfloat16; it must be .* in float32"),
         (lambda scales: scales[:1], r"weight_scale_inv is \(1, .* it must be"),
     ],

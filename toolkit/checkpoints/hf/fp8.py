@@ -48,11 +48,9 @@ def _n_blocks(weight: StoredTensor, block: tuple[int, int]) -> tuple[int, ...]:
 
 def describe_load_error(name: str, tensors: dict[str, StoredTensor], block: tuple[int, int]) -> str:
     """Return why the scales of an FP8 weight are missing or do not match."""
-    scales, shape = tensors.get(f"{name}{_SCALES}"), _n_blocks(tensors[name], block)
-    if scales is None:
-        return f"{name}{_SCALES} {shape}, the scales of its blocks, is missing"
-    kind = str(scales.dtype).removeprefix("torch.")
-    return f"{name}{_SCALES} is {scales.shape} in {kind}; it must be {shape} in float32"
+    scales = tensors.get(f"{name}{_SCALES}")
+    actual = "missing" if scales is None else f"{scales.shape} in {str(scales.dtype).removeprefix('torch.')}"
+    return f"{name}{_SCALES} is {actual}; it must be {_n_blocks(tensors[name], block)} in float32"
 
 
 def dequantize(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -12,14 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from toolkit.errors import UserError
-from toolkit.io.safe_parse import open_regular
+from toolkit.io.safe_parse import open_regular, read_bounded
 
 SUMS = "SHA256SUMS"
 HUB_METADATA = Path(".cache", "huggingface", "download")
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _READ_SIZE = 2**20  # bytes
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-_MAX_BYTES = 2**22  # maximum size of SHA256SUMS, which has a line per file
 
 
 def write_sums(folder: Path) -> None:
@@ -49,10 +48,10 @@ def require_intact(folder: Path, where: str) -> list[str]:
 def _read_sums(folder: Path) -> dict[str, str]:
     if not (folder / SUMS).is_file():
         return {}
-    with open_regular(folder / SUMS) as file:
-        content = file.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES:
-        raise UserError(f"{folder / SUMS}: larger than {_MAX_BYTES:,} bytes; copy it again, or delete it")
+    try:
+        content = read_bounded(folder / SUMS)
+    except ValueError as error:
+        raise UserError(f"{folder / SUMS}: {error}; copy it again, or delete it") from error
     sums = {}
     for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
         match = _LINE.fullmatch(line)

@@ -9,6 +9,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 from toolkit.checkpoints.manifest import (
@@ -95,17 +96,21 @@ def fetch_files(storage: Storage, folder: str, files: Checksums, target: Path | 
 
     def fetch(chunk: tuple[str, int, int, str]) -> None:
         name, start, stop, crc32 = chunk
-        path = None if target is None else target / name
-        if name in damage or (path is not None and f"{zlib.crc32(_read(path, start, stop)):08x}" == crc32):
+        if name in damage:
             return
-        for _ in range(2):  # the first read may have been damaged in transfer
-            content = storage.read(f"{folder}/{name}", start, stop)
-            if content is not None and f"{zlib.crc32(content):08x}" == crc32:
-                if path is not None:
-                    _write_at(path, start, content)
-                return
-        missing = content is None
-        damage[name] = "missing" if missing else f"checksum mismatch (after byte {start:,})"
+        with nullcontext() if target is None else open(target / name, "r+b") as file:
+            if file is not None:
+                file.seek(start)
+                if _crc32(file.read(stop - start)) == crc32:
+                    return
+            for _ in range(2):  # the first read may have been damaged in transfer
+                content = storage.read(f"{folder}/{name}", start, stop)
+                if content is not None and _crc32(content) == crc32:
+                    if file is not None:
+                        file.seek(start)
+                        file.write(content)
+                    return
+        damage[name] = "missing" if content is None else f"checksum mismatch (after byte {start:,})"
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(fetch, _chunks(files)))
@@ -119,17 +124,5 @@ def _chunks(files: Checksums) -> Iterator[tuple[str, int, int, str]]:
             yield name, index * CHUNK, min(entry["size"], (index + 1) * CHUNK), crc32
 
 
-def _read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
-    """Return bytes ``start`` to ``stop`` of a file; empty if it does not exist."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            return file.read(-1 if stop is None else stop - start)
-    except FileNotFoundError:
-        return b""
-
-
-def _write_at(path: Path, start: int, content: bytes) -> None:
-    with open(path, "r+b") as file:
-        file.seek(start)
-        file.write(content)
+def _crc32(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}"
