@@ -143,7 +143,7 @@ def test_n7_nonfinite_checkpoints_of_older_versions_stop_the_run(run, flags, cap
         save_state(state, folder / "trainer" / "state.pth")
     before = {path.name for path in run.iterdir()}
     code, _, err = resume(flags, run, capsys, "true")
-    assert code == 3 and err.count("\n") == 1
+    assert code == 3 and "NaN or Inf; no checkpoint was saved" in err
     assert {path.name for path in run.iterdir()} == before
 
 

@@ -57,6 +57,6 @@ def _write_state(tmp: Path, source: Path) -> None:
     state = load_state(source / _STATE)
     optimizer = state["optimizer"]
     if "state" not in optimizer:
-        values = optimizer.pop("values") or {}
+        values = optimizer.pop("values", None) or {}
         state["optimizer"] = {"state": nest(read_sharded(source / _OPTIMIZER) | values), **optimizer}
     save_state(state, tmp / _STATE)
