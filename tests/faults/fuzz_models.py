@@ -17,7 +17,8 @@ from toolkit.checkpoints.hf.sums import find_changed, write_sums
 from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece
 from toolkit.checkpoints.peft.export_peft import export_peft
 from toolkit.checkpoints.peft.import_peft import check_base, import_peft
-from toolkit.checkpoints.weights import load_state, named_tensors
+from toolkit.checkpoints.run.host_copy import named_tensors
+from toolkit.checkpoints.weights import load_state
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError

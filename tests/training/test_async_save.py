@@ -16,10 +16,10 @@ from helpers.slow_writes import writes_that_last
 from helpers.small_runs import text_data, write_base, write_rows
 
 from toolkit.checkpoints.adapters import ADAPTERS
-from toolkit.checkpoints.run.host_copy import HostCopies
+from toolkit.checkpoints.run.host_copy import HostCopies, named_tensors
 from toolkit.checkpoints.run.sharded import read_sharded
 from toolkit.checkpoints.store import complete_checkpoints
-from toolkit.checkpoints.weights import load_state, load_weights, named_tensors
+from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
 from toolkit.data import TextFiles
 from toolkit.distributed import ranks

@@ -1,13 +1,14 @@
 """S4 no-code-from-files: write and read tensor files that load with ``weights_only=True``."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from toolkit.checkpoints.run.host_copy import named_tensors
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.torch_zip import DAMAGED, ZIP_MAGIC, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.names import canonical_name
@@ -89,15 +90,6 @@ def load_state(path: Path) -> dict[str, Any]:
     if unusable:
         raise UserError(f"{path}: {unusable[0]!r:.100} is not a plain tensor: sparse or without values")
     return state
-
-
-def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (path, tensor) for each tensor in nested containers."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from named_tensors(inner, f"{name} {key}".strip())
 
 
 def _require_zip(path: Path) -> None:

@@ -1,11 +1,11 @@
 """Copy training state to host memory, so that a checkpoint can be written while training continues."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoints.weights import named_tensors
 from toolkit.private_torch import local_shard
 
 
@@ -67,3 +67,12 @@ class HostCopies:
         """Wait until all copies are complete. Can be called from any thread."""
         if self._copied_event is not None:
             self._copied_event.synchronize()
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (path, tensor) for each tensor in nested containers."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from named_tensors(inner, f"{name} {key}".strip())
