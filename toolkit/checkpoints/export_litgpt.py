@@ -1,13 +1,12 @@
 """Export to LitGPT: a folder with the weights, ``model_config.yaml`` and tokenizer files of LitGPT 0.5.13 (M2)."""
 
-import json
 from pathlib import Path
 
 import yaml
 
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG
-from toolkit.checkpoints.hf.export_hf import read_model
+from toolkit.checkpoints.hf.export_hf import read_model, write_config
 from toolkit.checkpoints.litgpt import config_from_litgpt
 from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import mmap_copy
@@ -132,4 +131,4 @@ def _write_tokenizer_config(path: Path, tokenizer: Tokenizer) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.adds_bos, **tokenizer.special_tokens
     }  # fmt: skip
     values |= {name: value for name, value in required.items() if values.get(name) is None}
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_config(path, values)

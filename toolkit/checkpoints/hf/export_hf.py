@@ -172,7 +172,7 @@ def _write_weights(
     if n > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         size = sum(t.nbytes for shard in shards for t in shard.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))})
+        write_config(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))})
     return nonfinite
 
 
@@ -282,12 +282,13 @@ def _first_value(name: str, *files: Fields) -> Any:
 def _write_config_files(folder: Path, config: ModelConfig, ids: Fields, dtype: torch.dtype) -> None:
     """Write config.json, and generation_config.json unless a copied one defines eos_token_id."""
     values = family_of(config).to_hf_config(config)
-    _write_json(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
+    write_config(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
     generation = read_json_object(folder / GENERATION_FILE, optional=True)
     if generation.get("eos_token_id") is None:
         ids = {name: value for name, value in ids.items() if value is not None}
-        _write_json(folder / GENERATION_FILE, generation | ids)
+        write_config(folder / GENERATION_FILE, generation | ids)
 
 
-def _write_json(path: Path, values: Fields) -> None:
+def write_config(path: Path, values: Fields) -> None:
+    """Write a JSON file as transformers does."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,5 @@
 """Export adapters to peft's format. :mod:`.layers` maps native layers to Hugging Face layers."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapt
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.card import write_model_card
-from toolkit.checkpoints.hf.export_hf import write_safetensors
+from toolkit.checkpoints.hf.export_hf import write_config, write_safetensors
 from toolkit.checkpoints.hf.origin import hf_origin
 from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import copy_files
@@ -99,7 +98,7 @@ def export_peft(
 
     def write(folder: Path) -> None:
         write_safetensors(folder / TENSORS, tensors, iter(tensors.items()))
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_config(folder / SETTINGS, settings)
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         card = folder / "README.md"
         write_model_card(card, read_model_config(checkpoint_dir), checkpoint_dir, has_tokenizer=False, is_adapter=True)
