@@ -19,7 +19,7 @@ PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; a package may import itself and lower ones. Imports inside functions and for types count too.
 LAYERS = [
-    {"errors", "private_torch", "version"},
+    {"deferred", "errors", "private_torch", "version"},
     {"io"},
     {"extension"},
     {"config"},
@@ -50,7 +50,7 @@ LIGHT = [
     "toolkit.models.families", "toolkit.data", "toolkit.objectives", "toolkit.ui",
     *(module for module, *_ in COMMANDS.values()),
 ]  # fmt: skip
-HEAVY = {"torch", "lightning", "litdata", "transformers", "tokenizers", "numpy", "rich"}
+HEAVY = {"torch", "lightning.fabric", "litdata", "transformers", "tokenizers", "numpy", "rich"}
 
 
 def module_name(file: Path) -> str:
@@ -357,14 +357,17 @@ def test_unbounded_reads_and_followed_links_are_detected():
     assert risky_file_calls("open(path, 'a+b')", "")[1]
 
 
-def test_light_modules_import_no_torch():
-    """In one process for all: imports before a command runs must take less than a second."""
+def test_light_modules_import_no_torch_and_a_run_no_trainer_of_lightning():
+    """In one process for all: imports before a command runs must take less than a second, Fabric half as long."""
     code = (
         "import importlib, sys\n"
         f"for name in {LIGHT}:\n"
         "    importlib.import_module(name)\n"
         f"    heavy = {HEAVY} & set(sys.modules)\n"
         "    assert not heavy, f'{name} imports {heavy}'\n"
+        "import toolkit.training.engine\n"
+        "heavy = {'lightning.pytorch', 'torchmetrics.functional', 'scipy', 'transformers'} & set(sys.modules)\n"
+        "assert 'lightning.fabric' in sys.modules and not heavy, f'a run imports {heavy}'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

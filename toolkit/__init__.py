@@ -9,6 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from toolkit.deferred import PACKAGES, defer
 from toolkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "setup_distributed", "shard_of", "train",
 ]  # fmt: skip
 
+defer(PACKAGES)
 # GNU OpenMP (in torch's Linux builds) reads this when torch starts its threads. By default, waiting threads spin so
 # long that training was 8x slower with another busy process (one of two cores taken). 10,000 spins cost nothing on an
 # idle machine; after that, a thread sleeps.
