@@ -28,6 +28,7 @@ from toolkit.io.safe_parse import MAX_BYTES
 from toolkit.io.storage import Storage, StorageError
 from toolkit.planning.run_args import hyperparameters
 from toolkit.planning.training_options import run_args
+from toolkit.reporting import page
 from toolkit.reporting.events import parse_events, write_event
 from toolkit.reporting.page import render_page, write_report
 from toolkit.reporting.run import read_run, read_runs
@@ -197,6 +198,13 @@ def test_damaged_events_are_skipped(tmp_path):
     write_event(run / "logs" / "metrics.csv", "end")  # no folder: training goes on
     write_event(run, "launch", settings="none", environment=3, time="never", parameters="many")
     assert "not recorded" in read_run(run).notes[0] and render_page(read_runs([str(run)]))
+
+
+def test_a_plot_that_fails_is_named_and_the_report_is_written(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr(page, "plot_loss", lambda run, path: run["none"])
+    assert write_report(run, "finished") == "loss.png was not written: 'RunFacts' object is not subscriptable"
+    assert (run / "report.html").exists()
 
 
 def test_status_of_running_killed_failed_and_resumed_runs(tmp_path):

@@ -74,14 +74,18 @@ def render_page(runs: Sequence[RunFacts]) -> str:
 
 
 def write_report(out_dir: Path, status: str) -> str | None:
-    """Write loss.png, then report.html at the end of a run. Return the problem, if any: the run must not fail."""
+    """Write loss.png, then report.html at the end of a run. Return what was not written: the run must not fail."""
+    problem = None
     try:
         run = read_run(out_dir, status)
-        plot_loss(run, out_dir / PLOT)
+        try:
+            plot_loss(run, out_dir / PLOT)
+        except Exception as error:
+            problem = f"{PLOT} was not written: {one_line(error) or type(error).__name__}"
         write_atomic(out_dir / REPORT, render_page([run]).encode())  # the last file of a run
     except Exception as error:
-        return one_line(error) or type(error).__name__
-    return None
+        problem = f"{REPORT} was not written: {one_line(error) or type(error).__name__}"
+    return problem
 
 
 def escape(text: str) -> str:

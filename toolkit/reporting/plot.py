@@ -19,8 +19,7 @@ _TITLE = ("tokens", "training loss", "validation loss", "perplexity", "bits per 
 def plot_loss(run: RunFacts, path: Path) -> bool:
     """Plot training loss (each step and smoothed) and validation loss over tokens. Return whether it was written.
 
-    Return False without matplotlib, with fewer than two losses, or if drawing or writing fails. A run must not fail
-    because of a plot.
+    Return False without matplotlib, or with fewer than two losses.
     """
     if not {"tokens", "loss"} <= run.columns.keys():
         return False
@@ -33,7 +32,7 @@ def plot_loss(run: RunFacts, path: Path) -> bool:
     title = ", ".join(f"{label} {values[label]}" for label in _TITLE if label in values)
     try:
         write_atomic(path, _draw(title, **lines))
-    except Exception:
+    except ModuleNotFoundError:
         return False
     return True
 

@@ -9,7 +9,7 @@ from toolkit.distributed import ranks
 from toolkit.errors import one_line
 from toolkit.planning.run_args import hyperparameters
 from toolkit.reporting.events import environment, write_event
-from toolkit.reporting.page import REPORT, write_report
+from toolkit.reporting.page import write_report
 from toolkit.training.run import Callback, Run
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 from toolkit.ui.loggers import MetricsCSV, log_metrics
@@ -71,7 +71,7 @@ class MetricsFile(Callback):
         self._record_remarks(trainer)
         write_event(trainer.out_dir, "end", error=error)
         if (problem := write_report(trainer.out_dir, f"stopped: {error}" if error else "finished")) is not None:
-            trainer.display.message(f"note: {REPORT} was not written: {problem}")
+            trainer.display.message(f"note: {problem}")
 
     def _record_remarks(self, trainer: Run) -> None:
         remarks = trainer.display.remarks
