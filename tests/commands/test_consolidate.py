@@ -128,6 +128,10 @@ def test_bad_input_is_a_one_line_error_and_leaves_no_files(checkpoint, sharded, 
     broken, used = tmp_path / "broken", tmp_path / "used"
     shutil.copytree(sharded, broken)
     shutil.rmtree(broken / "trainer" / "optimizer")
+    empty = tmp_path / "empty"
+    shutil.copytree(sharded, empty)
+    save_state({"rng": []}, empty / "trainer" / "state.pth")
+    (empty / "COMPLETE").write_text("")  # without checksums
     used.mkdir()
     (used / "file").touch()
     here = {path.name for path in tmp_path.iterdir()}
@@ -137,6 +141,7 @@ def test_bad_input_is_a_one_line_error_and_leaves_no_files(checkpoint, sharded, 
         (sharded, sharded / "one", "is inside the checkpoint"),
         (tmp_path / "none", tmp_path / "one", "no such folder"),
         (broken, tmp_path / "one", f"{broken}/trainer/optimizer: no such folder"),
+        (empty, tmp_path / "one", f"{empty}/trainer/state.pth: optimizer: is missing or not a dict"),
     ]:
         assert main(["consolidate", str(source), str(out), "--verify_checkpoint", "false"]) == 2
         shown = capsys.readouterr().err

@@ -55,7 +55,9 @@ def _write_weights(tmp: Path, source: Path) -> list[str]:
 
 def _write_state(tmp: Path, source: Path) -> None:
     state = load_state(source / _STATE)
-    optimizer = state["optimizer"]
+    optimizer = state.get("optimizer")
+    if not isinstance(optimizer, dict):
+        raise UserError(f"{source / _STATE}: optimizer: is missing or not a dict; use another checkpoint")
     if "state" not in optimizer:
         values = optimizer.pop("values", None) or {}
         state["optimizer"] = {"state": nest(read_sharded(source / _OPTIMIZER) | values), **optimizer}
