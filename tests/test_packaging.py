@@ -22,7 +22,7 @@ BUDGET = {
     "models": 58_800,
     "checkpoints": 46_400,
     "planning": 36_200,
-    "training": 36_500,
+    "training": 36_600,
     "distributed": 24_700,
     "diagnostics": 13_600,
     "config": 11_800,

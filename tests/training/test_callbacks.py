@@ -12,7 +12,7 @@ import pytest
 from helpers.small_runs import text_data
 
 from toolkit.cli import main
-from toolkit.errors import CallbackError
+from toolkit.errors import CallbackError, UserError
 from toolkit.training.checkpoint_meta import read_callback_states
 from toolkit.training.run import Callback, Run, callback_states
 
@@ -253,6 +253,10 @@ def test_s2_older_checkpoints_have_two_states_in_meta_json(pretrain, tmp_path):
         meta |= {"best_val_loss": best["val_loss"], "lowest_val_loss": stop["val_loss"], "stale_validations": 0}
         (folder / "trainer" / "meta.json").write_text(json.dumps(meta))
     assert states[0] == states[1] and states[0]["EarlyStopping"]["stale_validations"] == 0
+    for name in ("stale_validations", "best_val_loss"):
+        (folder / "trainer" / "meta.json").write_text(json.dumps(meta | {name: "x"}))
+        with pytest.raises(UserError, match="meta.json: .*: .* 'x' is no number; resume from another checkpoint"):
+            read_callback_states(folder)
 
 
 def test_patience_without_validations_is_refused(pretrain, capsys):

@@ -6,6 +6,9 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch.amp import GradScaler
 
 from tests.checkpoints.run.test_optimizer_state import Growing
 from tests.training.test_run import arguments, losses, rows_of
@@ -13,6 +16,7 @@ from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.config import FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.training import launch
 from toolkit.training.checkpoint_meta import RunFingerprint
 from toolkit.training.engine import run_training
 
@@ -104,9 +108,14 @@ def set_numpy_position(position):
         (lambda state: state["rng"][0].update(torch=torch.zeros(3)), "rng: "),
         (lambda state: state["rng"][0].update(numpy=["MT19937"]), "rng: "),
         (set_numpy_position(10**6), "rng: position 1000000"),
+        (set_entry("scaler", GradScaler("cpu").state_dict() | {"scale": "x"}), "scaler: scale has another type"),
     ],
 )
-def test_damaged_trainer_state_is_a_one_line_error(corpus, tmp_path, stopped, change, message):
+def test_damaged_trainer_state_is_a_one_line_error(corpus, tmp_path, stopped, change, message, monkeypatch):
+    if "scaler" in message:
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu"))
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
+        monkeypatch.setattr(launch, "build_fabric", lambda *args, **options: fabric)
     shutil.copytree(stopped, tmp_path / "run")
     file = tmp_path / "run" / "final" / STATE
     state = torch.load(file, weights_only=True)

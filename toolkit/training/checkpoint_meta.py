@@ -151,10 +151,16 @@ def read_callback_states(folder: Path) -> dict[str, Fields]:
         states = load_state(file)
         if not all(isinstance(state, dict) for state in states.values()):
             raise UserError(f"{file}: must hold a dictionary for each callback; resume from another checkpoint")
-        return states
-    best, lowest, stale = (meta.get(name) for name in ("best_val_loss", "lowest_val_loss", "stale_validations"))
-    states = {} if best is None else {"KeepBest": {"val_loss": best}}
-    return states if lowest is None else states | {"EarlyStopping": {"val_loss": lowest, "stale_validations": stale}}
+    else:
+        file = file.with_name("meta.json")
+        best, lowest, stale = (meta.get(name) for name in ("best_val_loss", "lowest_val_loss", "stale_validations"))
+        states = {} if best is None else {"KeepBest": {"val_loss": best}}
+        states |= {} if lowest is None else {"EarlyStopping": {"val_loss": lowest, "stale_validations": stale or 0}}
+    for name in ("KeepBest", "EarlyStopping"):
+        for key, value in states.get(name, {}).items():
+            if not isinstance(value, float | int | None):
+                raise UserError(f"{file}: {name}: {key} {value!r:.50} is no number; resume from another checkpoint")
+    return states
 
 
 def _check_meta(meta: Fields, step_in_name: int | None) -> None:

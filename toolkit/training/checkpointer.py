@@ -220,6 +220,9 @@ class Checkpointer:
         rank, name = ranks.global_rank(), "scaler"
         try:
             if self.scaler is not None:
+                types = self.scaler.state_dict().items()  # which it does not check itself
+                if wrong := [key for key, value in types if type(state[name][key]) is not type(value)]:
+                    raise TypeError(f"{wrong[0]} has another type")
                 self.scaler.load_state_dict(state[name])
             name = "rng"
             if len(state[name]) == ranks.world_size():
