@@ -12,6 +12,7 @@ from torch import nn
 
 import toolkit
 from toolkit.distributed.tensor_parallel import cuts_of, split_model
+from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
@@ -89,6 +90,8 @@ def test_a_divided_model_keeps_its_config_and_names(lora):
         cut = cuts_of(part).get(name)
         assert whole.get_parameter(name).shape == (parameter.shape if cut is None else cut.shape)
     assert part.make_cache(3, 5)[0].keys.shape == (3, 1, 5, 8) and whole.make_cache(3, 5)[0].keys.shape == (3, 2, 5, 8)
+    with pytest.raises(UserError, match="--tensor_parallel_size: this objective's loss needs all logits"):
+        part.cross_entropy(torch.zeros(1, 2, 32), torch.zeros(1, 2, dtype=torch.int64), lambda *_: None)
 
 
 class Earlier(GPT):

@@ -305,6 +305,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     def _head_loss(self, x: Tensor, labels: Tensor, row_loss: RowLoss | None = None, **options: Any) -> Tensor:
         options["softcap"], options["reusable"] = self.config.final_logit_softcapping, self.execution.reusable_loss
+        if row_loss is not None and self.execution.tensor_ranks > 1:
+            raise UserError("--tensor_parallel_size: this objective's loss needs all logits of a token; use 1")
         loss = row_loss or self.execution.compiled_loss
         return self.lm_head.loss(self.head_input(x), labels, compiled=loss, **options)
 
