@@ -86,7 +86,7 @@ def is_reported(error: BaseException | None) -> bool:
 def require_option(ok: bool, name: str, value: object, hint: str) -> None:
     """Check the value of an option; ``name`` may be dotted, and ``hint`` gives the valid values or the fix."""
     if not ok:
-        raise UserError(f"--{name} {value}: {hint}")
+        raise UserError(f"--{name} {option_text(value)}: {hint}")
 
 
 def require_bitsandbytes(option: str) -> None:

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from toolkit.config import PRETRAIN, OptimizerArgs
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 from toolkit.optim import TORCH_OPTIMIZERS
 from toolkit.optim.classes import build_optimizer, resolve_optimizer
 from toolkit.optim.groups import no_decay_params, parameter_groups
@@ -87,3 +87,11 @@ def test_options_are_passed_to_the_class():
 def test_the_names_for_checks_without_torch_are_those_of_torch():
     classes = {name for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
     assert {*TORCH_OPTIMIZERS} == classes - {"Muon", "Optimizer"}  # Muon is ours
+
+
+def test_messages_have_booleans_as_on_the_command_line():
+    args = OptimizerArgs(name="Adafactor", options={"amsgrad": True})
+    with pytest.raises(UserError, match="^--optimizer.options amsgrad true: Adafactor takes no such option"):
+        resolve_optimizer(args, "32-true", PRETRAIN)
+    with pytest.raises(UserError, match="^--profiler.with_stack true: has no effect"):
+        require_option(False, "profiler.with_stack", True, "has no effect")

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from toolkit.config import AUTO, OPTIMIZER_SHORTHANDS, CommandDefaults, OptimizerArgs
 from toolkit.distributed.shards import is_sharded
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean, option_text
 from toolkit.extension import load_registered, registered
 from toolkit.optim import HYBRID_OPTIMIZERS, hybrid
 from toolkit.optim.adafactor import ShardedAdafactor
@@ -66,7 +66,8 @@ def resolve_optimizer(
             options = sorted(takes.keys() - {"params", "lr"})
             where = f"options {option}" if option in args.options else option
             hint = did_you_mean(option, options) or f"; it takes {', '.join(options)}"
-            raise UserError(f"--optimizer.{where} {requested[option]}: {cls.__name__} takes no such option{hint}")
+            value = option_text(requested[option])
+            raise UserError(f"--optimizer.{where} {value}: {cls.__name__} takes no such option{hint}")
     # the command's betas are Adam's; an extension's optimizer has other defaults
     names = ("weight_decay",) if args.name in registered("optimizers") else ("weight_decay", "betas")
     resolved = {k: getattr(defaults, k) for k in names if k in takes} | requested
