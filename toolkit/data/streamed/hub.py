@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 from toolkit.data.base import Values
@@ -192,7 +192,7 @@ def _hub_errors(repo_id: str, revision: str) -> Iterator[None]:
     except UserError:
         raise
     except hub_error_types() as error:
-        hint = _known_revisions(repo_id)
+        hint = _known_revisions(repo_id) if isinstance(error, RevisionNotFoundError) else ""
         raise UserError(
             describe_hub_error(error, repo_id, revision, kind="dataset", option="--data.", hint=hint)
         ) from error
