@@ -161,10 +161,11 @@ class FullyShardedStrategy(FSDPStrategy):
         roots: list[nn.Module] = [module] if pipeline is None else [*pipeline.stages]
         # otherwise a pipeline would gather the weights for every micro-batch
         keeps_weights = sharding in ("SHARD_GRAD_OP", "NO_SHARD") or is_replicated or pipeline is not None
-        units: list[Any] = [unit.module for unit in plan_units(module, self._options, self._blocks)[1:]]
-        for part in reversed(units):  # inner units first
-            is_head = isinstance(part, Head)  # its backward pass follows at once
-            reshards, policy = not keeps_weights and not is_head, self._policy(self._is_block(part))
+        planned = plan_units(module, self._options, self._blocks)[1:]
+        units: list[Any] = [unit.module for unit in planned]
+        for unit in reversed(planned):  # inner units first
+            part, is_head = unit.module, isinstance(unit.module, Head)  # its backward pass follows at once
+            reshards, policy = not keeps_weights and not is_head, self._policy(unit.is_block)
             sharded: Any = fully_shard(part, mp_policy=policy, reshard_after_forward=reshards, **shared)
             if is_head:
                 register_fsdp_forward_method(sharded, Head.loss.__name__)
@@ -223,11 +224,6 @@ class FullyShardedStrategy(FSDPStrategy):
             return MixedPrecisionPolicy()
         param_dtype = dtypes.param_dtype if is_block else None
         return MixedPrecisionPolicy(param_dtype, dtypes.reduce_dtype, cast_forward_inputs=False)
-
-    def _is_block(self, part: nn.Module) -> bool:
-        """Whether a unit is gathered in the dtype of the blocks: blocks, and parts without an embedding."""
-        has_embedding = isinstance(part, Head) or any(isinstance(m, nn.Embedding) for m in part.modules())
-        return isinstance(part, self._blocks) or not has_embedding
 
     def _set_prefetching(self, units: list[Any]) -> None:
         """Apply the prefetch options to a root and its units, in the order of the forward pass."""

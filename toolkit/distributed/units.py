@@ -19,6 +19,7 @@ from toolkit.errors import UserError, did_you_mean
 from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.block import Block
 from toolkit.models.gpt import GPT
+from toolkit.models.head import Head
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.mlp import GptNeoxMLP, LLaMAMLP
 from toolkit.models.moe import Experts, LLaMAMoE
@@ -39,12 +40,14 @@ LOSS_WRAPPER_PREFIX = "module"
 class Unit(NamedTuple):
     """An FSDP unit, all-gathered in the forward of ``module``. The root unit has the name "".
 
-    ``parameters`` excludes the parameters of units inside this one.
+    ``parameters`` excludes the parameters of units inside this one. ``is_block``: whether the unit is all-gathered in
+    the dtype of the blocks: blocks, and other units without an embedding or head; not the root.
     """
 
     name: str
     module: nn.Module
     parameters: list[nn.Parameter]
+    is_block: bool
 
     @property
     def size(self) -> int:
@@ -65,7 +68,13 @@ def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[n
         names = _by_class(module, re.split(r",\s*", classes) if isinstance(classes, str) else classes)
     else:
         names = _by_size(module, _min_num_params(options))
-    units = {name: Unit(name, part, []) for name, part in module.named_modules() if name in names or not name}
+
+    def is_block(part: nn.Module) -> bool:
+        has_embedding = any(isinstance(inner, (nn.Embedding, Head)) for inner in part.modules())
+        return part is not module and (isinstance(part, block_classes) or not has_embedding)
+
+    parts = ((name, part) for name, part in module.named_modules() if name in names or not name)
+    units = {name: Unit(name, part, [], is_block(part)) for name, part in parts}
     for name, parameter in module.named_parameters():
         owner = name
         while owner not in units:
@@ -161,7 +170,6 @@ def block_dtypes(options: FSDPArgs, precision: Precision) -> UnitDtypes | None:
 
 
 def unit_dtypes(part: Unit, options: FSDPArgs, precision: Precision) -> UnitDtypes | None:
-    """Return the dtypes of a unit of GPT. Head, embedding and root are all-gathered in the dtype of their weights."""
+    """Return the dtypes of a unit. Units with head or embedding, and the root, are gathered as they are stored."""
     dtypes = block_dtypes(options, precision)
-    is_block = part.name not in ("", HEAD, EMBEDDING)
-    return dtypes if is_block or dtypes is None else dtypes._replace(param_dtype=None)
+    return dtypes if part.is_block or dtypes is None else dtypes._replace(param_dtype=None)
