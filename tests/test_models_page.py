@@ -1,6 +1,7 @@
 """tutorials/models.md matches the registry and the parity tests."""
 
 import importlib.util
+import re
 
 import pytest
 from test_tutorials import ROOT
@@ -31,7 +32,10 @@ def test_each_family_has_a_measured_error(script):
     assert all(versions.values())
 
 
-def test_counts_in_readme_and_changelog():
+def test_counts_on_pages_in_readme_and_changelog():
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "tutorials").glob("*.md"))]
+    counts = [int(n) for text in texts for n in re.findall(r"\b(\d+)\s+model\s+types", text)]
+    assert len(counts) >= 3 and set(counts) == {len(FAMILIES)}
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"[{len(FAMILIES)} model types](tutorials/models.md)" in readme
     counts = f"prints {len(list_names())} named architectures to train from scratch; {len(list_aliases())} further"

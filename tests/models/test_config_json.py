@@ -261,7 +261,8 @@ def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
 @pytest.mark.parametrize("kind", [k for k in FAMILIES if not k.startswith(("gpt2", "gpt_neox", "falcon", "deepseek"))])
 def test_missing_num_key_value_heads_has_the_default_of_transformers(kind, tmp_path):
     values = {key: value for key, value in files()[kind].items() if key not in ("num_key_value_heads", "head_dim")}
-    values |= {"model_type": kind, "num_attention_heads": 32, "hidden_size": 512}
+    n_head = 2 * transformers.AutoConfig.for_model(kind).get_text_config().num_attention_heads
+    values |= {"model_type": kind, "num_attention_heads": n_head, "hidden_size": 16 * n_head}
     (tmp_path / "config.json").write_text(json.dumps(values))
     reference = transformers.AutoConfig.from_pretrained(tmp_path)
     assert config_from_hf(values).n_query_groups == reference.num_key_value_heads
