@@ -1,6 +1,5 @@
 """Fixtures of all tests: surroundings that are the same on every machine (helpers/surroundings.py), a small corpus."""
 
-import gc
 import os
 import random
 import signal
@@ -14,7 +13,7 @@ from unittest import mock
 
 import pytest
 from helpers.corpus import WORDS
-from helpers.surroundings import Folders, replace_environment, set_cpu, set_environment
+from helpers.surroundings import Folders, freeze_objects, replace_environment, set_cpu, set_environment
 
 set_environment()  # before torch and others are imported, which read it
 
@@ -47,9 +46,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Let full collections skip what was imported: a million objects, and a run collects about five times."""
-    gc.collect()
-    gc.freeze()
+    freeze_objects()
 
 
 def pytest_ignore_collect(collection_path, config):

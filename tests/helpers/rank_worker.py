@@ -6,7 +6,6 @@ it, as ``RANK-name.json``: the exit code and the values that :func:`watch` recor
 
 import copy
 import errno
-import gc
 import json
 import multiprocessing
 import os
@@ -30,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.faulty_callbacks import skew_gradient
 from helpers.peak_memory import rise
 from helpers.slow_writes import slow_disk, writes_that_last
-from helpers.surroundings import set_cpu
+from helpers.surroundings import freeze_objects, set_cpu
 from toolkit import cli
 from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
@@ -49,7 +48,7 @@ from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.model import unwrapped
 
 set_cpu()
-gc.freeze()  # in the fork server: full collections of the forked processes skip what it has imported
+freeze_objects()  # in the fork server, for the forked processes
 
 # instead of a process that imports torch: the server that has forked this one forks another
 FORKED = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))

@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+from helpers.surroundings import get_freeze_count
 
 import toolkit
 from toolkit.training import garbage
@@ -11,8 +12,9 @@ from toolkit.training.garbage import GarbageCollection
 
 
 @pytest.fixture(autouse=True)
-def _thawed():
+def _thawed(monkeypatch):
     """As in a user's process; conftest.py freezes what the tests import."""
+    monkeypatch.setattr(gc, "get_freeze_count", get_freeze_count)
     gc.unfreeze()
     yield
     gc.freeze()

@@ -556,8 +556,8 @@ def test_different_options_or_code_per_node_are_an_error(corpus, tmp_path, monke
     monkeypatch.setattr(rank_consistency, "hash_sources", real)
     monkeypatch.setattr(rank_consistency, "extension_versions", lambda: {"lion": "0.2"})
     check("extension lion 0.2: on rank 1, but None on rank 0; use the same versions")
-    monkeypatch.setattr(rank_consistency, "hash_sources", lambda _: "0123")
-    check("toolkit .*0123.*: on rank 1, but .* on rank 0; use the same versions")
+    monkeypatch.setattr(rank_consistency, "_own_version", lambda: "0123")
+    check("toolkit 0123: on rank 1, but .* on rank 0; use the same versions")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple, get_args
 
 from jsonargparse import ArgumentParser, Namespace
@@ -47,6 +48,7 @@ class OptionValue(NamedTuple):
         return value._type(value) if is_restricted(type(value)) else value  # YAML does not write the special class
 
 
+@cache
 def _parser(kind: Any) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=kind)

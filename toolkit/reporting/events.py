@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def parse_events(content: bytes) -> Iterator[dict[str, Any]]:
                 yield event
 
 
+@cache  # reading the metadata of twelve packages takes as long as a small step
 def package_versions() -> dict[str, str]:
     """Return the versions of toolkit, of Python and of the packages that affect a run."""
     versions = {"toolkit": __version__, "python": platform.python_version()}

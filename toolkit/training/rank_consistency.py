@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,16 @@ def flatten(options: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
 
 def code_versions(args: RunArgs) -> dict[str, str]:
     """Return code versions by name, with source hashes except for torch and Lightning."""
-    version = f"{__version__} (sources {hash_sources(['toolkit'])})"
-    versions = {"toolkit": version, "torch": torch.__version__, "lightning": lightning.__version__}
+    versions = {"toolkit": _own_version(), "torch": torch.__version__, "lightning": lightning.__version__}
     versions |= {f"extension {name}": version for name, version in extension_versions().items()}
     paths = set(callback_paths(args)) - registered("callbacks").keys()
     return versions | {f"callback {path}": f"(sources {hash_sources([path.rpartition('.')[0]])})" for path in paths}
+
+
+@cache
+def _own_version() -> str:
+    """Return toolkit's version with the hash of its sources when it was first asked for."""
+    return f"{__version__} (sources {hash_sources(['toolkit'])})"
 
 
 def require_disjoint_samples(rows: TokenDataset) -> None:
