@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.cases import n_steps
 from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.weights import load_weights
@@ -108,15 +109,16 @@ def runs(tmp_path_factory, shared_flags, request):
         wanted |= {f"{name}-bf16-mixed" for name in ("1-single", "split-8", "split-4")}
     if any(item.originalname == "test_units_are_those_of_the_wrap_plan" for item in selected):
         wanted |= {f"2-{name}-32-true" for name in WRAPPED}
-    seen = {}
+    seen, steps = {}, ["--train.max_steps", str(n_steps(request, fast=10))]
     for size in (1, 2, 4):
-        seen |= run_group(folder, size, [case for case in cases(size) if case.name in wanted], shared_flags)
+        selected = [case for case in cases(size) if case.name in wanted]
+        seen |= run_group(folder, size, selected, [*shared_flags, *steps])
     assert all(rank["exit"] == 0 for ranks in seen.values() for rank in ranks)  # also of cases with a fault
     return folder, seen
 
 
 def relative(a: list[float], b: list[float]) -> float:
-    assert len(a) == len(b) == 20
+    assert len(a) == len(b) >= 10
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
@@ -259,5 +261,5 @@ def test_units_are_those_of_the_wrap_plan(runs):
 def test_loss_decreases(runs):
     folder, _ = runs
     one = losses(folder / "1-single-32-true")
-    assert one[-1] < one[0] - 0.3 and all(map(math.isfinite, one))
+    assert one[-1] < one[0] - 0.1 and all(map(math.isfinite, one))
     assert torch.tensor(one).isfinite().all()
