@@ -93,9 +93,9 @@ def run(out_dir: Path, dataset, resume=False, **train) -> list[int]:
         return forward(self, input_ids, *args, **options)
 
     with mock.patch.object(GPT, "forward", recording):
-        toolkit.train(
-            MODEL, dataset, train=TRAIN | train, accelerator="cpu", devices="auto", out_dir=out_dir, resume=resume
-        )
+        strategy = "fsdp" if toolkit.get_world_size() > 1 else "auto"
+        options = {"accelerator": "cpu", "devices": "auto", "strategy": strategy}
+        toolkit.train(MODEL, dataset, train=TRAIN | train, out_dir=out_dir, resume=resume, **options)
     return seen
 
 

@@ -11,5 +11,5 @@ def shared_flags(corpus) -> list[str]:
         "pico-llama", "--accelerator", "cpu", "--strategy", "fsdp", *text_data(corpus),
         "--train.global_batch_size", "8", "--train.micro_batch_size", "1",
         "--train.max_seq_length", "32", "--train.max_steps", "20",
-        "--train.learning_rate", "1e-3", "--eval.interval", "0",
+        "--train.learning_rate", "1e-3", "--eval.interval", "0", "--eval.max_iters", "2",
     ]  # fmt: skip

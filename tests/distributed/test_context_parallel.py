@@ -40,7 +40,7 @@ FINETUNED = {
     "qlora": ("finetune_lora", ["--quantize", "bnb.nf4"]),
 }
 RUNS = {**dict.fromkeys(PRETRAINED, "pretrain"), **{name: command for name, (command, _) in FINETUNED.items()}}
-CP2, CP4 = ["--context_parallel_size", "2"], ["--context_parallel_size", "4"]
+CP2, CP4 = (["--strategy", "fsdp", "--context_parallel_size", size] for size in "24")
 # name: ranks, nodes, flags, reference
 LAYOUTS = {
     **{f"{name}-2": (2, 1, CP2, name) for name in RUNS},

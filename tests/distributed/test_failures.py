@@ -36,6 +36,7 @@ from toolkit.distributed.shutdown import ShutdownCoordinator
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CallbackError, PeerLostError
 
+TWO = ("--devices", "2", "--strategy", "fsdp")  # as auto chooses, which measures the memory first
 ABORTING = "; aborting (see troubleshooting: hanging). --resume auto continues from"
 
 
@@ -46,7 +47,7 @@ def slow(*values):
 def resumes(corpus: Path, out: Path) -> None:
     """Run two more steps with --resume auto on two ranks."""
     newest = max(int(name.split("-")[1]) for name in folders(out))
-    process = pretrain("--devices", "2", *flags_for(corpus, out, max_steps=newest + 2))
+    process = pretrain(*TWO, *flags_for(corpus, out, max_steps=newest + 2))
     stdout, err = finish(process)
     assert process.returncode == 0 and f"step {newest}" in stdout and "resuming from" in stdout, err
     assert "final" in folders(out)
@@ -56,7 +57,7 @@ def resumes(corpus: Path, out: Path) -> None:
 
 
 def test_killed_rank_ends_the_run_and_it_resumes(corpus, tmp_path):
-    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path, save_interval=3))
+    process = pretrain(*TWO, *flags_for(corpus, tmp_path, save_interval=3))
     read_until(process, "step-00000003")
     os.kill(child_of(process), signal.SIGKILL)
     ended(process, 1, f"rank 1 was killed by SIGKILL{ABORTING} {tmp_path}/step-000000", within=25)
@@ -65,7 +66,7 @@ def test_killed_rank_ends_the_run_and_it_resumes(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_killed_rank_0_ends_the_other_ranks(corpus, tmp_path):
-    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path))
+    process = pretrain(*TWO, *flags_for(corpus, tmp_path))
     read_until(process, "step 1/")
     process.kill()
     ended(process, -signal.SIGKILL, f"lost contact with rank 0{ABORTING}", within=25)
@@ -73,7 +74,7 @@ def test_killed_rank_0_ends_the_other_ranks(corpus, tmp_path):
 
 @pytest.mark.parametrize("rank", [slow(1), slow(0)])
 def test_stopped_rank_ends_the_run_after_the_timeout(corpus, tmp_path, rank):
-    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path), "--timeout", "0.05")
+    process = pretrain(*TWO, *flags_for(corpus, tmp_path), "--timeout", "0.05")
     read_until(process, "step 1/")
     time.sleep(1)
     os.kill(process.pid if rank == 0 else child_of(process), signal.SIGSTOP)
@@ -92,13 +93,13 @@ def test_stopped_rank_ends_the_run_after_the_timeout(corpus, tmp_path, rank):
 
 @pytest.mark.slow
 def test_rank_unresponsive_before_the_first_step_ends_the_run(tmp_path):
-    process = pretrain("--devices", "2", "--timeout", "0.05", *failing(tmp_path, 1, "asleep"))
+    process = pretrain(*TWO, "--timeout", "0.05", *failing(tmp_path, 1, "asleep"))
     ended(process, 1, "no answer from rank 1 for 0.05 minutes (--timeout)")
 
 
 @pytest.mark.slow
 def test_rank_unresponsive_while_data_is_prepared_ends_the_run(tmp_path):
-    process = pretrain("--devices", "2", "--timeout", "0.05", *failing(tmp_path, 1, "preparing"))
+    process = pretrain(*TWO, "--timeout", "0.05", *failing(tmp_path, 1, "preparing"))
     read_until(process, "preparing\n")
     started = time.monotonic()
     ended(process, 1, "no answer from rank 1 for 0.05 minutes")
@@ -150,7 +151,7 @@ dist.destroy_process_group()
     ],
 )
 def test_s3_signal_on_any_rank_saves_once_and_ends_all(corpus, tmp_path, number, to):
-    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path, save_interval=0))
+    process = pretrain(*TWO, *flags_for(corpus, tmp_path, save_interval=0))
     read_until(process, "step 1/")
     if to == "all":
         os.killpg(process.pid, number)
@@ -166,7 +167,7 @@ def test_s3_signal_on_any_rank_saves_once_and_ends_all(corpus, tmp_path, number,
 
 
 def test_exception_on_one_rank_ends_all_with_one_traceback(tmp_path):
-    process = pretrain("--devices", "2", *failing(tmp_path, 1, "row"))
+    process = pretrain(*TWO, *failing(tmp_path, 1, "row"))
     _, err = finish(process)
     assert process.returncode == 1
     assert err.count("Traceback (most recent call last)") == 1 and len(re.findall(r"^ValueError: row", err, re.M)) == 1
@@ -175,7 +176,7 @@ def test_exception_on_one_rank_ends_all_with_one_traceback(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, slow(1)])
 def test_user_error_on_one_rank_is_one_line(tmp_path, rank):
-    process = pretrain("--devices", "2", *failing(tmp_path, rank, "prepare"))
+    process = pretrain(*TWO, *failing(tmp_path, rank, "prepare"))
     ended(process, 2, "--data.how prepare: this file is broken; take another")
 
 
@@ -192,7 +193,7 @@ def test_user_error_before_launch_starts_no_process(corpus, tmp_path, monkeypatc
 def test_s1_full_disk_ends_all_ranks_with_one_line(corpus, small_disk, state_dict_type):
     out = small_disk("3m") / "run"
     flags = flags_for(corpus, out, save_interval=3, keep_last=0)
-    process = pretrain("--devices", "2", "--fsdp.state_dict_type", state_dict_type, *flags)
+    process = pretrain(*TWO, "--fsdp.state_dict_type", state_dict_type, *flags)
     ended(process, 2, "disk" if state_dict_type == "full" else "")
     kept = folders(out)
     assert kept and "final" not in kept
@@ -243,7 +244,7 @@ def test_torchrun_restart_ignores_errors_of_the_failed_attempt(tmp_path):
 
 def test_two_nodes_match_two_devices(corpus, tmp_path, two_devices):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path, max_steps=4)]
+    flags = ["--num_nodes", "2", "--devices", "1", *TWO[2:], *flags_for(corpus, tmp_path, max_steps=4)]
     finish_all([pretrain(*flags, NODE_RANK=rank, **where) for rank in "01"], tmp_path, two_devices)
 
 
@@ -257,7 +258,7 @@ def test_slurm_tasks_match_devices_flag(corpus, tmp_path, two_devices, per_node)
         "SLURM_NODEID": "0",
     } | per_node
     flags = flags_for(corpus, tmp_path, max_steps=4)
-    tasks = [pretrain("--devices", "2", *flags, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
+    tasks = [pretrain(*TWO, *flags, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
     finish_all(tasks, tmp_path, two_devices)
 
 

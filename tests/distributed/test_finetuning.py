@@ -70,7 +70,7 @@ def shared(tmp_path_factory, corpus) -> list[str]:
         str(folder), "--accelerator", "cpu", "--data", "JSON", "--data.json_path", str(folder / "rows.jsonl"),
         "--data.prompt_style", "plain", "--train.global_batch_size", "8", "--train.micro_batch_size", "1",
         "--train.max_steps", "8", "--train.learning_rate", "1e-2", "--train.lr_schedule", "constant",
-        "--train.save_interval", "4", "--eval.interval", "4",
+        "--train.save_interval", "4", "--eval.interval", "4", "--eval.max_new_tokens", "0",
     ]  # fmt: skip
 
 

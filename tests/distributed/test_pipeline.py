@@ -60,7 +60,7 @@ EVALUATED = ["--eval.max_iters", "2", "--eval.max_new_tokens", "8"]
 
 
 def pipeline(stages: int, schedule: str = "1f1b") -> list[str]:
-    return ["--pipeline_parallel_size", str(stages), "--pipeline.schedule", schedule]
+    return ["--strategy", "fsdp", "--pipeline_parallel_size", str(stages), "--pipeline.schedule", schedule]
 
 
 @pytest.fixture(scope="module")

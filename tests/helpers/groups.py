@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from helpers import rank_worker
+from toolkit import extension
 
 # A fork server with all imports done starts real processes quickly. The test process itself must not be forked, because
 # it has used autograd and threads.
@@ -82,7 +83,7 @@ def run_group(
             process.wait()
     else:
         start_server()
-        arguments = [(rank, size, port, work / "cases.json", environ) for rank in range(size)]
+        arguments = [(rank, size, port, work / "cases.json", environ, extension._installed) for rank in range(size)]
         processes = [SERVER.Process(target=rank_worker.live, args=args) for args in arguments]
         for process in processes:
             process.start()

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial, partialmethod
 from itertools import chain
@@ -32,7 +33,7 @@ from helpers.faulty_callbacks import skew_gradient
 from helpers.peak_memory import rise
 from helpers.slow_writes import slow_disk, writes_that_last
 from helpers.surroundings import freeze_objects, set_cpu
-from toolkit import cli
+from toolkit import cli, extension
 from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
 from toolkit.diagnostics import communication, single_process
@@ -359,10 +360,13 @@ def with_nan(train_step):
     return step
 
 
-def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) -> None:
-    """Run the cases as one rank of the group."""
+def live(
+    rank: int, size: int, port: int, cases: Path, environ: dict[str, str], installed: Callable = extension._installed
+) -> None:
+    """Run the cases as one rank of the group. ``installed`` returns the installed extensions."""
     os.environ.clear()
     os.environ |= environ
+    extension._installed = installed
     with open(cases.parent / f"{rank}.out", "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
