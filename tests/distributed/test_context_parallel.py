@@ -57,11 +57,6 @@ LAYOUTS = {
 }
 FAULTS = {"llama-compiled": EAGER, "packed-compiled": EAGER, "llama-offload": "offload on a CPU"}
 ALWAYS = ["gemma2-2"]
-# one step of SGD so large that the weights after it are the gradient
-STEP = [
-    "--train.max_steps", "1", "--train.learning_rate", "1e4", "--train.max_norm", "0", "--optimizer.name", "SGD",
-    "--optimizer.weight_decay", "0", "--eval.interval", "0", "--eval.final_validation", "false",
-]  # fmt: skip
 GRADIENTS = [name for name in LAYOUTS if LAYOUTS[name][3] not in ("lora", "dora", "qlora")]
 
 
@@ -90,26 +85,20 @@ def case(shared: dict[str, list[str]], name: str, reference: str, further: list[
         words = [model, *shared["pretrain"], *options]
     else:
         words = [*shared["finetune"], *FINETUNED[reference][1]]
-    return Case(name, [*words, *further], nodes, FAULTS.get(name.removesuffix("-step")), "collectives", RUNS[reference])
+    return Case(name, [*words, *further], nodes, FAULTS.get(name), "collectives gradients", RUNS[reference])
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shared, request):
     """Run the layouts of the selected tests, and one process for each reference."""
-    folder, seen = tmp_path_factory.mktemp("context"), {}
-    chosen = {"": set(), "-step": set()}
-    for item in request.session.items:
-        if item.path == request.path and hasattr(item, "callspec"):
-            chosen["-step" if "gradients" in item.originalname else ""].add(item.callspec.params["name"])
-    options = {"": [], "-step": STEP}
-    references = {(LAYOUTS[name][3], suffix) for suffix, names in chosen.items() for name in names}
-    one = [case(shared, name + suffix, name, options[suffix]) for name, suffix in sorted(references)]
-    seen |= run_group(folder, 1, one, [])
+    folder = tmp_path_factory.mktemp("context")
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = {item.callspec.params["name"] for item in items}
+    seen = run_group(folder, 1, [case(shared, name, name, []) for name in sorted({LAYOUTS[n][3] for n in names})], [])
     for size in (2, 4):
         cases = [
-            case(shared, name + suffix, reference, [*flags, *options[suffix]], nodes)
+            case(shared, name, reference, flags, nodes)
             for name, (n_ranks, nodes, flags, reference) in LAYOUTS.items()
-            for suffix, names in chosen.items()
             if name in names and n_ranks == size
         ]
         seen |= run_group(folder, size, cases, [])
@@ -145,7 +134,7 @@ def test_n3_losses_are_those_of_one_process(runs, name):
 @layouts(GRADIENTS)
 def test_n3_first_gradients_are_those_of_one_process(runs, name):
     folder, _ = runs
-    gradients, reference = (load_weights(folder / f"{run}-step" / "final") for run in (name, LAYOUTS[name][3]))
+    gradients, reference = (torch.load(folder / f"{run}.gradients") for run in (name, LAYOUTS[name][3]))
     assert gradients.keys() == reference.keys()
     total = torch.stack([gradient.norm() for gradient in reference.values()]).norm()
     for key in reference:

@@ -67,11 +67,7 @@ def runs(tmp_path_factory, shared_flags, request):
     for name, (model, options, size, nodes) in wanted.items():
         words = [*flags(MODELS[model]), *TENSOR, *options]
         fault = PADDED if model == "odd" else None
-        groups[size].append(Case(name, words, nodes=nodes, fault=fault, look_at="gradients"))
-    if "llama" in wanted:
-        groups[2].append(
-            Case("counted", [*flags(MODELS["llama"]), *TENSOR, "--train.max_steps", "3"], look_at="collectives")
-        )
+        groups[size].append(Case(name, words, nodes=nodes, fault=fault, look_at="gradients collectives"))
     flags_of_all = [*shared_flags, "--train.max_steps", str(n_steps(request))]
     for size, cases in groups.items():
         seen |= run_group(folder, size, cases, flags_of_all)
@@ -99,7 +95,7 @@ def test_collectives_of_a_step_are_counted(runs):
     embedding, the gradient of the head's input, and two of the chunk of logits. Per step: the gradients of the norms,
     and the squares of the gradients; over the shards the same squares; over all ranks the norm and the loss."""
     _, seen = runs
-    (counts,) = {tuple(sorted(rank["collectives"].items())) for rank in seen["counted"]}
+    (counts,) = {tuple(sorted(rank["collectives"].items())) for rank in seen["llama"]}
     assert dict(counts) == {"gloo:all_reduce": 8 * (2 * 4 + 1 + 1 + 2) + 2 + 1 + 2}
 
 

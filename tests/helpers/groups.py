@@ -48,8 +48,8 @@ class Case:
     nodes: int = 1
     fault: str | None = None
     """Fault to inject; see rank_worker.broken."""
-    look_at: str | None = None
-    """Additional measurement: "collectives", "gradients", "graphs" or "memory"."""
+    look_at: str = ""
+    """Additional measurements, words: "collectives", "gradients", "graphs", "memory"."""
     command: str = "pretrain"
     """Words before the flags."""
     out: str | None = None

@@ -378,22 +378,23 @@ def live(
             "NODE_RANK": str(rank // per_node), "LOCAL_WORLD_SIZE": str(per_node),
         }  # fmt: skip
         seen: dict = {}
+        look_at = case["look_at"].split()
         layout = ["--devices", str(per_node), "--num_nodes", str(case["nodes"])]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(engine.Engine, "train", watch(seen, engine.Engine.train)))
             stack.enter_context(mock.patch.object(single_process, "multiprocessing", FORKED))
             stack.enter_context(mock.patch("toolkit.reporting.page.plot_loss"))  # drawing takes as long as training
-            if case["look_at"] == "memory":
+            if "memory" in look_at:
                 stack.enter_context(mock.patch.object(build, "build_model", measuring(seen, build.build_model)))
-            if case["look_at"] == "collectives":
+            if "collectives" in look_at:
                 for name in ("train_step", "pipeline_step"):
                     stack.enter_context(mock.patch.object(engine, name, counting(seen, getattr(engine, name))))
-            if case["look_at"] == "gradients":
+            if "gradients" in look_at:
                 file = cases.parent.parent / f"{case['name']}.gradients"
                 for name in ("train_step", "pipeline_step"):
                     step = recording_gradients(file, getattr(engine, name))
                     stack.enter_context(mock.patch.object(engine, name, step))
-            if case["look_at"] == "graphs":
+            if "graphs" in look_at:
                 stack.enter_context(mock.patch.object(engine, "train_step", counting_graphs(seen, engine.train_step)))
             if case["fault"]:
                 stack.enter_context(broken(case["fault"]))
