@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from helpers.corpus import WORDS
-from helpers.surroundings import Folders, freeze_objects, replace_environment, set_cpu, set_environment
+from helpers.surroundings import Folders, freeze_objects, replace_environment, set_cpu, set_environment, short_outputs
 
 set_environment()  # before torch and others are imported, which read it
 
@@ -84,10 +83,10 @@ def _own_folder(_module_folder, _folders):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_plots():
-    """Drawing loss.png takes as long as a small run; the fixture ``plots`` brings it back."""
-    page = sys.modules.get("toolkit.reporting.page")  # imported by the files that train
-    with mock.patch.object(page, "plot_loss") if page else nullcontext():
+def _short_outputs():
+    """The fixture ``plots`` brings loss.png back."""
+    trains = "toolkit.reporting.page" in sys.modules  # imported by the files that train
+    with short_outputs() if trains else nullcontext():
         yield
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from helpers.cases import check_each, has_slow_tests
 from helpers.groups import free_port, losses, start_ranks
+from helpers.surroundings import short_outputs
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import toolkit
 from toolkit.data.tokens.iterable import DataLoaderRows, IterableRows
 from toolkit.errors import DataError, UserError
 from toolkit.models.gpt import GPT
-from toolkit.reporting import page
 
 LENGTH, PER_EPOCH = 7, 50
 MODEL = toolkit.ModelConfig(vocab_size=400, block_size=8, n_layer=1, n_embd=16, n_head=2)
@@ -93,8 +93,7 @@ def run(out_dir: Path, dataset, resume=False, **train) -> list[int]:
             seen.extend(input_ids[:, 0].tolist())
         return forward(self, input_ids, *args, **options)
 
-    # no plot in other ranks, either
-    with mock.patch.object(GPT, "forward", recording), mock.patch.object(page, "plot_loss"):
+    with mock.patch.object(GPT, "forward", recording), short_outputs():
         strategy = "fsdp" if toolkit.get_world_size() > 1 else "auto"
         options = {"accelerator": "cpu", "devices": "auto", "strategy": strategy}
         toolkit.train(MODEL, dataset, train=TRAIN | train, out_dir=out_dir, resume=resume, **options)

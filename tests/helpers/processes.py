@@ -12,16 +12,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar, NamedTuple, Union
-from unittest import mock
 
 from lightning.fabric.strategies.launchers import subprocess_script
 
 from helpers.groups import SERVER, start_server
 from helpers.small_runs import text_data
+from helpers.surroundings import short_outputs
 from toolkit import cli
 from toolkit.diagnostics import single_process
 from toolkit.distributed.signals import ignore_until_exit
-from toolkit.reporting import page
 
 PRETRAIN = ["-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu"]
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": 32, "max_steps": 100_000}
@@ -184,8 +183,8 @@ def run_command(task: Task, environ: dict[str, str], out: Connection, err: Conne
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not this process's
     # it would start a process that imports torch
     single_process.multiprocessing = SimpleNamespace(get_context=lambda _: SERVER)
-    page.plot_loss = mock.Mock()  # as conftest.py does: drawing takes as long as a small run
-    code = run_script(task.script) if task.script else cli.main(task.arguments)
+    with short_outputs():
+        code = run_script(task.script) if task.script else cli.main(task.arguments)
     ignore_until_exit()  # as main() does where no program calls it
     atexit._run_exitfuncs()
     sys.exit(code)

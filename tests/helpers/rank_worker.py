@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.faulty_callbacks import skew_gradient
 from helpers.peak_memory import rise
 from helpers.slow_writes import slow_disk, writes_that_last
-from helpers.surroundings import freeze_objects, set_cpu
+from helpers.surroundings import freeze_objects, set_cpu, short_outputs
 from toolkit import cli, extension
 from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
@@ -383,7 +383,7 @@ def live(
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(engine.Engine, "train", watch(seen, engine.Engine.train)))
             stack.enter_context(mock.patch.object(single_process, "multiprocessing", FORKED))
-            stack.enter_context(mock.patch("toolkit.reporting.page.plot_loss"))  # drawing takes as long as training
+            stack.enter_context(short_outputs())
             if "memory" in look_at:
                 stack.enter_context(mock.patch.object(build, "build_model", measuring(seen, build.build_model)))
             if "collectives" in look_at:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 # Only what finds programs and packages, describes the hardware, or is for the test tools. Anything else may come from a
 # launcher, a container, a company's proxy or a user's taste.
@@ -88,6 +89,16 @@ def freeze_objects() -> None:
     gc.freeze()
     n_frozen = get_freeze_count()
     gc.get_freeze_count = lambda: n_frozen
+
+
+@contextmanager
+def short_outputs() -> Iterator[None]:
+    """Do without what takes as long as a small run: draw no loss.png, and let finetuning sample 4 tokens, not 64."""
+    with (
+        mock.patch("toolkit.reporting.page.plot_loss"),
+        mock.patch("toolkit.training.callbacks.samples._NEW_TOKENS", 4),
+    ):
+        yield
 
 
 class Folders:

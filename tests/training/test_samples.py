@@ -24,7 +24,10 @@ from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
+from toolkit.training.callbacks import samples as samples_module
 from toolkit.training.callbacks.samples import Sampler, first_prompt, make_sampler
+
+BY_DEFAULT = samples_module._NEW_TOKENS  # before conftest.py lowers it
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +133,7 @@ def test_prompt_selection(rows, expected):
     assert first_prompt(rows) == expected
 
 
-def test_long_prompt_is_truncated_on_the_left():
+def test_long_prompt_is_truncated_on_the_left(monkeypatch):
     rows = row(list(range(8)), [-100] * 7 + [9])
     config = replace(get_config("pico-llama"), block_size=8)
     for length, expected in ((3, [3, 4, 5, 6, 7]), (7, [7])):
@@ -138,8 +141,11 @@ def test_long_prompt_is_truncated_on_the_left():
         assert sampler.prompt == expected
     with pytest.raises(UserError, match="--eval.max_new_tokens 8: must be less than 8"):
         make_sampler(PreparedData(rows, None, None, "key", ""), config, 8)
+    monkeypatch.setattr(samples_module, "_NEW_TOKENS", BY_DEFAULT)
     by_default = make_sampler(PreparedData(rows, None, None, "key", ""), config, "auto")
     assert by_default.max_new_tokens == 4 and by_default.prompt == [4, 5, 6, 7]
+    long = make_sampler(PreparedData(rows, None, None, "key", ""), replace(config, block_size=1000), "auto")
+    assert long.max_new_tokens == 64
 
 
 def test_n7_nan_weights_stop_the_run():
