@@ -58,7 +58,7 @@ def folder(tmp_path_factory, corpus) -> Path:
 SHARED = [
     "--accelerator", "cpu", "--train.global_batch_size", "8", "--train.max_seq_length", "32", "--train.learning_rate",
     "1e-2", "--train.lr_schedule", "constant", "--train.lr_warmup_steps", "0", "--eval.interval", "2",
-    "--eval.max_new_tokens", "0",
+    "--eval.max_new_tokens", "0", "--eval.max_iters", "2",
 ]  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def test_the_cache_of_the_reference_knows_the_architecture(base):
     config.write_text(re.sub(r"rope_base: .*", "rope_base: 37", text))
     assert config.read_text() != text
     for folder in ("base", "rope"):
-        words = f"--objective DPO --train.micro_batch_size 8 --out_dir out-{folder}"
+        words = f"--objective DPO --train.micro_batch_size 8 --train.max_steps 1 --out_dir out-{folder}"
         assert main(["finetune_full", folder, *RUN.split(), *words.split()]) == 0
         assert curve(f"out-{folder}")[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert len(list(Path("cache").glob("reference-*"))) == 2
