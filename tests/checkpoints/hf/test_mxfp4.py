@@ -136,6 +136,7 @@ def test_bad_input_is_a_one_line_error_and_writes_nothing(tmp_path, capsys, case
 # Prints by how much the peak of anonymous memory rose during the second import, in largest weights.
 PEAK = """
 import sys, torch
+from pathlib import Path
 from helpers.peak_memory import rise
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
@@ -144,7 +145,7 @@ torch.set_num_threads(1)
 small, large = sys.argv[1:]
 import_hf(small, small + "-in")
 peak, _, _ = rise(import_hf, large, large + "-in")
-print(peak / max(t.nbytes for t in load_weights(large + "-in").values()))
+print(peak / max(t.nbytes for t in load_weights(Path(large + "-in")).values()))
 """
 
 
