@@ -88,7 +88,8 @@ class Forked:
         start_server()
         (out, child_out), (err, child_err) = SERVER.Pipe(duplex=False), SERVER.Pipe(duplex=False)
         if n_ranks is None:
-            n_ranks = int(arguments[arguments.index("--devices") + 1]) if "--devices" in arguments else 1
+            words = " ".join(arguments).replace("--devices=", "--devices ").split()
+            n_ranks = int(words[words.index("--devices") + 1]) if "--devices" in words else 1
         task = Task(arguments, script, n_ranks, os.getcwd())
         self._process = SERVER.Process(target=run_command, args=(task, clean(environ), child_out, child_err))
         self._process.start()
