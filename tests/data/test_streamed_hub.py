@@ -293,7 +293,7 @@ def test_text_in_object_storage_equals_local_text(bucket, tmp_path, monkeypatch)
     for path, message in (
         (f"{bucket}/none*.parquet", "no file matches"),
         (f"{bucket}/sample/none.parquet", "no such file, folder or bucket"),
-        ("s3://nobucket/x.parquet", "no such bucket (NoSuchBucket); create it"),
+        ("s3://nobucket/x.parquet", r"no such bucket \(NoSuchBucket\); create it"),
     ):
         with pytest.raises(UserError, match=message):
             opened(tmp_path, path=path)
