@@ -23,7 +23,7 @@ from toolkit import extension
 # A fork server with all imports done starts real processes quickly. The test process itself must not be forked, because
 # it has used autograd and threads.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["helpers.rank_worker", "litdata"])
+SERVER.set_forkserver_preload(["helpers.preload"])
 
 
 @functools.cache

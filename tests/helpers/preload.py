@@ -1,0 +1,19 @@
+"""What the fork server does once for the processes that it forks: imports, and what fills caches."""
+
+from unittest import mock
+
+import litdata  # noqa: F401
+import tokenizers.implementations  # noqa: F401
+
+from helpers import rank_worker  # noqa: F401
+from toolkit import extension
+from toolkit.cli.parser import parse
+from toolkit.commands import finetune_lora, pretrain
+from toolkit.reporting.events import package_versions
+from toolkit.training import rank_consistency
+
+with mock.patch.object(extension, "_installed", dict):
+    parse("pretrain", pretrain.setup, ("model_name",), ["--data", "TextFiles", "--data.train_data_path", "."])
+    parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",), [".", "--data", "JSON", "--data.json_path", "."])
+package_versions()
+rank_consistency._own_version()
