@@ -88,9 +88,9 @@ def mfu_per_token(work: Work, config: ModelConfig) -> float | None:
         return None
     import torch
 
+    from toolkit.measure.flops import flops_per_token
+    from toolkit.measure.gpus import peak_flops
     from toolkit.models.gpt import GPT
-    from toolkit.planning.speed.flops import flops_per_token
-    from toolkit.planning.speed.gpus import peak_flops
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (peak := peak_flops(device, work.precision)) is None:

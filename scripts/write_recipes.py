@@ -85,9 +85,9 @@ def plan(recipe: Recipe) -> tuple[str, str, str]:
     """Return hardware, planned memory and predicted time as `toolkit plan` computes them."""
     from toolkit.cli.parser import parse
     from toolkit.commands import plan as command
+    from toolkit.measure.gpus import GPUS as SPECS
     from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
-    from toolkit.planning.speed.gpus import GPUS as SPECS
-    from toolkit.planning.speed.predict import predict
+    from toolkit.planning.predict import predict
 
     on_cpu = ["--accelerator", "cpu", "--devices", "1"] if recipe.memory_gb is None else []
     arguments = parse("plan", command.setup, ("command",), [*shlex.split(recipe.command)[1:], *on_cpu])

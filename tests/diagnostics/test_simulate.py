@@ -15,10 +15,10 @@ from toolkit.diagnostics.simulate import simulate
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
+from toolkit.measure.inputs import MemoryInputs
+from toolkit.measure.memory import plan_memory
 from toolkit.models.families import get_config
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.memory import plan_memory
-from toolkit.planning.memory_inputs import MemoryInputs
 
 LLAMA = replace(get_config("Llama-3-8B"), n_layer=4)
 LARGE = replace(get_config("Llama-3.1-405B"), n_layer=5)

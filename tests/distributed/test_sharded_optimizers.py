@@ -21,6 +21,8 @@ from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.distributed.shards import add_shards, give_gradients, shard_of
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
+from toolkit.measure.inputs import MemoryInputs
+from toolkit.measure.optimizer import optimizer_bytes, update_bytes
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
@@ -28,8 +30,6 @@ from toolkit.optim.adafactor import ShardedAdafactor
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.hybrid import Muon
-from toolkit.planning.memory_inputs import MemoryInputs
-from toolkit.planning.optimizer_memory import optimizer_bytes, update_bytes
 
 WIDE = ["--model_config.n_embd", "256", "--model_config.head_size", "64", "--model_config.intermediate_size", "512"]
 OPTIMIZERS = {

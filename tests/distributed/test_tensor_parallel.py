@@ -12,9 +12,9 @@ from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
+from toolkit.measure.inputs import MemoryInputs
+from toolkit.measure.memory import Memory, plan_memory
 from toolkit.models.families import get_config
-from toolkit.planning.memory import Memory, plan_memory
-from toolkit.planning.memory_inputs import MemoryInputs
 
 NEOX = {
     "family": "gpt_neox", "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",

@@ -18,6 +18,8 @@ from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.distributed.tensor_parallel import _loss_and_grad_
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY
+from toolkit.measure.cuda_on_meta import cuda_on_meta
+from toolkit.measure.sample import one_layer_of_each_kind
 from toolkit.models import aligned, cross_entropy, distillation
 from toolkit.models import loss as loss_module
 from toolkit.models.aligned import aligned_rows
@@ -30,8 +32,6 @@ from toolkit.models.head import Head, pad_head
 from toolkit.models.lora import adapted_on_meta
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.loss import head_loss
-from toolkit.planning.sample_model import one_layer_of_each_kind
-from toolkit.planning.speed.cuda_on_meta import cuda_on_meta
 
 LORA = LoRAConfig(r=4, head=True, projection=True, mlp=True)
 SMALL = {"block_size": 64, "n_layer": 2, "n_embd": 64, "n_head": 4}

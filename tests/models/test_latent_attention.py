@@ -14,11 +14,11 @@ from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
+from toolkit.measure.flops import flops_per_token, matmul_parameters
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of, get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
-from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
 
 V3 = {
     "family": "deepseek_v3", "n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 96, "block_size": 64, **LATENT,

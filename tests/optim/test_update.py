@@ -22,6 +22,7 @@ from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.data.batch import Batch, Padding, collate
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import GuardError
+from toolkit.measure.operators import _NO_KERNEL
 from toolkit.models import attention_dispatch, attention_kernels, loss
 from toolkit.models.block import Block
 from toolkit.models.families import config_from_hf, get_config
@@ -31,7 +32,6 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.optim.classes import build_optimizer, resolve_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.update import FusedUpdate
-from toolkit.planning.speed.operators import _NO_KERNEL
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,11 +15,11 @@ from toolkit.config import TrainArgs
 from toolkit.config.command import parse_object
 from toolkit.data.sft.datasets import Alpaca
 from toolkit.errors import UserError
+from toolkit.measure import micro_step
 from toolkit.planning.auto import choose_size, resolve_auto, with_options
 from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
-from toolkit.planning.speed import micro_step
 from toolkit.planning.training_options import run_args
 
 DDP = {"strategy": "ddp"}

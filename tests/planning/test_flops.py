@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from toolkit.measure.flops import flops_per_token, matmul_parameters
+from toolkit.measure.gpus import peak_flops
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
-from toolkit.planning.speed.gpus import peak_flops
 
 
 def test_n8_only_active_experts_count():

@@ -17,6 +17,17 @@ from toolkit.config.command import parse_object
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
+from toolkit.measure import trace as tracing
+from toolkit.measure.cuda_on_meta import CUDA, cuda_on_meta
+from toolkit.measure.flops import flops_per_token, matmul_parameters
+from toolkit.measure.fusion import fuse
+from toolkit.measure.gpus import GPUS, find_gpu
+from toolkit.measure.inputs import MemoryInputs
+from toolkit.measure.links import communication
+from toolkit.measure.micro_step import gpu_times, host_seconds, seconds, traced_kernels
+from toolkit.measure.operators import Access, Op, OperatorRecorder
+from toolkit.measure.optimizer import main_params, orthogonalization_flops
+from toolkit.measure.trace import LOSS, trace_micro_step
 from toolkit.models.block import Block
 from toolkit.models.families import get_config
 from toolkit.models.gpt import model_on_meta
@@ -25,21 +36,10 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.loss import chunk_rows
 from toolkit.optim.groups import block_params
 from toolkit.optim.hybrid import NS_STEPS
-from toolkit.planning.memory_inputs import MemoryInputs
-from toolkit.planning.optimizer_memory import main_params, orthogonalization_flops
 from toolkit.planning.plan import plan_run
+from toolkit.planning.predict import predict
 from toolkit.planning.resolve import DeviceSpec
-from toolkit.planning.speed import trace as tracing
-from toolkit.planning.speed.cuda_on_meta import CUDA, cuda_on_meta
-from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
-from toolkit.planning.speed.fusion import fuse
-from toolkit.planning.speed.gpus import GPUS, find_gpu
-from toolkit.planning.speed.links import communication
-from toolkit.planning.speed.micro_step import gpu_times, host_seconds, seconds, traced_kernels
-from toolkit.planning.speed.operators import Access, Op, Recorder
-from toolkit.planning.speed.predict import predict
-from toolkit.planning.speed.suggestions import _compiler, _micro_batch, _precision, _strategy
-from toolkit.planning.speed.trace import LOSS, trace_micro_step
+from toolkit.planning.suggestions import _compiler, _micro_batch, _precision, _strategy
 from toolkit.planning.training_options import run_args
 from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
@@ -108,7 +108,7 @@ def test_weights_are_cast_in_mixed_precision_and_gradients_added():
 
 def test_autocast_leaves_sums_in_the_dtype_that_is_asked_for():
     x = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")
-    with cuda_on_meta(torch.bfloat16), Recorder() as seen:
+    with cuda_on_meta(torch.bfloat16), OperatorRecorder() as seen:
         assert x.sum(1, dtype=torch.bfloat16).dtype == torch.bfloat16
         assert x.sum(1).dtype == torch.float32
     assert [op.bytes for op in seen.ops if op.name == "sum"][0] == 2 * (64 * 32 + 64)
@@ -291,7 +291,7 @@ def test_links_of_4_bits_masters_and_accumulation():
 def test_orthogonalization_of_muon_takes_time():
     setup = setup_of(optimizer={"name": "Muon", "split_qkv": True})
     model = model_on_meta(setup.config)
-    trace, inside = Recorder(), block_params(model, (Block,))
+    trace, inside = OperatorRecorder(), block_params(model, (Block,))
     with trace:
         for name in main_params(setup, model):
             weight = torch.empty_like(model.get_parameter(name))
@@ -312,7 +312,7 @@ def head_chunk_ms(vocab_size: int) -> float:
         torch.empty(shape, dtype=torch.bfloat16, device="meta")
         for shape in ((4096, 768), (vocab_size, 768), (4096, vocab_size))
     )
-    with Recorder() as trace:
+    with OperatorRecorder() as trace:
         torch.mm(x, weight.T)
         torch.mm(grad, weight)
         torch.mm(grad.T, x)

@@ -7,8 +7,8 @@ from typing import Literal
 from jsonargparse.typing import PositiveFloat
 
 from toolkit.config import TrainingCommand
+from toolkit.measure.gpus import find_gpu
 from toolkit.planning.compatibility import ROWS
-from toolkit.planning.speed.gpus import find_gpu
 from toolkit.planning.training_options import TrainingOptions
 from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
@@ -59,8 +59,8 @@ def setup(
     predicted = None
     with run_args_of(run) as args:
         if speed is not None:
-            from toolkit.planning.speed.predict import predict
-            from toolkit.planning.speed.suggestions import suggestions
+            from toolkit.planning.predict import predict
+            from toolkit.planning.suggestions import suggestions
 
         spec = device_spec_of(args, device_memory_gb)
         plan = plan_run(args, spec if speed is None else replace(spec, has_bf16=card.has_bf16, gpu=name))

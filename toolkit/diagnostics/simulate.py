@@ -27,17 +27,17 @@ from toolkit.distributed.fsdp import FullyShardedStrategy, fsdp_strategy
 from toolkit.distributed.pipeline import Pipeline, pipeline_of
 from toolkit.distributed.shards import shard_of
 from toolkit.errors import UserError
+from toolkit.measure.cuda_on_meta import rms_norm_on_cuda
+from toolkit.measure.inputs import MemoryInputs
+from toolkit.measure.sample import micro_batch, sample_model
 from toolkit.models import aligned, loss
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.block import Block
 from toolkit.models.context_parallel import OPAQUE, ContextGroup
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
-from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import memory_inputs
-from toolkit.planning.sample_model import micro_batch, sample_model
-from toolkit.planning.speed.cuda_on_meta import rms_norm_on_cuda
 from toolkit.private_torch import (
     FakeTensorMode,
     TorchDispatchMode,

@@ -27,8 +27,8 @@ def addmm_fp32_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
     elif has_values(total):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:  # addmm with out_dtype has no kernel for meta and fake tensors
-        total += torch.mm(a, b, out_dtype=torch.float32)
+    else:  # addmm with out_dtype has no kernel for meta and fake tensors; mm allocates as little
+        torch.mm(a, b, out_dtype=torch.float32, out=total)
 
 
 def _has_fp32_results(a: Tensor) -> bool:

@@ -19,8 +19,14 @@ from toolkit.errors import UserError, option_text
 from toolkit.models.config import ModelConfig
 from toolkit.planning.compatibility import ROWS
 from toolkit.planning.facts import Facts
-from toolkit.planning.memory_inputs import with_known_vocabulary
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, device_bytes, resolve, resolve_model
+from toolkit.planning.resolve import (
+    DeviceSpec,
+    ResolvedConfig,
+    device_bytes,
+    resolve,
+    resolve_model,
+    with_known_vocabulary,
+)
 from toolkit.planning.run_args import RunArgs
 
 MAX_SHARD_GRAD_OP_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85

@@ -6,11 +6,11 @@ from toolkit.config import AUTO, TrainArgs
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
 from toolkit.extension import registered
+from toolkit.measure.gpus import GPUS, gpu_of_driver
+from toolkit.measure.micro_step import micro_step_seconds
+from toolkit.measure.sample import one_layer_of_each_kind
 from toolkit.models.config import ModelConfig
 from toolkit.planning.resolve import ResolvedConfig, memory_inputs
-from toolkit.planning.sample_model import one_layer_of_each_kind
-from toolkit.planning.speed.gpus import GPUS, gpu_of_driver
-from toolkit.planning.speed.micro_step import micro_step_seconds
 from toolkit.ui.formats import format_seconds
 
 COMPILE_S, COMPILE_LAYER_S = 5.0, 0.9
@@ -55,7 +55,7 @@ def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int
         return None
     run = math.inf if steps is None else steps * config.batch.accumulation * eager
     run = run if minutes is None else min(run, 60 * minutes)
-    _, layers = one_layer_of_each_kind(model, n_first=0)
+    _, layers = one_layer_of_each_kind(model, n_first=0, n_last=0)
     return run * (1 - compiled / eager), COMPILE_S * len(layers) + COMPILE_LAYER_S * sum(layers)
 
 

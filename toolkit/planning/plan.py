@@ -15,6 +15,8 @@ from toolkit.distributed.stages import describe_stages
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
+from toolkit.measure.memory import Memory, Parameters, count_parameters, plan_memory
+from toolkit.measure.sample import model_of
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
@@ -22,8 +24,6 @@ from toolkit.models.gpt import GPT
 from toolkit.optim.schedule import Schedule, build_schedule, describe_scaling
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
-from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
-from toolkit.planning.memory_inputs import with_known_vocabulary
 from toolkit.planning.options import check_start
 from toolkit.planning.resolve import (
     DeviceSpec,
@@ -32,10 +32,10 @@ from toolkit.planning.resolve import (
     has_limit,
     memory_inputs,
     with_default_limit,
+    with_known_vocabulary,
     with_model_limit,
 )
 from toolkit.planning.run_args import RunArgs
-from toolkit.planning.sample_model import model_of
 from toolkit.planning.training_options import TrainingOptions, run_args
 
 

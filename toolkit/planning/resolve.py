@@ -11,12 +11,17 @@ import torch
 
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.config import AUTO, OPTIMIZER_SHORTHANDS, FSDPArgs, Precision, TrainArgs, none_if_auto
-from toolkit.data.base import choose_seq_length
+from toolkit.data.base import choose_seq_length, trained_vocabulary
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import device_memory, pick_precision
 from toolkit.distributed.mesh import Layout, data_devices
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
+from toolkit.measure.flops import matmul_parameters
+from toolkit.measure.inputs import MemoryInputs
+from toolkit.measure.memory import plan_memory
+from toolkit.measure.sample import model_of
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.fp8 import require_fp8
@@ -28,11 +33,7 @@ from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.frozen import find_frozen, frozen_flag
-from toolkit.planning.memory import plan_memory
-from toolkit.planning.memory_inputs import MemoryInputs
 from toolkit.planning.run_args import RunArgs, hyperparameters
-from toolkit.planning.sample_model import model_of
-from toolkit.planning.speed.flops import matmul_parameters
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Training tokens for the default model if no limit is set."""
@@ -341,3 +342,15 @@ def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
             "lower it, or pretrain a model with a larger --model_config.block_size"
         )
     return length
+
+
+def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
+    """Return the config with a vocabulary size, from the config, the tokenizer or the data module."""
+    assert config is not None, "user-provided modules have no plan"
+    if config.vocab_size is not None:
+        return config
+    if folder := args.tokenizer_dir or args.base_dir:
+        tokenizer = Tokenizer.load(folder)
+        return config.with_vocab_size(tokenizer.vocab_size)
+    size = trained_vocabulary(args.data)
+    return config.with_vocab_size((size or None) if isinstance(size, int) else None)

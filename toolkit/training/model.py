@@ -26,6 +26,7 @@ from toolkit.distributed.private_lightning import FabricModule
 from toolkit.distributed.tensor_parallel import split_model
 from toolkit.errors import UserError
 from toolkit.extension import load_registered
+from toolkit.measure.flops import flops_per_token
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
@@ -39,7 +40,6 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.speed.flops import flops_per_token
 from toolkit.private_torch import configure_compiler
 
 

@@ -10,12 +10,12 @@ from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, row_lengths
 from toolkit.errors import UserError
+from toolkit.measure.flops import flops_per_token
 from toolkit.models.config import ModelConfig
 from toolkit.optim.schedule import Schedule, build_schedule
 from toolkit.planning.frozen import frozen_flag
 from toolkit.planning.limits import Limits, Progress, build_limits, require_profiled_steps, require_within_limits
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.speed.flops import flops_per_token
 from toolkit.training.checkpoint_meta import RunFingerprint, objective_fingerprint, read_callback_states, read_meta
 from toolkit.training.data import with_vocabulary
 from toolkit.training.model import ModelSpec, specify_frozen, specify_model

@@ -18,7 +18,7 @@ _DESCRIPTIONS = {
     "unsharded_unit": "FSDP all-gathers: current unit, next unit and root",
     "gathered_context": "context parallel: keys and values of a layer while they are gathered",
     "activations": "saved for the backward pass",
-    "recomputed_block": "activations of one block, recomputed in the backward pass",
+    "recomputed_block": "backward pass of one block, with recomputed activations",
     "logits": "one chunk, and the head's gradient",
     "checkpoint_copy": "state that is being written (--train.async_save)",
     "context": "CUDA context and fragmentation, estimated",
@@ -103,7 +103,7 @@ def _format_learning_rates(rates: Values) -> str:
 
 
 def speed_summary(gpu_name: str, marketed_gb: int, prediction: Any, variants: list[Any], steps: int | None) -> Values:
-    """Convert a :class:`toolkit.planning.speed.predict.Prediction` to JSON-serializable values.
+    """Convert a :class:`toolkit.planning.predict.Prediction` to JSON-serializable values.
 
     ``parts_ms`` add up to ``step_ms``. ``variants`` are flag changes with the predicted relative gain in tokens/s.
     """

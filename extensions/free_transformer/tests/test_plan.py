@@ -6,12 +6,12 @@ import torch
 from toolkit.config import ActivationCheckpointing
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
+from toolkit.measure.inputs import MemoryInputs
+from toolkit.measure.memory import plan_memory
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.block import Block
 from toolkit.models.families import get_config
 from toolkit.models.gpt import build_model, model_on_meta
-from toolkit.planning.memory import plan_memory
-from toolkit.planning.memory_inputs import MemoryInputs
 
 
 def saved_bytes(model: torch.nn.Module, ids: torch.Tensor, is_mixed: bool) -> int:

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.units import EMBEDDING, HEAD, Unit, block_dtypes, plan_units
+from toolkit.measure.gathered import unit_sizer
+from toolkit.measure.gpus import GpuSpec
+from toolkit.measure.inputs import FP32, MemoryInputs
+from toolkit.measure.sample import quantized_weights
 from toolkit.models.block import Block
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
-from toolkit.planning.memory_inputs import FP32, MemoryInputs
-from toolkit.planning.sample_model import quantized_weights
-from toolkit.planning.speed.gpus import GpuSpec
-from toolkit.planning.unsharded import unit_sizer
 
 NCCL_SHARE = 0.8
 """Fraction of a link's bandwidth that collectives of large tensors reach (nccl-tests on 8 x H100: 360 of 450 GB/s)."""

@@ -1,4 +1,4 @@
-"""N8 honest-throughput: FLOPs of a training step, by a stated formula. Peaks: :mod:`toolkit.planning.speed.gpus`."""
+"""N8 honest-throughput: FLOPs of a training step, by a stated formula. Peaks: :mod:`toolkit.measure.gpus`."""
 
 from torch import nn
 

@@ -6,17 +6,17 @@ If the host takes longer to launch a micro-step than the GPU to run it, the diff
 from dataclasses import dataclass, replace
 
 from toolkit.errors import UserError, require_option
+from toolkit.measure.flops import flops_per_token
+from toolkit.measure.gpus import GpuSpec
+from toolkit.measure.inputs import FP32, MemoryInputs
+from toolkit.measure.links import Communication, communication
+from toolkit.measure.micro_step import BANDWIDTH_SHARE, gpu_times, host_seconds, seconds, traced_kernels
+from toolkit.measure.optimizer import is_fused, orthogonalization_flops
+from toolkit.measure.sample import model_of
 from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.gpt import GPT
-from toolkit.planning.memory_inputs import FP32, MemoryInputs
-from toolkit.planning.optimizer_memory import is_fused, orthogonalization_flops
 from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import memory_inputs
-from toolkit.planning.sample_model import model_of
-from toolkit.planning.speed.flops import flops_per_token
-from toolkit.planning.speed.gpus import GpuSpec
-from toolkit.planning.speed.links import Communication, communication
-from toolkit.planning.speed.micro_step import BANDWIDTH_SHARE, gpu_times, host_seconds, seconds, traced_kernels
 
 HOST_STEP = 1e-3
 """Seconds per step in which the GPU waits: the host reads loss and norm before it launches the next forward pass."""
@@ -33,7 +33,7 @@ class Prediction:
         communication: Communication that does not overlap with computation.
         links: All communication, including overlapped.
         tokens: Tokens of a step, over all devices.
-        mfu: See :func:`toolkit.planning.speed.flops.flops_per_token`; None for 32-true, as in a run.
+        mfu: See :func:`toolkit.measure.flops.flops_per_token`; None for 32-true, as in a run.
         kernels: Number of kernels of a micro-step on one device.
         bytes: Bytes that the kernels read and write.
         notes: Effects that the prediction ignores.

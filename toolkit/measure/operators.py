@@ -1,4 +1,4 @@
-"""Record operators on meta tensors, with their bytes and FLOPs."""
+"""Record operators on meta tensors, with their bytes and FLOPs, and the memory that they allocate."""
 
 import math
 from collections import Counter
@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from toolkit.measure.recorder import WEIGHTS, Recorder, tensors_in
+
+FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
+CASTS = "autocast's copies of weights"
 Kind = Literal["product", "attention", "fusable", "other", "accumulate", "view"]
 """Kind of an operator: matrix product; attention; element-wise or reduction, which a compiler fuses; another kernel;
 addition of a weight's gradient to the sum of earlier micro-batches; no kernel."""
@@ -20,6 +23,13 @@ _FILLS = {"zeros", "zeros_like", "full", "full_like", "fill_", "zero_", "ones", 
           "new_ones", "ones_like", "scalar_tensor"}  # fmt: skip
 _KERNELS = ("sort", "topk", "searchsorted", "embedding_dense_backward", "index_put", "cumsum", "dequantize", "_fused_",
             "_foreach", "nonzero", "bincount")  # fmt: skip
+
+
+class Phase(NamedTuple):
+    """Where a micro-step is: its stage (:data:`FORWARD`, ...), and the index of the running block, or None."""
+
+    stage: str = FORWARD
+    layer: int | None = None
 
 
 class Access(NamedTuple):
@@ -64,39 +74,60 @@ class Op:
         return sum(access.bytes for access in (*self.reads, *self.writes))
 
 
-class Recorder(TorchDispatchMode):
-    """Appends operators on meta tensors to ``ops``, with the current ``layer`` and ``is_backward``.
+class OperatorRecorder(Recorder):
+    """Also appends operators on meta tensors to ``ops``. Its phase is a :class:`Phase`.
 
     Args:
         gradients: Weight gradients that the backward pass accumulates into.
-        quantized: Bytes of 4-bit weights, by the storage of the placeholder tensor.
+        quantized: 4-bit weights, which have placeholders of 16 bits, and their bytes.
+        matrices: Weights whose copies in another dtype are of kind :data:`CASTS`.
     """
 
-    def __init__(self, gradients: Iterable[Tensor] = (), quantized: dict[int, int] | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        gradients: Iterable[Tensor] = (),
+        quantized: Iterable[tuple[Tensor, int]] = (),
+        matrices: Iterable[Tensor] = (),
+    ) -> None:
+        super().__init__(Phase())
         self.ops: list[Op] = []
-        self.layer: int | None = None
-        self.is_backward = False
         self._versions: Counter[int] = Counter()
-        self._alive: dict[int, Any] = {}  # a later storage could reuse a freed address
         self._gradients = {self._storage(g) for g in gradients}
-        self._quantized = quantized or {}
+        self._quantized = {self._storage(weight): size for weight, size in quantized}
+        self._matrices = {self._storage(m) for m in matrices}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if name == "_local_scalar_dense":  # ``.item()`` in the model
+            return True
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
             return NotImplemented  # continues with the operators on the parts of an fp8 tensor
-        kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        outputs = tensors_in(out)
+        for tensor in outputs:
+            self.track(tensor)
+        if name == "_to_copy":
+            source = self._storage(args[0])
+            if source in self._quantized:
+                self.track(out, WEIGHTS)  # dequantized again for each matmul
+            elif source in self._matrices:
+                self.track(out, CASTS)
+        self._record(func, name, args, kwargs, [t for t in outputs if t.is_meta], out)
+        return out
+
+    def _record(
+        self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: list[Tensor], out: Any
+    ) -> None:
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and t.is_meta]
-        outputs = [t for t in tree_iter(out) if isinstance(t, Tensor) and t.is_meta]
         if not inputs and not outputs:
-            return out
-        name = func._schema.name.split("::")[1]
+            return
+        where = self.phase.layer, self.phase.stage == BACKWARD
         if func.is_view or "empty" in name or name in _NO_KERNEL:
-            self.ops.append(Op(name, "view", self.layer, self.is_backward, launches=0))
-            return out
+            self.ops.append(Op(name, "view", *where, launches=0))
+            return
         flops = _flops(func, name, args, kwargs, out)
         for tensor in inputs if flops else ():
             self._dequantize(tensor)
@@ -110,14 +141,11 @@ class Recorder(TorchDispatchMode):
         floats = [t.dtype.itemsize for t in inputs if t.is_floating_point()]
         head_size = inputs[0].size(-1) if kind == "attention" and inputs[0].ndim else 0
         itemsize, is_aligned = min(floats, default=4), all(map(_is_aligned, (*inputs, *outputs)))
-        op = Op(name, kind, self.layer, self.is_backward, reads, writes, flops, itemsize, is_aligned, head_size)
-        self.ops.append(op)
-        return out
+        self.ops.append(Op(name, kind, *where, reads, writes, flops, itemsize, is_aligned, head_size))
 
     def _storage(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        self._alive[storage._cdata] = storage
-        return storage._cdata
+        """Return the number of a tensor's storage, unlike its address never reused."""
+        return self.track(tensor).number
 
     def _access(self, tensor: Tensor) -> Access:
         key = self._storage(tensor)
@@ -140,7 +168,8 @@ class Recorder(TorchDispatchMode):
         if packed is not None:
             key = (self._storage(tensor), 0)
             reads, writes = (Access(key, -1, packed),), (Access(key, 0, 2 * tensor.numel()),)
-            self.ops.append(Op("dequantize_4bit", "other", self.layer, self.is_backward, reads, writes))
+            where = self.phase.layer, self.phase.stage == BACKWARD
+            self.ops.append(Op("dequantize_4bit", "other", *where, reads, writes))
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from toolkit.config import ActivationCheckpointing, DDPArgs, FSDPArgs, Precision
-from toolkit.data.base import trained_vocabulary
-from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize
-
-if TYPE_CHECKING:
-    from toolkit.planning.run_args import RunArgs
 
 FP32 = 4
 P = ParamSpec("P")
@@ -52,7 +47,7 @@ class MemoryInputs:
         optimizer: Options from :func:`toolkit.optim.classes.resolve_optimizer`.
         device: "cuda", "cpu" or "mps".
         lora: Adapter configuration; None trains all weights.
-        quantize: One of :data:`toolkit.planning.unsharded.QUANTIZED_BYTES`; None does not quantize.
+        quantize: One of :data:`toolkit.measure.gathered.QUANTIZED_BYTES`; None does not quantize.
         packed: Whether several documents share a row, without attention between them.
         fsdp: FSDP options; ``accumulate`` is resolved.
         optimizer_class: User-provided optimizer class outside torch.optim.
@@ -88,7 +83,7 @@ class MemoryInputs:
         layout = Layout(context=self.strategy.layout.context, tensor=self.tensor)
         strategy = StrategyPlan("fsdp" if self.strategy.kind == "fsdp" else "single", None, layout, "")
         plain = MemoryInputs(self.config, self.precision, strategy, self.micro_batch_size, 1, self.seq_length, {})
-        names = ("device", "lora", "quantize", "packed", "activation_checkpointing", "fp8")
+        names = ("device", "lora", "quantize", "packed", "activation_checkpointing", "fp8", "in_backward")
         return replace(plain, **{name: getattr(self, name) for name in names} | changes)
 
     @property
@@ -154,15 +149,3 @@ class MemoryInputs:
         if latent is not None:
             width = latent["kv_lora_rank"] + latent["qk_rope_head_dim"]
         return self.micro_batch_size * self.seq_length * width * self.compute_bytes
-
-
-def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
-    """Return the config with a vocabulary size, from the config, the tokenizer or the data module."""
-    assert config is not None, "user-provided modules have no plan"
-    if config.vocab_size is not None:
-        return config
-    if folder := args.tokenizer_dir or args.base_dir:
-        tokenizer = Tokenizer.load(folder)
-        return config.with_vocab_size(tokenizer.vocab_size)
-    size = trained_vocabulary(args.data)
-    return config.with_vocab_size((size or None) if isinstance(size, int) else None)

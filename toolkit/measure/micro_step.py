@@ -6,11 +6,11 @@ tutorials/predicted_speed.md compares predictions with measurements and publishe
 
 from collections.abc import Iterable
 
-from toolkit.planning.memory_inputs import FP32, MemoryInputs
-from toolkit.planning.speed.fusion import fuse
-from toolkit.planning.speed.gpus import GpuSpec
-from toolkit.planning.speed.operators import Op
-from toolkit.planning.speed.trace import LOSS, Trace, trace_micro_step
+from toolkit.measure.fusion import fuse
+from toolkit.measure.gpus import GpuSpec
+from toolkit.measure.inputs import FP32, MemoryInputs
+from toolkit.measure.operators import Op
+from toolkit.measure.trace import LOSS, Trace, trace_micro_step
 
 BANDWIDTH_SHARE = 0.88
 """Fraction of the data sheet's bandwidth: large copies reached 3.0 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""

@@ -7,12 +7,12 @@ from typing import NamedTuple, get_args
 
 from toolkit.config import AUTO, ActivationCheckpointing
 from toolkit.errors import UserError
+from toolkit.measure.gpus import GpuSpec
 from toolkit.planning.auto import MAX_BATCH_MEMORY_FRACTION, MICRO_BATCH_SIZE, Changes, flags_of, with_options
 from toolkit.planning.plan import RunPlan, plan_run
+from toolkit.planning.predict import Prediction, predict
 from toolkit.planning.resolve import choose_precision
 from toolkit.planning.run_args import RunArgs
-from toolkit.planning.speed.gpus import GpuSpec
-from toolkit.planning.speed.predict import Prediction, predict
 
 MIN_GAIN = 0.02
 """Predicted gains below this are noise."""

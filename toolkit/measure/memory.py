@@ -1,35 +1,29 @@
 """Estimate the memory of a training run on one device, by part.
 
-Nothing is allocated and no device is queried. Parameters are counted on the model on the meta device, activations by
-:mod:`toolkit.planning.activations`. Sizes are in bytes.
+Nothing is allocated and no device is queried. Parameters, gradients and optimizer state are counted on the model on the
+meta device; what a micro-batch needs is recorded, see :mod:`toolkit.measure.trace`. Sizes are in bytes.
 
-The peak is after the forward pass, when everything that the backward pass needs is in memory. Gradients of earlier
-micro-batches add to it; without accumulation, gradients replace activations during the backward pass, and the larger of
-the two counts. With activation checkpointing, the backward pass also has the activations of one block in memory, but no
-longer autocast's copies of the weights. torch.compile may need less.
+The peak is at the loss, when everything that the backward pass needs is in memory, in the backward pass of a block, or
+in the update. Gradients of earlier micro-batches add to it. torch.compile may need less.
 """
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
+from toolkit.measure.flops import matmul_parameters
+from toolkit.measure.gathered import BYTES_4BIT, QUANTIZED_BYTES, fsdp_bytes, is_replicated
+from toolkit.measure.inputs import FP32, MemoryInputs
+from toolkit.measure.optimizer import optimizer_bytes, update_bytes
+from toolkit.measure.sample import first_layers, model_of, quantized_weights
+from toolkit.measure.trace import NOTHING, step_memory
+from toolkit.models.distillation import CHUNK_TENSORS
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
-from toolkit.planning.activations import (
-    Activations,
-    frozen_forward_bytes,
-    frozen_loss_bytes,
-    kept_loss_bytes,
-    logits_bytes,
-    measure_activations,
-)
-from toolkit.planning.memory_inputs import FP32, MemoryInputs
-from toolkit.planning.optimizer_memory import optimizer_bytes, update_bytes
-from toolkit.planning.sample_model import first_layers, model_of, quantized_weights
-from toolkit.planning.speed.flops import matmul_parameters
-from toolkit.planning.unsharded import BYTES_4BIT, QUANTIZED_BYTES, fsdp_bytes, is_replicated
+from toolkit.models.loss import chunk_rows
 
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
 CUDA_CONTEXT, FRAGMENTATION = 0.6e9, 0.03
@@ -52,16 +46,15 @@ class Memory:
         gathered_context: With context parallelism, two copies of a layer's keys and values while they are gathered. The
             result is part of ``activations``.
         activations: Tensors saved for the backward pass.
-        recomputed_block: With activation checkpointing, extra activations and autocast weight copies while a block is
-            recomputed.
+        recomputed_block: With activation checkpointing, what the backward pass of a block needs in addition to what
+            exists before it: recomputed activations, autocast's copies and temporary tensors.
         logits: A chunk of logits, and the gradients of the head. With a frozen model, also its head, hidden states and
             logits.
         checkpoint_copy: On a CPU, the state copy that --train.async_save writes.
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
-        outside_loss: With FSDP, the most bytes of unsharded weights, gradients and activations together at another
-            time than the loss; an alternative in ``total``, not a part. See
-            :func:`toolkit.planning.unsharded.fsdp_bytes`.
+        elsewhere: The most bytes of activations, new gradients and FSDP's unsharded weights at another time than the
+            loss; an alternative in ``total``, not a part. See :func:`toolkit.measure.gathered.fsdp_bytes`.
         frozen_forward: What the forward pass of the frozen model needs before the forward pass of the trained one; an
             alternative in ``total``, not a part.
         host: CPU memory per process for FSDP's offloaded weights, gradients and optimizer state; not in ``total``.
@@ -85,7 +78,7 @@ class Memory:
     checkpoint_copy: float
     context: float
     has_gradients_in_forward: bool
-    outside_loss: float = 0.0
+    elsewhere: float = 0.0
     frozen_forward: float = 0.0
     host: float = 0.0
     host_copy: float = 0.0
@@ -93,19 +86,11 @@ class Memory:
     @property
     def total(self) -> float:
         """Peak bytes; see the module docstring."""
-        step = max(self.cast_weights, self.recomputed_block) + self.activations + self.logits + self.gathered_context
-        step = max(step, self.frozen_forward)
-        persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.checkpoint_copy
-        persistent += self.frozen_model
-        if self.outside_loss:
-            at_loss = self.unsharded_unit + self.cast_weights + self.activations + self.logits
-            gradients = self.gradients if self.has_gradients_in_forward else 0.0
-            step = max(at_loss, self.outside_loss + self.gathered_context, self.frozen_forward) + gradients
-            return persistent + self.context + max(step, self.gradients + self.update)
-        persistent += self.unsharded_unit
-        if self.has_gradients_in_forward:
-            return persistent + self.context + max(step, self.update) + self.gradients
-        return persistent + self.context + max(step, self.gradients + max(self.recomputed_block, self.update))
+        persistent = self.weights + self.quantized_base + self.adapters + self.frozen_model + self.optimizer
+        at_loss = self.unsharded_unit + self.cast_weights + self.activations + self.logits
+        step = max(at_loss, self.elsewhere + self.gathered_context, self.frozen_forward)
+        step += self.gradients if self.has_gradients_in_forward else 0.0
+        return persistent + self.checkpoint_copy + self.context + max(step, self.gradients + self.update)
 
     @property
     def training_state(self) -> float:
@@ -115,7 +100,7 @@ class Memory:
 
     def parts(self) -> dict[str, float]:
         """Return the parts of ``total`` by name, in the order of the fields."""
-        others = ("has_gradients_in_forward", "outside_loss", "frozen_forward", "host", "host_copy")
+        others = ("has_gradients_in_forward", "elsewhere", "frozen_forward", "host", "host_copy")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
 
 
@@ -126,7 +111,7 @@ class Parameters:
     Args:
         total: All parameters, including adapters; tied parameters count once.
         trained: Trainable parameters.
-        matmul: Parameters used in a matmul for every token (see :mod:`toolkit.planning.speed.flops`).
+        matmul: Parameters used in a matmul for every token (see :mod:`toolkit.measure.flops`).
     """
 
     total: int
@@ -165,10 +150,12 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
     gradients = copies * (setup.weight_bytes * elements + adapter_gradients)
     if setup.sums_in_fp32:  # in addition to ddp's bf16 buckets
         gradients = FP32 * elements + (gradients if setup.strategy.kind == "ddp" else 0)
-    activations = measure_activations(setup) if with_activations else Activations(0.0, 0.0, 0.0)
+    step = step_memory(setup) if with_activations else NOTHING
     checkpoint_copy = _copied_bytes(setup, model, list(base.values())) if setup.async_save else 0.0
     is_sharded = setup.strategy.kind == "fsdp"
-    unsharded, outside_loss = fsdp_bytes(setup, model, quantized, activations) if is_sharded else (0.0, 0.0)
+    unsharded, elsewhere = 0.0, max(step.forward, step.end, *(size for _, size in step.backward))
+    if is_sharded:
+        unsharded, elsewhere = fsdp_bytes(setup, model, quantized, step)
     frozen = None if setup.frozen is None else model_of(setup.frozen, None)
     frozen_weights = 0.0 if frozen is None else setup.frozen_itemsize * _count(frozen.parameters())
     frozen_weights /= setup.strategy.shards if is_sharded else 1
@@ -181,12 +168,12 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         "gradients": gradients,
         "optimizer": _optimizer_bytes(setup, model),
         "update": update_bytes(setup, model),
-        "cast_weights": activations.cast_weights,
+        "cast_weights": step.casts,
         "unsharded_unit": unsharded,
         "gathered_context": 2.0 * setup.gathered_bytes if setup.strategy.layout.context > 1 else 0.0,
-        "activations": activations.saved,
-        "recomputed_block": activations.recomputed,
-        "logits": logits_bytes(setup) + frozen_loss_bytes(setup),
+        "activations": step.saved,
+        "recomputed_block": step.recomputed if setup.activation_checkpointing != "none" else 0.0,
+        "logits": step.head + frozen_loss_bytes(setup),
         "checkpoint_copy": checkpoint_copy if is_on_host else 0.0,
     }
     host = _host_bytes(setup, model, list(base.values())) + (frozen_weights if setup.strategy.offloads else 0.0)
@@ -194,7 +181,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         **parts,
         context=_context_bytes(setup, parts),
         has_gradients_in_forward=has_gradients_in_forward,
-        outside_loss=outside_loss,
+        elsewhere=elsewhere,
         frozen_forward=0.0 if frozen is None else frozen_forward_bytes(setup, frozen),
         host=host,
         host_copy=0.0 if is_on_host else checkpoint_copy,
@@ -237,47 +224,35 @@ def _plan_rank(setup: MemoryInputs, with_activations: bool, in_flight: float, in
         config=replace(config, tie_embeddings=ends != "both"),
         strategy=replace(setup.strategy, sharding="SHARD_GRAD_OP", layout=replace(layout, pipeline=1)),
     )
-    memory = plan_memory(stage, None, with_activations)
+    memory = plan_memory(stage, None, with_activations=False)
     has_loss, has_embedding = ends in ("head", "both"), ends in ("embedding", "both")
     is_gpipe, residual = setup.schedule == "gpipe", 0  # bytes of a micro-batch's residual stream
     if with_activations:
         residual = setup.weight_bytes * setup.tokens * config.n_embd
     n_saved = STAGES_PER_RANK[setup.schedule] - has_embedding  # received inputs that are activations of the first block
-    waiting = (in_flight - 1) * (memory.activations - n_saved * residual) + inputs * setup.accumulation * residual
-    passes = _backward_bytes(stage, memory, residual, has_embedding)
+    untied = replace(stage, config=replace(config, tie_embeddings=False))
+    step = step_memory(untied) if with_activations else NOTHING
+    waiting = (in_flight - 1) * (step.saved - n_saved * residual) + inputs * setup.accumulation * residual
+    table: Any = model_of(stage.config, stage.lora, stage.tensor).transformer.wte.weight
+    embedding = has_embedding * table.requires_grad * setup.weight_bytes * table.numel()
+    passes = max(embedding, *(size for _, size in step.backward)) + 2 * residual
     if is_gpipe:  # no gradients before the last loss, and all of them from the second backward pass on
-        waiting += (in_flight - 1) * kept_loss_bytes(setup) * has_loss
-        passes += memory.gradients - memory.activations
-    outside_loss = memory.unsharded_unit + waiting + passes
+        waiting += (in_flight - 1) * step.kept * has_loss
+        passes += memory.gradients - step.saved
+    elsewhere = memory.unsharded_unit + waiting + passes
     gathered = 1 if setup.fsdp.state_dict_type == "sharded" else layout.pipeline  # rank 0 writes all stages
     rank = replace(
         memory,
-        activations=memory.activations + waiting,
-        outside_loss=outside_loss,
+        activations=step.saved + waiting,
+        recomputed_block=step.recomputed if setup.activation_checkpointing != "none" else 0.0,
+        elsewhere=elsewhere,
         has_gradients_in_forward=not is_gpipe,
-        logits=memory.logits if has_loss else 0.0,
+        logits=step.head if has_loss else 0.0,
         checkpoint_copy=gathered * memory.checkpoint_copy,
         host_copy=gathered * memory.host_copy,
         context=0.0,
     )
     return replace(rank, context=_context_bytes(setup, rank.parts()))
-
-
-def _backward_bytes(stage: MemoryInputs, memory: Memory, residual: float, has_embedding: bool) -> float:
-    """Return the bytes of a micro-batch's activations and new gradients in the backward pass of a pipeline's rank.
-
-    Autograd adds each new gradient to the sum, or FSDP adds a block's gradients if they have another dtype. They are
-    reduced after the last pass. ``residual``: Bytes of a residual stream.
-    """
-    model = model_of(stage.config, stage.lora, stage.tensor)
-    block = [p.numel() for p in model.blocks[-1].parameters() if p.requires_grad]
-    recomputed, gradient = memory.recomputed_block, stage.weight_bytes * max(block, default=0)
-    if stage.is_mixed:  # the fractions fit simulated blocks
-        gradient = stage.compute_bytes * sum(block)
-        recomputed, gradient = max(recomputed / 4 + gradient, recomputed + gradient / 2), 0
-    in_block = memory.activations + recomputed + gradient + 3 * residual
-    table: Any = model.transformer.wte.weight
-    return max(in_block, has_embedding * table.requires_grad * (stage.weight_bytes * table.numel() + 2 * residual))
 
 
 def _context_bytes(setup: MemoryInputs, parts: dict[str, float]) -> float:
@@ -358,3 +333,24 @@ def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) ->
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
     per_weight = BYTES_4BIT / shards + QUANTIZED_BYTES[setup.quantize] - BYTES_4BIT
     return per_weight * _count(quantized.values()) + 2 * max(p.numel() for p in quantized.values())
+
+
+# ---- a frozen model
+
+
+def frozen_loss_bytes(setup: MemoryInputs) -> float:
+    """Return what the loss needs of a frozen model: hidden states, its head, gathered, and logits in smaller chunks."""
+    if setup.frozen is None:
+        return 0.0
+    vocabulary, width = setup.config.padded_vocab_size, setup.frozen.n_embd
+    rows = min(chunk_rows(CHUNK_TENSORS * vocabulary, torch.device(setup.device)), setup.tokens)
+    head = setup.frozen_itemsize * setup.frozen.padded_vocab_size * width if setup.strategy.kind == "fsdp" else 0
+    return head + setup.tokens * width * (FP32 + setup.compute_bytes) + CHUNK_TENSORS * FP32 * rows * vocabulary
+
+
+def frozen_forward_bytes(setup: MemoryInputs, model: GPT) -> float:
+    """Return what the forward pass of a frozen model needs: a layer's widest activations, and with FSDP two blocks."""
+    config, block = model.config, sum(p.numel() for p in model.blocks[0].parameters())
+    width = 2 * config.n_embd + 3 * max(config.intermediate_size, config.n_head * config.value_size)
+    gathered = 2 * block * setup.frozen_itemsize if setup.strategy.kind == "fsdp" else 0
+    return gathered + setup.tokens * setup.compute_bytes * width

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.measure.inputs import FP32, MemoryInputs, cached_by_text
 from toolkit.models.block import Block
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
@@ -18,7 +19,6 @@ from toolkit.optim.classes import HYBRID, optimizer_class
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.hybrid import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
 from toolkit.optim.muon import STACK_NUMEL, newton_schulz_flops
-from toolkit.planning.memory_inputs import FP32, MemoryInputs, cached_by_text
 
 BF16 = 2
 Shape = tuple[int, int]

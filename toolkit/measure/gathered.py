@@ -5,11 +5,11 @@ from collections.abc import Callable
 from torch import nn
 
 from toolkit.distributed.units import EMBEDDING, HEAD, Unit, block_dtypes, plan_units, unit_dtypes
+from toolkit.measure.inputs import FP32, MemoryInputs
+from toolkit.measure.trace import StepMemory
 from toolkit.models.block import Block
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
-from toolkit.planning.activations import Activations
-from toolkit.planning.memory_inputs import FP32, MemoryInputs
 
 # bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale per 64 weights, and an
 # fp32 scale per 256 scales (Dettmers et al. 2023, QLoRA, section 3).
@@ -46,7 +46,7 @@ def unit_sizer(
 
 
 def fsdp_bytes(
-    setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter], activations: Activations
+    setup: MemoryInputs, model: GPT, quantized: dict[str, nn.Parameter], step: StepMemory
 ) -> tuple[float, float]:
     """Return the bytes of FSDP's unsharded weights at the loss, and the most bytes of a step at another time.
 
@@ -55,7 +55,7 @@ def fsdp_bytes(
     weights stay unsharded. Without the weights and optimizer state that stay, the bytes are largest
 
     - at the loss: the head, the last buffer, and all units where they are kept (SHARD_GRAD_OP);
-    - from one unit to the next in the forward pass: a buffer, and buffer and weights of the next;
+    - from one unit to the next in the forward pass: a buffer, and buffer and weights of the next; or in a block;
     - in the backward pass of a block: the block and the next buffer, its gradients, the previous ones; activations;
     - at the end: sharded gradients, and the embedding's.
     """
@@ -73,17 +73,20 @@ def fsdp_bytes(
     at_loss = root + (kept or (sizes[-1] if has_head else 0.0)) + buffer
     start = max(2 * (root + sizes[0]), *(root + a + 2 * b for a, b in zip(sizes, sizes[1:], strict=False)), 0.0)
 
-    gradient = max((size(part, "param_dtype", True) for part in blocks), default=0.0)
-    reduced = [size(part, "reduce_dtype", True) for part in units] or [0.0]
-    root_gradient = size(rest, "reduce_dtype", True)
-    backward = root + (block if kept else 2 * block) + max(reduced) + root_gradient / 2 * (not has_head)
+    start = max(start, root + (kept or 2 * block) + step.forward)
     is_elsewhere = setup.accumulation > 1 or setup.strategy.offloads  # counted as gradients, or in CPU memory
     shards = 0.0 if is_elsewhere else sum(size(part, "", True) for part in units) / setup.strategy.shards
-    # gradients of the blocks after it are shards, and activations and kept weights of the blocks before it are saved
-    backward += max(activations.saved + max(kept - block, 0.0), shards) * (1 - 1 / setup.config.n_layer)
-    # a block's gradients appear while its activations are freed; the fractions fit simulated blocks
-    backward += max(gradient + activations.recomputed / 4, gradient / 2 + activations.recomputed)
+    n_layer, reduced = setup.config.n_layer, max((size(part, "reduce_dtype", True) for part in blocks), default=0.0)
+    after_head = size(units[-1], "reduce_dtype", True) if has_head else 0.0
+    # gradients of the blocks after it are shards, and kept weights of the blocks before it are in memory
+    backward = max(
+        peak
+        + (after_head if before == n_layer - 1 else reduced)
+        + (max(kept - block, 0.0) * before + shards * (n_layer - 1 - before)) / n_layer
+        for before, peak in step.backward
+    )
+    backward += root + (block if kept else 2 * block)
     outer = units[0] if has_head else rest
-    last = (0.0 if has_head else root) + max((size(part, "reduce_dtype", True) for part in blocks), default=0.0)
+    last = (0.0 if has_head else root) + reduced
     end = shards + size(outer, "param_dtype", True) + max(last, size(outer, "reduce_dtype", True))
     return at_loss, max(start, backward, end)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby
 
-from toolkit.planning.speed.operators import Access, Op
+from toolkit.measure.operators import Access, Op
 
 Key = tuple[int, int]
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.distributed.tensor_parallel import split_model
+from toolkit.measure.inputs import MemoryInputs
 from toolkit.models.attention_kernels import DocumentBounds, Documents
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
@@ -17,7 +18,6 @@ from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import refuse_experts
-from toolkit.planning.memory_inputs import MemoryInputs
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Autocast's dtype by precision."""
@@ -25,7 +25,7 @@ _PER_LAYER = ("sliding_window_indices", "rope_indices", "moe_indices")
 """Config fields with an entry per layer. Layers with equal entries are identical."""
 
 
-def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 0) -> tuple[ModelConfig, list[int]]:
+def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 1) -> tuple[ModelConfig, list[int]]:
     """Return a config with one layer of each kind, and the number of model layers that each represents.
 
     Args:

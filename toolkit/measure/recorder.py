@@ -1,0 +1,94 @@
+"""Record the storages that operators allocate and free, on tensors without data."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.private_torch import TorchDispatchMode, tree_leaves
+
+WEIGHTS, ACTIVATIONS = "sharded weights", "activations"
+
+
+@dataclass
+class Storage:
+    """A storage, live or freed. What it is for may be known only later.
+
+    Args:
+        made_in: The phase in which it was allocated.
+        kind: What it is for.
+        size: Current bytes; 0 if it is freed.
+        number: Identifies it.
+    """
+
+    made_in: Any
+    kind: str = ACTIVATIONS
+    size: int = 0
+    number: int = field(default_factory=count().__next__)
+
+
+class Recorder(TorchDispatchMode):
+    """Records allocations and frees in ``changes``: storage, bytes and phase.
+
+    Attributes:
+        phase: The current phase of the step.
+    """
+
+    def __init__(self, phase: Any) -> None:
+        super().__init__()
+        self.phase = phase
+        self.changes: list[tuple[Storage, int, Any]] = []
+        self.live: dict[int, Storage] = {}
+
+    def track(self, tensor: Tensor, kind: str = "") -> Storage:
+        """Record a tensor's storage, and its kind if known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        record = self.live.get(key)
+        if record is None:
+            record = self.live[key] = Storage(self.phase)
+            weakref.finalize(storage, self._freed, key, record)
+            self._resized(record, storage.nbytes())
+        if kind:
+            record.kind = kind
+        return record
+
+    def track_all(self, tensors: Iterable[Tensor], kind: str) -> None:
+        for tensor in tensors:
+            self.track(tensor, kind)
+
+    @contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Also record resized storages: FSDP frees gathered weights in this way."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if (record := self.live.get(storage._cdata)) is not None:
+                self._resized(record, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def _freed(self, key: int, record: Storage) -> None:
+        self._resized(record, 0)
+        if self.live.get(key) is record:
+            del self.live[key]
+
+    def _resized(self, record: Storage, size: int) -> None:
+        if change := size - record.size:
+            record.size = size
+            self.changes.append((record, change, self.phase))
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]

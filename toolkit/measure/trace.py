@@ -1,0 +1,253 @@
+"""Run the forward and backward pass of one micro-batch without data, and record its operators and its memory.
+
+The model has one block of each kind, and its tensors have no data: meta tensors that look like CUDA tensors, or fake
+CPU tensors. What other layers of a kind need follows from the recorded one. This works for any layer.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.measure.cuda_on_meta import cuda_on_meta
+from toolkit.measure.inputs import MemoryInputs, cached_by_text
+from toolkit.measure.operators import BACKWARD, CASTS, FORWARD, HEAD, Op, OperatorRecorder, Phase
+from toolkit.measure.recorder import WEIGHTS, Recorder
+from toolkit.measure.sample import AUTOCAST, micro_batch, one_layer_of_each_kind, quantized_weights, sample_model
+from toolkit.models.activation_checkpointing import checkpoint_blocks, selective_contexts
+from toolkit.models.block import Block
+from toolkit.models.cross_entropy import pointwise_cross_entropy
+from toolkit.models.gpt import GPT
+from toolkit.private_torch import FakeTensorMode
+
+LOSS = -1
+"""Layer of the compiled cross-entropy's operators."""
+
+
+Held = Counter[tuple[Phase, bool]]
+"""Live bytes by the phase that allocated them, and whether they are casts."""
+
+
+class Trace(NamedTuple):
+    """Operators and memory of a model with one block of each kind, and the number of layers that each represents."""
+
+    ops: list[Op]
+    counts: list[int]
+    memory: "StepMemory"
+
+    def times(self, op: Op) -> int:
+        return 1 if op.layer in (None, LOSS) else self.counts[op.layer]
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that a micro-batch allocates on one device, without gradients of earlier ones. All layers are counted.
+
+    Args:
+        saved: Tensors that exist between the passes, without casts and what the head has made.
+        casts: Autocast's 16-bit copies of weights, before the head.
+        head: More at the peak of head and loss.
+        kept: What the head has made and keeps for its backward pass.
+        forward: The peak of the forward pass of the blocks.
+        backward: The peaks of the backward pass of blocks: layers before the block, and bytes.
+        end: The peak after it: the gradient of the embedding.
+        recomputed: The most that the backward pass of a block needs in addition to what exists before it.
+    """
+
+    saved: float
+    casts: float
+    head: float
+    kept: float
+    forward: float
+    backward: tuple[tuple[int, float], ...]
+    end: float
+    recomputed: float
+
+
+NOTHING = StepMemory(0.0, 0.0, 0.0, 0.0, 0.0, ((0, 0.0),), 0.0, 0.0)
+
+
+def step_memory(setup: MemoryInputs) -> StepMemory:
+    """Return the memory of a micro-batch."""
+    has_gradients = setup.strategy.kind == "ddp" or (setup.accumulation > 1 and setup.strategy.kind != "fsdp")
+    return trace_micro_step(setup, has_gradients).memory
+
+
+def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool = False) -> Trace:
+    """Return the trace of one micro-batch. The result is cached.
+
+    Args:
+        setup: The run's memory inputs.
+        has_gradients: Whether the micro-batch adds to the gradients of earlier micro-batches.
+        is_compiled: Whether the loss is compiled. Blocks have the same operators; ``fusion.py`` fuses them.
+    """
+    return _trace(setup.of_forward(), has_gradients, is_compiled)
+
+
+@cached_by_text
+def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace:
+    config, counts = one_layer_of_each_kind(setup.config)
+    autocast = AUTOCAST.get(setup.precision)
+    with ExitStack() as stack:
+        device = "meta" if setup.device == "cuda" else "cpu"
+        if device == "cpu":
+            stack.enter_context(FakeTensorMode())
+        model = sample_model(replace(setup, config=config), device)
+        batch = micro_batch(setup, device)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in trained if has_gradients else ():
+            if setup.has_masters:
+                parameter.grad_dtype = torch.float32
+            parameter.grad = torch.empty_like(parameter, dtype=torch.float32 if setup.has_masters else None)
+        if device == "meta":
+            run: Callable[[], Any] = partial(cuda_on_meta, autocast)
+        else:
+            run = partial(torch.autocast, "cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None)
+        _checkpoint(model, setup.activation_checkpointing, run)
+        in_4_bits = quantized_weights(setup, model).values()
+        recorder = OperatorRecorder(
+            (p.grad for p in trained if p.grad is not None),
+            [(w, w.numel() * 9 // 16) for w in in_4_bits],  # 4.5 bits
+            (p for p in model.parameters() if p.ndim > 1),
+        )
+        gradients = (p.grad for p in trained if p.grad is not None)
+        inputs = (value for value in batch.values() if isinstance(value, Tensor))
+        recorder.track_all((*model.parameters(), *model.buffers(), *gradients, *inputs), WEIGHTS)
+        _follow(model, recorder, setup.strategy.kind == "fsdp", setup.in_backward)
+        if is_compiled and setup.tensor == 1:
+            model.execute_with(compiled_loss=partial(_compiled_loss, recorder))
+        with recorder, warnings.catch_warnings():
+            with run():
+                loss_sum, _ = model(**batch)
+                loss_sum = loss_sum * 1.0
+            recorder.phase = Phase(BACKWARD)
+            warnings.filterwarnings("ignore", ".*Disabling autocast")  # of checkpoints: _contexts enables it
+            loss_sum.backward()
+    return Trace(recorder.ops, counts, _memory(recorder, counts))
+
+
+def _compiled_loss(recorder: OperatorRecorder, *args: Any) -> Any:
+    """Record the loss without compiling it: there is no device to compile for."""
+    phase, recorder.phase = recorder.phase, recorder.phase._replace(layer=LOSS)
+    result = pointwise_cross_entropy(*args)
+    recorder.phase = phase
+    return result
+
+
+def _checkpoint(model: GPT, mode: Any, run: Callable[[], Any]) -> None:
+    """Checkpoint the blocks. The recomputation also emulates CUDA; torch does not check the recomputed tensors."""
+    make = selective_contexts if mode == "selective" else lambda: (nullcontext(), nullcontext())
+    checkpoint_blocks(model, (Block,), mode, determinism_check="none", context_fn=partial(_contexts, make, run))
+
+
+def _contexts(make: Callable[[], tuple[Any, Any]], run: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return the contexts of a block's forward pass and of its recomputation."""
+    forward, recomputation = make()
+    return forward, _nested(run(), recomputation)
+
+
+@contextmanager
+def _nested(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _follow(model: GPT, recorder: OperatorRecorder, is_sharded: bool, in_backward: bool) -> None:
+    """Set the recorder's phase to what runs: a block, the head, or what is between them.
+
+    A block's backward pass begins with the gradient of its output and ends with the gradient of its input. FSDP then
+    frees the block's gradients, which ``in_backward`` frees one by one.
+    """
+
+    def release(module: nn.Module) -> None:
+        for parameter in module.parameters() if is_sharded else ():
+            parameter.grad = None
+
+    def enter(layer: int | None, finished: nn.Module) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            release(finished)
+            recorder.phase = Phase(BACKWARD, layer)
+
+        return hook
+
+    def before(layer: int, args: tuple[Any, ...]) -> None:
+        recorder.phase = Phase(FORWARD, layer)
+        if layer == 0 and args[0].requires_grad:
+            args[0].register_hook(enter(None, blocks[0]))
+
+    def after(layer: int, output: Any) -> None:
+        recorder.phase = Phase()
+        x = output[0] if isinstance(output, tuple) else output
+        if x.requires_grad:
+            x.register_hook(enter(layer, blocks[layer + 1] if layer + 1 < len(blocks) else model.lm_head))
+
+    blocks = [*model.blocks]
+    for i, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda module, args, i=i: before(i, args))
+        block.register_forward_hook(lambda module, args, output, i=i: after(i, output))
+
+    def loss(*args: Any, **options: Any) -> Tensor:
+        recorder.phase = Phase(HEAD)
+        return compute_loss(*args, **options)
+
+    compute_loss, model.lm_head.loss = model.lm_head.loss, loss  # type: ignore[method-assign]
+    for parameter in model.parameters() if in_backward else ():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+
+def _memory(recorder: Recorder, counts: list[int]) -> StepMemory:
+    """Add the layers that are not in the trace. They hold as much as the one that was traced of their kind."""
+    held = Held()
+    starts: dict[str, Held] = {}  # ``held`` at the start of each stage
+    segments, layer = [], -1
+    for (stage, block), changes in groupby(recorder.changes, lambda change: change[2]):
+        starts.setdefault(stage, held.copy())
+        peak = start = held.total()
+        for storage, change, _ in changes:
+            if storage.kind != WEIGHTS:
+                held[storage.made_in, storage.kind == CASTS] += change
+                peak = max(peak, held.total())
+        is_block = block not in (None, LOSS)
+        if is_block:
+            layer = block
+        elif stage == HEAD:
+            layer = len(counts)
+        segments.append((stage, layer, is_block, peak, start))
+
+    def others(held: Held, stage: str, layers: range, kinds: Iterable[bool] = (False, True)) -> int:
+        """Return what the other layers of the kinds of ``layers`` hold that they allocated in a stage."""
+        return sum((counts[i] - 1) * held[Phase(stage, i), kind] for i in layers for kind in kinds)
+
+    all_layers = range(len(counts))
+    before, after = starts[HEAD], starts[BACKWARD]
+    saved = sum(size for (phase, is_cast), size in after.items() if phase.stage == FORWARD and not is_cast)
+    saved += others(after, FORWARD, all_layers, [False])
+    casts = sum(size for (_, is_cast), size in before.items() if is_cast) + others(before, FORWARD, all_layers, [True])
+    forward, backward, heads, ends, recomputed = [0.0], [], [0.0], [0.0], [0.0]
+    for stage, layer, is_block, peak, start in segments:
+        if stage == FORWARD:
+            forward.append(peak + others(before, FORWARD, range(layer + 1)))
+        elif stage == HEAD:
+            heads.append(peak + others(before, FORWARD, all_layers))
+        elif stage == BACKWARD and layer == len(counts):
+            heads.append(peak + others(after, FORWARD, all_layers))
+        elif stage == BACKWARD:
+            base = peak + others(after, FORWARD, range(layer)) + others(held, BACKWARD, range(layer + 1, len(counts)))
+            first, same = sum(counts[:layer]), range(layer, layer + 1)
+            if is_block:
+                backward.append((first + counts[layer] - 1, base + others(after, FORWARD, same)))
+                backward.append((first, base + others(held, BACKWARD, same)))
+                recomputed.append(peak - start)
+            else:
+                ends.append(base + others(held, BACKWARD, same))
+    kept = sum(size for (phase, is_cast), size in after.items() if phase.stage == HEAD and not is_cast)
+    return StepMemory(
+        saved, casts, max(heads) - saved - casts, kept, max(forward), tuple(backward), max(ends), max(recomputed)
+    )

@@ -1,1 +1,0 @@
-"""Predict the speed of a training step: FLOPs, GPUs and time."""
