@@ -310,7 +310,7 @@ def test_oom_advice_uses_the_runs_values(monkeypatch):
     with run_args_of(**arguments) as args:
         error = advice.out_of_memory(args, DeviceSpec("cuda", 1, 1))
     assert isinstance(error, UserError)
-    assert str(error).startswith("--train.micro_batch_size 64: out of memory on cuda: this run needs about 50.5 GB")
+    assert str(error).startswith("--train.micro_batch_size 64: out of memory on cuda: this run needs about 50.7 GB")
     assert "activations 4" in str(error) and "use --train.micro_batch_size 16 (1" in str(error)
 
 

@@ -341,6 +341,31 @@ def test_the_peak_of_a_micro_batch_is_the_counted_one(case):
     assert peaks[where] == max(peaks.values())
 
 
+def test_a_new_layer_is_planned(monkeypatch):
+    """A projection in the blocks of which neither measure/ nor planning/ knows."""
+    create, run = Block.__init__, Block.forward
+
+    def create_with_projection(self, config, *args):
+        create(self, config, *args)
+        self.extra = torch.nn.Linear(config.n_embd, 5 * config.n_embd)
+
+    def run_with_projection(self, *args):
+        out = run(self, *args)
+        return out + self.extra(out).relu().unflatten(-1, (5, -1)).sum(-2)
+
+    memory = plan_memory(setup_of("llama", "bf16-mixed", micro_batch_size=8))
+    monkeypatch.setattr(Block, "__init__", create_with_projection)
+    monkeypatch.setattr(Block, "forward", run_with_projection)
+    config = replace(CONFIGS["llama"], vocab_size=520, padded_vocab_size=520)  # models are cached by their config
+    setup = replace(setup_of("llama", "bf16-mixed", micro_batch_size=8), config=config)
+    model, planned = build(setup).train(), plan_memory(setup)
+    with LiveBytes(model.parameters()) as live:
+        loss_of(model, setup).backward()
+    assert planned.weights == nbytes(model.parameters())
+    assert planned.activations + planned.cast_weights + planned.logits == pytest.approx(live.peak, rel=0.01)
+    assert planned.activations > 1.1 * memory.activations
+
+
 @pytest.mark.parametrize("precision", slow_except(["bf16-mixed"], PRECISIONS))
 def test_cuda_saves_no_attention_matrix(precision, request):
     for family in CONFIGS if has_slow_tests(request) else ("llama", "gemma3", "gpt-oss"):
