@@ -70,6 +70,7 @@ def _folders(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _module_folder(_folders):
+    freeze_objects()  # what the files before have imported
     with _folders.inside(is_shared=True):
         yield
 

@@ -87,8 +87,9 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-    n_frozen = get_freeze_count()
-    gc.get_freeze_count = lambda: n_frozen
+    if gc.get_freeze_count is get_freeze_count:
+        n_frozen = get_freeze_count()
+        gc.get_freeze_count = lambda: n_frozen
 
 
 @contextmanager
