@@ -101,7 +101,7 @@ def test_bare_flag_in_every_training_command(command):
     ("flags", "message"),
     [
         (["--profiler.wait", "2"], "--profiler.wait 2: has no effect without --profile"),
-        (["--profile", "false", "--profiler.with_stack", "true"], "--profiler.with_stack True: has no effect"),
+        (["--profile", "false", "--profiler.with_stack", "true"], "--profiler.with_stack true: has no effect"),
         (["--profile", "--profiler.active", "0"], "--profiler.active 0: must be greater than zero"),
         (["--profile", "--train.max_steps", "5"], "profiling begins after step 5, but the run has only 5"),
     ],

@@ -561,7 +561,7 @@ def test_different_options_or_code_per_node_are_an_error(corpus, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("changes", "note"), [({}, None), ({"norm_qk": True}, "note: --model_config.norm_qk True: the")]
+    ("changes", "note"), [({}, None), ({"norm_qk": True}, "note: --model_config.norm_qk true: the")]
 )
 def test_note_before_training_if_the_model_has_no_hf_export(corpus, tmp_path, capsys, changes, note):
     options = {"train": {"max_steps": 1}, "model_config": ModelOverrides(**changes)}
