@@ -297,7 +297,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "        assert main([word for word in argv.split() if word not in variables]) == 2, argv\n"
         "    for word in variables:\n"
         "        del os.environ[word.partition('=')[0]]\n"
-        "    assert not {'torch', 'lightning'} & sys.modules.keys(), argv\n"
+        "    assert not {'torch', 'lightning.fabric'} & sys.modules.keys(), argv\n"
         "    print(shown.getvalue().strip())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)

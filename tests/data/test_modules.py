@@ -21,10 +21,10 @@ def test_data_modules_import_and_prepare_text_without_heavy_libraries(corpus, tm
     code = """
 import sys, toolkit.data
 toolkit.data.TextFiles("x"), toolkit.data.PythonStdlib(), toolkit.data.LitData("x"), toolkit.data.SyntheticTokens()
-print([name for name in ("torch", "litdata", "tokenizers", "numpy", "lightning") if name in sys.modules])
+print([name for name in ("torch", "litdata", "tokenizers", "numpy", "lightning.fabric") if name in sys.modules])
 corpus, cache = sys.argv[1:]
 toolkit.data.TextFiles(corpus, cache_dir=cache).prepare(tokenizer=None, max_seq_length=16, report=lambda line: None)
-print([name for name in ("torch", "litdata", "lightning") if name in sys.modules])
+print([name for name in ("torch", "litdata", "lightning.fabric") if name in sys.modules])
 """
     words = [sys.executable, "-c", code, str(corpus), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
