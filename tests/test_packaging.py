@@ -25,7 +25,7 @@ BUDGET = {
     "measure": 17_300,
     "training": 36_600,
     "distributed": 24_700,
-    "diagnostics": 13_600,
+    "diagnostics": 13_200,
     "config": 11_800,
     "inference": 8_200,
     "ui": 8_100,

@@ -8,11 +8,8 @@ storages; the CUDA context, fragmentation and NCCL's buffers are not included. B
 import multiprocessing
 import sys
 import time
-import weakref
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -29,8 +26,9 @@ from toolkit.distributed.shards import shard_of
 from toolkit.errors import UserError
 from toolkit.measure.cuda_on_meta import rms_norm_on_cuda
 from toolkit.measure.inputs import MemoryInputs
+from toolkit.measure.recorder import ACTIVATIONS, WEIGHTS, Recorder, Storage, tensors_in
 from toolkit.measure.sample import micro_batch, sample_model
-from toolkit.models import aligned, loss
+from toolkit.models import aligned, loss, mixed_mm
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.block import Block
 from toolkit.models.context_parallel import OPAQUE, ContextGroup
@@ -40,16 +38,13 @@ from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import memory_inputs
 from toolkit.private_torch import (
     FakeTensorMode,
-    TorchDispatchMode,
     collective_of,
     local_shard,
     skip_stage_negotiation,
     start_fake_group,
-    tree_leaves,
 )
 
-WEIGHTS, GATHERED, GRADIENTS = "sharded weights", "gathered weights", "gradients"
-OPTIMIZER, ACTIVATIONS, BUFFERS = "optimizer", "activations", "buffers"
+GATHERED, GRADIENTS, OPTIMIZER, BUFFERS = "gathered weights", "gradients", "optimizer", "buffers"
 GB = 1e9
 KINDS = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS)
 _GATHERS = ("c10d::_allgather_base_", "fsdp::split_with_sizes_copy")
@@ -134,7 +129,6 @@ def _require_support(setup: MemoryInputs) -> None:
         "--quantize": setup.quantize is not None,
         "--fsdp.cpu_offload": strategy.offloads,
         "a frozen model": setup.frozen is not None,
-        "mixture of experts": setup.config.n_moe_layer > 0,
     }
     for option, is_set in options.items():
         if is_set:
@@ -154,6 +148,7 @@ def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
     setattr(aligned, "needs_alignment", lambda _, dtype: needs_alignment(device, dtype))  # noqa: B010
     if device.type == "cuda":
         setattr(F, "rms_norm", rms_norm_on_cuda)  # noqa: B010  # a CPU's saves more
+        setattr(mixed_mm, "_has_fp32_results", lambda _: True)  # noqa: B010  # a CPU adds 16-bit copies
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = sample_model(replace(setup, strategy=replace(setup.strategy, kind="single")), "cpu")
@@ -173,7 +168,7 @@ def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
         optimizer = build_optimizer(
             model, setup.optimizer, 1e-4, setup.precision, no_decay, setup.optimizer_class, blocks
         )
-        recorder = Recorder()
+        recorder = StepRecorder()
         step = partial(_step, strategy, model, optimizer, batch, setup.accumulation, recorder)
         with recorder, recorder.resizes():
             step()  # creates the optimizer state, and receive buffers
@@ -189,7 +184,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     batch: dict[str, Any],
     accumulation: int,
-    recorder: "Recorder",
+    recorder: "StepRecorder",
 ) -> None:
     """Do what :func:`toolkit.training.step.train_step` does, without reading values."""
     sync: Any = strategy._backward_sync_control
@@ -213,90 +208,46 @@ def _step(
     optimizer.zero_grad()
 
 
-@dataclass
-class _Storage:
-    """A storage, live or freed. What it is for may be known only later.
-
-    Args:
-        made_in: The phase in which it was allocated.
-        kind: One of :data:`KINDS`.
-        size: Current bytes; 0 if it is freed.
-    """
-
-    made_in: str
-    kind: str = ACTIVATIONS
-    size: int = 0
-
-
-class Recorder(TorchDispatchMode):
-    """Records allocations, frees and collectives.
-
-    Attributes:
-        phase: The phase of the step, see :class:`Simulation`.
-    """
+class StepRecorder(Recorder):
+    """Records allocations, frees and collectives. Its phases are those of :class:`Simulation`."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.phase = "forward"
-        self._live: dict[int, _Storage] = {}
-        self._changes: list[tuple[_Storage, int, str]] = []  # storage, bytes, phase
+        super().__init__("forward")
         self._start = 0
         self._calls, self._bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by collective and place
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Measure from now on, with the kinds of what exists between steps."""
-        self._start = len(self._changes)
+        self._start = len(self.changes)
         self._calls.clear()
         self._bytes.clear()
-        for parameter in model.parameters():
-            self.track(local_shard(shard_of(parameter)), WEIGHTS)
-        for buffer in model.buffers():
-            self.track(buffer, BUFFERS)
-        for value in _tensors(list(optimizer.state.values())):
-            self.track(value, OPTIMIZER)
+        self.track_all((local_shard(shard_of(parameter)) for parameter in model.parameters()), WEIGHTS)
+        self.track_all(model.buffers(), BUFFERS)
+        self.track_all(tensors_in(list(optimizer.state.values())), OPTIMIZER)
 
-    def track(self, tensor: Tensor, kind: str = "") -> None:
+    def track(self, tensor: Tensor, kind: str = "") -> Storage:
         """Record a tensor's storage, and its kind if known."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._live:
-            record = self._live[key] = _Storage(self.phase)
-            weakref.finalize(storage, self._freed, key, record)
-            self._resized(record, storage.nbytes())
+        record = super().track(tensor)
         # the head's gradient, computed with the loss, counts as the plan counts it: with the logits
-        if kind and not (kind == GRADIENTS and self._live[key].made_in == "forward"):
-            self._live[key].kind = kind
-
-    @contextmanager
-    def resizes(self) -> Iterator[None]:
-        """Also record resized storages: FSDP frees gathered weights in this way."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if (record := self._live.get(storage._cdata)) is not None:
-                self._resized(record, storage.nbytes())
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        if kind and not (kind == GRADIENTS and record.made_in == "forward"):
+            record.kind = kind
+        return record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # a DTensor: its local operation follows
         name = func.name().split(".")[0]
+        if name == "aten::_local_scalar_dense":  # ``.item()`` in the model
+            return True
         if name in OPAQUE:
             with self:
                 return OPAQUE[name](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self.track(tensor)
         for kind, names in ((GATHERED, _GATHERS), (GRADIENTS, _REDUCTIONS)):
-            for tensor in _tensors((args, kwargs)) if name in names else ():
-                record = self._live.get(tensor.untyped_storage()._cdata)
+            for tensor in tensors_in((args, kwargs)) if name in names else ():
+                record = self.live.get(tensor.untyped_storage()._cdata)
                 if record is None or record.kind != WEIGHTS:
                     self.track(tensor, kind)
         if (collective := collective_of(func, out, args, kwargs)) is not None:
@@ -308,29 +259,15 @@ class Recorder(TorchDispatchMode):
 
     def peak(self) -> tuple[dict[str, float], str]:
         """Return the bytes by kind at the peak, and its phase."""
-        totals = list(accumulate(change for _, change, _ in self._changes))
+        totals = list(accumulate(change for _, change, _ in self.changes))
         end = max(range(self._start, len(totals)), key=totals.__getitem__)
         sizes: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-        for record, change, _ in self._changes[: end + 1]:
+        for record, change, _ in self.changes[: end + 1]:
             sizes[record.kind] += change
-        return sizes, self._changes[end][2]
+        return sizes, self.changes[end][2]
 
     def collectives(self) -> list[tuple[str, str, int, int]]:
         return [(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())]
-
-    def _freed(self, key: int, record: _Storage) -> None:
-        self._resized(record, 0)
-        if self._live.get(key) is record:
-            del self._live[key]
-
-    def _resized(self, record: _Storage, size: int) -> None:
-        if change := size - record.size:
-            record.size = size
-            self._changes.append((record, change, self.phase))
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def _dimensions(members: list[int]) -> str:
