@@ -22,7 +22,7 @@ BUDGET = {
     "models": 58_800,
     "checkpoints": 46_400,
     "planning": 19_200,
-    "measure": 17_300,
+    "measure": 17_500,
     "training": 36_600,
     "distributed": 24_700,
     "diagnostics": 13_200,

@@ -4,11 +4,12 @@ The model has one block of each kind, and its tensors have no data: meta tensors
 CPU tensors. What other layers of a kind need follows from the recorded one. This works for any layer.
 """
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -25,8 +26,10 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks, selective
 from toolkit.models.block import Block
 from toolkit.models.cross_entropy import pointwise_cross_entropy
 from toolkit.models.gpt import GPT
+from toolkit.models.loss import chunk_rows
 from toolkit.private_torch import FakeTensorMode
 
+MAX_CHUNKS = 4
 LOSS = -1
 """Layer of the compiled cross-entropy's operators."""
 
@@ -70,14 +73,33 @@ class StepMemory:
     end: float
     recomputed: float
 
+    def plus(self, times: float, other: "StepMemory") -> "StepMemory":
+        """Return this memory plus ``times`` the difference to another."""
+
+        def add(a: float, b: float) -> float:
+            return a + times * (b - a)
+
+        values = {f.name: add(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.type is float}
+        pairs = zip(self.backward, other.backward, strict=True)
+        return replace(self, **values, backward=tuple((layers, add(a, b)) for (layers, a), (_, b) in pairs))
+
 
 NOTHING = StepMemory(0.0, 0.0, 0.0, 0.0, 0.0, ((0, 0.0),), 0.0, 0.0)
 
 
 def step_memory(setup: MemoryInputs) -> StepMemory:
-    """Return the memory of a micro-batch."""
+    """Return the memory of a micro-batch.
+
+    More rows than fill a few chunks of the loss need as much more for each row; their chunks would take long to trace.
+    """
     has_gradients = setup.strategy.kind == "ddp" or (setup.accumulation > 1 and setup.strategy.kind != "fsdp")
-    return trace_micro_step(setup, has_gradients).memory
+    rows, per_row = setup.micro_batch_size, setup.tokens / setup.micro_batch_size
+    chunk = chunk_rows(setup.config.padded_vocab_size // setup.tensor, torch.device(setup.device))
+    few = math.ceil(MAX_CHUNKS * chunk / per_row)
+    if rows <= 2 * few:
+        return trace_micro_step(setup, has_gradients).memory
+    a, b = (trace_micro_step(replace(setup, micro_batch_size=n), has_gradients).memory for n in (few, 2 * few))
+    return a.plus((rows - few) / few, b)
 
 
 def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool = False) -> Trace:

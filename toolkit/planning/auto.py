@@ -157,7 +157,12 @@ def _fit_devices(
     if strategy.get("strategy") == "fsdp" and need(strategy, default) == math.inf != need({"strategy": "ddp"}, default):
         strategy, reasons["strategy"] = {"strategy": "ddp"}, _why_not_fsdp(args)
     if has_choice and devices.memory < math.inf:
-        by_size = {size: need(strategy, size) for size in sizes}
+        by_size: dict[int, float] = {}
+        room, is_enough = MAX_BATCH_MEMORY_FRACTION * devices.memory, False
+        for size in sizes:  # smallest first; after one that is too large only the last, which accumulates nothing
+            if not is_enough or (size == sizes[-1] and size * (length or 1) <= MAX_TOKENS):
+                by_size[size] = need(strategy, size)
+                is_enough = is_enough or room < by_size[size] < math.inf or size * (length or 1) > MAX_TOKENS
         stages = args.model_parallel.pipeline
         limit = _SHARE if stages == 1 else f"more would leave {stages} stages too few micro-batches"
         size, reasons[MICRO_BATCH_SIZE] = choose_size(by_size, default, length or 1, devices.memory, limit)
