@@ -25,7 +25,7 @@ BUDGET = {
     "measure": 17_500,
     "training": 36_600,
     "distributed": 24_700,
-    "diagnostics": 13_200,
+    "diagnostics": 13_300,
     "config": 11_800,
     "inference": 8_200,
     "ui": 8_100,

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from helpers.cases import slow_except
@@ -119,7 +120,7 @@ def test_plan_prints_the_simulation_of_many_ranks(capsys):
     assert simulated["memory_gb"]["sharded weights"][0] > 0.005
 
 
-def test_what_is_not_simulated_is_one_line():
+def test_what_is_not_simulated_is_one_line(monkeypatch):
     setup = inputs(*CASES["full"])
     ddp, tensor = replace(setup.strategy, kind="ddp"), replace(setup.strategy, layout=Layout(shard=4, tensor=2))
     one = replace(setup.strategy, kind="single", layout=Layout())
@@ -128,3 +129,6 @@ def test_what_is_not_simulated_is_one_line():
             simulate(replace(setup, strategy=strategy))
     with pytest.raises(UserError, match="a frozen model is not supported"):
         simulate(replace(setup, frozen=LLAMA))
+    monkeypatch.setattr(simulate_module, "ProcessPoolExecutor", mock.Mock(side_effect=BlockingIOError(11, "no more")))
+    with pytest.raises(UserError, match=r"no process for it \(.*no more\); raise the limits"):
+        simulate(setup)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -23,7 +24,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.fsdp import FullyShardedStrategy, fsdp_strategy
 from toolkit.distributed.pipeline import Pipeline, pipeline_of
 from toolkit.distributed.shards import shard_of
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.measure.cuda_on_meta import rms_norm_on_cuda
 from toolkit.measure.inputs import MemoryInputs
 from toolkit.measure.recorder import ACTIVATIONS, WEIGHTS, Recorder, Storage, tensors_in
@@ -85,8 +86,11 @@ def simulate(setup: MemoryInputs) -> Simulation:
     found = []
     for stage in sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1}):
         print(f"simulating rank {stage * per_stage} of {layout.world_size} ...", file=sys.stderr, flush=True)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            found.append(process.submit(_simulate, setup, stage * per_stage).result())
+        try:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                found.append(process.submit(_simulate, setup, stage * per_stage).result())
+        except (OSError, BrokenProcessPool) as error:
+            raise UserError(f"--simulate: no process for it ({one_line(error)}); raise the limits (ulimit -a)") from error
     return max(found, key=lambda simulation: simulation.peak)
 
 
