@@ -130,5 +130,5 @@ def test_what_is_not_simulated_is_one_line(monkeypatch):
     with pytest.raises(UserError, match="a frozen model is not supported"):
         simulate(replace(setup, frozen=LLAMA))
     monkeypatch.setattr(simulate_module, "ProcessPoolExecutor", mock.Mock(side_effect=BlockingIOError(11, "no more")))
-    with pytest.raises(UserError, match=r"no process for it \(.*no more\); raise the limits"):
+    with pytest.raises(UserError, match=r"no process \(.*no more\); raise the limits"):
         simulate(setup)

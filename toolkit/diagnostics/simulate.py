@@ -90,7 +90,7 @@ def simulate(setup: MemoryInputs) -> Simulation:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 found.append(process.submit(_simulate, setup, stage * per_stage).result())
         except (OSError, BrokenProcessPool) as error:
-            raise UserError(f"--simulate: no process for it ({one_line(error)}); raise the limits: ulimit -a") from error
+            raise UserError(f"--simulate: no process ({one_line(error)}); raise the limits: ulimit -a") from error
     return max(found, key=lambda simulation: simulation.peak)
 
 
