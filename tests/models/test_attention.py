@@ -101,5 +101,5 @@ def test_sink_initialization_matches_transformers():
 
 
 def test_sinks_with_softcapping_are_rejected():
-    with pytest.raises(UserError, match="--model_config.attention_sinks True"):
+    with pytest.raises(UserError, match="--model_config.attention_sinks true"):
         ModelConfig(attention_sinks=True, attention_logit_softcapping=30.0)

@@ -18,7 +18,7 @@ from helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
 from helpers.tiny_models import randomize, relative_error, to_folder
 
 from toolkit.checkpoints.hf.export_hf import to_hf_names
-from toolkit.errors import UserError
+from toolkit.errors import UserError, option_text
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import FAMILIES, config_from_hf, family_of, llama, tables
 from toolkit.models.gpt import GPT, model_on_meta
@@ -161,7 +161,7 @@ def exported(config: ModelConfig) -> tuple[dict[str, Any], list] | None:
             found.append(export(config))
         except UserError as error:
             message = re.match(r"--model_config\.(\w+) (.*)", str(error))
-            assert message and message[2].startswith(f"{getattr(config, message[1])}: "), error
+            assert message and message[2].startswith(f"{option_text(getattr(config, message[1]))}: "), error
             assert "\n" not in str(error)
     assert len(found) != 1
     return (found[0], found[1]) if found else None

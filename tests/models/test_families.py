@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, option_text
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of, get_config
 from toolkit.models.gpt import GPT
@@ -148,5 +148,7 @@ def test_deepseek_without_a_coefficient_has_no_load_balancing_loss():
 def test_gpt_oss_that_transformers_cannot_express_is_rejected():
     for field, value in {"attention_sinks": False, "swiglu_limit": None, "norm_topk_prob": False}.items():
         config = dataclasses.replace(get_config("gpt-oss-20b"), **{field: value})
-        with pytest.raises(UserError, match=f"--model_config.{field} {value}: the Hugging Face model type 'gpt_oss'"):
+        with pytest.raises(
+            UserError, match=f"--model_config.{field} {option_text(value)}: the Hugging Face model type 'gpt_oss'"
+        ):
             family_of(config).to_hf_config(config)

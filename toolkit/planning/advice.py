@@ -92,8 +92,11 @@ def _apply_steps(steps: list[Step], plan: RunPlan, limits: MemoryLimits) -> list
 
 
 def _apply_step(step: Step, plan: RunPlan, limits: MemoryLimits) -> tuple[str, RunPlan] | None:
-    """Return the first variant of a change that fits, else the variant with the least excess; None if none helps."""
-    best, least = None, limits.excess(plan)
+    """Return the first variant of a change that fits, else the variant with the least excess; None if none helps.
+
+    A change by less than 2 % does not help: it may rule out others, such as bf16-master offloading.
+    """
+    best, least = None, 0.98 * limits.excess(plan)
     for text, args, spec in step(plan):
         try:
             changed = plan_run(args, spec)

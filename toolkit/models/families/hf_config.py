@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, option_text, require_option
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families.hf_keys import is_integer, require_key
 
@@ -14,8 +14,8 @@ def require(config: ModelConfig, **expected: Any) -> None:
     """Raise UserError unless the config has the field values that the Hugging Face class requires."""
     for name, value in expected.items():
         actual = getattr(config, name)
-        hint = f"the Hugging Face model type {config.family!r} only has {value}; such a model cannot be exported"
-        require_option(actual == value, f"model_config.{name}", actual, hint)
+        only = f"the Hugging Face model type {config.family!r} only has {option_text(value)}"
+        require_option(actual == value, f"model_config.{name}", actual, f"{only}; such a model cannot be exported")
 
 
 def require_hf(config_json: Fields, **allowed: tuple[Any, ...]) -> None:
