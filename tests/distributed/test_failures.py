@@ -211,7 +211,7 @@ def two_devices(corpus, tmp_path_factory, request) -> list[float]:
     process = start(*PRETRAIN, *flags) if has_slow_tests(request) else pretrain(*flags)
     out, err = finish(process)
     assert (process.returncode, err) == (0, "")
-    lines = out.splitlines()
+    lines = [line for line in out.splitlines() if "faster on this CPU" not in line]  # a hint on CPUs with AMX
     ends = [line[:8] for line in lines[-5:]]
     assert len(lines) == len(set(lines)) and ends == ["finished", "report: ", *["  toolki"] * 3]
     return losses(folder)
