@@ -1,10 +1,13 @@
 """Advice: changes that make a run fit, each of which the run would accept."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from toolkit.commands import finetune_lora, pretrain
 from toolkit.config.command import parse_object
-from toolkit.planning.advice import advice_for
+from toolkit.planning import advice as advice_module
+from toolkit.planning.advice import MemoryLimits, advice_for
 from toolkit.planning.plan import RunPlan, plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec
 
@@ -53,3 +56,16 @@ def test_a_smaller_model_is_the_last_resort():
         changes = advise("pretrain", DeviceSpec("cuda", 8, 1), gb, train=train)[1]
         assert changes[-1].startswith("a smaller model: --model_config.n_layer ") == is_smaller, changes
         assert str(changes).count("n_layer") == is_smaller
+
+
+def test_a_change_of_less_than_two_percent_does_not_help(monkeypatch):
+    """Bf16-master saves 1 % for Llama-3-8B on one device, and would rule out offloading, with which it fits."""
+
+    def with_total(total: float) -> SimpleNamespace:
+        return SimpleNamespace(memory=SimpleNamespace(total=total), node_memory=0)
+
+    monkeypatch.setattr(advice_module, "plan_run", lambda total, spec: with_total(total))
+    for total, helps in ((19.9, False), (19.0, True), (10.0, True)):
+        changes = [("change", total, None)]
+        found = advice_module._apply_step(lambda _, c=changes: iter(c), with_total(20), MemoryLimits(10, 10))
+        assert (found is not None) == helps, total
