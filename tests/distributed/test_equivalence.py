@@ -261,5 +261,5 @@ def test_units_are_those_of_the_wrap_plan(runs):
 def test_loss_decreases(runs):
     folder, _ = runs
     one = losses(folder / "1-single-32-true")
-    assert one[-1] < one[0] - 0.1 and all(map(math.isfinite, one))
+    assert one[-1] < one[0] - (0.3 if len(one) == 20 else 0.1) and all(map(math.isfinite, one))
     assert torch.tensor(one).isfinite().all()

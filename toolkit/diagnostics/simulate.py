@@ -213,7 +213,7 @@ def _step(
 
 
 class StepRecorder(Recorder):
-    """Records allocations, frees and collectives. Its phases are those of :class:`Simulation`."""
+    """Records allocations, frees and collectives. For its phases, see :class:`Simulation`."""
 
     def __init__(self) -> None:
         super().__init__("forward")

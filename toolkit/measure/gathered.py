@@ -72,7 +72,6 @@ def fsdp_bytes(
         buffer = max(max(root, buffer) - sum(size(part, "reduce_dtype", True) for part in (rest, *units)), 0.0)
     at_loss = root + (kept or (sizes[-1] if has_head else 0.0)) + buffer
     start = max(2 * (root + sizes[0]), *(root + a + 2 * b for a, b in zip(sizes, sizes[1:], strict=False)), 0.0)
-
     start = max(start, root + (kept or 2 * block) + step.forward)
     is_elsewhere = setup.accumulation > 1 or setup.strategy.offloads  # counted as gradients, or in CPU memory
     shards = 0.0 if is_elsewhere else sum(size(part, "", True) for part in units) / setup.strategy.shards

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from toolkit.measure.cuda_on_meta import cuda_on_meta
 from toolkit.measure.inputs import MemoryInputs, cached_by_text
 from toolkit.measure.operators import BACKWARD, CASTS, FORWARD, HEAD, Op, OperatorRecorder, Phase
-from toolkit.measure.recorder import WEIGHTS, Recorder
+from toolkit.measure.recorder import ACTIVATIONS, WEIGHTS, Recorder
 from toolkit.measure.sample import AUTOCAST, micro_batch, one_layer_of_each_kind, quantized_weights, sample_model
 from toolkit.models.activation_checkpointing import checkpoint_blocks, selective_contexts
 from toolkit.models.block import Block
@@ -30,9 +30,9 @@ from toolkit.models.loss import chunk_rows
 from toolkit.private_torch import FakeTensorMode
 
 MAX_CHUNKS = 4
+"""Chunks of the loss that are traced; what further rows need are added up."""
 LOSS = -1
 """Layer of the compiled cross-entropy's operators."""
-
 
 Held = Counter[tuple[Phase, bool]]
 """Live bytes by the phase that allocated them, and whether they are casts."""
@@ -140,8 +140,8 @@ def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace
             (p for p in model.parameters() if p.ndim > 1),
         )
         gradients = (p.grad for p in trained if p.grad is not None)
-        inputs = (value for value in batch.values() if isinstance(value, Tensor))
-        recorder.track_all((*model.parameters(), *model.buffers(), *gradients, *inputs), WEIGHTS)
+        recorder.track_all((*model.parameters(), *model.buffers(), *gradients), WEIGHTS)
+        recorder.track_all((value for value in batch.values() if isinstance(value, Tensor)), ACTIVATIONS)
         _follow(model, recorder, setup.strategy.kind == "fsdp", setup.in_backward)
         if is_compiled and setup.tensor == 1:
             model.execute_with(compiled_loss=partial(_compiled_loss, recorder))
