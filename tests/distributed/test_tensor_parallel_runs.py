@@ -87,7 +87,8 @@ def test_n3_bf16(tmp_path, shared_flags):
         pairs = zip(losses(tmp_path / name), losses(tmp_path / "one"), strict=True)
         return max(abs(a - b) / b for a, b in pairs)
 
-    allowed = 2 * max(difference(case.name) for case in splits)
+    # A few of bf16's relative steps of 2^-8 in each logit, averaged over the tokens; splits alone can be luckier.
+    allowed = max(2 * max(difference(case.name) for case in splits), 3e-4)
     assert 0 < allowed < 2e-3 and max(difference("two"), difference("2x2")) <= allowed
 
 

@@ -64,7 +64,7 @@ def test_next_start_removes_leftovers_of_a_killed_process(tmp_path):
     for name in WRITERS:
         (tmp_path / name).mkdir()
     root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True, cwd=root, env=environment)
     for name, write in WRITERS.items():
         folder = tmp_path / name

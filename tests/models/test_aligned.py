@@ -195,16 +195,8 @@ def test_a_checkpoint_from_before_resumes_with_padding(tmp_path, monkeypatch):
     """In 16 bits: without a copy of the weight, and with the optimizer's state of unpadded runs."""
     monkeypatch.chdir(tmp_path)
     flags = ["pico-llama", "--accelerator", "cpu", "--devices", "1", "--precision", "bf16-true"]
-    flags += [
-        "--model_config.padded_vocab_size",
-        "301",
-        "--data",
-        "SyntheticTokens",
-        "--data.vocab_size",
-        "300",
-        "--train.global_batch_size",
-        "4",
-    ]
+    flags += ["--model_config.padded_vocab_size", "301", "--data", "SyntheticTokens", "--data.vocab_size", "300"]
+    flags += ["--train.global_batch_size", "4"]
     flags += ["--train.micro_batch_size", "2", "--train.max_seq_length", "16", "--compiler", "none"]
     storages = []
 
@@ -217,7 +209,11 @@ def test_a_checkpoint_from_before_resumes_with_padding(tmp_path, monkeypatch):
     pretrain("plain", 4)
     forward = Head.loss
     monkeypatch.setattr(
-        Head, "loss", lambda self, *args: storages.append(self.weight.untyped_storage().size()) or forward(self, *args)
+        Head,
+        "loss",
+        lambda self, *args, **options: (
+            storages.append(self.weight.untyped_storage().size()) or forward(self, *args, **options)
+        ),
     )
     with padding():
         pretrain("padded", 4)
@@ -283,9 +279,8 @@ def test_all_matmuls_of_a_step_on_cuda_are_aligned(name, autocast):
         assert all(map(is_aligned, operands)), [(tuple(t.shape), t.stride()) for t in operands]
 
 
-@pytest.mark.slow
 def test_padded_layers_compile_without_graph_breaks():
-    model = GPT(ModelConfig(vocab_size=64, **SMALL, **EXPERTS)).bfloat16()
+    model = GPT(ModelConfig(vocab_size=64, **SMALL | EXPERTS | {"n_layer": 1})).bfloat16()
     add_lora(model, replace(LORA, mlp=False))
     initialize(model, 0)
     ids = torch.arange(64).view(2, 32)
@@ -294,4 +289,4 @@ def test_padded_layers_compile_without_graph_breaks():
         torch.compiler.reset()
         for block in model.blocks:
             block.compile(backend="aot_eager", fullgraph=True)
-        assert model(ids, ids)[0] == expected
+        torch.testing.assert_close(model(ids, ids)[0], expected, rtol=1e-4, atol=0)  # decomposed operators round

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.models.aligned import aligned_size
+from toolkit.models.aligned import AlignedLinear, aligned_size
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.mixed_mm import matmul_dtype
 
@@ -72,7 +72,7 @@ class LoRAMixin(nn.Module):
             return super().forward(x)
         if self.dora:
             return self._forward_dora(x)
-        y = getattr(super(), "padded", super().forward)(x)  # of an AlignedLinear
+        y = self.padded(x) if isinstance(self, AlignedLinear) else super().forward(x)
         hidden, b = self.low_rank(x, y.dtype)
         if (padding := y.size(-1) - self.out_features) > 0:
             return _addmm(y, hidden, F.pad(b, (0, 0, 0, padding)))[..., :-padding]
