@@ -467,7 +467,7 @@ def test_variants_are_runs_that_start():
 
 def test_gpus_without_bf16_train_in_fp16(capsys):
     v100 = ["--speed", "V100"]
-    assert GPUS["V100"].kernels.forward < GPUS["A10"].kernels.forward  # nor FlashAttention 2
+    assert GPUS["V100"].generation.forward < GPUS["A10"].generation.forward  # nor FlashAttention 2
     assert plan(capsys, "pretrain", "pico-llama", *v100)["precision"] == "16-mixed"
     assert main(["plan", "pretrain", "pico-llama", *v100, "--precision", "bf16-mixed"]) == 2
     assert "--precision bf16-mixed: this GPU has no bfloat16; use auto, 16-mixed" in capsys.readouterr().err
@@ -483,9 +483,9 @@ def test_fp8_products_run_at_the_peak_of_fp8_and_casts_count(capsys):
     large = replace(next(op for op in fp8.ops if op.itemsize == 1 and op.kind == "product"), flops=1e15)
     for name, rate in (("H100", 1979e12), ("A100", 624e12)):  # the latter stands for unknown GPUs
         gpu = GPUS[name]
-        assert seconds(large, gpu) == pytest.approx(1e15 / (rate * gpu.kernels.products), rel=1e-4)
+        assert seconds(large, gpu) == pytest.approx(1e15 / (rate * gpu.generation.products), rel=1e-4)
         in_bf16 = seconds(replace(large, itemsize=2), gpu)
-        assert in_bf16 == pytest.approx(1e15 / (gpu.peak * gpu.kernels.products), rel=1e-4)
+        assert in_bf16 == pytest.approx(1e15 / (gpu.peak * gpu.generation.products), rel=1e-4)
     assert all(card.fp8 == 0 or card.fp8 / card.peak == pytest.approx(2, abs=0.05) for card in GPUS.values())
     assert main(["plan", "pretrain", "pico-llama", "--train.fp8", "rowwise", "--speed", "A100"]) == 2
     assert capsys.readouterr().err.endswith("--train.fp8 rowwise: the GPU of --speed has no fp8; use none\n")

@@ -63,7 +63,7 @@ def setup(
             from toolkit.planning.suggestions import suggestions
 
         spec = device_spec_of(args, device_memory_gb)
-        plan = plan_run(args, spec if speed is None else replace(spec, has_bf16=card.has_bf16, gpu=name))
+        plan = plan_run(args, spec if speed is None else replace(spec, has_bf16=card.generation.has_bf16, gpu=name))
         host_memory_gb = host_memory_gb or device_memory("cpu") / 1e9
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb, host_memory_gb)
         if speed is not None:

@@ -52,13 +52,13 @@ def seconds(op: Op, gpu: GpuSpec) -> float:
     rate = FP32_SHARE * gpu.fp32
     if op.itemsize < FP32:
         rate = gpu.peak if op.itemsize > 1 else (gpu.fp8 or 2 * gpu.peak)  # another GPU may stand for an unknown one
-        rate *= gpu.kernels.products if op.is_aligned else gpu.kernels.unaligned
+        rate *= gpu.generation.products if op.is_aligned else gpu.generation.unaligned
         if op.kind == "attention":
-            rate = gpu.peak * (gpu.kernels.backward if op.is_backward else gpu.kernels.forward)
+            rate = gpu.peak * (gpu.generation.backward if op.is_backward else gpu.generation.forward)
     if op.kind == "attention":
         rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
-        rate *= gpu.kernels.masked if "efficient" in op.name else 1.0
-        rate *= gpu.kernels.flash if op.name.startswith("flash_attention") else 1.0
+        rate *= gpu.generation.masked if "efficient" in op.name else 1.0
+        rate *= gpu.generation.flash if op.name.startswith("flash_attention") else 1.0
     reads = sum(access.bytes for access in op.reads) if op.layer == LOSS else 0
     is_eager = op.kind == "fusable" and op.name != "fused"
     bandwidth = gpu.bandwidth * (EAGER_SHARE if is_eager else BANDWIDTH_SHARE)

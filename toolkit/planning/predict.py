@@ -87,9 +87,9 @@ def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
     )
     if config.args.is_finetune or needs_masks(plan.model, plan.seq_length):
         # cuDNN, which would plan for each length of rows, is off; as with masks: see distributed/device.py
-        kernels = gpu.kernels
+        kernels = gpu.generation
         forward, backward = kernels.forward * kernels.flash, kernels.backward * kernels.flash
-        gpu = gpu._replace(kernels=kernels._replace(forward=forward, backward=backward, flash=1.0))
+        gpu = gpu._replace(generation=kernels._replace(forward=forward, backward=backward, flash=1.0))
     model = model_of(plan.model, setup.lora, setup.tensor)
     is_compiled = plan.compiler[0] == "torch"
     trace = traced_kernels(setup, is_compiled)
@@ -142,7 +142,7 @@ def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, gpu: GpuSpec
     weights = itemsize * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
     # gradients are read for the norm, and read and written to clip; fused Adam clips them in its update
     passes = 3 + (2 if name in ("Adam", "AdamW") else 3)
-    products = orthogonalization_flops(setup, model) / (gpu.peak * gpu.kernels.products)
+    products = orthogonalization_flops(setup, model) / (gpu.peak * gpu.generation.products)
     total = (passes * weights + 2 * plan.memory.optimizer) / (gpu.bandwidth * BANDWIDTH_SHARE) + products
     if is_fused(setup) and not setup.has_masters and "state_dtype" not in setup.optimizer:
         return total, None
