@@ -27,54 +27,41 @@ _FP32 = {"layer_norm", "rms_norm", "softmax", "log_softmax", "exp", "log", "pow"
 
 
 class _CudaOnMeta(TorchFunctionMode):
-    """Reports meta tensors as CUDA tensors, creates CUDA tensors as meta tensors, and applies autocast.
-
-    Operations whose kernels torch chooses by the device are replaced by the CUDA kernel, or one of the same cost.
-    """
+    """Reports meta tensors as CUDA tensors, creates CUDA tensors as meta tensors, and applies autocast."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # trained weights, as in autocast
+        self._casts: dict[Tensor, Tensor] = {}  # trained weights, as in autocast
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        inputs: tuple[list[Any], dict[str, Any]] = list(args), dict(kwargs or {})
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             device = func(*args)
             return CUDA if device == META else device
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return args[0].is_meta
+        options = dict(kwargs or {})
+        if options.get("device") == "cuda":
+            options["device"] = META
+        inputs = tree_map_only(torch.device, lambda d: META if d.type == "cuda" else d, (args, options))
         name = getattr(func, "__name__", "")
-        inputs = tree_map_only(torch.device, lambda d: META if d.type == "cuda" else d, inputs)
-        if inputs[1].get("device") == "cuda":
-            inputs[1]["device"] = META
-        if torch.is_autocast_enabled("cuda") and "out" not in inputs[1]:
+        if torch.is_autocast_enabled("cuda") and "out" not in options:
             if name in _LOWER:
                 inputs = tree_map_only(Tensor, self._cast_down, inputs)
-            elif name in _FP32 and "dtype" not in inputs[1]:  # sums and softmax return the dtype that is asked for
-                inputs = tree_map_only(Tensor, _cast_up, inputs)
-        if func is F.scaled_dot_product_attention:
-            return _attention(*inputs[0], **inputs[1])
-        if func is F.dropout:
-            return _dropout(*inputs[0], **inputs[1])
-        if func is F.rms_norm:
-            return rms_norm_on_cuda(*inputs[0], **inputs[1])
-        return func(*inputs[0], **inputs[1])
+            elif name in _FP32 and "dtype" not in options:  # sums and softmax return the dtype that is asked for
+                inputs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, inputs)
+        return _KERNELS.get(func, func)(*inputs[0], **inputs[1])
 
     def _cast_down(self, tensor: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype("cuda")
-        if not tensor.is_floating_point() or tensor.dtype == dtype:
+        if not tensor.is_floating_point():
             return tensor
         if not (tensor.is_leaf and tensor.requires_grad):
             return tensor.to(dtype)
-        if id(tensor) not in self._casts:
-            self._casts[id(tensor)] = tensor, tensor.to(dtype)
-        return self._casts[id(tensor)][1]
-
-
-def _cast_up(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
+        if tensor not in self._casts:
+            self._casts[tensor] = tensor.to(dtype)
+        return self._casts[tensor]
 
 
 def _dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
@@ -88,15 +75,9 @@ def rms_norm_on_cuda(x: Tensor, shape: list[int], weight: Tensor | None = None, 
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """Choose the kernel as CUDA does: flash for 16 bits without a mask, otherwise memory-efficient."""
     if attn_mask is None and q.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
@@ -106,6 +87,12 @@ def _attention(
         attn_mask = attn_mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
+
+
+_KERNELS: dict[Any, Callable[..., Tensor]] = {
+    F.scaled_dot_product_attention: _attention, F.dropout: _dropout, F.rms_norm: rms_norm_on_cuda,
+}  # fmt: skip
+"""What replaces operations whose kernels torch chooses by the device: the CUDA kernel, or one of the same cost."""
 
 
 @contextmanager
