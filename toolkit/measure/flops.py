@@ -1,5 +1,7 @@
 """N8 honest-throughput: FLOPs of a training step, by a stated formula. Peaks: :mod:`toolkit.measure.gpus`."""
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from toolkit.models.config import ModelConfig
@@ -15,13 +17,16 @@ def matmul_parameters(model: nn.Module) -> int:
     return sum(size for size, _ in _matmul_sizes(model))
 
 
-def _matmul_sizes(model: nn.Module) -> list[tuple[int, bool]]:
+def _matmul_sizes(model: nn.Module) -> Iterator[tuple[int, bool]]:
     """Return for each weight the elements used per token, and whether it is trainable."""
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    weights += [p for name, p in model.named_parameters() if is_adapter(name) and p.ndim == 2]
-    stacks = [m for m in model.modules() if isinstance(m, StackedLinear)]
-    sizes = [(weight.numel(), weight.requires_grad) for weight in weights]
-    return sizes + [(m.weight.numel() * m.active // m.weight.size(0), m.weight.requires_grad) for m in stacks]
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            yield module.weight.numel(), module.weight.requires_grad
+        elif isinstance(module, StackedLinear):
+            yield module.weight.numel() * module.active // module.weight.size(0), module.weight.requires_grad
+    yield from (
+        (p.numel(), p.requires_grad) for name, p in model.named_parameters() if is_adapter(name) and p.ndim == 2
+    )
 
 
 def flops_per_token(

@@ -6,7 +6,7 @@ from toolkit.config import AUTO, TrainArgs
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
 from toolkit.extension import registered
-from toolkit.measure.gpus import GPUS, gpu_of_driver
+from toolkit.measure.gpus import GPUS, GpuSpec, gpu_of_driver
 from toolkit.measure.micro_step import micro_step_seconds
 from toolkit.measure.sample import one_layer_of_each_kind
 from toolkit.models.config import ModelConfig
@@ -29,48 +29,46 @@ def choose_compiler(
     """
     if config.args.compiler != AUTO:
         return config.args.compiler, ""
-    on_other = {f"on {config.device}": config.device != "cuda"}
-    reasons = {**on_other, **_uncompiled(config), "rows differ in length": is_ragged}
-    against = next((reason for reason, holds in reasons.items() if holds), None)
+    against = next((reason for reason, holds in _uncompiled(config, is_ragged).items() if holds), None)
     if against is not None:
         return "none", f"auto: {against}"
-    seconds = _saved_seconds(config, model, steps)
-    if seconds is None:
+    gpu = gpu_of_driver(config.devices.gpu)
+    saved = _saved_seconds(config, model, steps, gpu or GPUS["A100"])
+    if model is None or saved is None:
         return "torch", "auto: rows of one length"
-    saved, needed = seconds
-    on = "" if gpu_of_driver(config.devices.gpu) else " on an A100"
-    reason = f"compilation takes about {format_seconds(needed)} and saves about {format_seconds(saved)}{on}"
-    return ("torch" if saved > needed else "none"), f"auto: {reason}"
+    _, kinds = one_layer_of_each_kind(model, n_first=0, n_last=0)
+    needed = COMPILE_S * len(kinds) + COMPILE_LAYER_S * model.n_layer
+    reason = f"compilation takes about {format_seconds(needed)} and saves about {format_seconds(saved)}"
+    return ("torch" if saved > needed else "none"), f"auto: {reason}{'' if gpu else ' on an A100'}"
 
 
-def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int | None) -> tuple[float, float] | None:
-    """Return the seconds that compilation saves in a run, and those it takes; None if they cannot be predicted."""
+def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int | None, gpu: GpuSpec) -> float | None:
+    """Return the seconds that compilation saves in a run; None if they cannot be predicted."""
     minutes = config.args.train.max_time
     if model is None or (steps is None and minutes is None):
         return None
-    gpu, setup = gpu_of_driver(config.devices.gpu) or GPUS["A100"], memory_inputs(config, model)
+    setup = memory_inputs(config, model)
     try:
         eager, compiled = (micro_step_seconds(setup, is_compiled, gpu) for is_compiled in (False, True))
     except Exception:  # operators that cannot be counted without a GPU; a prediction must not end the run
         return None
     run = math.inf if steps is None else steps * config.batch.accumulation * eager
-    run = run if minutes is None else min(run, 60 * minutes)
-    _, layers = one_layer_of_each_kind(model, n_first=0, n_last=0)
-    return run * (1 - compiled / eager), COMPILE_S * len(layers) + COMPILE_LAYER_S * sum(layers)
+    return min(run, math.inf if minutes is None else 60 * minutes) * (1 - compiled / eager)
 
 
-def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:
-    """Return whether the run uses each feature that auto does not compile, by description."""
+def _uncompiled(config: ResolvedConfig, is_ragged: bool) -> dict[str, bool]:
+    """Return whether the run has each property for which auto does not compile, by description."""
     args, strategy = config.args, config.strategy
-    family = "" if config.model is None else config.model.family
     return {
+        f"on {config.device}": config.device != "cuda",
         "a user-provided model": args.module is not None,
-        "an extension's model": family in registered("families"),
+        "an extension's model": config.model is not None and config.model.family in registered("families"),
         f"--strategy {strategy.extension}": strategy.extension is not None,
         f"--quantize {args.quantize}": args.quantize is not None,
         "--fsdp.cpu_offload true": strategy.offloads,
         f"--pipeline_parallel_size {args.pipeline_parallel_size}": args.pipeline_parallel_size > 1,
         f"--fsdp.auto_wrap {args.fsdp.auto_wrap}": strategy.kind == "fsdp" and args.fsdp.auto_wrap != "block",
+        "rows differ in length": is_ragged,
     }
 
 
