@@ -24,7 +24,7 @@ from toolkit.measure.fusion import fuse
 from toolkit.measure.gpus import GPUS, find_gpu
 from toolkit.measure.inputs import MemoryInputs
 from toolkit.measure.links import communication
-from toolkit.measure.micro_step import gpu_times, host_seconds, seconds, traced_kernels
+from toolkit.measure.micro_step import host_seconds, seconds, traced_kernels
 from toolkit.measure.operators import Access, Op, OperatorRecorder
 from toolkit.measure.optimizer import main_params, orthogonalization_flops
 from toolkit.measure.trace import LOSS, trace_micro_step
@@ -56,7 +56,11 @@ def setup_of(name: str = "pico-llama", **changes) -> MemoryInputs:
 
 
 def total(trace, of, *kinds: str) -> float:
-    return sum(trace.times(op) * of(op) for op in trace.ops if not kinds or op.kind in kinds)
+    return trace.total(lambda op: of(op) if not kinds or op.kind in kinds else 0)
+
+
+def is_kernel(op: Op) -> bool:
+    return op.kind != "view"
 
 
 @pytest.mark.parametrize("kind", ["windows", pytest.param("experts", marks=pytest.mark.slow)])
@@ -73,7 +77,7 @@ def test_equal_blocks_are_traced_once_and_count_exactly(kind, monkeypatch):
         patch.setattr(tracing, "one_layer_of_each_kind", lambda config: (config, [1] * config.n_layer))
         complete = tracing._trace(setup, has_gradients=True, is_compiled=False)
     assert len(short.ops) < len(complete.ops)
-    for of in (lambda op: op.bytes, lambda op: op.flops, lambda op: op.launches):
+    for of in (lambda op: op.bytes, lambda op: op.flops, is_kernel):
         # the balancing losses of the layers are stacked: a few bytes more
         assert total(short, of) == pytest.approx(total(complete, of), rel=1e-5 if kind == "experts" else 0)
 
@@ -119,7 +123,7 @@ def test_checkpointing_recomputes_the_products_of_the_blocks():
     flops = {}
     for mode in ("none", "selective", "full"):
         trace = trace_micro_step(setup_of(activation_checkpointing=mode), has_gradients=False)
-        flops[mode] = sum(trace.times(op) * op.flops for op in trace.ops if op.layer is not None)
+        flops[mode] = trace.total(lambda op: op.flops if op.layer is not None else 0.0)
     model = model_on_meta(setup_of().config)
     last = model.blocks[0].mlp.proj.weight.numel() * len(model.blocks)  # its output is not needed
     blocks = sum(p.numel() for block in model.blocks for p in block.parameters() if p.ndim == 2)
@@ -153,13 +157,14 @@ def test_a_compiler_reads_and_writes_only_what_crosses_products():
         op("mul", "fusable", [silu], [again], is_backward=True),
         op("mm", "product", [again], [], is_backward=True),
     ]
-    fused = [o for o in fuse(ops, lambda o: True) if o.kind == "fusable"]
+    fused = [o for o in fuse(ops) if o.kind == "fusable"]
     assert [(sorted(a.key for a in o.reads), [a.key for a in o.writes]) for o in fused] == [
         ([gate.key, up.key], [hidden.key, total.key, last.key]),
         ([out.key, total.key], [other.key]),
         ([gate.key], [again.key]),
     ]
-    assert fuse(ops, lambda o: False) == ops
+    outside = [replace(o, layer=None) for o in ops]
+    assert fuse(outside) == outside
 
 
 @pytest.mark.slow
@@ -187,14 +192,13 @@ def test_a_chunk_of_the_head_loss_takes_few_kernels():
     for rows in (1, 2):
         setup = replace(setup_of(), micro_batch_size=rows * chunk_rows(512, CUDA) // T)
         trace = trace_micro_step(setup, has_gradients=False, is_compiled=True)
-        ops = fuse(trace.ops, lambda op: op.layer is not None)
-        kernels.append(sum(op.launches for op in ops if op.layer in (None, LOSS)))
+        kernels.append(sum(is_kernel(op) for op in fuse(trace.ops) if op.layer in (None, LOSS)))
     assert 4 <= kernels[1] - kernels[0] <= 8
 
 
 def test_products_and_attention_stay_under_a_compiler():
     trace = trace_micro_step(setup_of(), has_gradients=False)
-    fused = trace._replace(ops=fuse(trace.ops, lambda op: op.layer is not None))
+    fused = trace._replace(ops=fuse(trace.ops))
     assert total(fused, lambda op: op.flops) == total(trace, lambda op: op.flops)
     assert total(fused, lambda op: op.bytes) < 0.75 * total(trace, lambda op: op.bytes)
 
@@ -368,8 +372,8 @@ def test_short_rows_of_lora_wait_for_launches():
         given = {"lora": LoRAConfig(), "precision": "bf16-true", "accumulation": 4, "packed": is_packed}
         setup = replace(setup_of(**given), config=get_config("smollm2-135m"), micro_batch_size=4, seq_length=length)
         trace = traced_kernels(setup, is_compiled)
-        busy = sum(gpu_times(trace, trace.ops, GPUS["H100"]).values())
-        return int(total(trace, lambda op: op.launches)), busy, host_seconds(trace, setup, is_compiled)
+        busy = total(trace, lambda op: seconds(op, GPUS["H100"]))
+        return total(trace, is_kernel), busy, host_seconds(trace, setup, is_compiled)
 
     kernels, busy, host = micro_step(128)
     assert kernels == pytest.approx(2016, rel=0.05) and 1 - busy / host > 0.75
@@ -411,7 +415,8 @@ def test_plan_predicts_a_step(capsys):
 def test_times_are_shown_in_readable_units():
     """From a plan's values: seconds for long steps, the time of the run, and that the run does not fit."""
     plan = planned_run(train={"max_steps": 200, "micro_batch_size": 4, "max_seq_length": 64})
-    slow = replace(predict(plan, GPUS["H200"]), products=30.0)
+    prediction = predict(plan, GPUS["H200"])
+    slow = replace(prediction, parts=prediction.parts | {"products": 30.0})
     summary = plan_summary(plan, 1e-3, math.inf, []) | {"speed": speed_summary("H200", 141, slow, [], plan.steps)}
     shown = format_plan(summary)
     assert "(prediction; not measured on a GPU; does not fit in memory)\n" in shown

@@ -238,17 +238,13 @@ class StepRecorder(Recorder):
         return record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # a DTensor: its local operation follows
-        name = func.name().split(".")[0]
-        if name == "aten::_local_scalar_dense":  # ``.item()`` in the model
-            return True
-        if name in OPAQUE:
-            with self:
-                return OPAQUE[name](*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(out):
-            self.track(tensor)
+        if (operator := OPAQUE.get(_name(func))) is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with self:
+            return operator(*args, **(kwargs or {}))
+
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = _name(func)
         for kind, names in ((GATHERED, _GATHERS), (GRADIENTS, _REDUCTIONS)):
             for tensor in tensors_in((args, kwargs)) if name in names else ():
                 record = self.live.get(tensor.untyped_storage()._cdata)
@@ -259,7 +255,6 @@ class StepRecorder(Recorder):
             key = name.removeprefix("c10d::").strip("_"), _dimensions(members)
             self._calls[key] += 1
             self._bytes[key] += size
-        return out
 
     def peak(self) -> tuple[dict[str, float], str]:
         """Return the bytes by kind at the peak, and its phase."""
@@ -272,6 +267,10 @@ class StepRecorder(Recorder):
 
     def collectives(self) -> list[tuple[str, str, int, int]]:
         return [(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())]
+
+
+def _name(func: Any) -> str:
+    return str(func.name().split(".")[0])
 
 
 def _dimensions(members: list[int]) -> str:

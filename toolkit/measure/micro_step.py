@@ -4,9 +4,7 @@ An operator takes the maximum of bytes / memory bandwidth and FLOPs / rate of it
 tutorials/predicted_speed.md compares predictions with measurements and published figures.
 """
 
-from collections.abc import Iterable
-
-from toolkit.measure.fusion import fuse
+from toolkit.measure.fusion import FUSED, fuse
 from toolkit.measure.gpus import GpuSpec
 from toolkit.measure.inputs import FP32, MemoryInputs
 from toolkit.measure.operators import Op
@@ -35,52 +33,44 @@ HOST_UNIT = 1e-3
 def micro_step_seconds(setup: MemoryInputs, is_compiled: bool, gpu: GpuSpec) -> float:
     """Return the seconds of a micro-step on one device, without communication."""
     trace = traced_kernels(setup, is_compiled)
-    return max(sum(gpu_times(trace, trace.ops, gpu).values()), host_seconds(trace, setup, is_compiled))
+    return max(trace.total(lambda op: seconds(op, gpu)), host_seconds(trace, setup, is_compiled))
 
 
 def traced_kernels(setup: MemoryInputs, is_compiled: bool) -> Trace:
     """Return the operators of a micro-step that adds to the gradients of earlier ones, fused as torch.compile does."""
     has_gradients = setup.accumulation > 1 and setup.strategy.kind != "fsdp"
     trace = trace_micro_step(setup, has_gradients, is_compiled)
-    return trace._replace(ops=fuse(trace.ops, lambda op: op.layer is not None)) if is_compiled else trace
+    return trace._replace(ops=fuse(trace.ops)) if is_compiled else trace
 
 
 def seconds(op: Op, gpu: GpuSpec) -> float:
     """Return the time of an operator on the GPU."""
     if op.kind == "view":
         return 0.0
-    rate = FP32_SHARE * gpu.fp32
-    if op.itemsize < FP32:
-        rate = gpu.peak if op.itemsize > 1 else (gpu.fp8 or 2 * gpu.peak)  # another GPU may stand for an unknown one
-        rate *= gpu.generation.products if op.is_aligned else gpu.generation.unaligned
-        if op.kind == "attention":
-            rate = gpu.peak * (gpu.generation.backward if op.is_backward else gpu.generation.forward)
+    rates = gpu.generation
+    if op.itemsize >= FP32:
+        rate = FP32_SHARE * gpu.fp32
+    elif op.kind == "attention":
+        rate = gpu.peak * (rates.backward if op.is_backward else rates.forward)
+    else:
+        peak = gpu.peak if op.itemsize > 1 else gpu.fp8 or 2 * gpu.peak  # another GPU may stand for an unknown one
+        rate = peak * (rates.products if op.is_aligned else rates.unaligned)
     if op.kind == "attention":
         rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
-        rate *= gpu.generation.masked if "efficient" in op.name else 1.0
-        rate *= gpu.generation.flash if op.name.startswith("flash_attention") else 1.0
-    reads = sum(access.bytes for access in op.reads) if op.layer == LOSS else 0
-    is_eager = op.kind == "fusable" and op.name != "fused"
+        rate *= rates.masked if "efficient" in op.name else 1.0
+        rate *= rates.flash if op.name.startswith("flash_attention") else 1.0
+    is_eager = op.kind == "fusable" and op.name != FUSED
     bandwidth = gpu.bandwidth * (EAGER_SHARE if is_eager else BANDWIDTH_SHARE)
-    return max((op.bytes + (LOSS_READS - 1) * reads) / bandwidth, op.flops / rate) + KERNEL_S * op.launches
-
-
-def gpu_times(trace: Trace, ops: Iterable[Op], gpu: GpuSpec) -> dict[str, float]:
-    """Return GPU seconds by kind of operator."""
-    times = {"products": 0.0, "attention": 0.0, "memory_bound": 0.0}
-    kinds = {"product": "products", "attention": "attention"}
-    for op in ops:
-        times[kinds.get(op.kind, "memory_bound")] += trace.times(op) * seconds(op, gpu)
-    return times
+    again = (LOSS_READS - 1) * sum(access.bytes for access in op.reads) if op.layer == LOSS else 0
+    return max((op.bytes + again) / bandwidth, op.flops / rate) + KERNEL_S
 
 
 def host_seconds(trace: Trace, setup: MemoryInputs, is_compiled: bool) -> float:
     """Return the host seconds to launch a micro-step."""
-    total = 0.0
-    for op in trace.ops:
+
+    def launch(op: Op) -> float:
         in_graph = is_compiled and op.layer is not None
-        cost = HOST_VIEW if op.kind == "view" else HOST_COMPILED if in_graph else HOST_OPERATOR
-        total += trace.times(op) * cost
-    n_layer = sum(trace.counts)
-    total += 2 * HOST_GRAPH * n_layer * is_compiled
-    return total + 2 * HOST_UNIT * n_layer * (setup.strategy.kind == "fsdp")
+        return HOST_VIEW if op.kind == "view" else HOST_COMPILED if in_graph else HOST_OPERATOR
+
+    per_pass = HOST_GRAPH * is_compiled + HOST_UNIT * (setup.strategy.kind == "fsdp")
+    return trace.total(launch) + 2 * per_pass * sum(trace.counts)

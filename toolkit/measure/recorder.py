@@ -1,7 +1,7 @@
 """Record the storages that operators allocate and free, on tensors without data."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -45,6 +45,21 @@ class Recorder(TorchDispatchMode):
         self.changes: list[tuple[Storage, int, Any]] = []
         self.live: dict[int, Storage] = {}
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:  # ``.item()`` in the model
+            return True
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented  # a DTensor or an fp8 tensor: continues with the operators on its parts
+        out = func(*args, **(kwargs or {}))
+        self.track_all(tensors_in(out))
+        self.record(func, args, kwargs or {}, out)
+        return out
+
+    def record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        """Record more of a call than the storages of its results."""
+
     def track(self, tensor: Tensor, kind: str = "") -> Storage:
         """Record a tensor's storage, and its kind if known."""
         storage = tensor.untyped_storage()
@@ -58,7 +73,7 @@ class Recorder(TorchDispatchMode):
             record.kind = kind
         return record
 
-    def track_all(self, tensors: Iterable[Tensor], kind: str) -> None:
+    def track_all(self, tensors: Iterable[Tensor], kind: str = "") -> None:
         for tensor in tensors:
             self.track(tensor, kind)
 

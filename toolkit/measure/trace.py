@@ -45,8 +45,9 @@ class Trace(NamedTuple):
     counts: list[int]
     memory: "StepMemory"
 
-    def times(self, op: Op) -> int:
-        return 1 if op.layer in (None, LOSS) else self.counts[op.layer]
+    def total(self, value: Callable[[Op], float]) -> float:
+        """Add up a value of the operators, of all layers."""
+        return sum((1 if op.layer in (None, LOSS) else self.counts[op.layer]) * value(op) for op in self.ops)
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,9 @@ def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace
         else:
             run = partial(torch.autocast, "cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None)
         _checkpoint(model, setup.activation_checkpointing, run)
-        in_4_bits = quantized_weights(setup, model).values()
-        recorder = OperatorRecorder(
-            (p.grad for p in trained if p.grad is not None),
-            [(w, w.numel() * 9 // 16) for w in in_4_bits],  # 4.5 bits
-            (p for p in model.parameters() if p.ndim > 1),
-        )
-        gradients = (p.grad for p in trained if p.grad is not None)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        matrices = (p for p in model.parameters() if p.ndim > 1)
+        recorder = OperatorRecorder(gradients, quantized_weights(setup, model).values(), matrices)
         recorder.track_all((*model.parameters(), *model.buffers(), *gradients), WEIGHTS)
         recorder.track_all((value for value in batch.values() if isinstance(value, Tensor)), ACTIVATIONS)
         _follow(model, recorder, setup.strategy.kind == "fsdp", setup.in_backward)

@@ -3,18 +3,18 @@
 If the host takes longer to launch a micro-step than the GPU to run it, the difference is added.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, first_line, require_option
 from toolkit.measure.flops import flops_per_token
 from toolkit.measure.gpus import GpuSpec
 from toolkit.measure.inputs import FP32, MemoryInputs
 from toolkit.measure.links import Communication, communication
-from toolkit.measure.micro_step import BANDWIDTH_SHARE, gpu_times, host_seconds, seconds, traced_kernels
+from toolkit.measure.micro_step import BANDWIDTH_SHARE, host_seconds, seconds, traced_kernels
 from toolkit.measure.optimizer import is_fused, orthogonalization_flops
 from toolkit.measure.sample import model_of
 from toolkit.models.attention_dispatch import needs_masks
-from toolkit.models.gpt import GPT
+from toolkit.optim.hybrid import Muon
 from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import memory_inputs
 
@@ -24,13 +24,12 @@ HOST_STEP = 1e-3
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of an optimizer step, by part.
+    """The predicted optimizer step.
 
     Args:
-        products, attention, memory_bound: GPU time of all micro-steps by kind of kernel.
-        launch: Seconds that the GPU waits for the host.
-        optimizer: Gradient norm, clipping and update.
-        communication: Communication that does not overlap with computation.
+        parts: Seconds by part, which add up to the step: GPU time of all micro-steps by kind of kernel (products,
+            attention, memory_bound); launch, while the GPU waits for the host; optimizer (gradient norm, clipping and
+            update); and communication that does not overlap with computation.
         links: All communication, including overlapped.
         tokens: Tokens of a step, over all devices.
         mfu: See :func:`toolkit.measure.flops.flops_per_token`; None for 32-true, as in a run.
@@ -39,30 +38,21 @@ class Prediction:
         notes: Effects that the prediction ignores.
     """
 
-    products: float
-    attention: float
-    memory_bound: float
-    launch: float
-    optimizer: float
-    communication: float
+    parts: dict[str, float]
     links: Communication
     tokens: int
     mfu: float | None
-    kernels: int
+    kernels: float
     bytes: float
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def seconds(self) -> float:
-        return sum(self.parts().values())
+        return sum(self.parts.values())
 
     @property
     def tokens_per_sec(self) -> float:
         return self.tokens / self.seconds
-
-    def parts(self) -> dict[str, float]:
-        names = ("products", "attention", "memory_bound", "launch", "optimizer", "communication")
-        return {name: getattr(self, name) for name in names}
 
 
 def predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
@@ -72,86 +62,90 @@ def predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
     try:
         return _predict(plan, gpu)
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"--speed: the speed of {plan.model.name} with {plan.config.optimizer['name']} cannot be predicted: its "
-            f"operators cannot be counted without a GPU ({reason}); remove --speed"
+            f"operators cannot be counted without a GPU ({first_line(error)}); remove --speed"
         ) from error
 
 
 def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
-    config, batch = plan.config, plan.config.batch
+    config, accumulation = plan.config, plan.config.batch.accumulation
     setup = memory_inputs(config, plan.model)
     require_option(
         setup.fp8 == "none" or gpu.fp8 > 0, "train.fp8", setup.fp8, "the GPU of --speed has no fp8; use none"
     )
     if config.args.is_finetune or needs_masks(plan.model, plan.seq_length):
         # cuDNN, which would plan for each length of rows, is off; as with masks: see distributed/device.py
-        kernels = gpu.generation
-        forward, backward = kernels.forward * kernels.flash, kernels.backward * kernels.flash
-        gpu = gpu._replace(generation=kernels._replace(forward=forward, backward=backward, flash=1.0))
+        rates = gpu.generation
+        forward, backward = rates.forward * rates.flash, rates.backward * rates.flash
+        gpu = gpu._replace(generation=rates._replace(forward=forward, backward=backward, flash=1.0))
     model = model_of(plan.model, setup.lora, setup.tensor)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     is_compiled = plan.compiler[0] == "torch"
     trace = traced_kernels(setup, is_compiled)
-    times = gpu_times(trace, trace.ops, gpu)
-    once = sum(trace.times(op) * seconds(op, gpu) for op in trace.ops if op.kind == "accumulate")
-    times["memory_bound"] -= once / batch.accumulation  # the first micro-batch has nothing to add to
-    times["memory_bound"] += _sharding_seconds(setup, model, gpu)
-    forward = sum(gpu_times(trace, (op for op in trace.ops if not op.is_backward), gpu).values())
-    busy, host = sum(times.values()), host_seconds(trace, setup, is_compiled)
+
+    def gpu_seconds(*kinds: str) -> float:
+        return trace.total(lambda op: seconds(op, gpu) if op.kind in kinds else 0.0)
+
+    products, attention = gpu_seconds("product"), gpu_seconds("attention")
+    memory_bound = gpu_seconds("fusable", "other") + _sharding_seconds(setup, trained, gpu)
+    # the first micro-batch has nothing to add to
+    memory_bound += gpu_seconds("accumulate") * (accumulation - 1) / accumulation
+    forward = trace.total(lambda op: 0.0 if op.is_backward else seconds(op, gpu))
+    busy, host = products + attention + memory_bound, host_seconds(trace, setup, is_compiled)
     devices, nodes = config.devices.devices, config.devices.num_nodes
     links = communication(setup, model, gpu, devices, nodes, max(forward, host / 2), max(busy - forward, host / 2))
-    optimizer, estimated = _update_seconds(setup, model, plan, gpu)
-    result = Prediction(
-        **{name: batch.accumulation * time for name, time in times.items()},
-        launch=batch.accumulation * max(0.0, host - busy) + HOST_STEP,
-        optimizer=optimizer,
-        communication=links.exposed,
-        links=links,
-        tokens=plan.tokens_per_step,
-        mfu=None,
-        kernels=sum(trace.times(op) * op.launches for op in trace.ops),
-        bytes=sum(trace.times(op) * op.bytes for op in trace.ops),
-        notes=(*_notes(plan), *([estimated] if estimated else [])),
+    parts = {
+        "products": accumulation * products,
+        "attention": accumulation * attention,
+        "memory_bound": accumulation * memory_bound,
+        "launch": accumulation * max(0.0, host - busy) + HOST_STEP,
+        "optimizer": _update_seconds(plan, setup, trained, gpu)
+        + orthogonalization_flops(setup, model) / (gpu.peak * gpu.generation.products),
+        "communication": links.exposed,
+    }
+    mfu = None
+    if config.precision != "32-true":
+        flops = flops_per_token(model_of(plan.model, setup.lora), plan.model, plan.seq_length) * plan.tokens_per_step
+        mfu = flops / sum(parts.values()) / (gpu.peak * setup.strategy.layout.world_size)
+    return Prediction(
+        parts,
+        links,
+        plan.tokens_per_step,
+        mfu,
+        kernels=trace.total(lambda op: op.kind != "view"),
+        bytes=trace.total(lambda op: op.bytes),
+        notes=_notes(plan, setup),
     )
-    if config.precision == "32-true":
-        return result
-    flops = flops_per_token(model_of(plan.model, setup.lora), plan.model, plan.seq_length)
-    return replace(result, mfu=flops * result.tokens_per_sec / (gpu.peak * setup.strategy.layout.world_size))
 
 
-def _sharding_seconds(setup: MemoryInputs, model: GPT, gpu: GpuSpec) -> float:
-    """Return the seconds per micro-batch that fsdp and ddp take to copy and cast gradients."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+def _sharding_seconds(setup: MemoryInputs, trained: int, gpu: GpuSpec) -> float:
+    """Return the seconds per micro-batch that fsdp and ddp take to copy and cast the gradients of trained weights."""
     moved = 0.0
     if setup.strategy.kind == "fsdp" and setup.lora is None:
         # to fp32; between micro-batches they are added to those so far
-        moved = trained * (setup.compute_bytes + FP32 + (12 if setup.accumulates_unsharded else 0))
+        moved = setup.compute_bytes + FP32 + (12 if setup.accumulates_unsharded else 0)
     elif setup.strategy.kind == "ddp":
-        moved = trained * 2 * setup.weight_bytes / setup.accumulation  # copied to the buckets
-    return moved / (gpu.bandwidth * BANDWIDTH_SHARE)
+        moved = 2 * setup.weight_bytes / setup.accumulation  # copied to the buckets
+    return trained * moved / (gpu.bandwidth * BANDWIDTH_SHARE)
 
 
-def _update_seconds(setup: MemoryInputs, model: GPT, plan: RunPlan, gpu: GpuSpec) -> tuple[float, str | None]:
-    """Return the seconds of norm, clipping and update on a device's shard, and a note if the update may take longer.
+def _update_seconds(plan: RunPlan, setup: MemoryInputs, trained: int, gpu: GpuSpec) -> float:
+    """Return the seconds of norm, clipping and update on a device's shard.
 
     The update reads weights, gradients and state, and writes weights and state. A fused one does so once.
     """
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
-    itemsize, name = setup.dtype.itemsize if setup.lora is None else FP32, setup.optimizer["name"]
-    weights = itemsize * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
+    weights = trained * (setup.dtype.itemsize if setup.lora is None else FP32) / shards
     # gradients are read for the norm, and read and written to clip; fused Adam clips them in its update
-    passes = 3 + (2 if name in ("Adam", "AdamW") else 3)
-    products = orthogonalization_flops(setup, model) / (gpu.peak * gpu.generation.products)
-    total = (passes * weights + 2 * plan.memory.optimizer) / (gpu.bandwidth * BANDWIDTH_SHARE) + products
-    if is_fused(setup) and not setup.has_masters and "state_dtype" not in setup.optimizer:
-        return total, None
-    counted = "reading and writing weights and state once" + (", and its matrix products" if products else "")
-    return total, f"{name} counts as {counted}; it may take longer"
+    passes = 3 + (2 if setup.optimizer["name"] in ("Adam", "AdamW") else 3)
+    return (passes * weights + 2 * plan.memory.optimizer) / (gpu.bandwidth * BANDWIDTH_SHARE)
 
 
-def _notes(plan: RunPlan) -> tuple[str, ...]:
-    args, setup = plan.config.args, memory_inputs(plan.config, plan.model)
+def _notes(plan: RunPlan, setup: MemoryInputs) -> tuple[str, ...]:
+    args, name = plan.config.args, setup.optimizer["name"]
+    is_exact = is_fused(setup) and not setup.has_masters and "state_dtype" not in setup.optimizer
+    products = ", and its matrix products" if name == Muon.__name__ else ""
     caveats = {
         "each packed row counts as one document; shorter documents need less attention": setup.packed,
         "each row counts with the maximum length; shorter rows are padded, or take less time": args.is_finetune
@@ -162,5 +156,6 @@ def _notes(plan: RunPlan) -> tuple[str, ...]:
         "experts are assumed to have equal load": bool(plan.model.n_moe_layer),
         "--deterministic true: its kernels, which may be slower, are not predicted": args.deterministic,
         f"--compiler {plan.compiler[0]}: predicted as without a compiler": plan.compiler[0] not in ("none", "torch"),
+        f"{name} counts as reading and writing weights and state once{products}; it may take longer": not is_exact,
     }
     return tuple(text for text, applies in caveats.items() if applies)

@@ -116,7 +116,7 @@ def speed_summary(gpu_name: str, marketed_gb: int, prediction: Any, variants: li
         "mfu": None if prediction.mfu is None else round(prediction.mfu, 4),
         "steps": steps,
         "run_seconds": None if steps is None else round(steps * prediction.seconds, 1),
-        "parts_ms": {name: round(time * 1e3, 2) for name, time in prediction.parts().items()},
+        "parts_ms": {name: round(time * 1e3, 2) for name, time in prediction.parts.items()},
         "kernels_per_micro_step": prediction.kernels,
         "gb_per_micro_step": round(prediction.bytes / _GB, 2),
         "communication_ms": round(prediction.links.sent * 1e3, 2),
