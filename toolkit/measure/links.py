@@ -1,6 +1,5 @@
 """Predict a step's communication time by strategy, and the part that computation hides."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units
@@ -57,11 +56,13 @@ def communication(
         size = sum(p.numel() * (FP32 if is_adapter(name) else itemsize) for name, p in trained)
         bucket = setup.ddp.bucket_cap_mb * 2**20 * itemsize / setup.weight_bytes
         sent = topology.all_reduce(size)
-        waits = [(sent, max(topology.all_reduce(min(size, bucket)), sent - backward))]
+        exposed = max(topology.all_reduce(min(size, bucket)), sent - backward)
     else:
-        waits = [*_fsdp(setup, model, topology, forward, backward), *_tensor(setup, _Topology(gpu, devices, num_nodes))]
+        sent, exposed = _fsdp(setup, model, topology, forward, backward)
+        tensor = _tensor(setup, _Topology(gpu, devices, num_nodes))
+        sent, exposed = sent + tensor, exposed + tensor
     names = [gpu.link_name] * (num_nodes == 1 or devices > 1) + [f"{gpu.network_name} between nodes"] * (num_nodes > 1)
-    return Communication(sum(sent for sent, _ in waits), sum(exposed for _, exposed in waits), ", ".join(names))
+    return Communication(sent, exposed, ", ".join(names))
 
 
 def _ring(size: float, ranks: int, rate: float) -> float:
@@ -87,26 +88,21 @@ class _Topology:
         return 2 * self.gather(size, self.devices) + _ring(2 * size / self.devices, self.num_nodes, self.gpu.network)
 
 
-Wait = tuple[float, float]
-"""Seconds of collectives, and the part of them that does not overlap with computation."""
-
-
-def _tensor(setup: MemoryInputs, topology: _Topology) -> Iterator[Wait]:
-    """Return the all-reduces of tensor parallelism. Computation waits for each of them.
+def _tensor(setup: MemoryInputs, topology: _Topology) -> float:
+    """Return the seconds of the all-reduces of tensor parallelism. Computation waits for each of them.
 
     Per layer, the outputs of attention and MLP, once more where they are recomputed, and the gradients of their inputs;
     the embedded tokens and the gradient of the head's input. The loss's all-reduces are small.
     """
     outputs = 2 * setup.config.n_layer * (1 if setup.activation_checkpointing == "none" else 2)
     gradients = 2 * setup.config.n_layer + 2  # autocast keeps the residual stream in fp32
-    for n, itemsize in ((outputs, setup.compute_bytes), (gradients, setup.weight_bytes)):
-        all_reduce = 2 * topology.gather(itemsize * setup.tokens * setup.config.n_embd, setup.tensor)
-        seconds = setup.accumulation * n * all_reduce
-        yield seconds, seconds
+    counts = ((outputs, setup.compute_bytes), (gradients, setup.weight_bytes))
+    elements = setup.tokens * setup.config.n_embd
+    return setup.accumulation * sum(n * 2 * topology.gather(size * elements, setup.tensor) for n, size in counts)
 
 
-def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, backward: float) -> Iterator[Wait]:
-    """Return the collectives of FSDP, and of the ranks that share a row's tokens."""
+def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, backward: float) -> tuple[float, float]:
+    """Return the seconds of all collectives of FSDP and context parallelism, and of the exposed ones."""
     rest, *units = plan_units(model, setup.fsdp, (Block,))
     size = unit_sizer(setup, model, quantized_weights(setup, model))
     strategy, steps = setup.strategy, setup.accumulation
@@ -118,26 +114,27 @@ def _fsdp(setup: MemoryInputs, model: GPT, topology: _Topology, forward: float, 
     reductions = 1 if setup.accumulates_unsharded else steps
     in_forward = reductions if keeps_weights else steps  # kept until the gradients are reduced
     gathers, scatters = gather(units), gather(units, "reduce_dtype", trained=True)
-    yield in_forward * gathers, in_forward * (gather(units[:1]) + max(0.0, gathers - forward))
-    root = in_forward * gather([rest]) + reductions * gather([rest], "reduce_dtype", trained=True)
-    yield root, root
     # the backward pass needs no embedding, and follows the head at once
     again = 0.0 if keeps_weights else gather([part for part in units if part.name not in (HEAD, EMBEDDING)])
+    sent = in_forward * gathers + steps * again + reductions * scatters
+    exposed = in_forward * (gather(units[:1]) + max(0.0, gathers - forward))
     # the reductions share the link with the gathers of their backward pass
     prefetched = 0.0 if setup.fsdp.backward_prefetch == "none" else again
-    exposed = steps * (again - prefetched) + (steps - reductions) * max(0.0, prefetched - backward)
-    yield steps * again + reductions * scatters, exposed + reductions * max(0.0, prefetched + scatters - backward)
+    exposed += steps * (again - prefetched) + (steps - reductions) * max(0.0, prefetched - backward)
+    exposed += reductions * max(0.0, prefetched + scatters - backward)
     if strategy.layout.replicate > 1:  # each shard over the replicas, overlapped when it follows a reduce-scatter
         shards = sum(size(part, "reduce_dtype", True) for part in [rest, *units]) / strategy.shards
         between = topology.gpu.link if topology.num_nodes == 1 else topology.gpu.network
         replicas = _ring(2 * shards, strategy.layout.replicate, between)
         if strategy.layout.shard == 1:
             replicas = topology.all_reduce(shards)
-        yield replicas, max(LATENCY, replicas - (0.0 if setup.fsdp.accumulate == "sharded" else backward))
-    # keys and values of each layer and, in the backward pass, their gradients
+        sent += replicas
+        exposed += max(LATENCY, replicas - (0.0 if setup.fsdp.accumulate == "sharded" else backward))
+    # what computation waits for: the root; keys and values of each layer and, in the backward pass, their gradients;
+    # gradients of replicated vectors
+    waits = in_forward * gather([rest]) + reductions * gather([rest], "reduce_dtype", trained=True)
     passes = setup.config.n_layer * (2 + (setup.activation_checkpointing != "none"))
-    context = steps * passes * topology.gather(setup.gathered_bytes, strategy.layout.context)
-    yield context, context
-    replicated = (p.numel() for p in model.parameters() if p.requires_grad and is_replicated(setup, p))
-    mean = topology.all_reduce(FP32 * sum(replicated))
-    yield mean, mean
+    waits += steps * passes * topology.gather(setup.gathered_bytes, strategy.layout.context)
+    replicated = sum(p.numel() for p in model.parameters() if p.requires_grad and is_replicated(setup, p))
+    waits += topology.all_reduce(FP32 * replicated)
+    return sent + waits, exposed + waits
