@@ -88,8 +88,7 @@ def mfu_per_token(work: Work, config: ModelConfig) -> float | None:
         return None
     import torch
 
-    from toolkit.measure.flops import flops_per_token
-    from toolkit.measure.gpus import peak_flops
+    from toolkit.measure.flops import flops_per_token, peak_flops
     from toolkit.models.gpt import GPT
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

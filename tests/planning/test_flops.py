@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.measure.flops import flops_per_token, matmul_parameters
-from toolkit.measure.gpus import peak_flops
+from toolkit.measure.flops import flops_per_token, matmul_parameters, peak_flops
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 

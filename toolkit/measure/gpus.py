@@ -1,17 +1,12 @@
 """GPU specifications from data sheets, and the fractions of the peaks that training reaches."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Generation(NamedTuple):
@@ -123,19 +118,6 @@ def _key(name: str) -> str:
     """Return a name without vendor, form factor and memory: "NVIDIA A100-SXM4-80GB" is "a100"."""
     words = r"nvidia|tesla|geforce|rtx|sxm\d?|hbm\d?e?|\d+\s*gb\b|[\s_-]"
     return re.sub(words, "", name.lower())
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the device's dense peak for the precision, in FLOP/s; None if unknown (a CPU, an unlisted GPU)."""
-    if device.type != "cuda" or precision == "32-true":  # 32-true may or may not use TF32
-        return None
-    import torch
-
-    name = torch.cuda.get_device_name(device)
-    # an instance's compute in slices of 7: "NVIDIA H200 MIG 3g.71gb", "... MIG 1c.3g.71gb" with 1 of its slices
-    slices = re.search(r"\bMIG (\d)[cg]\.", name)
-    gpu = gpu_of_driver(name)
-    return gpu and gpu.peak * (int(slices[1]) / 7 if slices else 1.0)
 
 
 def gpu_of_driver(name: str) -> GpuSpec | None:

@@ -14,7 +14,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import sweep
-from toolkit.measure.gpus import peak_flops
+from toolkit.measure.flops import peak_flops
 from toolkit.objectives.base import LOSS, checked_parts
 from toolkit.objectives.inputs import original_module
 from toolkit.reporting.page import REPORT, write_report
