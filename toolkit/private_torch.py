@@ -24,11 +24,6 @@ def has_no_data(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def register_meta_kernels() -> None:
-    """Register meta implementations of CUDA kernels."""
-    torch._meta_registrations  # noqa: B018  # attribute access imports it
-
-
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Mark a dimension as dynamic, so that one compiled graph serves all sizes."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from toolkit.private_torch import register_meta_kernels
-
 CUDA, META = torch.device("cuda"), torch.device("meta")
 
 # torch's lists for autocast on CUDA (ATen/autocast_mode.h), as far as language models use them
@@ -31,7 +29,7 @@ class _CudaOnMeta(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._casts: dict[Tensor, Tensor] = {}  # trained weights, as in autocast
+        self._casts: dict[Tensor, Tensor] = {}  # of trained weights, which autocast keeps until its end
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -64,11 +62,6 @@ class _CudaOnMeta(TorchFunctionMode):
         return self._casts[tensor]
 
 
-def _dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
-    """Apply dropout with a kernel that saves a boolean mask."""
-    return torch.native_dropout(x, p, training)[0]
-
-
 def rms_norm_on_cuda(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Apply layer norm, which has the same memory traffic and saves the same tensors."""
     return torch.native_layer_norm(x, shape, weight, None, eps or 1e-6)[0]
@@ -84,21 +77,22 @@ def _attention(
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.where(attn_mask, q.new_zeros(()), q.new_full((), float("-inf")))
-        attn_mask = attn_mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+        attn_mask = attn_mask.expand(*q.shape[:3], k.size(2))
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
 
 
 _KERNELS: dict[Any, Callable[..., Tensor]] = {
-    F.scaled_dot_product_attention: _attention, F.dropout: _dropout, F.rms_norm: rms_norm_on_cuda,
-}  # fmt: skip
+    F.scaled_dot_product_attention: _attention,
+    F.dropout: lambda x, p, training, inplace: torch.native_dropout(x, p, training)[0],  # saves a boolean mask
+    F.rms_norm: rms_norm_on_cuda,
+}
 """What replaces operations whose kernels torch chooses by the device: the CUDA kernel, or one of the same cost."""
 
 
 @contextmanager
 def cuda_on_meta(autocast: torch.dtype | None) -> Iterator[None]:
     """Run a model on the meta device as on CUDA. ``autocast`` None disables autocast."""
-    register_meta_kernels()
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
         # torch.autocast turns itself off for "cuda" on a machine without it

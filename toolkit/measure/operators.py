@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,8 +18,7 @@ Kind = Literal["product", "attention", "fusable", "other", "accumulate", "view"]
 addition of a weight's gradient to the sum of earlier micro-batches; no kernel."""
 
 _NO_KERNEL = ("_unsafe_view", "is_same_size", "set_")  # apart from views and allocations
-_FILLS = {"zeros", "zeros_like", "full", "full_like", "fill_", "zero_", "ones", "arange", "new_zeros", "new_full",
-          "new_ones", "ones_like", "scalar_tensor"}  # fmt: skip
+_FILLS = {"zeros_like", "full_like", "ones_like", "new_zeros", "new_full", "new_ones", "fill_", "zero_"}
 _LOOKUPS, _SCATTERS = ("embedding", "index_select", "index", "gather"), ("scatter_add_", "scatter_")
 _KERNELS = ("sort", "topk", "searchsorted", "embedding_dense_backward", "index_put", "cumsum", "dequantize", "_fused_",
             "_foreach", "nonzero", "bincount")  # fmt: skip
@@ -91,7 +90,7 @@ class OperatorRecorder(Recorder):
             {self._storage(t) for t in tensors} for tensors in (gradients, quantized, matrices)
         )
 
-    def record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.split("::")[1]
         if name == "_to_copy":
             source = self._storage(args[0])
@@ -163,7 +162,7 @@ def _is_aligned(tensor: Tensor) -> bool:
     return all(stride * tensor.element_size() % 16 == 0 for stride in strides)
 
 
-def _flops(func: Any, name: str, args: Sequence[Any], kwargs: Any, arguments: dict[str, Any], out: Any) -> float:
+def _flops(func: Any, name: str, args: Any, kwargs: Any, arguments: dict[str, Any], out: Any) -> float:
     if name.startswith("grouped_"):  # products of experts, see models/moe.py
         return 2.0 * arguments["x"].numel() * out.size(-1)
     if "attention" in name:

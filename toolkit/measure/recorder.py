@@ -1,7 +1,7 @@
 """Record the storages that operators allocate and free, on tensors without data."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -45,9 +45,7 @@ class Recorder(TorchDispatchMode):
         self.changes: list[tuple[Storage, int, Any]] = []
         self.live: dict[int, Storage] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:  # ``.item()`` in the model
             return True
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
@@ -57,7 +55,7 @@ class Recorder(TorchDispatchMode):
         self.record(func, args, kwargs or {}, out)
         return out
 
-    def record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record more of a call than the storages of its results."""
 
     def track(self, tensor: Tensor, kind: str = "") -> Storage:
