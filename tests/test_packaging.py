@@ -22,7 +22,7 @@ BUDGET = {
     "models": 58_800,
     "checkpoints": 46_400,
     "planning": 19_100,
-    "measure": 16_400,
+    "measure": 16_200,
     "training": 36_600,
     "distributed": 24_700,
     "diagnostics": 13_300,
