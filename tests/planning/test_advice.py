@@ -7,7 +7,7 @@ import pytest
 from toolkit.commands import finetune_lora, pretrain
 from toolkit.config.command import parse_object
 from toolkit.planning import advice as advice_module
-from toolkit.planning.advice import MemoryLimits, advice_for
+from toolkit.planning.advice import advice_for, apply_steps
 from toolkit.planning.plan import RunPlan, plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec
 
@@ -61,11 +61,12 @@ def test_a_smaller_model_is_the_last_resort():
 def test_a_change_of_less_than_two_percent_does_not_help(monkeypatch):
     """Bf16-master saves 1 % for Llama-3-8B on one device, and would rule out offloading, with which it fits."""
 
-    def with_total(total: float) -> SimpleNamespace:
-        return SimpleNamespace(memory=SimpleNamespace(total=total), node_memory=0)
+    def with_total(total: float, spec: object = None) -> SimpleNamespace:
+        config = SimpleNamespace(devices=DeviceSpec("cuda", 1, 1))
+        return SimpleNamespace(args=None, config=config, memory=SimpleNamespace(total=total), node_memory=0)
 
-    monkeypatch.setattr(advice_module, "plan_run", lambda total, spec: with_total(total))
+    monkeypatch.setattr(advice_module, "plan_run", with_total)
+    monkeypatch.setattr(advice_module, "with_options", lambda args, changes: changes["total"])
     for total, helps in ((19.9, False), (19.0, True), (10.0, True)):
-        changes = [("change", total, None)]
-        found = advice_module._apply_step(lambda _, c=changes: iter(c), with_total(20), MemoryLimits(10, 10))
-        assert (found is not None) == helps, total
+        steps = [lambda _, total=total: [{"total": total}]]
+        assert bool(apply_steps(steps, with_total(20), lambda plan: plan.memory.total / 10 - 1)) == helps, total

@@ -16,10 +16,11 @@ from toolkit.config.command import parse_object
 from toolkit.data.sft.datasets import Alpaca
 from toolkit.errors import UserError
 from toolkit.measure import micro_step
-from toolkit.planning.auto import choose_size, resolve_auto, with_options
+from toolkit.planning.auto import choose_size, resolve_auto
 from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
+from toolkit.planning.run_args import with_options
 from toolkit.planning.training_options import run_args
 
 DDP = {"strategy": "ddp"}
@@ -43,7 +44,7 @@ def config_of() -> Callable[..., ResolvedConfig]:
 
 def test_the_largest_micro_batch_that_fits_with_room_is_chosen():
     def check(needed: dict, length: int, chosen: tuple[int, str]) -> None:
-        size, why = choose_size(needed, 4, length, 100e9)
+        size, why = choose_size(needed.get, list(needed), 4, length, 100e9)
         assert (size, why) == chosen
 
     grows = {size: size * 10e9 for size in (1, 2, 4, 8, 16)}

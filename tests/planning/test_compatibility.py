@@ -18,11 +18,10 @@ from toolkit.models.families import get_config
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives import DPO, KTO, Distillation, NextToken
 from toolkit.planning import facts
-from toolkit.planning.auto import with_options
 from toolkit.planning.batch import plan_batch
 from toolkit.planning.compatibility import ROWS, find_conflicts, require_compatible
 from toolkit.planning.facts import Facts
-from toolkit.planning.run_args import RunArgs
+from toolkit.planning.run_args import RunArgs, with_options
 
 PAGE = Path(__file__).parents[2] / "tutorials" / "compatibility.md"
 ARGS = RunArgs(

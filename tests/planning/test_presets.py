@@ -30,7 +30,8 @@ def test_each_preset_does_what_it_says():
     assert memory.args.train.activation_checkpointing == "full"
     assert (speed.strategy.sharding, speed.batch.micro_batch_size) == ("SHARD_GRAD_OP", 8)
     assert speed.args.train.activation_checkpointing == "none"
-    assert memory.preset.startswith("memory: --train.micro_batch_size 1, ") and "GB by default" in memory.preset
+    assert memory.preset.startswith("memory: --strategy fsdp, --train.micro_batch_size 1, ")
+    assert "GB by default" in memory.preset
     # what was chosen is saved in the place of the preset
     saved = speed.hyperparameters()
     assert (saved["preset"], saved["strategy"], saved["train"]["micro_batch_size"]) == ("balanced", "fsdp", 8)
@@ -73,5 +74,6 @@ def test_a_run_that_no_variant_can_start_has_its_own_error():
 
 def test_plan_shows_the_preset(capsys):
     argv = ["plan", "pretrain", "pythia-14m", "--devices", "8", "--preset", "memory"]
-    assert main(argv) == 0 and "\nPreset     memory: --train.micro_batch_size 1, " in capsys.readouterr().out
+    line = "\nPreset     memory: --strategy fsdp, --train.micro_batch_size 1, "
+    assert main(argv) == 0 and line in capsys.readouterr().out
     assert main([*argv[:-1], "memry"]) == 2 and "--preset memry: must be one of" in capsys.readouterr().err

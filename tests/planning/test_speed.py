@@ -36,13 +36,16 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.loss import chunk_rows
 from toolkit.optim.groups import block_params
 from toolkit.optim.hybrid import NS_STEPS
+from toolkit.planning.auto import flags_of
 from toolkit.planning.plan import plan_run
 from toolkit.planning.predict import predict
 from toolkit.planning.resolve import DeviceSpec
-from toolkit.planning.suggestions import _compiler, _micro_batch, _precision, _strategy
+from toolkit.planning.run_args import with_options
+from toolkit.planning.suggestions import _STEPS
 from toolkit.planning.training_options import run_args
 from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
+PRECISION, COMPILER, MICRO_BATCH, _, STRATEGY = _STEPS
 B, T = 2, 128
 LONG = {"max_steps": 10**5}
 SINGLE = StrategyPlan("single", None, Layout(), "")
@@ -436,13 +439,11 @@ def planned_run(**options):
 def test_changes_that_auto_would_not_take_are_not_suggested():
     """To compile a short run; and what it would take instead of fp32 is."""
 
-    for train, changed in (LONG, "torch"), ({"max_steps": 50}, "none"):
-        plan = planned_run(compiler="none", train=train)
-        ((_, args),) = _compiler(plan)
-        assert plan_run(args, plan.config.devices).compiler[0] == changed
-    assert [text for text, _ in _precision(planned_run(precision="32-true"))] == ["--precision bf16-mixed"]
+    for train, changes in (LONG, [{"compiler": "torch"}]), ({"max_steps": 50}, []):
+        assert list(COMPILER(planned_run(compiler="none", train=train))) == changes
+    assert list(PRECISION(planned_run(precision="32-true"))) == [{"precision": "bf16-mixed"}]
     plan = planned_run(train=LONG)
-    assert not list(_precision(plan)) and not list(_compiler(plan))
+    assert not list(PRECISION(plan)) and not list(COMPILER(plan))
     assert plan_run(plan.config.args, plan.config.devices).compiler[0] == plan.compiler[0] == "torch"
 
 
@@ -454,23 +455,24 @@ def test_variants_are_runs_that_start():
         given = {"model_name": "pythia-14m", "train": {"max_steps": 1, "micro_batch_size": 4, "max_seq_length": 64}}
         args = run_args(**parse_object(pretrain.setup, given | options))
         planned = plan_run(args, DeviceSpec("cuda", 2, 1, gb * 1e9))
-        return [text for text, changed in change(planned) if can_start(changed, planned)], planned
+        planned = replace(planned, args=planned.config.args)
+        return [flags_of(changes) for changes in change(planned) if can_start(changes, planned)], planned
 
-    def can_start(args, planned):
+    def can_start(changes, planned):
         try:
-            return bool(plan_run(args, planned.config.devices))
+            return bool(plan_run(with_options(planned.args, changes), planned.config.devices))
         except UserError:
             return False
 
-    found, _ = texts(_micro_batch, {"strategy": "fsdp", "fsdp": {"accumulate": "sharded"}})
+    found, _ = texts(MICRO_BATCH, {"strategy": "fsdp", "fsdp": {"accumulate": "sharded"}})
     assert found == ["--train.micro_batch_size 8", "--train.micro_batch_size 16"]  # 32 accumulate nothing
-    assert texts(_strategy, {"strategy": "fsdp", "fsdp": {"accumulate": "sharded"}})[0] == [
+    assert texts(STRATEGY, {"strategy": "fsdp", "fsdp": {"accumulate": "sharded"}})[0] == [
         "--fsdp.sharding_strategy SHARD_GRAD_OP"
     ]
-    assert texts(_strategy, {"strategy": "fsdp"})[0][0] == "--strategy ddp"
-    assert not texts(_strategy, {"ddp": {"bucket_cap_mb": 5.0}})[0]
-    gb = texts(_micro_batch, {"strategy": "ddp"})[1].memory.total / 1e9
-    assert not texts(_micro_batch, {"strategy": "ddp"}, 1.05 * gb)[0]
+    assert texts(STRATEGY, {"strategy": "fsdp"})[0][0] == "--strategy ddp"
+    assert not texts(STRATEGY, {"ddp": {"bucket_cap_mb": 5.0}})[0]
+    gb = texts(MICRO_BATCH, {"strategy": "ddp"})[1].memory.total / 1e9
+    assert not texts(MICRO_BATCH, {"strategy": "ddp"}, 1.05 * gb)[0]
 
 
 def test_gpus_without_bf16_train_in_fp16(capsys):

@@ -77,24 +77,20 @@ def build_limits(
     ``done`` is the progress so far. It is needed because the last batch of an epoch may have been short, so steps and
     samples are not proportional. ``n_rows`` is None if it is unknown; ``tokens_per_row`` is a mean.
     """
-    ends: list[int] = []
-    estimates: list[int] = []
-    total_samples = None
-    if args.max_steps is not None:
-        ends.append(args.max_steps)
+    total_samples = by_samples = by_tokens = None
     if args.max_tokens is not None:
         tokens_left = max(0, args.max_tokens - done.tokens)
-        end = done.step + math.ceil(tokens_left / (args.global_batch_size * tokens_per_row))
-        (estimates if is_ragged else ends).append(end)
-    if args.epochs is not None and n_rows is None and not (ends or estimates):
-        raise unknown_rows_error(args.epochs)
+        by_tokens = done.step + math.ceil(tokens_left / (args.global_batch_size * tokens_per_row))
     if args.epochs is not None and n_rows is not None:
         total_samples = math.ceil(args.epochs * n_rows)
-        ends.append(done.step + math.ceil(max(0, total_samples - done.samples) / args.global_batch_size))
-    assert ends or estimates or args.max_time is not None
+        by_samples = done.step + math.ceil(max(0, total_samples - done.samples) / args.global_batch_size)
+    ends = [end for end in (args.max_steps, by_samples, by_tokens) if end is not None]
+    if args.epochs is not None and n_rows is None and not ends:
+        raise unknown_rows_error(args.epochs)
+    assert ends or args.max_time is not None
+    exact = [end for end in (args.max_steps, by_samples, None if is_ragged else by_tokens) if end is not None]
     seconds = None if args.max_time is None else args.max_time * 60
-    total, last = min(ends + estimates, default=None), min(ends, default=None)
-    return Limits(total, total_samples, args.max_tokens, seconds, last)
+    return Limits(min(ends, default=None), total_samples, args.max_tokens, seconds, min(exact, default=None))
 
 
 def require_within_limits(args: TrainArgs, done: Progress, limits: Limits, longest_row: int, checkpoint: Path) -> None:

@@ -1,12 +1,11 @@
 """Plan a run before it starts, with the functions that the run uses: settings, parameters and memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.folder import write_model_files
@@ -35,7 +34,7 @@ from toolkit.planning.resolve import (
     with_known_vocabulary,
     with_model_limit,
 )
-from toolkit.planning.run_args import RunArgs
+from toolkit.planning.run_args import Changes, RunArgs, with_options
 from toolkit.planning.training_options import TrainingOptions, run_args
 
 
@@ -108,7 +107,7 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     try:
         args = with_default_limit(args)
     except UserError:  # the length does not matter for the memory; an epoch has an unknown number of steps
-        args = replace(args, train=replace(args.train, epochs=1))
+        args = with_options(args, {"train.epochs": 1})
     if not has_limit(args.train):
         args, length = with_model_limit(args, with_known_vocabulary(choose_model(args), args))
     return replace(plan_resolved(args, resolve_auto(args, devices)), length=length)
@@ -183,7 +182,7 @@ def run_args_of(options: TrainingOptions) -> Iterator[RunArgs]:
                     f"architecture of that name{suggest_names(value)}"
                 ) from error
             write_model_files(Path(folder), state_dict=None, config=config, hyperparameters=None, tokenizer=None)
-            changes: dict[str, Any] = {options.checkpoint_option: folder}
+            changes: Changes = {options.checkpoint_option: folder}
             options = replace(options, **changes)
         yield run_args(options)
 
@@ -191,13 +190,13 @@ def run_args_of(options: TrainingOptions) -> Iterator[RunArgs]:
 def missing_parts(args: RunArgs, options: TrainingOptions) -> Iterator[str]:
     """Yield the errors with which the planned run would not start."""
     value = options.initial_checkpoint_dir
-    checks: list[tuple[Any, ...]] = [
-        (with_default_limit, args),
-        *([] if value is None else [(find_checkpoint_dir, value, options.checkpoint_option)]),
-        (check_start, replace(args, dry_run=True)),  # its nodes have another environment
-    ]
-    for check, *arguments in checks:
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: with_default_limit(args),
+        lambda: value is None or find_checkpoint_dir(value, options.checkpoint_option),
+        lambda: check_start(replace(args, dry_run=True)),  # its nodes have another environment
+    )
+    for check in checks:
         try:
-            check(*arguments)
+            check()
         except UserError as error:
             yield str(error)

@@ -33,7 +33,7 @@ from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.frozen import find_frozen, frozen_flag
-from toolkit.planning.run_args import RunArgs, hyperparameters
+from toolkit.planning.run_args import Changes, RunArgs, hyperparameters, with_options
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Training tokens for the default model if no limit is set."""
@@ -60,6 +60,11 @@ class DeviceSpec:
         memory = device_memory(device) / (devices if device == "cpu" else 1)
         gpu = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
         return cls(device, devices, num_nodes, memory, gpu=gpu)
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices on all nodes."""
+        return self.devices * self.num_nodes
 
     @property
     def is_ampere(self) -> bool:
@@ -112,16 +117,15 @@ class ResolvedConfig:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the options that reproduce this run, see :func:`toolkit.planning.run_args.hyperparameters`."""
-        names = set(OPTIMIZER_SHORTHANDS) - self.args.optimizer.options.keys()
-        optimizer = replace(self.args.optimizer, **{n: v for n, v in self.optimizer.items() if n in names})
+        options = self.args.optimizer.options
+        names = [n for n in OPTIMIZER_SHORTHANDS if n in self.optimizer and n not in options]
+        changes: Changes = {f"optimizer.{name}": self.optimizer[name] for name in names}
         if self.optimizer["name"] == Muon.__name__:
-            split = {"split_qkv": self.optimizer.get("split_qkv", False)}
-            optimizer = replace(optimizer, options=optimizer.options | split)
+            changes["optimizer.options"] = options | {"split_qkv": self.optimizer.get("split_qkv", False)}
         # On a CPU auto resolves to none; save auto so that a rerun on CUDA compiles
-        has_no_choice = "compiler" in self.reasons and self.device != "cuda"
-        compiler = AUTO if has_no_choice else self.args.compiler
-        args = replace(self.args, precision=self.precision, optimizer=optimizer, compiler=compiler)
-        return hyperparameters(args)
+        if "compiler" in self.reasons and self.device != "cuda":
+            changes["compiler"] = AUTO
+        return hyperparameters(with_options(self.args, changes | {"precision": self.precision}))
 
 
 def resolve_model(args: RunArgs, devices: DeviceSpec) -> tuple[RunArgs, ModelConfig | None, int | None]:
@@ -134,7 +138,7 @@ def resolve_model(args: RunArgs, devices: DeviceSpec) -> tuple[RunArgs, ModelCon
     """
     args = with_default_limit(args)
     requested = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
-    args = replace(args, train=replace(args.train, max_seq_length=requested or AUTO))
+    args = with_options(args, {"train.max_seq_length": requested or AUTO})
     model = choose_model(args)
     if model is not None:
         require_divisible(model, args.tensor_parallel_size)
@@ -177,7 +181,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
             args,
             precision,
             devices.device,
-            devices.devices * devices.num_nodes,
+            devices.world_size,
             strategy,
             batch,
             has_moments="state_dtype" not in optimizer or args.optimizer_class is not None or has_moments(optimizer),
@@ -200,11 +204,11 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
     args, memory = config.args, config.devices.memory
     if args.fsdp.accumulate != AUTO:
         return args.fsdp.accumulate
-    accumulates = config.strategy.kind == "fsdp" and config.batch.accumulation > 1 and args.lora is None
-    is_pipelined = config.strategy.layout.pipeline > 1  # its schedule reduces gradients once per step
-    if not accumulates or is_pipelined or config.strategy.offloads or memory == math.inf:
-        return "unsharded"
-    return "sharded" if device_bytes(config, config.model) > memory else "unsharded"
+    strategy = config.strategy
+    # the schedule of a pipeline reduces gradients once per step
+    accumulates = strategy.kind == "fsdp" and config.batch.accumulation > 1 and strategy.layout.pipeline == 1
+    is_estimated = accumulates and args.lora is None and not strategy.offloads and memory < math.inf
+    return "sharded" if is_estimated and device_bytes(config, config.model) > memory else "unsharded"
 
 
 def device_bytes(config: ResolvedConfig, model: ModelConfig | None) -> float:
@@ -262,10 +266,10 @@ def with_default_limit(args: RunArgs) -> RunArgs:
         return args
     epochs = args.objective.epochs or args.defaults.epochs
     if args.is_finetune and epochs is not None:
-        return replace(args, train=replace(args.train, epochs=epochs))
+        return with_options(args, {"train.epochs": epochs})
     config = None if args.initial_checkpoint_dir is not None else choose_model(args)
     if config is not None and config.name == DEFAULT_MODEL:
-        return replace(args, train=replace(args.train, max_tokens=DEFAULT_MODEL_TOKENS))
+        return with_options(args, {"train.max_tokens": DEFAULT_MODEL_TOKENS})
     if config is None or args.model_name is None:
         raise UserError(
             "--train.max_tokens: the run has no limit; "
@@ -283,7 +287,7 @@ def with_model_limit(args: RunArgs, model: ModelConfig, epoch_tokens: float = ma
     tokens = int(min(20 * matmul_parameters(model_of(model, None)), 4 * epoch_tokens))
     epochs = "" if epoch_tokens == math.inf else f", {tokens / epoch_tokens:.3g} epochs"
     text = f"{tokens:,} tokens{epochs}: 20 tokens per active parameter, at most 4 epochs of data of known size"
-    return replace(args, train=replace(args.train, max_tokens=tokens)), text
+    return with_options(args, {"train.max_tokens": tokens}), text
 
 
 def choose_model(args: RunArgs) -> ModelConfig | None:
@@ -350,7 +354,6 @@ def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelCon
     if config.vocab_size is not None:
         return config
     if folder := args.tokenizer_dir or args.base_dir:
-        tokenizer = Tokenizer.load(folder)
-        return config.with_vocab_size(tokenizer.vocab_size)
+        return config.with_vocab_size(Tokenizer.load(folder).vocab_size)
     size = trained_vocabulary(args.data)
     return config.with_vocab_size((size or None) if isinstance(size, int) else None)

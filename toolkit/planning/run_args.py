@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from toolkit.models.quantize import Quantize
+
+
+Changes = dict[str, Any]
+"""New values by option, such as ``{"train.micro_batch_size": 8}``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,14 @@ class RunArgs(RunOptions):
         if not self.objective.has_reference or self.objective.frozen_option:
             return None
         return find_model(self.objective) or (self.base_dir if self.lora is None else None)
+
+
+def with_options(args: RunArgs, changes: Changes) -> RunArgs:
+    """Return a copy of ``args`` with the changes."""
+    for option, value in changes.items():
+        group, _, name = option.rpartition(".")
+        args = replace(args, **({group: replace(getattr(args, group), **{name: value})} if group else {name: value}))
+    return args
 
 
 def hyperparameters(args: RunArgs) -> dict[str, Any]:

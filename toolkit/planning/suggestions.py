@@ -1,25 +1,20 @@
 """Suggest settings that make a run faster on a GPU, ranked by the predicted gain."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple, get_args
 
 from toolkit.config import AUTO, ActivationCheckpointing
 from toolkit.errors import UserError
 from toolkit.measure.gpus import GpuSpec
-from toolkit.planning.auto import MAX_BATCH_MEMORY_FRACTION, MICRO_BATCH_SIZE, Changes, flags_of, with_options
+from toolkit.planning.advice import CHECKPOINTING, Step, apply_steps
+from toolkit.planning.auto import MAX_BATCH_MEMORY_FRACTION, MICRO_BATCH_SIZE, micro_batch_sizes
 from toolkit.planning.plan import RunPlan, plan_run
 from toolkit.planning.predict import Prediction, predict
-from toolkit.planning.resolve import choose_precision
-from toolkit.planning.run_args import RunArgs
-
-MIN_GAIN = 0.02
-"""Predicted gains below this are noise."""
-
-
-Change = tuple[str, RunArgs]
-"""Flags, and the run's options with them."""
+from toolkit.planning.run_args import Changes, with_options
 
 
 class Suggestion(NamedTuple):
@@ -33,102 +28,78 @@ class Suggestion(NamedTuple):
 def suggestions(plan: RunPlan, gpu: GpuSpec, prediction: Prediction) -> list[Suggestion]:
     """Return helpful changes, best first; if several are compatible, the last entry combines them.
 
-    Changes must fit in GPU memory with a margin, and may change the result only by rounding.
+    Changes must fit in GPU memory with the margin of "auto", or need no more memory than now, and may change the result
+    only by rounding.
     """
-    helpful = []
-    for change in _CHANGES:
-        best = _best(change, plan, gpu, prediction)
-        if best is not None:
-            helpful.append((change, best[0]))
-    helpful.sort(key=lambda item: -item[1].gain)
-    together, texts = plan, []
-    for change, _ in helpful:
-        best = _best(change, together, gpu, prediction if together is plan else predict(together, gpu))
-        if best is not None:
-            texts.append(best[0].change)
-            together = best[1]
-    result = [suggestion for _, suggestion in helpful]
-    if len(texts) > 1:
-        last = predict(together, gpu)
-        result.append(Suggestion(" ".join(texts), _gain(last, prediction), last))
+    plan = replace(plan, args=plan.config.args)  # what was chosen for "auto" stays
+
+    def cost(changed: RunPlan) -> float:
+        return 1 / predict(changed, gpu).tokens_per_sec if changed.memory.total <= _room(plan) else math.inf
+
+    def suggestion(change: str, changed: RunPlan) -> Suggestion:
+        new = predict(changed, gpu)
+        return Suggestion(change, new.tokens_per_sec / prediction.tokens_per_sec - 1, new)
+
+    alone = [applied for step in _STEPS for applied in apply_steps([step], plan, cost)]
+    alone.sort(key=lambda applied: cost(applied.plan))
+    together = apply_steps([applied.step for applied in alone], plan, cost)
+    result = [suggestion(applied.text, applied.plan) for applied in alone]
+    if len(together) > 1:
+        result.append(suggestion(" ".join(applied.text for applied in together), together[-1].plan))
     return result
 
 
-def _best(
-    change: Callable[[RunPlan], Iterator[Change]], plan: RunPlan, gpu: GpuSpec, prediction: Prediction
-) -> tuple[Suggestion, RunPlan] | None:
-    """Return the fastest variant of a change that fits; None if no variant fits and is faster by ``MIN_GAIN``."""
-    best = None
-    for text, args in change(plan):
-        try:
-            changed = plan_run(args, plan.config.devices)
-            if not _fits(changed, plan):
-                continue
-            predicted = predict(changed, gpu)
-        except UserError:  # the run would raise this, or the speed cannot be predicted
-            continue
-        suggestion = Suggestion(text, _gain(predicted, prediction), predicted)
-        if suggestion.gain > (best[0].gain if best else MIN_GAIN):
-            best = suggestion, changed
-    return best
-
-
-def _fits(changed: RunPlan, plan: RunPlan) -> bool:
-    """Whether a changed run fits with the margin of "auto", or fits and needs no more memory than the current run."""
+def _room(plan: RunPlan) -> float:
+    """Return the bytes that a changed run may take: those of "auto", or those of this run if they are more and fit."""
     limit = plan.config.devices.memory
-    return changed.memory.total <= min(limit, max(MAX_BATCH_MEMORY_FRACTION * limit, plan.memory.total))
+    return min(limit, max(MAX_BATCH_MEMORY_FRACTION * limit, plan.memory.total))
 
 
-def _gain(new: Prediction, old: Prediction) -> float:
-    return new.tokens_per_sec / old.tokens_per_sec - 1
+def _as_auto(option: str, value_of: Callable[[RunPlan], str], slow: str) -> Step:
+    """Return a step that sets an option to what auto would choose, in place of a ``slow`` value."""
+
+    def step(plan: RunPlan) -> Iterator[Changes]:
+        if value_of(plan) == slow:
+            value = value_of(plan_run(with_options(plan.args, {option: AUTO}), plan.config.devices))
+            if value != slow:
+                yield {option: value}
+
+    return step
 
 
-def _set(plan: RunPlan, changes: Changes) -> Change:
-    return flags_of(changes), with_options(plan.config.args, changes)
-
-
-def _compiler(plan: RunPlan) -> Iterator[Change]:
-    """Suggest ``--compiler torch``. No gain if auto skips compilation (short run or rows of different lengths)."""
-    if plan.config.args.compiler == "none":
-        yield "--compiler torch", replace(plan.config.args, compiler=AUTO)
-
-
-def _precision(plan: RunPlan) -> Iterator[Change]:
-    """Replace fp32 by the precision that auto chooses."""
-    precision = choose_precision(replace(plan.config.args, precision=AUTO), plan.config.devices)
-    if plan.config.precision == "32-true" != precision:
-        yield _set(plan, {"precision": precision})
-
-
-def _micro_batch(plan: RunPlan) -> Iterator[Change]:
-    """Yield the largest two sizes that fit."""
-    batch = plan.config.batch
-    per_rank = batch.global_batch_size // batch.data_parallel
-    fitting: list[Change] = []
-    for size in sorted({2**i for i in range(11)} | {per_rank}):
-        if batch.micro_batch_size < size <= per_rank and per_rank % size == 0:
-            change = _set(plan, {MICRO_BATCH_SIZE: size})
+def _micro_batch(plan: RunPlan) -> list[Changes]:
+    """Return the largest two sizes that fit."""
+    devices, fitting = plan.config.devices, []
+    for size in micro_batch_sizes(plan.args, devices.world_size):
+        changes = {MICRO_BATCH_SIZE: size}
+        if size > plan.config.batch.micro_batch_size:
             with suppress(UserError):  # the run would raise this
-                if not _fits(plan_run(change[1], plan.config.devices), plan):
+                if plan_run(with_options(plan.args, changes), devices).memory.total > _room(plan):
                     break
-                fitting.append(change)
-    yield from fitting[-2:]
+                fitting.append(changes)
+    return fitting[-2:]
 
 
-def _less_recomputation(plan: RunPlan) -> Iterator[Change]:
+def _less_recomputation(plan: RunPlan) -> Iterator[Changes]:
     modes = get_args(ActivationCheckpointing)
-    for mode in modes[: modes.index(plan.config.args.train.activation_checkpointing)]:
-        yield _set(plan, {"train.activation_checkpointing": mode})
+    for mode in modes[: modes.index(plan.args.train.activation_checkpointing)]:
+        yield {CHECKPOINTING: mode}
 
 
-def _strategy(plan: RunPlan) -> Iterator[Change]:
+def _strategy(plan: RunPlan) -> Iterator[Changes]:
     """Switch between ddp and fsdp, if the options support both."""
     strategy = plan.config.strategy
     if strategy.kind == "fsdp" and strategy.extension is None and not strategy.offloads:
-        yield _set(plan, {"strategy": "ddp"})
-        yield _set(plan, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"})
+        yield {"strategy": "ddp"}
+        yield {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}
     elif strategy.kind == "ddp":
-        yield _set(plan, {"strategy": "fsdp"})
+        yield {"strategy": "fsdp"}
 
 
-_CHANGES = (_precision, _compiler, _micro_batch, _less_recomputation, _strategy)
+_STEPS: tuple[Step, ...] = (
+    _as_auto("precision", attrgetter("config.precision"), "32-true"),
+    _as_auto("compiler", lambda plan: plan.compiler[0], "none"),
+    _micro_batch,
+    _less_recomputation,
+    _strategy,
+)

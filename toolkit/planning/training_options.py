@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.hf.sums import require_intact
@@ -31,11 +31,7 @@ from toolkit.models.lora_config import LoRAConfig, LoRAOptions
 from toolkit.objectives import KTO, NextToken, Objective
 from toolkit.planning.options import check_options
 from toolkit.planning.own_tokenizer import use_frozen_vocabulary, use_own_tokenizer
-from toolkit.planning.run_args import RunArgs
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
+from toolkit.planning.run_args import RunArgs, with_options
 
 
 @dataclass(frozen=True)
@@ -150,46 +146,33 @@ OPTIONS: dict[TrainingCommand, type[TrainingOptions]] = {
 }
 
 
-def run_args(
-    options: TrainingOptions,
-    *,
-    module: "nn.Module | None" = None,
-    block_classes: "tuple[type[nn.Module], ...]" = (),
-    optimizer_class: "type[Optimizer] | None" = None,
-) -> RunArgs:
+def run_args(options: TrainingOptions, **objects: Any) -> RunArgs:
     """Build and check the arguments of a run: the first stage, before :func:`toolkit.planning.auto.resolve_auto`.
 
-    The other arguments are objects from Python, see :class:`RunArgs`.
+    ``objects`` are those from Python: ``module``, ``block_classes`` and ``optimizer_class``, see :class:`RunArgs`.
     """
-    args = RunArgs(
-        **vars(options.shared), command=options.command, data=options.data, train=options.train, eval=options.eval,
-        optimizer=options.optimizer, objective=options.objective, out_dir=options.out_dir, precision=options.precision,
-        initial_checkpoint_dir=options.initial_checkpoint_dir, groups=options.groups, module=module,
-        block_classes=block_classes, optimizer_class=optimizer_class,
-    )  # fmt: skip
-    if args.strategy == "fsdp2":
-        args = replace(args, strategy="fsdp")
-    if isinstance(options, PretrainOptions):
-        args = replace(args, model_name=options.model_name, model_config=options.model_config)
-    else:
-        folder = find_checkpoint_dir(options.checkpoint_dir)
+    values = vars(options) | vars(options.shared) | {"initial_checkpoint_dir": options.initial_checkpoint_dir}
+    if not isinstance(options, PretrainOptions):
+        folder = find_checkpoint_dir(values.pop("checkpoint_dir"))
         if (folder / ADAPTERS).is_file() and not (folder / WEIGHTS).exists():
             raise UserError(
                 f"checkpoint_dir {options.checkpoint_dir}: holds adapters, not a model; run `toolkit merge_lora "
                 f"{options.checkpoint_dir}` first, or continue that run with --resume"
             )
     if isinstance(options, FinetuneLoRAOptions):
-        adapters, lora = options.adapters, read_lora(options)
-        args = replace(
-            args, lora=lora, quantize=adapters.quantize, from_peft=adapters.from_peft,
-            loraplus_lr_ratio=adapters.loraplus_lr_ratio,
-        )  # fmt: skip
+        adapters: LoRAOptions = values.pop("adapters")
+        values |= {name: getattr(adapters, name) for name in ("quantize", "from_peft", "loraplus_lr_ratio")}
+        values["lora"] = read_lora(options)
+    del values["shared"]
+    args = RunArgs(command=options.command, **values, **objects)
+    if args.strategy == "fsdp2":
+        args = with_options(args, {"strategy": "fsdp"})
     args = replace(args, requested=args)
     if args.train.learning_rate == AUTO:
         rates = args.objective.learning_rates if args.is_finetune else (TrainArgs.learning_rate,) * 2
-        args = replace(args, train=replace(args.train, learning_rate=rates[args.lora is None]))
+        args = with_options(args, {"train.learning_rate": rates[args.lora is None]})
     if isinstance(args.objective, KTO) and args.command == "finetune_full" and args.objective.reference_dir is None:
-        args = replace(args, objective=replace(args.objective, reference_dir=args.initial_checkpoint_dir))
+        args = with_options(args, {"objective.reference_dir": args.initial_checkpoint_dir})
     if not is_dataclass(args.objective):
         raise UserError(
             f"--objective {type(args.objective).__name__}: must be a dataclass; add @dataclass to the class"
