@@ -99,11 +99,13 @@ CASES = [
     (DISTILLATION | SPLIT, FSDP,
      "--objective Distillation is not supported with --tensor_parallel_size 2: its frozen model is not divided; "),
     (DISTILLATION, EXTENSION,
-     "--objective Distillation is not supported with thunder_fsdp: the frozen model's head cannot be gathered alone; "
-     "use --strategy fsdp or ddp"),
+     "--objective Distillation is not supported with --strategy thunder_fsdp: the frozen model's head cannot be "
+     "gathered alone; use --strategy fsdp or ddp"),
     ({"strategy": "ddp", "tensor_parallel_size": 2}, {"devices": 2},
      "--tensor_parallel_size 2 is not supported with --strategy ddp: only FSDP can be combined with it; use "
      "--strategy fsdp"),
+    ({"strategy": "ddp"} | CONTEXT, {"devices": 2}, "--context_parallel_size 2 is not supported with --strategy ddp"),
+    ({"strategy": "ddp"} | PIPELINE, MICRO, "--pipeline_parallel_size 2 is not supported with --strategy ddp"),
     (SPLIT, {"model": get_config("Mixtral-8x7B-v0.1")} | FSDP,
      "--tensor_parallel_size 2 is not supported with experts (MoE): they are not divided; remove one of them"),
     (SPLIT, {"model": ModelConfig(latent_attention=LATENT)} | FSDP,
@@ -185,6 +187,11 @@ CASES = [
      "bf16-mixed or bf16-true"),
     (FP8 | SPLIT, FSDP | BF16_MIXED,
      "--train.fp8 tensorwise is not supported with --tensor_parallel_size 2; remove one of them"),
+    (FP8, EXTENSION | BF16_MIXED, "--train.fp8 tensorwise is not supported with --strategy thunder_fsdp; remove one"),
+    (FP8 | {"compiler": "thunder"}, BF16_MIXED,
+     "--train.fp8 tensorwise is not supported with --compiler thunder; remove one of them"),
+    (FP8 | MODULE, BF16_MIXED,
+     "--train.fp8 tensorwise is not supported with a user-provided module; remove one of them"),
     ({"fsdp.shard_size": 2, "fsdp.sharding_strategy": "FULL_SHARD"}, FSDP,
      "--fsdp.shard_size 2 has no effect with --fsdp.sharding_strategy FULL_SHARD; use HYBRID_SHARD"),
     ({"fsdp.accumulate": "sharded"}, FSDP,
@@ -209,11 +216,11 @@ CASES = [
      "--precision bf16-master is not supported with finetune_lora: adapters are already fp32 and their base is bf16; "
      "use bf16-true"),
     ({"optimizer.name": "Muon"}, EXTENSION,
-     "--optimizer.name Muon is not supported with thunder_fsdp: its shards are not rows of matrices"),
+     "--optimizer.name Muon is not supported with --strategy thunder_fsdp: its shards are not rows of matrices"),
     (SGD, {"needs_unsharded": True, **FSDP},
      "a user-provided or extension optimizer is not supported with fsdp: its needs_unsharded is True"),
     ({}, {"precision": "bf16-master", **FSDP}, "--precision bf16-master is not supported with fsdp"),
-    (BF16, EXTENSION, "--optimizer.state_dtype bf16 is not supported with thunder_fsdp"),
+    (BF16, EXTENSION, "--optimizer.state_dtype bf16 is not supported with --strategy thunder_fsdp"),
     (SGD, {"precision": "bf16-master"}, "--precision bf16-master is not supported with a user-provided"),
     (BF16 | SGD, {}, "--optimizer.state_dtype bf16 is not supported with a user-provided"),
     (BF16, {"precision": "bf16-true"}, "--optimizer.state_dtype bf16 is not supported with --precision bf16-true"),
@@ -284,18 +291,6 @@ def test_supported_runs_violate_no_row():
         (NF4 | LORA, {"precision": "bf16-true"}),
         (FP8 | CONTEXT | {"compiler": "torch", "train.activation_checkpointing": "full"}, FSDP | BF16_MIXED),
         (FP8 | PIPELINE, MICRO | {"precision": "bf16-true", "model": LLAMA}),
-    ])  # fmt: skip
-
-
-def test_fp8_names_the_option_that_it_does_not_support(thunder):
-    def check(options: dict, run: dict, option: str) -> None:
-        (message,) = find_conflicts(facts_of(FP8 | options, **BF16_MIXED, **run))
-        assert message == f"--train.fp8 tensorwise is not supported with {option}; remove one of them"
-
-    check_each(check, [
-        ({}, EXTENSION, "--strategy thunder_fsdp"),
-        ({"compiler": "thunder"}, {}, "--compiler thunder"),
-        (MODULE, {}, "a user-provided module"),
     ])  # fmt: skip
 
 

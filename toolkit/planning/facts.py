@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from toolkit.config import COMPILERS, DDPArgs, FSDPArgs
 from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.errors import option_text
 from toolkit.extension import registered
@@ -21,13 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a run that the table checks. None, "" and 0 mean unknown; rows about unknown facts do not apply.
+    """The options of a run, and facts about it that the table checks.
+
+    None, "" and 0 mean unknown; rows about unknown facts do not apply.
 
     Args:
         precision: The resolved precision.
         device: "cpu", "cuda" or "mps".
         world_size: Processes of the run.
-        strategy: The resolved strategy.
+        strategy_plan: The resolved strategy.
         batch: The division of the global batch.
         has_moments: Whether the optimizer keeps state with the shape of the weights.
         needs_unsharded: Whether the optimizer's class sets ``needs_unsharded``.
@@ -38,25 +39,29 @@ class Facts:
     precision: str = ""
     device: str = ""
     world_size: int = 0
-    strategy: StrategyPlan | None = None
+    strategy_plan: StrategyPlan | None = None
     batch: BatchPlan | None = None
     has_moments: bool = True
     needs_unsharded: bool = False
     model: ModelConfig | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an option."""
+        return getattr(self.args, name)
+
     @property
     def strategy_name(self) -> str:
-        return "" if self.strategy is None else self.strategy.extension or self.strategy.kind
+        return "" if self.strategy_plan is None else self.strategy_plan.extension or self.strategy_plan.kind
 
     @property
     def is_fsdp(self) -> bool:
         """Whether the strategy, which may be an extension's, shards weights."""
-        return self.strategy is not None and self.strategy.kind == "fsdp"
+        return self.strategy_plan is not None and self.strategy_plan.kind == "fsdp"
 
     @property
     def is_extension(self) -> bool:
         """Whether the strategy is an extension's."""
-        return self.strategy is not None and self.strategy.extension is not None
+        return self.strategy_plan is not None and self.strategy_plan.extension is not None
 
     @property
     def accumulation(self) -> int:
@@ -70,23 +75,20 @@ class Facts:
     @property
     def is_builtin(self) -> bool:
         """Whether the optimizer is one of torch's or of :mod:`toolkit.optim.hybrid`."""
-        return self.args.optimizer_class is None and self.args.optimizer.name not in registered("optimizers")
+        return self.optimizer_class is None and self.optimizer.name not in registered("optimizers")
 
     @property
-    def unused_fsdp(self) -> str:
-        """The first FSDP option that has no effect, as a flag with value; "" if there is none."""
-        if self.strategy is None or self.strategy_name == "fsdp":
+    def unused_option(self) -> str:
+        """The first option of a strategy that the run does not use, as a flag with value; "" if there is none."""
+        if self.strategy_plan is None:
             return ""
-        allowed = ["state_dict_type"]
-        if self.strategy.extension is None:
-            allowed += ["sharding_strategy", *(["cpu_offload"] if self.device == "cpu" else [])]
-        return _first_changed("fsdp", self.args.fsdp, allowed)
-
-    @property
-    def model_parallel_flag(self) -> str:
-        """The first option that enables model parallelism, as a flag with value; "" if there is none."""
-        sizes = {name: getattr(self.args, f"{name}_parallel_size") for name in ("tensor", "context", "pipeline")}
-        return next((f"--{name}_parallel_size {size}" for name, size in sizes.items() if size > 1), "")
+        allowed = ["fsdp.state_dict_type"]
+        if self.strategy_plan.extension is None:
+            allowed += ["fsdp.sharding_strategy", *(["fsdp.cpu_offload"] if self.device == "cpu" else [])]
+        groups = [group for group in ("fsdp", "ddp") if group != self.strategy_name]
+        options = [f"{group}.{field.name}" for group in groups for field in fields(getattr(self, group))]
+        unused = (option for option in options if option not in allowed and self.is_set(option))
+        return next((f"--{option} {option_text(attrgetter(option)(self))}" for option in unused), "")
 
     @property
     def is_extension_model(self) -> bool:
@@ -97,27 +99,15 @@ class Facts:
         return self.model is not None and self.model.tie_embeddings
 
     @property
-    def not_in_fp8(self) -> str:
-        """The first option that --train.fp8 does not support, with its value; "" if there is none."""
-        args = self.args
-        unsupported = {
-            f"--tensor_parallel_size {args.tensor_parallel_size}": args.tensor_parallel_size > 1,
-            f"--strategy {self.strategy_name}": self.is_extension,
-            f"--compiler {args.compiler}": args.compiler not in COMPILERS,
-            "a user-provided module": args.module is not None,
-        }
-        return next((name for name, is_used in unsupported.items() if is_used), "")
-
-    @property
     def n_stages(self) -> int:
-        return self.args.pipeline_parallel_size * STAGES_PER_RANK[self.args.pipeline.schedule]
+        return self.pipeline_parallel_size * STAGES_PER_RANK[self.pipeline.schedule]
 
     @property
     def uneven_stages(self) -> str:
         """The sizes whose stages have equally many layers, if this one's do not; "" if they do."""
         if self.model is None or self.model.n_layer % self.n_stages == 0:
             return ""
-        layers, per_rank = self.model.n_layer, STAGES_PER_RANK[self.args.pipeline.schedule]
+        layers, per_rank = self.model.n_layer, STAGES_PER_RANK[self.pipeline.schedule]
         sizes = [str(n) for n in range(1, layers + 1) if layers % (n * per_rank) == 0]
         return ", ".join(sizes) or "--pipeline.schedule 1f1b"
 
@@ -126,32 +116,21 @@ class Facts:
         """Global batch sizes with enough micro-batches per step for the pipeline; "" if there are enough."""
         if self.batch is None:
             return ""
-        schedule, size = self.args.pipeline.schedule, self.args.pipeline_parallel_size
+        schedule, size = self.pipeline.schedule, self.pipeline_parallel_size
         nearest = nearest_micro_batches(schedule, size, self.accumulation)
         rows = self.batch.global_batch_size // self.accumulation
         return "" if self.accumulation in nearest else " or ".join(str(n * rows) for n in nearest)
 
     @property
     def objective_name(self) -> str:
-        return type(self.args.objective).__name__
+        return type(self.objective).__name__
 
     @property
     def data_name(self) -> str:
-        return type(self.args.data).__name__
+        return type(self.data).__name__
 
-    @property
-    def unused_ddp(self) -> str:
-        return "" if self.strategy_name in ("", "ddp") else _first_changed("ddp", self.args.ddp, [])
-
-    def text(self, name: str) -> str:
-        """Format a value as on the command line. ``name`` is a dotted attribute of this object or of ``args``."""
-        return option_text(attrgetter(name)(self if hasattr(self, name.partition(".")[0]) else self.args))
-
-
-def _first_changed(group: str, args: FSDPArgs | DDPArgs, allowed: list[str]) -> str:
-    """Return the first option with a non-default value, except ``allowed`` names, as a flag with value; else ""."""
-    for field in fields(args):
-        value = getattr(args, field.name)
-        if field.name not in allowed and value != field.default:
-            return f"--{group}.{field.name} {option_text(value)}"
-    return ""
+    def is_set(self, option: str) -> bool:
+        """Whether an option has another value than its default."""
+        group, _, name = option.rpartition(".")
+        values = getattr(self, group) if group else self.args
+        return getattr(values, name) != getattr(type(values), name)
