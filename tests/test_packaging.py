@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
     "data": 57_100,
-    "models": 58_800,
+    "models": 58_900,
     "checkpoints": 46_400,
     "planning": 17_300,
     "measure": 16_200,
