@@ -1,6 +1,11 @@
 """A rank of a layout on fake tensors, against the memory plan and the collectives that FSDP2 needs."""
 
 import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -10,7 +15,7 @@ from helpers.cases import slow_except
 from helpers.groups import SERVER, start_server
 
 from toolkit.cli import main
-from toolkit.config import FSDPArgs
+from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.diagnostics import simulate as simulate_module
 from toolkit.diagnostics.simulate import simulate
 from toolkit.distributed.mesh import Layout
@@ -24,7 +29,9 @@ from toolkit.models.lora_config import LoRAConfig
 LLAMA = replace(get_config("Llama-3-8B"), n_layer=4)
 LARGE = replace(get_config("Llama-3.1-405B"), n_layer=5)
 SMALL_VOCABULARY = replace(get_config("Llama-3-8B"), n_layer=16, vocab_size=32000, padded_vocab_size=32000)
-FULL = ("FULL_SHARD", Layout(shard=8))
+STUDENT, TEACHER = replace(LLAMA, n_layer=2), replace(get_config("Llama-3-70B"), n_layer=4)
+LONG = replace(get_config("Llama-3.1-8B"), n_layer=4)
+FULL, SINGLE, DDP = ("FULL_SHARD", Layout(shard=8)), ("single", Layout()), ("ddp", Layout(replicate=8))
 CASES = {
     "full": (*FULL, {}),
     "hybrid": ("HYBRID_SHARD", Layout(replicate=4, shard=2), {"activation_checkpointing": "selective"}),
@@ -70,6 +77,51 @@ CASES = {
         {"accumulation": 32, "schedule": "zbv", "activation_checkpointing": "none", "config": SMALL_VOCABULARY},
     ),
     "stages and context": ("HYBRID_SHARD", Layout(pipeline=2, replicate=2, shard=4, context=2), {"accumulation": 4}),
+    "one device": (*SINGLE, {"accumulation": 2}),
+    "one device, masters": (*SINGLE, {"accumulation": 2, "precision": "bf16-master"}),
+    "one device, fp32": (*SINGLE, {"precision": "32-true", "activation_checkpointing": "none"}),
+    "one device, update in the backward pass": (*SINGLE, {"precision": "bf16-true", "in_backward": True}),
+    "one device, adapters": (*SINGLE, {"precision": "bf16-true", "lora": LoRAConfig()}),
+    "one device, 4 bits": (*SINGLE, {"precision": "bf16-true", "lora": LoRAConfig(), "quantize": "bnb.nf4"}),
+    "one device, packed": (*SINGLE, {"packed": True, "micro_batch_size": 2, "activation_checkpointing": "selective"}),
+    "ddp": (*DDP, {}),
+    "ddp, accumulation": (*DDP, {"accumulation": 2}),
+    "ddp, copied": (*DDP, {"ddp": DDPArgs(gradient_as_bucket_view=False)}),
+    "ddp, adapters": (*DDP, {"precision": "bf16-true", "lora": LoRAConfig(), "accumulation": 2}),
+    "adapters": (*FULL, {"precision": "bf16-true", "lora": LoRAConfig()}),
+    "4 bits": (*FULL, {"precision": "bf16-true", "lora": LoRAConfig(), "quantize": "bnb.nf4-dq"}),
+    "4 bits, small vocabulary": (
+        *SINGLE,
+        {"precision": "bf16-true", "lora": LoRAConfig(), "quantize": "bnb.nf4", "config": SMALL_VOCABULARY},
+    ),
+    "4 bits, mixed": (*DDP, {"lora": LoRAConfig(), "quantize": "bnb.nf4", "config": SMALL_VOCABULARY}),
+    "frozen": (*FULL, {"frozen": LLAMA}),
+    "frozen, one device": (*SINGLE, {"frozen": LLAMA, "accumulation": 2}),
+    "frozen, ddp": (*DDP, {"frozen": TEACHER, "config": STUDENT}),
+    "frozen, large": (*FULL, {"frozen": TEACHER, "config": STUDENT, "precision": "bf16-true"}),
+    "tensor": ("NO_SHARD", Layout(tensor=8), {"activation_checkpointing": "none"}),
+    "tensor and shards": ("FULL_SHARD", Layout(shard=4, tensor=2), {"accumulation": 2}),
+    "tensor, replicas": ("NO_SHARD", Layout(replicate=4, tensor=2), {"precision": "bf16-true"}),
+    "tensor and adapters": ("FULL_SHARD", Layout(shard=4, tensor=2), {"precision": "bf16-true", "lora": LoRAConfig()}),
+    "tensor and context": ("FULL_SHARD", Layout(shard=2, context=2, tensor=2), {"activation_checkpointing": "none"}),
+    "tensor and stages": ("FULL_SHARD", Layout(shard=2, pipeline=2, tensor=2), {"accumulation": 4}),
+    "offloaded": (*FULL, {"offloads": True}),
+    "offloaded, bf16": (*FULL, {"offloads": True, "precision": "bf16-true", "config": LARGE}),
+    "offloaded, accumulation": (*FULL, {"offloads": True, "accumulation": 2}),
+    "offloaded, one device": ("FULL_SHARD", Layout(), {"offloads": True}),
+    "fp8": (*FULL, {"fp8": "tensorwise"}),
+    "fp8, rows": (*FULL, {"fp8": "rowwise", "activation_checkpointing": "none"}),
+    "long context": ("FULL_SHARD", Layout(shard=4, context=2), {"seq_length": 131072, "config": LONG}),
+    "zbv, fp32": (
+        "FULL_SHARD",
+        Layout(shard=4, pipeline=2),
+        {"accumulation": 8, "schedule": "zbv", "precision": "32-true", "activation_checkpointing": "none"},
+    ),
+    "gpipe, adapters": (
+        "FULL_SHARD",
+        Layout(shard=4, pipeline=4),
+        {"accumulation": 8, "schedule": "gpipe", "lora": LoRAConfig()},
+    ),
     "layer norms": (*FULL, {"config": get_config("pythia-160m"), "seq_length": 2048, "micro_batch_size": 4}),
 }
 
@@ -85,11 +137,15 @@ def inputs(sharding: str, layout: Layout, options: dict) -> MemoryInputs:
     values = {"config": LLAMA, "precision": "bf16-mixed", "micro_batch_size": 1, "accumulation": 1, "seq_length": 4096,
               "optimizer": {"name": "AdamW", "weight_decay": 0.1}, "activation_checkpointing": "full"}  # fmt: skip
     values = {"fsdp": FSDPArgs()} | values | options
-    values["fsdp"] = replace(values["fsdp"], sharding_strategy=sharding)
-    return MemoryInputs(strategy=StrategyPlan("fsdp", sharding, layout, ""), **values)
+    strategy = StrategyPlan("fsdp", sharding, layout, "", offloads=values.pop("offloads", False))
+    if sharding in ("single", "ddp"):
+        strategy = replace(strategy, kind=sharding, sharding=None)
+    else:
+        values["fsdp"] = replace(values["fsdp"], sharding_strategy=sharding)
+    return MemoryInputs(strategy=strategy, **values)
 
 
-@pytest.mark.parametrize("case", slow_except(["hybrid"], CASES))
+@pytest.mark.parametrize("case", slow_except(["hybrid", "ddp, accumulation"], CASES))
 def test_planned_memory_is_within_5_percent_of_the_simulated(case):
     setup = inputs(*CASES[case])
     memory = plan_memory(setup)
@@ -113,7 +169,7 @@ def test_plan_prints_the_simulation_of_many_ranks(capsys):
              "--train.max_steps", "1", "--train.global_batch_size", "1024", "--simulate", "true"]  # fmt: skip
     assert main([*words, "--format", "json"]) == 0
     shown = capsys.readouterr()
-    assert shown.err == "simulating rank 0 of 1024 ...\n"
+    assert shown.err.endswith("simulating rank 0 of 1024 ...\n")
     simulated = json.loads(shown.out)["simulated"]
     total, planned = simulated["memory_gb"]["total"]
     assert simulated["ranks"] == 1024 and planned == pytest.approx(total, rel=0.05)
@@ -121,14 +177,44 @@ def test_plan_prints_the_simulation_of_many_ranks(capsys):
 
 
 def test_what_is_not_simulated_is_one_line(monkeypatch):
-    setup = inputs(*CASES["full"])
-    ddp, tensor = replace(setup.strategy, kind="ddp"), replace(setup.strategy, layout=Layout(shard=4, tensor=2))
-    one = replace(setup.strategy, kind="single", layout=Layout())
-    for strategy, text in ((ddp, "use --strategy fsdp"), (one, "use --devices 8"), (tensor, "--tensor_parallel_size")):
+    setup = inputs(*CASES["ddp"])
+    extension = replace(setup.strategy, extension="mine")
+    for changes, text in (
+        ({"strategy": extension}, "does not support --strategy mine; use --strategy fsdp"),
+        ({"precision": "bf16-master"}, "bf16-master with ddp; use --precision bf16-mixed"),
+    ):
         with pytest.raises(UserError, match=text):
-            simulate(replace(setup, strategy=strategy))
-    with pytest.raises(UserError, match="a frozen model is not supported"):
-        simulate(replace(setup, frozen=LLAMA))
-    monkeypatch.setattr(simulate_module, "ProcessPoolExecutor", mock.Mock(side_effect=BlockingIOError(11, "no more")))
+            simulate(replace(setup, **changes))
+    start = mock.Mock(side_effect=BlockingIOError(11, "no more"))
+    monkeypatch.setattr(SERVER.Process, "start", start)
     with pytest.raises(UserError, match=r"no process \(.*no more\); raise the limits"):
         simulate(setup)
+
+
+def test_an_error_in_the_child_is_the_users_or_ours():
+    setup = inputs(*FULL, {"config": replace(LLAMA, block_size=16)})
+    with pytest.raises(ValueError, match="exceeds the model's block_size 16"):
+        simulate(setup)
+
+
+def test_an_interrupted_simulation_leaves_no_process(monkeypatch):
+    receiver = mock.Mock(recv=mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(SERVER, "Pipe", lambda duplex: (receiver, SERVER.SimpleQueue()._writer), raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(inputs(*CASES["hybrid"]))
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reaches_all", [True, False], ids=["of a terminal", "of one process"])
+def test_ctrl_c_ends_a_simulation_with_one_line_and_code_130(reaches_all):
+    words = ["plan", "pretrain", "Llama-3-8B", "--devices", "8", "--train.max_steps", "1", "--simulate", "true"]
+    command = [sys.executable, "-m", "toolkit", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        assert any("simulating rank 0" in line for line in process.stderr)
+        (os.killpg if reaches_all else os.kill)(process.pid, signal.SIGINT)
+        assert process.communicate()[1] == "toolkit plan: interrupted\n"
+    assert process.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

@@ -248,7 +248,8 @@ def test_without_gqa_kernels_keys_and_values_of_all_heads_are_saved(family, prec
     monkeypatch.setattr(trace, "_trace", trace._trace.__wrapped__)  # not cached
     planned = plan_memory(setup).activations
     masks_seen.clear()
-    assert planned == pytest.approx(saved_bytes(setup), rel=0.02)
+    documents = 8 * setup.tokens  # not saved, but in memory
+    assert planned == pytest.approx(saved_bytes(setup) + documents, rel=0.02)
     assert len(masks_seen) == setup.config.n_layer
 
 

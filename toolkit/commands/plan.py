@@ -1,7 +1,11 @@
 """`toolkit plan`: batch, parameters and memory of a run before it starts."""
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from threading import Timer
 from typing import Literal
 
 from jsonargparse.typing import PositiveFloat
@@ -11,6 +15,8 @@ from toolkit.measure.gpus import find_gpu
 from toolkit.planning.compatibility import ROWS
 from toolkit.planning.training_options import TrainingOptions
 from toolkit.ui.plan import format_plan, plan_summary, speed_summary
+
+PROGRESS_AFTER_S = 2.0
 
 
 def setup(
@@ -43,7 +49,7 @@ def setup(
         speed: Also predict step time, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and suggest faster
             settings. Nothing is measured.
         simulate: Check the memory plan: run a step of rank 0 on tensors without data, in a layout of any size. Needs no
-            GPU and no memory; 8B parameters take about a minute, 70B several. Only for --strategy fsdp.
+            GPU and no memory; 8B parameters take about a minute, 70B several.
         format: Text table, or JSON.
     """
     if run is None:  # compatibility
@@ -57,7 +63,7 @@ def setup(
     from toolkit.planning.plan import device_spec_of, missing_parts, plan_run, run_args_of
 
     predicted = None
-    with run_args_of(run) as args:
+    with _progress(), run_args_of(run) as args:
         if speed is not None:
             from toolkit.planning.predict import predict
             from toolkit.planning.suggestions import suggestions
@@ -81,3 +87,15 @@ def setup(
         print(json.dumps(summary, indent=2))
     else:
         print(format_plan(summary))
+
+
+@contextmanager
+def _progress() -> Iterator[None]:
+    """Print a line on stderr if planning takes long. Ctrl-C ends it."""
+    timer = Timer(PROGRESS_AFTER_S, print, ["planning ..."], {"file": sys.stderr, "flush": True})
+    with suppress(RuntimeError):  # no spare thread
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

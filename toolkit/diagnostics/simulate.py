@@ -6,46 +6,58 @@ storages; the CUDA context, fragmentation and NCCL's buffers are not included. B
 """
 
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, cycle
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.data.loader import exit_with_parent
 from toolkit.distributed import ranks
-from toolkit.distributed.fsdp import FullyShardedStrategy, fsdp_strategy
-from toolkit.distributed.pipeline import Pipeline, pipeline_of
+from toolkit.distributed.fabric import block_dtype, build_fabric
+from toolkit.distributed.pipeline import Pipeline
 from toolkit.distributed.shards import shard_of
+from toolkit.distributed.signals import hold_signals
+from toolkit.distributed.world import WorldInfo
 from toolkit.errors import UserError, one_line
 from toolkit.measure.cuda_on_meta import rms_norm_on_cuda
 from toolkit.measure.inputs import MemoryInputs
 from toolkit.measure.recorder import ACTIVATIONS, WEIGHTS, Recorder, Storage, tensors_in
-from toolkit.measure.sample import micro_batch, sample_model
-from toolkit.models import aligned, loss, mixed_mm
+from toolkit.measure.sample import micro_batch, objective_of, sample_model
+from toolkit.models import aligned, attention_dispatch, loss, mixed_mm
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.block import Block
 from toolkit.models.context_parallel import OPAQUE, ContextGroup
+from toolkit.models.fp8 import gather_in_fp8
+from toolkit.models.gpt import GPT
+from toolkit.models.labels import TOKENS
+from toolkit.models.quantize import Quantize, reserve_quantized
+from toolkit.objectives.inputs import original_module
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
+from toolkit.optim.update import Update, choose_update
 from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import memory_inputs
-from toolkit.private_torch import (
-    FakeTensorMode,
-    collective_of,
-    local_shard,
-    skip_stage_negotiation,
-    start_fake_group,
-)
+from toolkit.private_torch import FakeTensorMode, collective_of, local_shard, skip_stage_negotiation, start_fake_group
+from toolkit.training.pipeline_step import pipeline_step
+from toolkit.training.step import train_step
+from toolkit.training.trace import BACKWARD, FORWARD
 
 GATHERED, GRADIENTS, OPTIMIZER, BUFFERS = "gathered weights", "gradients", "optimizer", "buffers"
+HOST = "in CPU memory"
 GB = 1e9
 KINDS = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS)
 _GATHERS = ("c10d::_allgather_base_", "fsdp::split_with_sizes_copy")
@@ -83,15 +95,35 @@ def simulate(setup: MemoryInputs) -> Simulation:
     _require_support(setup)
     layout = setup.strategy.layout
     per_stage = layout.world_size // layout.pipeline
-    found = []
-    for stage in sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1}):
-        print(f"simulating rank {stage * per_stage} of {layout.world_size} ...", file=sys.stderr, flush=True)
+    stages = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
+    return max((_simulate_in_child(setup, stage * per_stage) for stage in stages), key=lambda found: found.peak)
+
+
+def _simulate_in_child(setup: MemoryInputs, rank: int) -> Simulation:
+    """Call :func:`_simulate` in a new process, which ends with this one or when it is interrupted."""
+    print(f"simulating rank {rank} of {setup.strategy.layout.world_size} ...", file=sys.stderr, flush=True)
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_simulation, args=(sender, setup, rank), daemon=True)
+    try:
+        resource_tracker.ensure_running()  # it unblocks signals when it starts
+        hold_signals(True)  # the child inherits this: Ctrl-C reaches all processes of a terminal
         try:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                found.append(process.submit(_simulate, setup, stage * per_stage).result())
-        except (OSError, BrokenProcessPool) as error:
-            raise UserError(f"--simulate: no process ({one_line(error)}); raise the limits: ulimit -a") from error
-    return max(found, key=lambda simulation: simulation.peak)
+            process.start()
+        finally:
+            hold_signals(False)
+        sender.close()
+        result = receiver.recv()
+    except (OSError, EOFError) as error:
+        cause = "it was killed" if isinstance(error, EOFError) else one_line(error)
+        raise UserError(f"--simulate: no process ({cause}); raise the limits: ulimit -a") from error
+    finally:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def compare_with_plan(plan: RunPlan) -> dict[str, Any]:
@@ -101,7 +133,8 @@ def compare_with_plan(plan: RunPlan) -> dict[str, Any]:
     totals are without the CUDA context and fragmentation.
     """
     memory, simulation = plan.memory, simulate(memory_inputs(plan.config, plan.model))
-    planned = {WEIGHTS: memory.weights + memory.adapters, OPTIMIZER: memory.optimizer}
+    weights = memory.weights + memory.adapters + memory.quantized_base + memory.frozen_model
+    planned = {WEIGHTS: weights, OPTIMIZER: memory.optimizer}
     if simulation.phase == "forward":
         planned |= {
             GATHERED: memory.unsharded_unit,
@@ -124,110 +157,183 @@ def compare_with_plan(plan: RunPlan) -> dict[str, Any]:
 
 
 def _require_support(setup: MemoryInputs) -> None:
-    strategy, layout = setup.strategy, setup.strategy.layout
-    if strategy.kind != "fsdp" or strategy.extension is not None:
-        fix = "--devices 8" if layout.world_size == 1 else "--strategy fsdp"
-        raise UserError(f"--simulate: simulates FSDP, but the strategy is {strategy}; use {fix}")
-    options = {
-        "--tensor_parallel_size": layout.tensor > 1,
-        "--quantize": setup.quantize is not None,
-        "--fsdp.cpu_offload": strategy.offloads,
-        "a frozen model": setup.frozen is not None,
-    }
-    for option, is_set in options.items():
-        if is_set:
-            raise UserError(f"--simulate: {option} is not supported with it; remove one of them")
+    strategy = setup.strategy
+    if strategy.extension is not None:
+        raise UserError(f"--simulate: does not support --strategy {strategy.extension}; use --strategy fsdp or ddp")
+    if strategy.kind == "ddp" and setup.has_masters:
+        raise UserError("--simulate: does not support --precision bf16-master with ddp; use --precision bf16-mixed")
 
 
 # ---- in the process of the simulation
+
+
+def _send_simulation(sender: Connection, setup: MemoryInputs, rank: int) -> None:
+    Thread(target=exit_with_parent, daemon=True).start()
+    try:
+        sender.send(_simulate(setup, rank))
+    except Exception as error:
+        sender.send(error)
 
 
 def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
     started = time.monotonic()
     layout = setup.strategy.layout
     start_fake_group(layout.world_size, rank)
-    ranks.set_layout(layout)
     device, chunk_rows, needs_alignment = torch.device(setup.device), loss.chunk_rows, aligned.needs_alignment
     setattr(loss, "chunk_rows", lambda vocab_size, _: chunk_rows(vocab_size, device))  # noqa: B010
     setattr(aligned, "needs_alignment", lambda _, dtype: needs_alignment(device, dtype))  # noqa: B010
     if device.type == "cuda":
         setattr(F, "rms_norm", rms_norm_on_cuda)  # noqa: B010  # a CPU's saves more
+        setattr(attention_dispatch, "DEVICES", ("cpu",))  # noqa: B010  # instead of masks
         setattr(mixed_mm, "_has_fp32_results", lambda _: True)  # noqa: B010  # a CPU adds 16-bit copies
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        model = sample_model(replace(setup, strategy=replace(setup.strategy, kind="single")), "cpu")
-        batch = micro_batch(setup, "cpu")
-    strategy = fsdp_strategy(setup.strategy, setup.fsdp, setup.precision, "cpu", {Block})
-    strategy.num_nodes = layout.pipeline * layout.replicate
-    strategy.parallel_devices = [torch.device("cpu")] * (layout.world_size // strategy.num_nodes)
-    if layout.pipeline > 1:
-        skip_stage_negotiation()
-        Pipeline(model, setup.schedule, torch.device("cpu"), strategy.precision.forward_context)
-    if layout.context > 1:
-        model.execute_with(context=ContextGroup.of(ranks.group("context")))
-    checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
-    strategy.setup_module(model)  # not in the mode, where a mesh cannot be built
-    with mode:
-        no_decay, blocks = no_decay_params(model), block_params(model, (Block,))
+    fabric = _launched_fabric(setup, rank)
+    recorder, mode = StepRecorder(setup), FakeTensorMode(allow_non_fake_inputs=True)
+    if setup.strategy.offloads:
+        _offload(recorder)
+    frozen = None  # before the trained model, as build_models does
+    if (inputs := setup.of_frozen()) is not None:
+        frozen = _wrapped_model(fabric, inputs, mode, recorder, is_trained=False).eval()
+    model = _wrapped_model(fabric, setup, mode, recorder)
+    with mode, recorder, recorder.resizes():
+        module = original_module(model)
+        no_decay, blocks = no_decay_params(module), block_params(module, (Block,))
         optimizer = build_optimizer(
-            model, setup.optimizer, 1e-4, setup.precision, no_decay, setup.optimizer_class, blocks
+            module, setup.optimizer, 1e-4, setup.precision, no_decay, setup.optimizer_class, blocks
         )
-        recorder = StepRecorder()
-        step = partial(_step, strategy, model, optimizer, batch, setup.accumulation, recorder)
-        with recorder, recorder.resizes():
-            step()  # creates the optimizer state, and receive buffers
-            recorder.start(model, optimizer)
-            step()
+        update = choose_update(fabric, model, fabric.setup_optimizers(optimizer), 1.0, in_backward=setup.in_backward)
+        recorder.follow(update)
+        batches = [micro_batch(setup, "cpu")] * setup.accumulation
+        run = train_step if layout.pipeline == 1 else pipeline_step
+        step = partial(run, fabric, objective_of(frozen), update, batches, {TOKENS: setup.tokens})
+        step()  # creates the optimizer state, and receive buffers
+        recorder.start(nn.ModuleList(filter(None, [module, frozen])), optimizer)
+        step()
     memory, phase = recorder.peak()
     return Simulation(rank, memory, phase, recorder.collectives(), time.monotonic() - started)
 
 
-def _step(
-    strategy: FullyShardedStrategy,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: dict[str, Any],
-    accumulation: int,
-    recorder: "StepRecorder",
-) -> None:
-    """Do what :func:`toolkit.training.step.train_step` does, without reading values."""
-    sync: Any = strategy._backward_sync_control
-    if (pipeline := pipeline_of(model)) is not None:
-        recorder.phase = "passes"
-        pipeline.accumulate([batch] * accumulation, 1.0)
-    for i in range(0 if pipeline else accumulation):
-        with sync.no_backward_sync(model, i < accumulation - 1):
-            recorder.phase = "forward"
-            with strategy.precision.forward_context():
-                loss_sum, _ = model(**batch)
-            recorder.phase = "backward"
-            loss_sum.backward()
-            del loss_sum
-    recorder.phase = "update"
-    strategy.gradient_norm(model)
+def _launched_fabric(setup: MemoryInputs, rank: int) -> Fabric:
+    layout, strategy = setup.strategy.layout, setup.strategy
+    nodes = layout.pipeline * layout.replicate
+    devices = layout.world_size // nodes
+    if strategy.kind == "ddp":  # its buckets are filled in C++, which needs data: see _add_buckets
+        strategy, nodes = replace(strategy, kind="single"), 1
+    world = WorldInfo(devices, nodes, *divmod(rank, devices), "manual", starts_processes=False)
+    os.environ["LOCAL_RANK"] = str(world.local_rank)
+    fabric = build_fabric(
+        strategy, world, accelerator="cpu", precision=setup.precision, fsdp=setup.fsdp, ddp=setup.ddp,
+        block_classes={Block},
+    )  # fmt: skip
+    fabric.launch()
+    return fabric
+
+
+def _wrapped_model(
+    fabric: Fabric, setup: MemoryInputs, mode: FakeTensorMode, recorder: "StepRecorder", is_trained: bool = True
+) -> Any:
+    """Do what :func:`toolkit.training.model.build_model` does, without data."""
+    layout, unsharded = setup.strategy.layout, replace(setup.strategy, kind="single")
+    with mode:
+        model = sample_model(replace(setup, strategy=unsharded), "cpu", ranks.group("tensor"))
+    if not is_trained:
+        model.requires_grad_(False)
+    elif setup.quantize is not None:
+        _quantize(fabric, model, setup.quantize, recorder, mode)
+    if layout.pipeline > 1:
+        skip_stage_negotiation()
+        Pipeline(model, setup.schedule, fabric.device, fabric.autocast)
+    if layout.context > 1:
+        model.execute_with(context=ContextGroup.of(ranks.group("context")))
+    if (setup.strategy.kind, setup.sums_in_fp32) == ("single", True):  # as build_models
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+    checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
+    with nullcontext() if setup.strategy.kind == "fsdp" else mode:  # where a mesh cannot be built
+        wrapped = fabric.setup(model, move_to_device=False)
+        if setup.strategy.kind == "ddp" and is_trained:
+            _add_buckets(setup, wrapped, recorder)
+    if setup.gathers_fp8:
+        gather_in_fp8(wrapped, "cpu")
+    return wrapped
+
+
+def _quantize(fabric: Fabric, model: GPT, kind: Quantize, recorder: "StepRecorder", mode: FakeTensorMode) -> None:
+    """Quantize the weights. bitsandbytes' own parameter of one device cannot be fake, so FSDP's kind replaces it."""
+    weights = dict(model.named_parameters())
+    storage = block_dtype(fabric, weights["lm_head.weight"].dtype) or torch.uint8
+    reserved = reserve_quantized(model, kind, storage, weights.__getitem__, fabric.device)
+    with mode, recorder:  # the scales are not parameters
+        for name, pack in reserved.items():
+            model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(pack(), False)
+        for record in recorder.live.values():
+            record.kind = WEIGHTS
+
+
+def _offload(recorder: "StepRecorder") -> None:
+    """Copy between devices, although both are this CPU: what leaves a shard is on the device, and gradients are not."""
+    to = Tensor.to
+
+    def copy(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        if not (args and isinstance(args[0], torch.device) and tensor.is_floating_point()):
+            return to(tensor, *args, **options)
+        copied = tensor.clone()
+        if recorder.track(tensor).kind != HOST:
+            recorder.track(copied, HOST)
+        return copied
+
+    setattr(Tensor, "to", copy)  # noqa: B010
+    setattr(Tensor, "pin_memory", lambda tensor: tensor)  # noqa: B010
+
+
+def _add_buckets(setup: MemoryInputs, model: nn.Module, recorder: "StepRecorder") -> None:
+    """Keep DDP's buckets. In the last micro-batch, gradients are copied to them and may become views of them."""
+
+    def reduce(bucket: Tensor, is_last: Iterator[bool], parameter: nn.Parameter) -> None:
+        if next(is_last) and setup.ddp.gradient_as_bucket_view:
+            parameter.grad = bucket
+
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            recorder.track(local_shard(parameter.grad), GRADIENTS)
-    strategy.optimizer_step(optimizer)
-    optimizer.zero_grad()
+        if parameter.requires_grad:
+            is_last = cycle(i + 1 == setup.accumulation for i in range(setup.accumulation))
+            bucket = torch.empty_like(parameter)
+            recorder.track(bucket).kind = GRADIENTS
+            parameter.register_post_accumulate_grad_hook(partial(reduce, bucket, is_last))
 
 
 class StepRecorder(Recorder):
     """Records allocations, frees and collectives. For its phases, see :class:`Simulation`."""
 
-    def __init__(self) -> None:
-        super().__init__("forward")
-        self._start = 0
+    def __init__(self, setup: MemoryInputs) -> None:
+        super().__init__("passes" if setup.strategy.layout.pipeline > 1 else "forward")
+        self._offloads, self._first, self._start = setup.strategy.offloads, self.phase, 0
         self._calls, self._bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by collective and place
+
+    def follow(self, update: Update) -> None:
+        """Record the phase and the gradients of an update."""
+        complete = update.norm
+
+        def norm() -> Tensor:
+            self.phase, total = "update", complete()
+            gradients = ((p, p.grad) for p in update.model.parameters() if p.grad is not None)
+            for parameter, gradient in gradients:
+                self.track(local_shard(gradient), self._place(parameter, GRADIENTS))
+            return total
+
+        update.norm = norm  # type: ignore[method-assign]
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Measure from now on, with the kinds of what exists between steps."""
-        self._start = len(self.changes)
+        self.phase, self._start = self._first, len(self.changes)
         self._calls.clear()
         self._bytes.clear()
-        self.track_all((local_shard(shard_of(parameter)) for parameter in model.parameters()), WEIGHTS)
+        for parameter in model.parameters():
+            shard = shard_of(parameter)
+            self.track(local_shard(shard), self._place(parameter, WEIGHTS))
+            self.track_all(tensors_in(optimizer.state.get(shard, {})), self._place(parameter, OPTIMIZER))
         self.track_all(model.buffers(), BUFFERS)
-        self.track_all(tensors_in(list(optimizer.state.values())), OPTIMIZER)
+
+    def _place(self, parameter: Tensor, kind: str) -> str:
+        return HOST if self._offloads and hasattr(parameter, "to_local") else kind
 
     def track(self, tensor: Tensor, kind: str = "") -> Storage:
         """Record a tensor's storage, and its kind if known."""
@@ -245,6 +351,8 @@ class StepRecorder(Recorder):
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = _name(func)
+        if name == "profiler::_record_function_enter_new" and args[0] in (FORWARD, BACKWARD):
+            self.phase = args[0].removeprefix("toolkit::")
         for kind, names in ((GATHERED, _GATHERS), (GRADIENTS, _REDUCTIONS)):
             for tensor in tensors_in((args, kwargs)) if name in names else ():
                 record = self.live.get(tensor.untyped_storage()._cdata)
@@ -258,11 +366,12 @@ class StepRecorder(Recorder):
 
     def peak(self) -> tuple[dict[str, float], str]:
         """Return the bytes by kind at the peak, and its phase."""
-        totals = list(accumulate(change for _, change, _ in self.changes))
+        totals = list(accumulate(change * (record.kind != HOST) for record, change, _ in self.changes))
         end = max(range(self._start, len(totals)), key=totals.__getitem__)
         sizes: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         for record, change, _ in self.changes[: end + 1]:
-            sizes[record.kind] += change
+            if record.kind != HOST:
+                sizes[record.kind] += change
         return sizes, self.changes[end][2]
 
     def collectives(self) -> list[tuple[str, str, int, int]]:

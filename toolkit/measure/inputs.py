@@ -115,10 +115,13 @@ class MemoryInputs:
         """Bytes per element in matrix products."""
         return FP32 if self.precision == "32-true" else 2
 
-    @property
-    def frozen_itemsize(self) -> int:
-        """Bytes per weight of the frozen model, see :func:`toolkit.training.build.build_frozen`."""
-        return 2 if self.precision.startswith("bf16") else FP32
+    def of_frozen(self) -> MemoryInputs | None:
+        """Return the inputs of the frozen model, see :func:`toolkit.training.build.build_frozen`; None without one."""
+        if self.frozen is None:
+            return None
+        precision: Precision = "bf16-true" if self.precision == "bf16-mixed" else self.precision
+        options: dict[str, Any] = {"lora": None, "quantize": None, "activation_checkpointing": "none"}
+        return replace(self, config=self.frozen, frozen=None, precision=precision, **options)
 
     @property
     def accumulates_unsharded(self) -> bool:

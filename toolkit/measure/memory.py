@@ -10,7 +10,6 @@ in the update. Gradients of earlier micro-batches add to it. torch.compile may n
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
@@ -20,10 +19,8 @@ from toolkit.measure.inputs import FP32, MemoryInputs
 from toolkit.measure.optimizer import optimizer_bytes, update_bytes
 from toolkit.measure.sample import first_layers, model_of, quantized_weights
 from toolkit.measure.trace import NOTHING, step_memory
-from toolkit.models.distillation import CHUNK_TENSORS
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
-from toolkit.models.loss import chunk_rows
 
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
 CUDA_CONTEXT, FRAGMENTATION = 0.6e9, 0.03
@@ -35,7 +32,7 @@ class Memory:
 
     Args:
         weights: Unquantized parameters of the base model on this device.
-        quantized_base: 4-bit weights with scales, plus the largest weight dequantized for its matmul.
+        quantized_base: 4-bit weights with scales.
         adapters: LoRA parameters.
         frozen_model: Weights of the objective's frozen model.
         gradients: Gradients of trainable parameters, in the dtype of the parameters; bf16-master accumulates in fp32.
@@ -53,8 +50,9 @@ class Memory:
         checkpoint_copy: On a CPU, the state copy that --train.async_save writes.
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
-        elsewhere: The most bytes of activations, new gradients and FSDP's unsharded weights at another time than the
-            loss; an alternative in ``total``, not a part. See :func:`toolkit.measure.gathered.fsdp_bytes`.
+        elsewhere: The most bytes of activations, new gradients, FSDP's unsharded weights and a dequantized weight at
+            another time than the loss; an alternative in ``total``, not a part. See
+            :func:`toolkit.measure.gathered.fsdp_bytes`.
         frozen_forward: What the forward pass of the frozen model needs before the forward pass of the trained one; an
             alternative in ``total``, not a part.
         host: CPU memory per process for FSDP's offloaded weights, gradients and optimizer state; not in ``total``.
@@ -141,7 +139,9 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
     adapter_gradients = FP32 * _count(adapters) if setup.accumulates_unsharded else adapter_bytes
     trained = [p for p in base.values() if p.requires_grad]
     weights = setup.weight_bytes * _local_elements(setup, base.values())
-    copies = 1 if setup.strategy.kind != "ddp" or setup.ddp.gradient_as_bucket_view else 2
+    # gradients of all but the last micro-batch are not in ddp's buckets
+    in_buckets = setup.ddp.gradient_as_bucket_view and (setup.accumulation == 1 or setup.sums_in_fp32)
+    copies = 1 if setup.strategy.kind != "ddp" or in_buckets else 2
     has_gradients_in_forward = setup.accumulation > 1 or setup.strategy.kind == "ddp"  # ddp's buckets persist
     if setup.in_backward:
         elements: float = max(p.numel() for p in trained)  # one at a time
@@ -156,9 +156,8 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
     unsharded, elsewhere = 0.0, max(step.forward, step.end, *(size for _, size in step.backward))
     if is_sharded:
         unsharded, elsewhere = fsdp_bytes(setup, model, quantized, step)
-    frozen = None if setup.frozen is None else model_of(setup.frozen, None)
-    frozen_weights = 0.0 if frozen is None else setup.frozen_itemsize * _count(frozen.parameters())
-    frozen_weights /= setup.strategy.shards if is_sharded else 1
+    elsewhere += 2 * max((p.numel() for p in quantized.values()), default=0)  # dequantized for a matmul
+    frozen_weights, frozen_blocks = _frozen_bytes(setup)
     is_on_host = setup.device == "cpu"
     parts = {
         "weights": weights,
@@ -173,7 +172,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         "gathered_context": 2.0 * setup.gathered_bytes if setup.strategy.layout.context > 1 else 0.0,
         "activations": step.saved,
         "recomputed_block": step.recomputed if setup.activation_checkpointing != "none" else 0.0,
-        "logits": step.head + frozen_loss_bytes(setup),
+        "logits": step.head,
         "checkpoint_copy": checkpoint_copy if is_on_host else 0.0,
     }
     host = _host_bytes(setup, model, list(base.values())) + (frozen_weights if setup.strategy.offloads else 0.0)
@@ -182,7 +181,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
         context=_context_bytes(setup, parts),
         has_gradients_in_forward=has_gradients_in_forward,
         elsewhere=elsewhere,
-        frozen_forward=0.0 if frozen is None else frozen_forward_bytes(setup, frozen),
+        frozen_forward=0.0 if setup.frozen is None else frozen_blocks + step.frozen,
         host=host,
         host_copy=0.0 if is_on_host else checkpoint_copy,
     )
@@ -238,7 +237,7 @@ def _plan_rank(setup: MemoryInputs, with_activations: bool, in_flight: float, in
     passes = max(embedding, *(size for _, size in step.backward)) + 2 * residual
     if is_gpipe:  # no gradients before the last loss, and all of them from the second backward pass on
         waiting += (in_flight - 1) * step.kept * has_loss
-        passes += memory.gradients - step.saved
+        passes += memory.gradients - step.saved - step.kept * has_loss
     elsewhere = memory.unsharded_unit + waiting + passes
     gathered = 1 if setup.fsdp.state_dict_type == "sharded" else layout.pipeline  # rank 0 writes all stages
     rank = replace(
@@ -323,34 +322,19 @@ def _optimizer_bytes(setup: MemoryInputs, model: GPT) -> float:
     return optimizer_bytes(setup, model, replicated | ({} if setup.strategy.offloads else sharded))
 
 
-def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) -> float:
-    """Return the bytes of 4-bit weights and scales, and of the largest weight dequantized for its matmul.
+def _frozen_bytes(setup: MemoryInputs) -> tuple[float, float]:
+    """Return the bytes of a frozen model's weights, and of the blocks that FSDP gathers in its forward pass."""
+    if (frozen := setup.of_frozen()) is None:
+        return 0.0, 0.0
+    model = model_of(frozen.config, None)
+    weights, block = (frozen.weight_bytes * _count(part.parameters()) for part in (model, model.blocks[0]))
+    return (weights / setup.strategy.shards, 2.0 * block) if setup.strategy.kind == "fsdp" else (weights, 0.0)
 
-    FSDP shards the weights, but every device keeps all scales.
-    """
+
+def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) -> float:
+    """Return the bytes of 4-bit weights and scales. FSDP shards the weights, but every device keeps all scales."""
     if setup.quantize is None:
         return 0.0
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
     per_weight = BYTES_4BIT / shards + QUANTIZED_BYTES[setup.quantize] - BYTES_4BIT
-    return per_weight * _count(quantized.values()) + 2 * max(p.numel() for p in quantized.values())
-
-
-# ---- a frozen model
-
-
-def frozen_loss_bytes(setup: MemoryInputs) -> float:
-    """Return what the loss needs of a frozen model: hidden states, its head, gathered, and logits in smaller chunks."""
-    if setup.frozen is None:
-        return 0.0
-    vocabulary, width = setup.config.padded_vocab_size, setup.frozen.n_embd
-    rows = min(chunk_rows(CHUNK_TENSORS * vocabulary, torch.device(setup.device)), setup.tokens)
-    head = setup.frozen_itemsize * setup.frozen.padded_vocab_size * width if setup.strategy.kind == "fsdp" else 0
-    return head + setup.tokens * width * (FP32 + setup.compute_bytes) + CHUNK_TENSORS * FP32 * rows * vocabulary
-
-
-def frozen_forward_bytes(setup: MemoryInputs, model: GPT) -> float:
-    """Return what the forward pass of a frozen model needs: a layer's widest activations, and with FSDP two blocks."""
-    config, block = model.config, sum(p.numel() for p in model.blocks[0].parameters())
-    width = 2 * config.n_embd + 3 * max(config.intermediate_size, config.n_head * config.value_size)
-    gathered = 2 * block * setup.frozen_itemsize if setup.strategy.kind == "fsdp" else 0
-    return gathered + setup.tokens * setup.compute_bytes * width
+    return per_weight * _count(quantized.values())

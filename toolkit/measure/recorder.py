@@ -48,8 +48,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:  # ``.item()`` in the model
             return True
-        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
-            return NotImplemented  # a DTensor or an fp8 tensor: continues with the operators on its parts
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # continues with the operators on its parts
         out = func(*args, **(kwargs or {}))
         self.track_all(tensors_in(out))
         self.record(func, args, kwargs or {}, out)
@@ -103,5 +103,12 @@ class Recorder(TorchDispatchMode):
             self.changes.append((record, change, self.phase))
 
 
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class only hold others, as a DTensor or an fp8 tensor; their own storage has no memory."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
 def tensors_in(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    """Return the tensors with memory in a nested structure."""
+    leaves = (value for value in tree_leaves(values) if isinstance(value, Tensor))
+    return [tensor for tensor in leaves if not is_wrapper(type(tensor))]

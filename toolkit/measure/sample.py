@@ -2,14 +2,16 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from toolkit.data.batch import Batch
 from toolkit.distributed.tensor_parallel import split_model
 from toolkit.measure.inputs import MemoryInputs
-from toolkit.models.attention_kernels import DocumentBounds, Documents
+from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.families import family_of
@@ -18,6 +20,9 @@ from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import refuse_experts
+from toolkit.objectives.base import Objective
+from toolkit.objectives.distillation import Distillation
+from toolkit.objectives.next_token import NextToken
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Autocast's dtype by precision."""
@@ -70,19 +75,20 @@ def model_of(config: ModelConfig, lora: LoRAConfig | None, tensor: int = 1) -> G
     return _built[key]
 
 
-def _part_on_meta(config: ModelConfig, lora: LoRAConfig | None, tensor: int) -> GPT:
+def _part_on_meta(config: ModelConfig, lora: LoRAConfig | None, tensor: int, group: Any = None) -> GPT:
     model = adapted_on_meta(config, lora)
     if tensor > 1:
-        split_model(model, tensor)
+        split_model(model, tensor, group=group)
     return model
 
 
-def sample_model(setup: MemoryInputs, device: str) -> GPT:
+def sample_model(setup: MemoryInputs, device: str, tensor_group: Any = None) -> GPT:
     """Return a model with weights in the run's dtypes, or in 16 bits if FSDP gathers them in 16 bits.
 
-    ``device`` is "meta", or any device in a FakeTensorMode.
+    ``device`` is "meta", or any device in a FakeTensorMode. For ``tensor_group`` see
+    :func:`toolkit.distributed.tensor_parallel.split_model`.
     """
-    model = _part_on_meta(setup.config, setup.lora, setup.tensor).train()
+    model = _part_on_meta(setup.config, setup.lora, setup.tensor, tensor_group).train()
     gathered = AUTOCAST.get(setup.precision) if setup.strategy.kind == "fsdp" else None
     blocks = {id(p) for block in model.blocks for p in block.parameters()}
     for prefix, module in model.named_modules():
@@ -105,6 +111,13 @@ def sample_model(setup: MemoryInputs, device: str) -> GPT:
     return model
 
 
+def objective_of(frozen: Any) -> Objective:
+    """Return the objective of a run with or without a frozen model. A preference loss needs as much as next tokens."""
+    objective = NextToken() if frozen is None else Distillation("")
+    objective.frozen = frozen
+    return objective
+
+
 def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter]:
     """Return the 4-bit weights by name: the linear layers of the blocks, if --quantize is set."""
     if setup.quantize is None:
@@ -114,13 +127,14 @@ def quantized_weights(setup: MemoryInputs, model: GPT) -> dict[str, nn.Parameter
     return {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in linears}
 
 
-def micro_batch(setup: MemoryInputs, device: str) -> dict[str, Any]:
-    """Return the arguments of the model's forward pass for a micro-batch."""
+def micro_batch(setup: MemoryInputs, device: str) -> Batch:
+    """Return a micro-batch of full rows. Packed rows have one document each."""
     n_rows = setup.micro_batch_size
-    names = ("input_ids", "labels", "positions", "documents") if setup.packed else ("input_ids", "labels")
-    shape = (n_rows, setup.seq_length)
-    inputs: dict[str, Any] = {name: torch.empty(shape, dtype=torch.int64, device=device) for name in names}
+    empty = partial(torch.empty, (n_rows, setup.seq_length), dtype=torch.int64, device=device)
+    n_tokens = n_rows * setup.seq_length
+    batch = Batch(empty(), empty(), [0] * n_rows, n_tokens, n_tokens)
     if setup.packed:
         cu_seqlens = torch.empty(n_rows + 1, dtype=torch.int32, device=device)
-        inputs["documents"] = Documents(inputs["documents"], DocumentBounds(cu_seqlens, setup.seq_length))
-    return inputs
+        batch.packed = {"positions": empty(), "documents": empty()}
+        batch.bounds = DocumentBounds(cu_seqlens, setup.seq_length)
+    return batch

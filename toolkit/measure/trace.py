@@ -16,17 +16,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from toolkit.measure.cuda_on_meta import cuda_on_meta
 from toolkit.measure.inputs import MemoryInputs, cached_by_text
 from toolkit.measure.operators import BACKWARD, CASTS, FORWARD, HEAD, Op, OperatorRecorder, Phase
-from toolkit.measure.recorder import ACTIVATIONS, WEIGHTS, Recorder
-from toolkit.measure.sample import AUTOCAST, micro_batch, one_layer_of_each_kind, quantized_weights, sample_model
+from toolkit.measure.recorder import ACTIVATIONS, WEIGHTS, Recorder, tensors_in
+from toolkit.measure.sample import (
+    AUTOCAST,
+    micro_batch,
+    objective_of,
+    one_layer_of_each_kind,
+    quantized_weights,
+    sample_model,
+)
 from toolkit.models.activation_checkpointing import checkpoint_blocks, selective_contexts
 from toolkit.models.block import Block
 from toolkit.models.cross_entropy import pointwise_cross_entropy
+from toolkit.models.distillation import CHUNK_TENSORS
 from toolkit.models.gpt import GPT
 from toolkit.models.loss import chunk_rows
+from toolkit.objectives.base import LOSS as LOSS_PART
 from toolkit.private_torch import FakeTensorMode
 
 MAX_CHUNKS = 4
@@ -59,6 +69,7 @@ class StepMemory:
         casts: Autocast's 16-bit copies of weights, before the head.
         head: More at the peak of head and loss.
         kept: What the head has made and keeps for its backward pass.
+        frozen: The peak of the forward pass of a frozen model.
         forward: The peak of the forward pass of the blocks.
         backward: The peaks of the backward pass of blocks: layers before the block, and bytes.
         end: The peak after it: the gradient of the embedding.
@@ -69,6 +80,7 @@ class StepMemory:
     casts: float
     head: float
     kept: float
+    frozen: float
     forward: float
     backward: tuple[tuple[int, float], ...]
     end: float
@@ -85,7 +97,7 @@ class StepMemory:
         return replace(self, **values, backward=tuple((layers, add(a, b)) for (layers, a), (_, b) in pairs))
 
 
-NOTHING = StepMemory(0.0, 0.0, 0.0, 0.0, 0.0, ((0, 0.0),), 0.0, 0.0)
+NOTHING = StepMemory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ((0, 0.0),), 0.0, 0.0)
 
 
 def step_memory(setup: MemoryInputs) -> StepMemory:
@@ -95,16 +107,18 @@ def step_memory(setup: MemoryInputs) -> StepMemory:
     """
     has_gradients = setup.strategy.kind == "ddp" or (setup.accumulation > 1 and setup.strategy.kind != "fsdp")
     rows, per_row = setup.micro_batch_size, setup.tokens / setup.micro_batch_size
-    chunk = chunk_rows(setup.config.padded_vocab_size // setup.tensor, torch.device(setup.device))
+    vocabulary = setup.config.padded_vocab_size // setup.tensor * (1 if setup.frozen is None else CHUNK_TENSORS)
+    chunk = chunk_rows(vocabulary, torch.device(setup.device))
     few = math.ceil(MAX_CHUNKS * chunk / per_row)
+    forward = setup.of_forward(frozen=setup.frozen)
     if rows <= 2 * few:
-        return trace_micro_step(setup, has_gradients).memory
-    a, b = (trace_micro_step(replace(setup, micro_batch_size=n), has_gradients).memory for n in (few, 2 * few))
+        return _trace(forward, has_gradients, False).memory
+    a, b = (_trace(replace(forward, micro_batch_size=n), has_gradients, False).memory for n in (few, 2 * few))
     return a.plus((rows - few) / few, b)
 
 
 def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool = False) -> Trace:
-    """Return the trace of one micro-batch. The result is cached.
+    """Return the trace of one micro-batch, without a frozen model. The result is cached.
 
     Args:
         setup: The run's memory inputs.
@@ -123,7 +137,11 @@ def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace
         if device == "cpu":
             stack.enter_context(FakeTensorMode())
         model = sample_model(replace(setup, config=config), device)
-        batch = micro_batch(setup, device)
+        batch, frozen = micro_batch(setup, device), None
+        if (inputs := setup.of_frozen()) is not None:
+            frozen = sample_model(replace(inputs, config=one_layer_of_each_kind(inputs.config)[0]), device).eval()
+            if setup.strategy.kind == "fsdp":
+                register_parametrization(frozen.lm_head, "weight", _Gather())
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained if has_gradients else ():
             if setup.has_masters:
@@ -138,18 +156,26 @@ def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace
         matrices = (p for p in model.parameters() if p.ndim > 1)
         recorder = OperatorRecorder(gradients, quantized_weights(setup, model).values(), matrices)
         recorder.track_all((*model.parameters(), *model.buffers(), *gradients), WEIGHTS)
-        recorder.track_all((value for value in batch.values() if isinstance(value, Tensor)), ACTIVATIONS)
+        recorder.track_all(frozen.parameters() if frozen is not None else (), WEIGHTS)
+        recorder.track_all(tensors_in([batch.input_ids, batch.labels, batch.packed]), ACTIVATIONS)
         _follow(model, recorder, setup.strategy.kind == "fsdp", setup.in_backward)
         if is_compiled and setup.tensor == 1:
             model.execute_with(compiled_loss=partial(_compiled_loss, recorder))
         with recorder, warnings.catch_warnings():
             with run():
-                loss_sum, _ = model(**batch)
-                loss_sum = loss_sum * 1.0
+                loss_sum = objective_of(frozen).sums(model, batch, torch.device(device))[LOSS_PART] * 1.0
             recorder.phase = Phase(BACKWARD)
             warnings.filterwarnings("ignore", ".*Disabling autocast")  # of checkpoints: _contexts enables it
             loss_sum.backward()
     return Trace(recorder.ops, counts, _memory(recorder, counts))
+
+
+class _Gather(nn.Module):
+    """Allocates what FSDP needs to gather a weight when it is read: the all-gather's buffer, then the weight."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        buffer = torch.empty_like(weight)
+        return torch.empty_like(buffer)
 
 
 def _compiled_loss(recorder: OperatorRecorder, *args: Any) -> Any:
@@ -249,9 +275,11 @@ def _memory(recorder: Recorder, counts: list[int]) -> StepMemory:
     saved = sum(size for (phase, is_cast), size in after.items() if phase.stage == FORWARD and not is_cast)
     saved += others(after, FORWARD, all_layers, [False])
     casts = sum(size for (_, is_cast), size in before.items() if is_cast) + others(before, FORWARD, all_layers, [True])
-    forward, backward, heads, ends, recomputed = [0.0], [], [0.0], [0.0], [0.0]
+    frozen, forward, backward, heads, ends, recomputed = [0.0], [0.0], [], [0.0], [0.0], [0.0]
     for stage, layer, is_block, peak, start in segments:
-        if stage == FORWARD:
+        if stage == FORWARD and layer < 0:
+            frozen.append(peak)
+        elif stage == FORWARD:
             forward.append(peak + others(before, FORWARD, range(layer + 1)))
         elif stage == HEAD:
             heads.append(peak + others(before, FORWARD, all_layers))
@@ -268,5 +296,13 @@ def _memory(recorder: Recorder, counts: list[int]) -> StepMemory:
                 ends.append(base + others(held, BACKWARD, same))
     kept = sum(size for (phase, is_cast), size in after.items() if phase.stage == HEAD and not is_cast)
     return StepMemory(
-        saved, casts, max(heads) - saved - casts, kept, max(forward), tuple(backward), max(ends), max(recomputed)
+        saved,
+        casts,
+        max(heads) - saved - casts,
+        kept,
+        max(frozen),
+        max(forward),
+        tuple(backward),
+        max(ends),
+        max(recomputed),
     )
