@@ -140,8 +140,7 @@ def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations:
     trained = [p for p in base.values() if p.requires_grad]
     weights = setup.weight_bytes * _local_elements(setup, base.values())
     # gradients of all but the last micro-batch are not in ddp's buckets
-    in_buckets = setup.ddp.gradient_as_bucket_view and (setup.accumulation == 1 or setup.sums_in_fp32)
-    copies = 1 if setup.strategy.kind != "ddp" or in_buckets else 2
+    copies = 2 if setup.strategy.kind == "ddp" and setup.accumulation > 1 and not setup.sums_in_fp32 else 1
     has_gradients_in_forward = setup.accumulation > 1 or setup.strategy.kind == "ddp"  # ddp's buckets persist
     if setup.in_backward:
         elements: float = max(p.numel() for p in trained)  # one at a time

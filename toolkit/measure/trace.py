@@ -105,7 +105,9 @@ def step_memory(setup: MemoryInputs) -> StepMemory:
 
     More rows than fill a few chunks of the loss need as much more for each row; their chunks would take long to trace.
     """
-    has_gradients = setup.strategy.kind == "ddp" or (setup.accumulation > 1 and setup.strategy.kind != "fsdp")
+    # ddp's gradients become views of buckets that exist
+    in_buckets = setup.strategy.kind == "ddp" and setup.ddp.gradient_as_bucket_view
+    has_gradients = in_buckets or (setup.accumulation > 1 and setup.strategy.kind != "fsdp")
     rows, per_row = setup.micro_batch_size, setup.tokens / setup.micro_batch_size
     vocabulary = setup.config.padded_vocab_size // setup.tensor * (1 if setup.frozen is None else CHUNK_TENSORS)
     chunk = chunk_rows(vocabulary, torch.device(setup.device))
