@@ -515,7 +515,8 @@ def test_quantized_base_counts_bits_and_scales(quantize, per_weight):
     plain, small = plan_memory(setup), plan_memory(replace(setup, quantize=quantize))
     linear = 6 * (3 * 128 * 128 + 128 * 128 + 2 * 128 * 512)
     assert plain.weights - small.weights == 2 * linear
-    assert small.quantized_base == per_weight * linear + 2 * 128 * 512  # and one dequantized layer
+    assert small.quantized_base == per_weight * linear
+    assert small.elsewhere == plain.elsewhere + 2 * 128 * 512  # a weight is dequantized in the blocks, not at the loss
 
 
 @pytest.mark.parametrize("quantize", slow_except(["bnb.nf4-dq"], ["bnb.nf4", "bnb.nf4-dq"]))
@@ -529,7 +530,7 @@ def test_quantized_base_matches_bitsandbytes(quantize):
     packed = nbytes(p for p in model.parameters() if hasattr(p, "quant_state"))
     memory = plan_memory(setup)
     assert len(states) == 4 * 6
-    assert memory.quantized_base - 2 * 128 * 512 == pytest.approx(packed + nbytes(scales), rel=0.01)
+    assert memory.quantized_base == pytest.approx(packed + nbytes(scales), rel=0.01)
     assert memory.activations == pytest.approx(saved_bytes(setup, model), rel=0.1)
 
 
@@ -583,7 +584,7 @@ def test_a_frozen_model_has_weights_and_at_the_loss_logits(precision):
         options = DistillationOptions("jsd", 0.5, 2.0, 0.5)
         loss = DistillationLoss(options, hidden, lambda: (teacher.lm_head.weight, None), None, 20_000)
         model.lm_head.loss(x, labels, compiled=loss).backward()
-    assert live.peak + hidden.nbytes == pytest.approx(0.92 * planned.logits, rel=0.12)  # chunks are of equal size
+    assert live.peak + hidden.nbytes == pytest.approx(planned.logits, rel=0.12)
     assert planned.total - alone.total == pytest.approx(planned.frozen_model + planned.logits - alone.logits)
     two = plan_memory(sharded(with_frozen, 2))
     assert two.frozen_model == planned.frozen_model / 2

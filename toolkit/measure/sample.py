@@ -112,8 +112,8 @@ def sample_model(setup: MemoryInputs, device: str, tensor_group: Any = None) -> 
 
 
 def objective_of(frozen: Any) -> Objective:
-    """Return the objective of a run with or without a frozen model. A preference loss needs as much as next tokens."""
-    objective = NextToken() if frozen is None else Distillation("")
+    """Return the objective of a run with or without a frozen model. jsd needs most of the divergences."""
+    objective = NextToken() if frozen is None else Distillation("", "jsd", temperature=2.0)
     objective.frozen = frozen
     return objective
 
@@ -132,7 +132,7 @@ def micro_batch(setup: MemoryInputs, device: str) -> Batch:
     n_rows = setup.micro_batch_size
     empty = partial(torch.empty, (n_rows, setup.seq_length), dtype=torch.int64, device=device)
     n_tokens = n_rows * setup.seq_length
-    batch = Batch(empty(), empty(), [0] * n_rows, n_tokens, n_tokens)
+    batch = Batch(empty(), empty(), [0] * n_rows, n_tokens, n_tokens, sample_keys=[0] * n_rows)
     if setup.packed:
         cu_seqlens = torch.empty(n_rows + 1, dtype=torch.int32, device=device)
         batch.packed = {"positions": empty(), "documents": empty()}
