@@ -21,7 +21,7 @@ BUDGET = {
     "data": 57_100,
     "models": 58_900,
     "checkpoints": 46_400,
-    "planning": 19_100,
+    "planning": 17_300,
     "measure": 16_500,
     "training": 36_600,
     "distributed": 24_700,
