@@ -22,7 +22,7 @@ BUDGET = {
     "models": 58_900,
     "checkpoints": 46_400,
     "planning": 17_300,
-    "measure": 16_500,
+    "measure": 16_600,
     "training": 36_600,
     "distributed": 24_700,
     "diagnostics": 14_300,

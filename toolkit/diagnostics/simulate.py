@@ -265,7 +265,7 @@ def _quantize(fabric: Fabric, model: GPT, kind: Quantize, recorder: "StepRecorde
     with mode, recorder:  # the scales are not parameters
         for name, pack in reserved.items():
             model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(pack(), False)
-        for record in recorder.live.values():
+        for record, _, _ in recorder.changes:
             record.kind = WEIGHTS
 
 
@@ -355,7 +355,7 @@ class StepRecorder(Recorder):
             self.phase = args[0].removeprefix("toolkit::")
         for kind, names in ((GATHERED, _GATHERS), (GRADIENTS, _REDUCTIONS)):
             for tensor in tensors_in((args, kwargs)) if name in names else ():
-                record = self.live.get(tensor.untyped_storage()._cdata)
+                record = self.find(tensor.untyped_storage())
                 if record is None or record.kind != WEIGHTS:
                     self.track(tensor, kind)
         if (collective := collective_of(func, out, args, kwargs)) is not None:

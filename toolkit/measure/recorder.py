@@ -1,11 +1,12 @@
 """Record the storages that operators allocate and free, on tensors without data."""
 
-import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from weakref import KeyedRef
 
 import torch
 from torch import Tensor
@@ -33,17 +34,37 @@ class Storage:
 
 
 class Recorder(TorchDispatchMode):
-    """Records allocations and frees in ``changes``: storage, bytes and phase.
-
-    Attributes:
-        phase: The current phase of the step.
-    """
+    """Records allocations and frees of storages, in their order, with the phase of the step."""
 
     def __init__(self, phase: Any) -> None:
         super().__init__()
-        self.phase = phase
-        self.changes: list[tuple[Storage, int, Any]] = []
-        self.live: dict[int, Storage] = {}
+        self._phase = phase
+        self._changes: list[tuple[Storage, int, Any]] = []
+        self._live: dict[int, tuple[Storage, Any]] = {}  # with the reference that reports the end of the storage
+        # Python discards what a weak reference's callback raises, also Ctrl-C's KeyboardInterrupt. So the callback is
+        # append, which runs no Python code, and the frees are recorded later.
+        self._freed: deque[Any] = deque()
+
+    @property
+    def phase(self) -> Any:
+        """The current phase of the step."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Any) -> None:
+        self._record_frees()
+        self._phase = phase
+
+    @property
+    def changes(self) -> list[tuple[Storage, int, Any]]:
+        """Storages, the change of their bytes, and the phase in which they changed."""
+        self._record_frees()
+        return self._changes
+
+    def find(self, storage: torch.UntypedStorage) -> Storage | None:
+        """Return the record of a storage; None if it is not recorded."""
+        self._record_frees()
+        return self._live.get(storage._cdata, (None,))[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:  # ``.item()`` in the model
@@ -61,11 +82,10 @@ class Recorder(TorchDispatchMode):
     def track(self, tensor: Tensor, kind: str = "") -> Storage:
         """Record a tensor's storage, and its kind if known."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        record = self.live.get(key)
+        record = self.find(storage)
         if record is None:
-            record = self.live[key] = Storage(self.phase)
-            weakref.finalize(storage, self._freed, key, record)
+            record, key = Storage(self.phase), storage._cdata
+            self._live[key] = record, KeyedRef(storage, self._freed.append, key)
             self._resized(record, storage.nbytes())
         if kind:
             record.kind = kind
@@ -82,7 +102,7 @@ class Recorder(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if (record := self.live.get(storage._cdata)) is not None:
+            if (record := self.find(storage)) is not None:
                 self._resized(record, storage.nbytes())
             return result
 
@@ -92,15 +112,15 @@ class Recorder(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    def _freed(self, key: int, record: Storage) -> None:
-        self._resized(record, 0)
-        if self.live.get(key) is record:
-            del self.live[key]
+    def _record_frees(self) -> None:
+        while self._freed:
+            record, _ = self._live.pop(self._freed.popleft().key)
+            self._resized(record, 0)
 
     def _resized(self, record: Storage, size: int) -> None:
         if change := size - record.size:
             record.size = size
-            self.changes.append((record, change, self.phase))
+            self._changes.append((record, change, self._phase))
 
 
 def is_wrapper(kind: type) -> bool:
