@@ -194,7 +194,7 @@ _STEPS: list[Step] = [
     _full_shard,
     _checkpointing,
     _set("precision", "bf16-master"),  # bf16 weights with fp32 masters: refused with sharding and with LoRA
-    _set("optimizer.state_dtype", "bf16", lora=False),  # refused with sharding and for optimizers without moments
+    _set("optimizer.state_dtype", "bf16", lora=False),  # refused for optimizers without moments
     _set("precision", "bf16-true", lora=True),  # the frozen base model
     _set("fsdp.cpu_offload", True, lora=False),  # slow, with the same result; for LoRA, 4-bit weights are better
     _no_accumulation,
