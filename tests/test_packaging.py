@@ -25,7 +25,7 @@ BUDGET = {
     "measure": 16_600,
     "training": 36_600,
     "distributed": 24_700,
-    "diagnostics": 14_300,
+    "diagnostics": 14_400,
     "config": 11_800,
     "inference": 8_200,
     "ui": 8_100,

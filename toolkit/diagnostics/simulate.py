@@ -306,20 +306,24 @@ class StepRecorder(Recorder):
     def __init__(self, setup: MemoryInputs) -> None:
         super().__init__("passes" if setup.strategy.layout.pipeline > 1 else "forward")
         self._offloads, self._first, self._start = setup.strategy.offloads, self.phase, 0
+        self._earlier, self._model = -1, nn.Module()
         self._calls, self._bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by collective and place
 
     def follow(self, update: Update) -> None:
         """Record the phase and the gradients of an update."""
-        complete = update.norm
+        complete, self._model = update.norm, update.model
 
         def norm() -> Tensor:
             self.phase, total = "update", complete()
-            gradients = ((p, p.grad) for p in update.model.parameters() if p.grad is not None)
-            for parameter, gradient in gradients:
-                self.track(local_shard(gradient), self._place(parameter, GRADIENTS))
+            self._track_gradients()
             return total
 
         update.norm = norm  # type: ignore[method-assign]
+
+    def _track_gradients(self) -> None:
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                self.track(local_shard(parameter.grad), self._place(parameter, GRADIENTS))
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Measure from now on, with the kinds of what exists between steps."""
@@ -338,8 +342,8 @@ class StepRecorder(Recorder):
     def track(self, tensor: Tensor, kind: str = "") -> Storage:
         """Record a tensor's storage, and its kind if known."""
         record = super().track(tensor)
-        # the head's gradient, computed with the loss, counts as the plan counts it: with the logits
-        if kind and not (kind == GRADIENTS and record.made_in == "forward"):
+        # the head's gradient, computed with the loss, counts as the plan counts it: with the logits of its micro-batch
+        if kind and not (kind == GRADIENTS and record.made_in == "forward" and record.number > self._earlier):
             record.kind = kind
         return record
 
@@ -353,6 +357,9 @@ class StepRecorder(Recorder):
         name = _name(func)
         if name == "profiler::_record_function_enter_new" and args[0] in (FORWARD, BACKWARD):
             self.phase = args[0].removeprefix("toolkit::")
+            if args[0] == FORWARD:
+                self._earlier = Storage(None).number  # what exists now is from earlier micro-batches
+                self._track_gradients()
         for kind, names in ((GATHERED, _GATHERS), (GRADIENTS, _REDUCTIONS)):
             for tensor in tensors_in((args, kwargs)) if name in names else ():
                 record = self.find(tensor.untyped_storage())
