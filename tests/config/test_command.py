@@ -289,6 +289,13 @@ def test_errors_in_a_yaml_file(text, message, tmp_path):
     assert error_of("--config", str(file)) == message.replace("FILE", str(file))
 
 
+def test_a_number_as_data_module_is_one_line(tmp_path):
+    """Not a group of another tool, although one has this name."""
+    file = tmp_path / "run.yaml"
+    file.write_text("data: 5")
+    assert error_of("--config", str(file)).startswith(f"{file}: data: 5: no such class; known are CSV, ")
+
+
 def test_options_of_adapters_name_the_command_that_has_them(tmp_path):
     file, names = tmp_path / "lora.yaml", [*parameters_of(LoRAOptions)]
     file.write_text("".join(f"{name}: 1\n" for name in names))

@@ -175,7 +175,7 @@ def test_plan_prints_the_simulation_of_many_ranks(capsys):
     simulated = json.loads(shown.out)["simulated"]
     total, planned = simulated["memory_gb"]["total"]
     assert simulated["ranks"] == 1024 and planned == pytest.approx(total, rel=0.05)
-    assert simulated["memory_gb"]["sharded weights"][0] > 0.005
+    assert simulated["memory_gb"]["weights"][0] > 0.005
 
 
 def test_what_is_not_simulated_is_one_line(monkeypatch):

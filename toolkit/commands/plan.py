@@ -14,7 +14,7 @@ from toolkit.config import TrainingCommand
 from toolkit.measure.gpus import find_gpu
 from toolkit.planning.compatibility import ROWS
 from toolkit.planning.training_options import TrainingOptions
-from toolkit.ui.plan import format_plan, plan_summary, speed_summary
+from toolkit.ui.plan import format_plan, format_simulation, plan_summary, speed_summary
 
 PROGRESS_AFTER_S = 2.0
 
@@ -49,7 +49,7 @@ def setup(
         speed: Also predict step time, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and suggest faster
             settings. Nothing is measured.
         simulate: Check the memory plan: run a step of rank 0 on tensors without data, in a layout of any size. Needs no
-            GPU and no memory; 8B parameters take about a minute, 70B several.
+            GPU and no memory; 8B parameters take about a minute, 70B several, and each accumulated micro-batch as long.
         format: Text table, or JSON.
     """
     if run is None:  # compatibility
@@ -79,14 +79,16 @@ def setup(
     summary = plan_summary(plan, device_memory_gb, host_memory_gb, advice) | {"missing": missing}
     if predicted is not None:
         summary["speed"] = speed_summary(*predicted)
+    if format == "text":
+        print(format_plan(summary), flush=True)
     if simulate:
         from toolkit.diagnostics.simulate import compare_with_plan
 
         summary["simulated"] = compare_with_plan(plan)
+        if format == "text":
+            print(format_simulation(summary["simulated"]))
     if format == "json":
         print(json.dumps(summary, indent=2))
-    else:
-        print(format_plan(summary))
 
 
 @contextmanager

@@ -96,7 +96,8 @@ def simulate(setup: MemoryInputs) -> Simulation:
     layout = setup.strategy.layout
     per_stage = layout.world_size // layout.pipeline
     stages = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
-    return max((_simulate_in_child(setup, stage * per_stage) for stage in stages), key=lambda found: found.peak)
+    simulations = (_simulate_in_child(setup, stage * per_stage) for stage in stages)
+    return max(simulations, key=lambda simulation: simulation.peak)
 
 
 def _simulate_in_child(setup: MemoryInputs, rank: int) -> Simulation:

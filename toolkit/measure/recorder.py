@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.private_torch import TorchDispatchMode, tree_leaves
 
-WEIGHTS, ACTIVATIONS = "sharded weights", "activations"
+WEIGHTS, ACTIVATIONS = "weights", "activations"
 
 
 @dataclass

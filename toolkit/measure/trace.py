@@ -92,7 +92,8 @@ class StepMemory:
         def add(a: float, b: float) -> float:
             return a + times * (b - a)
 
-        values = {f.name: add(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.type is float}
+        names = {field.name for field in fields(self)} - {"backward"}
+        values = {name: add(getattr(self, name), getattr(other, name)) for name in names}
         pairs = zip(self.backward, other.backward, strict=True)
         return replace(self, **values, backward=tuple((layers, add(a, b)) for (layers, a), (_, b) in pairs))
 

@@ -172,7 +172,7 @@ def format_plan(summary: Values) -> str:
         limit = summary["node"]["limit_gb"]
         lines.append(f"  {'of a node':15}{node:10.2f}  CPU memory; a node has {limit:,.1f} (--host_memory_gb)")
     missing = [f"Not yet complete: {message}" for message in summary.get("missing", ())]
-    return "\n".join(lines + _verdict(summary) + _speed(summary) + _simulated(summary) + missing)
+    return "\n".join(lines + _verdict(summary) + _speed(summary) + missing)
 
 
 def _speed(summary: Values) -> list[str]:
@@ -210,15 +210,12 @@ def _speed(summary: Values) -> list[str]:
     return lines
 
 
-def _simulated(summary: Values) -> list[str]:
-    """Format :func:`toolkit.diagnostics.simulate.compare_with_plan` as lines; empty without a simulation."""
-    simulated = summary.get("simulated")
-    if simulated is None:
-        return []
+def format_simulation(simulated: Values) -> str:
+    """Format :func:`toolkit.diagnostics.simulate.compare_with_plan` as a table."""
     lines = [
         "",
         f"Rank {simulated['rank']} of {simulated['ranks']}, simulated in {simulated['seconds']:.0f} s: memory at its "
-        f"peak, in the {simulated['phase']} phase, GB",
+        f"peak ({simulated['phase']}), GB",
         f"  {'':18}{'simulated':>10}{'planned':>10}",
     ]
     for name, (size, planned) in simulated["memory_gb"].items():
@@ -229,7 +226,7 @@ def _simulated(summary: Values) -> list[str]:
     lines += ["Collectives of a step: operation, mesh dimensions, calls, GB"]
     for name, dimensions, calls, size in simulated["collectives"]:
         lines.append(f"  {name:22}{dimensions:22}{calls:6}{size:10.2f}")
-    return lines
+    return "\n".join(lines)
 
 
 def _verdict(summary: Values) -> list[str]:

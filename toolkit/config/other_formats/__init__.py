@@ -34,7 +34,7 @@ _REPLACED_BY = {
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a file into other tools' groups and the rest. A ``hydra`` group needs one of minGPT's groups."""
     groups = {name: inner for name, inner in values.items() if name in FORMATS}
-    if "dataset_name" not in (groups.get("data") or {}):
+    if not (isinstance(data := groups.get("data"), Mapping) and "dataset_name" in data):
         groups.pop("data", None)  # toolkit's own
     if any(name.endswith("_config") for name in groups) and "hydra" in values:
         groups["hydra"] = values["hydra"]
