@@ -179,7 +179,7 @@ def test_run_ends_at_the_next_checkpoint_if_another_has_taken_over(corpus, tmp_p
 def test_adapters_on_a_remote_base_resume_on_a_clean_machine(corpus, tmp_path):
     """Of two ranks, which share one copy of the base; with a best checkpoint."""
     base, rows = tmp_path / "bucket" / "base", write_rows(tmp_path)
-    write_model_folder(base, lambda folder: write_base(folder, corpus) and None, "out_dir")
+    write_model_folder(base, lambda folder: write_base(folder, corpus))
     words = ["finetune_lora", f"file://{base}", "--data", "JSON", "--data.json_path", str(rows), "--devices", "2"]
     words += ["--data.val_split_fraction", "0.2", "--train.max_seq_length", "128", "--accelerator", "cpu"]
     words += ["--train.max_steps", "12", "--train.save_interval", "4", "--data.prompt_style", "alpaca"]
