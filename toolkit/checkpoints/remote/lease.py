@@ -73,7 +73,7 @@ class Lease:
     def release(self) -> None:
         """Delete the object. If that fails, it becomes stale."""
         self._ended.set()
-        self.storage.fs.retries = 1  # of s3fs: the process ends, also if the storage does not respond
+        self.storage.fs.retries = 3  # of s3fs: the process ends in a minute, also if the storage does not respond
         if self._thread is not None:
             self._thread.join()
             with suppress(StorageError):
