@@ -151,14 +151,14 @@ def test_planned_memory_is_within_5_percent_of_the_simulated(case):
     setup = inputs(*CASES[case])
     memory = plan_memory(setup)
     simulated = simulate(setup)
-    too_high = 0.13 if case == "gpipe, adapters" else 0.05  # there the gathered block is gone when activations peak
+    too_high = 0.13 if case == "gpipe, adapters" else 0.05  # there the gathered block is freed when activations peak
     assert 0.95 < (memory.total - memory.context) / simulated.peak < 1 + too_high, simulated
     if case == "hybrid":
         calls = {(name, where): n for name, where, n, _ in simulated.collectives}
         units = LLAMA.n_layer + 2  # the head stays gathered; the embedding is not needed in the backward pass
         assert calls["allgather_base", "shard"] == 2 * LLAMA.n_layer + 2
         assert calls["reduce_scatter_base", "shard"] == calls["allreduce", "replicate"] == units
-    if case == "ddp, accumulation":  # in the buckets, and those of earlier micro-batches
+    if case == "ddp, accumulation":  # in the buckets, and of earlier micro-batches
         assert simulated.memory["gradients"] == pytest.approx(memory.gradients, rel=0.01)
     if case == "middle stage":
         assert simulated.rank == 8

@@ -617,7 +617,7 @@ def test_adapters_are_sharded_with_their_block():
         for planned in (setup, sharded(setup, 2), replace(setup, strategy=replace(SINGLE, kind="ddp")))
     )
     assert two.adapters == one.adapters / 2 and two.gradients == one.gradients == one.adapters
-    assert ddp.gradients == 2 * one.gradients  # the buckets, and those of earlier micro-batches
+    assert ddp.gradients == 2 * one.gradients  # the buckets, and the gradients of earlier micro-batches
     assert two.optimizer == pytest.approx(one.optimizer / 2, rel=0.01)
     assert ddp.adapters == one.adapters and ddp.optimizer == one.optimizer
 

@@ -50,7 +50,7 @@ def suggestions(plan: RunPlan, gpu: GpuSpec, prediction: Prediction) -> list[Sug
 
 
 def _room(plan: RunPlan) -> float:
-    """Return the bytes that a changed run may take: those of "auto", or those of this run if they are more and fit."""
+    """Return the bytes that a changed run may take: as many as "auto", or as this run if it takes more and fits."""
     limit = plan.config.devices.memory
     return min(limit, max(MAX_BATCH_MEMORY_FRACTION * limit, plan.memory.total))
 
