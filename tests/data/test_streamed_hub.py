@@ -1,6 +1,7 @@
 """Streamed text from the Hugging Face hub and from object storage, against local servers."""
 
 import gzip
+import hashlib
 import io
 import re
 import threading
@@ -154,34 +155,34 @@ def test_mistakes_are_one_line(hub, tmp_path, monkeypatch):
 def test_hub_that_never_answers_is_an_error(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub_module, "_LISTING_TIMEOUT", 0.1)
     answers, asked = threading.Event(), []
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", lambda *args, **options: answers.wait(60) and [])
+    monkeypatch.setattr("huggingface_hub.HfFileSystem.glob", lambda *args, **options: answers.wait(60) and {})
     monkeypatch.setattr(hub_module, "_known_revisions", asked.append)
     hub.add("datasets/acme/names", {"train.jsonl": lines(documents(2, 0))})
     with pytest.raises(UserError, match=r"^--data.repo_id acme/names: no download from .* \(no answer\)"):
-        hub_module._tree(hub_module.Repository("acme/names", "main", hub.commit), "")
+        hub_module._find(hub_module.Repository("acme/names", "main", hub.commit), ["**"])
     answers.set()
     assert not asked  # for branches, after an error that has nothing to do with them
 
 
-def test_globs_match_as_on_the_hub():
+def test_globs_match_and_files_keep_their_keys(hub):
+    files = dict.fromkeys(("a.parquet", "x/a b.parquet", "x/y/c.parquet", "x/d.jsonl"), b"12")
+    repository = hub_module.Repository("acme/globs", "main", hub.add("datasets/acme/globs", files))
     cases = [
-        ("*.parquet", "a.parquet", True),
-        ("*.parquet", "x/a.parquet", False),
-        ("**/*.parquet", "a.parquet", True),
-        ("**/*.parquet", "x/y/a.parquet", True),
-        ("data/**", "data/x/a.parquet", True),
-        ("data/CC-*/a?.jsonl", "data/CC-1/ab.jsonl", True),
-        ("data/[ab].jsonl", "data/c.jsonl", False),
-        ("data/[!ab].jsonl", "data/c.jsonl", True),
-        ("data/[!ab].jsonl", "data/a.jsonl", False),
-        ("data/[z-a].jsonl", "data/b.jsonl", False),  # re.compile would refuse it
-        ("a.b", "a-b", False),
+        (["*.parquet"], ["a.parquet"]),
+        (["**/*.parquet"], ["a.parquet", "x/a b.parquet", "x/y/c.parquet"]),
+        (["x/**"], ["x/a b.parquet", "x/d.jsonl", "x/y/c.parquet"]),
+        (["x/[!a].jsonl", "./a.parquet", "a*"], ["a.parquet", "x/d.jsonl"]),
+        (["x/?.jsonl"], ["x/d.jsonl"]),
+        (["x/[z-a].jsonl", "none/*", "none.jsonl"], []),
     ]
 
-    def check(glob, name, is_match):
-        assert (hub_module._compile(glob).fullmatch(name) is not None) == is_match
+    def check(globs, expected):
+        assert [file.name for file in hub_module._find(repository, globs)] == expected
 
     check_each(check, cases)
+    (file,) = hub_module._find(repository, ["x/a*"])
+    assert file.url == f"hf://datasets/acme/globs@{repository.commit}/x/a%20b.parquet"
+    assert (file.name, file.size, file.version) == ("x/a b.parquet", 2, hashlib.sha1(b"12").hexdigest())
 
 
 PRESETS = {  # the files of each dataset's repository, as far as they matter

@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 _API = re.compile(
@@ -101,6 +102,11 @@ class _Handler(BaseHTTPRequestHandler):
             if below and not found:
                 return self.error(404, "EntryNotFound")
             answer = [{"type": "file", "path": n, "size": len(b), "oid": _sha1(b)} for n, b in found.items()]
+            folders = {str(parent) for name in found for parent in PurePosixPath(name).parents[:-1]}
+            paths = sorted(path for path in folders if path.startswith(below))
+            answer += [{"type": "directory", "path": path, "size": 0, "oid": _sha1(path.encode())} for path in paths]
+            if "recursive=true" not in urlsplit(self.path).query.lower():
+                answer = [entry for entry in answer if "/" not in entry["path"].removeprefix(below)]
         else:
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             answer = {

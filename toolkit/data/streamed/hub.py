@@ -4,16 +4,14 @@ The README's ``configs`` name the subsets. Without them, splits are recognized b
 library (https://huggingface.co/docs/hub/datasets-file-names-and-splits). No repository code is run.
 """
 
-import fnmatch
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
-from huggingface_hub.hf_api import RepoFile
 
 from toolkit.data.base import Values
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
@@ -52,20 +50,23 @@ def open_repository(repo_id: str, revision: str) -> Repository:
 
 
 def list_split(repository: Repository, subset: str | None, split: str) -> SourceFiles:
-    where = f"--data.repo_id {repository.repo_id}"
-    patterns = _patterns(repository, subset)
+    """List the files of a split, by the README's configs or by words in file names."""
+    config = _config(repository, subset)
+    folder, patterns = config.get("data_dir"), config.get("data_files")
+    prefix = f"{folder.strip('/')}/" if isinstance(folder, str) and folder.strip("/.") else ""
+    of_split: Values  # files, or globs of the README
     if patterns is None:
-        by_split = _split_by_name(_tree(repository, ""))
-        if subset is not None:
-            raise UserError(f"--data.subset {subset}: {repository.repo_id} has no subsets; remove it")
+        of_split = _split_by_name(_find(repository, [f"{prefix}**"]))
     else:
-        by_split = {name: list(_match(repository, globs)) for name, globs in patterns.items()}
-    if split not in by_split:
-        splits = f"it has {join_first(sorted(by_split))}" if by_split else "it has no files of a supported format"
+        of_split = _globs_by_split(patterns, repository)
+    if split not in of_split:
+        splits = f"it has {join_first(sorted(of_split))}" if of_split else "it has no files of a supported format"
         raise UserError(f"--data.split {split}: {repository.repo_id} has no such split; {splits}")
-    if not by_split[split]:
+    files = of_split[split] if patterns is None else _find(repository, [prefix + glob for glob in of_split[split]])
+    where = f"--data.repo_id {repository.repo_id}"
+    if not files:
         raise UserError(f"{where}: split {split} has no files; give another --data.split")
-    return require_text(by_split[split], where)
+    return require_text(files, where)
 
 
 def list_url(url: str, option: str) -> SourceFiles:
@@ -77,18 +78,20 @@ def list_url(url: str, option: str) -> SourceFiles:
     if (match := _URL.fullmatch(url)) is None:
         raise UserError(f"{where}: must be hf://datasets/ORGANIZATION/NAME[@REVISION]/FILES")
     repository = open_repository(match["repo"], (match["revision"] or "main").replace("%2F", "/"))
-    if not (files := list(_match(repository, [match["pattern"]]))):
+    if not (files := _find(repository, [match["pattern"]])):
         raise UserError(f"{where}: no file matches; check the pattern")
     return require_text(files, where)
 
 
-def _patterns(repository: Repository, subset: str | None) -> dict[str, list[str]] | None:
-    """Return {split: globs} of a subset from the README, or None if the README names no files."""
+def _config(repository: Repository, subset: str | None) -> Values:
+    """Return a subset's entry in the README, or {} if the README names no files."""
     configs = {
         str(c.get("config_name", "default")): c for c in _configs(repository) if "data_files" in c or "data_dir" in c
     }
+    if not configs and subset is None:
+        return {}
     if not configs:
-        return None
+        raise UserError(f"--data.subset {subset}: {repository.repo_id} has no subsets; remove it")
     name = subset
     if name is None:
         defaults = [n for n, c in configs.items() if n == "default" or c.get("default") is True]
@@ -96,15 +99,10 @@ def _patterns(repository: Repository, subset: str | None) -> dict[str, list[str]
     if name not in configs:
         problem = "must be given" if subset is None else f"{subset}: no such subset"
         raise UserError(f"--data.subset {problem}; {repository.repo_id} has {join_first(sorted(configs), 20)}")
-    folder, files = configs[name].get("data_dir"), configs[name].get("data_files")
-    prefix = f"{folder.strip('/')}/" if isinstance(folder, str) and folder.strip("/.") else ""
-    if files is None:
-        by_name = _split_by_name(_tree(repository, prefix.rstrip("/")))
-        return {split: [file.name for file in files_of_split] for split, files_of_split in by_name.items()}
-    return {split: [prefix + glob for glob in globs] for split, globs in _by_split(files, repository).items()}
+    return configs[name]
 
 
-def _by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
+def _globs_by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
     """Normalize ``data_files`` (a glob, a list of globs, or splits with globs) to {split: globs}."""
 
     def as_globs(value: Any) -> list[str]:
@@ -154,35 +152,27 @@ def _split_by_name(files: SourceFiles) -> dict[str, SourceFiles]:
     return files_of_split or ({"train": supported} if supported else {})
 
 
-def _match(repository: Repository, globs: Sequence[str]) -> Iterator[SourceFile]:
-    """Yield the files that match any glob, once each and sorted by name."""
-    files_of_split: dict[str, SourceFile] = {}
-    for glob in globs:
-        glob = glob.removeprefix("./")
-        pattern, fixed = _compile(glob), re.split(r"[*?\[{]", glob)[0].rpartition("/")[0]
-        files_of_split |= {file.name: file for file in _tree(repository, fixed) if pattern.fullmatch(file.name)}
-    yield from (files_of_split[name] for name in sorted(files_of_split))
+def _find(repository: Repository, globs: Sequence[str]) -> SourceFiles:
+    """Return the files that match any glob, once each and sorted by name.
 
+    Globs match as in the datasets library: ``*`` within a folder, ``**`` across folders.
+    """
+    root = f"datasets/{repository.repo_id}@{repository.commit}"
 
-def _compile(glob: str) -> re.Pattern[str]:
-    """Translate a glob to a regex: ``*`` matches within a folder, ``**`` across folders."""
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", glob)
-    special = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    # fnmatch.translate turns [!a] into (?s:[^a])\Z, and any brackets into a valid regex
-    return re.compile("".join(special.get(p) or fnmatch.translate(p)[4:].rpartition(")")[0] for p in parts))
+    def find() -> dict[str, Values]:
+        fs = HfFileSystem(skip_instance_cache=True)
+        found: dict[str, Values] = {}
+        for glob in globs:
+            found |= fs.glob(f"{root}/{glob.removeprefix('./')}", detail=True)
+        return found
 
-
-def _tree(repository: Repository, folder: str) -> SourceFiles:
-    repo_id, commit = repository.repo_id, repository.commit
-    with _hub_errors(repo_id, repository.revision):
-        try:
-            options: Values = {"recursive": True, "revision": commit, "repo_type": "dataset"}
-            entries = call_with_timeout(_LISTING_TIMEOUT, lambda: [*HfApi().list_repo_tree(repo_id, folder, **options)])
-            files = [entry for entry in entries if isinstance(entry, RepoFile)]
-        except EntryNotFoundError:
-            return []
-    base = f"hf://datasets/{repo_id}@{commit}/"
-    return [SourceFile(base + quote(f.path), f.path, f.size, f.blob_id) for f in sorted(files, key=lambda f: f.path)]
+    with _hub_errors(repository.repo_id, repository.revision):
+        infos = sorted(call_with_timeout(_LISTING_TIMEOUT, find).items())
+    return [
+        SourceFile(f"hf://{root}/{quote(name)}", name, info["size"], info["blob_id"])
+        for name, info in ((path.removeprefix(f"{root}/"), info) for path, info in infos)
+        if info["type"] == "file"
+    ]
 
 
 @contextmanager
