@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from toolkit.config.checks import require_not_negative
@@ -44,6 +45,22 @@ Packing = Literal["none", "best_fit"]
 
 # What a row of instruction data is: a text with answers, or preferences: pairs of completions, or rated completions.
 RowKind = Literal["answers", "pairs", "rated"]
+
+
+class TextPaths(NamedTuple):
+    """Text files of a data module.
+
+    Args:
+        train: Training text files. If ``val`` is None, the end of the text is held out.
+        train_option: The option that set ``train``, such as ``--data.train_data_path corpus``.
+        val: Validation text files, or None.
+        val_option: The option that set ``val`` or the held-out fraction; by default, ``--data.val_fraction``.
+    """
+
+    train: list[Path]
+    train_option: str
+    val: list[Path] | None = None
+    val_option: str = ""
 
 
 class TokenDataset(Protocol):
@@ -235,6 +252,11 @@ def trained_vocabulary(module: Any) -> Any:
 def cache_prefix(module: DataModule) -> str:
     """Return the beginning of the names of a data module's cache folders, such as text_files for TextFiles."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(module).__name__).lower()
+
+
+def held_out_fraction(option: float | None, val: Any) -> float:
+    """Return the fraction of the training data to hold out: by the option, or none with validation data."""
+    return 0.0 if val is not None else DEFAULT_VAL_FRACTION if option is None else option
 
 
 def require_val_fraction(module: Any, name: str) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.data.base import (
-    DEFAULT_VAL_FRACTION,
     DataModule,
     OnLong,
     Packing,
@@ -14,6 +13,7 @@ from toolkit.data.base import (
     RowKind,
     TrainOn,
     cache_prefix,
+    held_out_fraction,
     require,
     require_val_fraction,
 )
@@ -119,7 +119,7 @@ class InstructionData(DataModule):
             on_long=self.on_long,
             packing=self.packing,
             max_seq_length=max_seq_length,
-            val_fraction=0.0 if splits.val is not None else (DEFAULT_VAL_FRACTION if fraction is None else fraction),
+            val_fraction=held_out_fraction(fraction, splits.val),
             cache_dir=self.cache_dir,
         )
         return prepare_sft(config, report)

@@ -33,7 +33,7 @@ from toolkit.data.cache import (
 )
 from toolkit.data.streamed.files import SourceFile
 from toolkit.data.streamed.segments import BrokenFileError, Part, plan_segments, read_part
-from toolkit.data.text.documents import DocumentEnds, TextChunk, batches, tokenize
+from toolkit.data.text.documents import DocumentEnds, TextChunk, tokenize
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import DataError
@@ -225,8 +225,7 @@ class Stream:
         writer, broken = TokenWriter(folder, token_dtype(self.tokenizer.vocab_size)), dict[str, str]()
         documents = size = 0
         report_progress = throttle(report)
-        texts = batches(segment_texts(self.source, number, broken), self.tokenizer.splits_at_newlines())
-        for chunks, ids in tokenize(texts, self.tokenizer, self.source.ends):
+        for chunks, ids in tokenize(segment_texts(self.source, number, broken), self.tokenizer, self.source.ends):
             writer.add(ids)
             documents += sum(chunk.ends_document for chunk in chunks)
             size += sum(len(chunk.text.encode()) for chunk in chunks)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.config.checks import require_positive
-from toolkit.data.base import AUTO, AddBos, PreparedData, Report, require
+from toolkit.data.base import AUTO, AddBos, PreparedData, Report, TextPaths, require
 from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
-from toolkit.data.text.text_files import FileText, TextPaths
+from toolkit.data.text.text_files import FileText
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url

@@ -14,7 +14,9 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 
 from toolkit.data.base import AUTO, AddBos, AddedBos, Report, require
+from toolkit.data.cache import throttle
 from toolkit.data.tokenizer import END_OF_TEXT, Tokenizer, is_parallel, one_thread_per_call, train_bpe
+from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
 
 _READ_SIZE = 1 << 20
@@ -88,6 +90,10 @@ def _hash(path: Path, option: str) -> Document:
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be read: {error.strerror}") from error
     return Document(digest.hexdigest(), size - crlf - has_bom * len(BOM_UTF8), path, option, crlf, has_bom, tail)
+
+
+def text_bytes(documents: list[Document]) -> int:
+    return sum(document.size for document in documents)
 
 
 def describe_changes(documents: list[Document]) -> str | None:
@@ -214,8 +220,24 @@ def _first_characters(chunks: Iterable[TextChunk], limit: int) -> Iterator[str]:
         limit -= len(chunk.text)
 
 
-def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer, ends: DocumentEnds = "") -> Iterator[Tokenized]:
-    """Yield each batch and its token ids, (n,) int64. The first chunk begins a document; eos follows complete ones.
+def write_text(
+    writer: TokenWriter,
+    documents: list[Document],
+    tokenizer: Tokenizer,
+    ends: DocumentEnds,
+    report: Report,
+    limit: int | None = None,
+) -> None:
+    """Tokenize and write documents, at most ``limit`` bytes of text."""
+    total, done, report_progress = limit or text_bytes(documents), 0, throttle(report)
+    for batch, ids in tokenize(read_chunks(documents, limit), tokenizer, ends):
+        writer.add(ids)
+        done += sum(len(chunk.text) for chunk in batch)
+        report_progress(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
+
+
+def tokenize(chunks: Iterable[TextChunk], tokenizer: Tokenizer, ends: DocumentEnds = "") -> Iterator[Tokenized]:
+    """Yield batches of chunks and their token ids, (n,) int64. The first begins a document; eos follows complete ones.
 
     If the tokenizers library may use all cores, a thread pool tokenizes batches, to overlap with reading, conversion
     and writing. Without this overlap, the library's threads are about as fast.
@@ -239,7 +261,7 @@ def tokenize(batches: Iterable[list[TextChunk]], tokenizer: Tokenizer, ends: Doc
 
     def jobs() -> Iterator[tuple[list[TextChunk], bool]]:
         starts = True
-        for batch in batches:
+        for batch in batches(chunks, tokenizer.splits_at_newlines()):
             yield batch, starts
             starts = batch[-1].ends_document
 

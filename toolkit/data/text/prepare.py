@@ -13,31 +13,36 @@ hit, and changed text a miss. All block sizes share the same tokens.
 import hashlib
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.base import AddBos, PreparedData, Report, Values, Vocabulary
+from toolkit.data.base import (
+    PreparedData,
+    Report,
+    TextPaths,
+    Values,
+    Vocabulary,
+    cache_prefix,
+    held_out_fraction,
+    trained_vocabulary,
+)
 from toolkit.data.cache import (
     ANNOUNCE_BYTES,
     choose_cache_dir,
     hash_inputs,
     load_or_prepare,
     read_manifest,
-    throttle,
     write_manifest,
 )
 from toolkit.data.text.documents import (
-    Document,
-    DocumentEnds,
     added_bos,
-    batches,
     choose_ends,
     describe_changes,
     fingerprint,
     read_chunks,
-    tokenize,
+    text_bytes,
     train_tokenizer,
+    write_text,
 )
 from toolkit.data.tokenizer import Tokenizer, collect_characters
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
@@ -47,74 +52,62 @@ from toolkit.io.atomic import write_atomic
 CODE_VERSION = 3  # increment if the same text and options produce different rows
 
 
-@dataclass(frozen=True)
-class TextSources:
-    """Text files and preparation options.
-
-    Args:
-        train: Training text files. If ``val`` is None, the end of the text is held out.
-        train_option: The option that set ``train``, such as ``--data.train_data_path corpus``.
-        val: Validation text files, or None.
-        val_option: The option that set ``val`` or the held-out fraction.
-        val_fraction: Fraction of ``train`` tokens to hold out; 0 with ``val``.
-        module: Prefix of the cache folder name.
-        vocab_size: Vocabulary size of the BPE tokenizer to train if there is no tokenizer; or "characters".
-        text_fraction: Fraction of the ``train`` text to use, from the start.
-        add_bos: The option ``--data.add_bos``.
-    """
-
-    train: list[Path]
-    train_option: str
-    val: list[Path] | None
-    val_option: str
-    val_fraction: float
-    module: str
-    vocab_size: Vocabulary
-    text_fraction: float
-    add_bos: AddBos
-    cache_dir: str | None
-
-
 def prepare_text(
-    sources: TextSources, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
+    options: Any, paths: TextPaths, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
 ) -> PreparedData:
-    """Load prepared rows from the cache, or prepare them."""
+    """Load prepared rows from the cache, or prepare them. ``options`` is the data module, a ``FileText``."""
     start = time.perf_counter()
-    train = fingerprint(sources.train, sources.train_option)
-    val = [] if sources.val is None else fingerprint(sources.val, sources.val_option)
-    texts = train + val
+    train = fingerprint(paths.train, paths.train_option)
+    val = None if paths.val is None else fingerprint(paths.val, paths.val_option)
+    texts = train + (val or [])
     if changes := describe_changes(texts):
         report(f"Data: {changes}")
-    ends = choose_ends(sources.add_bos, tokenizer, (d.tail.decode(errors="ignore") for d in texts), report)
+    ends = choose_ends(options.add_bos, tokenizer, (d.tail.decode(errors="ignore") for d in texts), report)
+    vocab_size: Vocabulary = trained_vocabulary(options) or "characters"
+    share, held_out = options.text_fraction, held_out_fraction(options.val_fraction, val)
     inputs: Values = {
         "code": CODE_VERSION,
         "train": [d.sha256 for d in train],
-        "val": None if sources.val is None else [d.sha256 for d in val],
-        "tokenizer": ["trained", sources.vocab_size] if tokenizer is None else tokenizer.fingerprint,
-        "val_fraction": sources.val_fraction,
+        "val": None if val is None else [d.sha256 for d in val],
+        "tokenizer": ["trained", vocab_size] if tokenizer is None else tokenizer.fingerprint,
+        "val_fraction": held_out,
     }
-    if sources.text_fraction < 1:
-        inputs["text_share"] = sources.text_fraction
+    if share < 1:
+        inputs["text_share"] = share
     if ends:
         inputs["ends"] = ends
     key = hash_inputs(inputs)
-    folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
+    folder = choose_cache_dir(options.cache_dir) / f"{cache_prefix(options)}-{key[:16]}"
 
     def make(temporary: Path) -> None:
-        active = tokenizer or _train_tokenizer(sources, train, val, report)
+        active, n_bytes = tokenizer, text_bytes(train)
+        if active is None and vocab_size == "characters":
+            # Include the held-out text; otherwise its new characters would be unknown.
+            active = collect_characters(chunk.text for chunk in read_chunks(texts))
+            report(f"Data: the text has {active.vocab_size - 2:,} different characters, each one token")
+        elif active is None:  # exclude the end of the text, which is held out
+            active = train_tokenizer(read_chunks(train), int(share * (1 - held_out) * n_bytes), int(vocab_size), report)
         active.save(temporary / "tokenizer")
-        facts = _write_tokens(temporary, sources, (train, val), active, ends, report)
-        write_manifest(temporary, {"key": key, "tokenizer": active.fingerprint, **facts})
+        writer = TokenWriter(temporary, token_dtype(active.vocab_size))
+        # bytes; a UTF-8 character has up to 4
+        write_text(writer, train, active, ends, report, max(4, round(share * n_bytes)) if share < 1 else None)
+        n_train = writer.n_tokens
+        write_text(writer, val or [], active, ends, report)
+        n_all, n_held_out = writer.finish(), int(n_train * held_out)
+        val_tokens = [n_train - n_held_out, n_train] if held_out else None
+        splits = {"train": [0, n_train - n_held_out], "val": val_tokens if val is None else [n_train, n_all]}
+        facts = {"tokenizer": active.fingerprint, "largest_token": writer.largest_token, "splits": splits}
+        write_manifest(temporary, {"key": key, **facts})
 
     prepared, is_cached = load_or_prepare(
         folder,
-        f"{len(texts):,} documents, {sum(document.size for document in texts) / 1e6:.1f} MB",
+        f"{len(texts):,} documents, {text_bytes(texts) / 1e6:.1f} MB",
         lambda: _open(folder, key, tokenizer, max_seq_length + 1, report),
         make,
         report,
     )
-    _require_block(prepared.train, sources.train_option, "training tokens")
-    _require_block(prepared.val, sources.val_option, "held-out tokens")
+    _require_block(prepared.train, paths.train_option, "training tokens")
+    _require_block(prepared.val, paths.val_option or f"--data.val_fraction {held_out}", "held-out tokens")
     prepared.added_bos = added_bos(ends, prepared.tokenizer)
     how = f"using cached {folder}:" if is_cached else "prepared"
     report(f"Data: {how} {prepared.summary} ({time.perf_counter() - start:.1f} s)")
@@ -127,9 +120,6 @@ def _require_block(rows: Any, option: str, what: str) -> None:
             f"{option}: {rows.n_tokens:,} {what}, but one row needs {rows.block_size:,} (--train.max_seq_length + 1);"
             " reduce --train.max_seq_length, provide more text, or change the held-out share"
         )
-
-
-# ---- reading
 
 
 def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, report: Report) -> PreparedData:
@@ -171,45 +161,3 @@ def _summary(train: BlockDataset, val: BlockDataset | None, tokenizer: Tokenizer
     n_tokens = train.n_tokens + (0 if val is None else val.n_tokens)
     size = f"{n_tokens / 1e6:.2f} M tokens, vocabulary size {tokenizer.vocab_size:,}"
     return f"{size} in blocks of {train.block_size:,}: {describe('train', train)}; {describe('val', val)}"
-
-
-# ---- writing
-
-
-def _train_tokenizer(sources: TextSources, train: list[Document], val: list[Document], report: Report) -> Tokenizer:
-    if sources.vocab_size == "characters":
-        # Include the held-out text; otherwise its new characters would be unknown.
-        tokenizer = collect_characters(chunk.text for chunk in read_chunks(train + val))
-        report(f"Data: the text has {tokenizer.vocab_size - 2:,} different characters, each one token")
-        return tokenizer
-    # Exclude the end of the text, which is held out.
-    share = sources.text_fraction * (1 - sources.val_fraction) * sum(d.size for d in train)
-    return train_tokenizer(read_chunks(train), int(share), sources.vocab_size, report)
-
-
-def _write_tokens(
-    folder: Path,
-    sources: TextSources,
-    texts: tuple[list[Document], list[Document]],
-    tokenizer: Tokenizer,
-    ends: DocumentEnds,
-    report: Report,
-) -> Values:
-    """Tokenize and write the documents. Return what the manifest says about the tokens."""
-    writer, sizes = TokenWriter(folder, token_dtype(tokenizer.vocab_size)), list[int]()
-    for documents in texts:
-        total, done, report_progress, limit = sum(d.size for d in documents), 0, throttle(report), None
-        if sources.text_fraction < 1 and documents is texts[0]:
-            total = limit = max(4, round(sources.text_fraction * total))  # bytes; a UTF-8 character has up to 4
-        chunks = read_chunks(documents, limit)
-        for batch, ids in tokenize(batches(chunks, tokenizer.splits_at_newlines()), tokenizer, ends):
-            writer.add(ids)
-            done += sum(len(chunk.text) for chunk in batch)
-            report_progress(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
-        sizes.append(writer.n_tokens)
-    writer.finish()
-    n_train, n_all = sizes
-    held_out = int(n_train * sources.val_fraction)
-    val = [n_train - held_out, n_train] if sources.val_fraction else None
-    splits = {"train": [0, n_train - held_out], "val": val if sources.val is None else [n_train, n_all]}
-    return {"largest_token": writer.largest_token, "splits": splits}

@@ -4,17 +4,16 @@ import glob
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from toolkit.data.base import (
     AUTO,
-    DEFAULT_VAL_FRACTION,
     AddBos,
     DataModule,
     PreparedData,
     Report,
+    TextPaths,
     Vocabulary,
-    cache_prefix,
     require,
     require_val_fraction,
     trained_vocabulary,
@@ -22,15 +21,6 @@ from toolkit.data.base import (
 from toolkit.data.text import python_stdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-
-
-class TextPaths(NamedTuple):
-    """Text files, see :class:`~toolkit.data.text.prepare.TextSources`."""
-
-    train: list[Path]
-    train_option: str
-    val: list[Path] | None = None
-    val_option: str = ""
 
 
 class FileText(DataModule):
@@ -56,21 +46,9 @@ class FileText(DataModule):
         """Return the files."""
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        from toolkit.data.text.prepare import TextSources, prepare_text
+        from toolkit.data.text.prepare import prepare_text
 
-        paths = self.find_text(report)
-        fraction = DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
-        sources = TextSources(
-            *paths[:3],
-            val_option=paths.val_option or f"--data.val_fraction {fraction}",
-            val_fraction=fraction if paths.val is None else 0.0,
-            module=cache_prefix(self),
-            vocab_size=trained_vocabulary(self) or "characters",
-            text_fraction=self.text_fraction,
-            add_bos=self.add_bos,
-            cache_dir=self.cache_dir,
-        )
-        return prepare_text(sources, tokenizer, max_seq_length, report)
+        return prepare_text(self, self.find_text(report), tokenizer, max_seq_length, report)
 
 
 @dataclass
