@@ -21,7 +21,7 @@ from toolkit.cli import main
 from toolkit.config import TrainArgs
 from toolkit.data import SyntheticTokens
 from toolkit.data.batch import choose_padding
-from toolkit.data.tokens.in_memory import InMemoryData
+from toolkit.data.tokens.rows import InMemoryDataset
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
@@ -455,12 +455,12 @@ BLOCKS = [torch.arange(i, i + 13) % 64 for i in range(40)]
     ids=["tensor", "TensorDataset", "arrays", "lists", "dicts"],
 )
 def test_all_row_formats_give_the_same_rows(rows):
-    ready = InMemoryData(rows, None, 0, None)
-    row = ready.train[3]
+    ready = InMemoryDataset("dataset", rows, None)
+    row = ready[3]
     assert row["input_ids"].dtype == row["labels"].dtype == torch.int64
     assert row["input_ids"].tolist() == list(range(3, 15)) and row["labels"].tolist() == list(range(4, 16))
-    assert ready.content_key == InMemoryData(BLOCKS, None, 0, None).content_key
-    assert InMemoryData(rows, None, 0, 5).train[3]["labels"].tolist() == [4, 5, 6, 7, 8]
+    assert ready.key == InMemoryDataset("dataset", BLOCKS, None).key
+    assert InMemoryDataset("dataset", rows, 5)[3]["labels"].tolist() == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(

@@ -460,7 +460,7 @@ def test_template_file_overrides_config_and_lists_use_their_default(make):
     [
         ({}, None, "--data.prompt_style: .*has no chat template.*alpaca, chatml"),
         ({}, "chatlm", "--data.prompt_style chatlm: must be one of .*did you mean 'chatml'"),
-        ({"chat_template": [{"name": "rag", "template": "x"}]}, None, "named 'default'"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, None, "has no chat template"),
         (
             {"template": "{% for m in messages %}"},
             None,

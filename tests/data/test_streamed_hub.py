@@ -134,7 +134,10 @@ def test_mistakes_are_one_line(hub, tmp_path, monkeypatch):
             "--data.split train: acme/images has no such split; it has no files of a supported",
         ),
         ({"repo_id": REPO, "split": "test"}, "--data.split test: acme/text has no such split; it has train"),
-        ({"repo_id": REPO, "revision": "v9"}, "--data.revision v9: no such branch, .* of acme/text; it has main, v2"),
+        (
+            {"repo_id": REPO, "revision": "v9"},
+            "--data.revision v9: no such branch, .* of acme/text; see http://.*/datasets/acme/text/tree/main",
+        ),
         ({"repo_id": "acme/none"}, "--data.repo_id acme/none: no such dataset at"),
         ({"repo_id": "a/b/c"}, "--data.repo_id a/b/c: not a valid hub name"),
         ({"repo_id": "acme/gated"}, "--data.repo_id acme/gated: is gated; accept its license at .*hf auth login"),
@@ -154,14 +157,12 @@ def test_mistakes_are_one_line(hub, tmp_path, monkeypatch):
 
 def test_hub_that_never_answers_is_an_error(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub_module, "_LISTING_TIMEOUT", 0.1)
-    answers, asked = threading.Event(), []
+    answers = threading.Event()
     monkeypatch.setattr("huggingface_hub.HfFileSystem.glob", lambda *args, **options: answers.wait(60) and {})
-    monkeypatch.setattr(hub_module, "_known_revisions", asked.append)
     hub.add("datasets/acme/names", {"train.jsonl": lines(documents(2, 0))})
     with pytest.raises(UserError, match=r"^--data.repo_id acme/names: no download from .* \(no answer\)"):
         hub_module._find(hub_module.Repository("acme/names", "main", hub.commit), ["**"])
     answers.set()
-    assert not asked  # for branches, after an error that has nothing to do with them
 
 
 def test_globs_match_and_files_keep_their_keys(hub):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -238,6 +239,25 @@ def choose_seq_length(data: DataModule, option: int | None, flag: str) -> int | 
 def require(ok: bool, name: str, value: Any, hint: str) -> None:
     """Raise UserError for ``--data.<name>`` unless ``ok``."""
     require_option(ok, f"data.{name}", value, hint)
+
+
+def require_one(module: Any, name: str, other: str) -> None:
+    """Raise UserError if two options that exclude each other are set."""
+    value = getattr(module, other)
+    hint = f"is not supported with --data.{other} {value}; remove one of them"
+    require(getattr(module, name) is None or value is None, name, getattr(module, name), hint)
+
+
+@contextmanager
+def file_errors(option: str, path: Path, hint: str = "convert it") -> Iterator[None]:
+    """Turn errors of reading a text file into a one-line UserError."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        where = f"{option}: {path} is not UTF-8 text ({error.reason} at byte {error.start})"
+        raise UserError(f"{where}; {hint}") from error
+    except OSError as error:
+        raise UserError(f"{option}: {path} cannot be read: {error.strerror or error}") from error
 
 
 def trained_vocabulary(module: Any) -> Any:

@@ -24,19 +24,16 @@ def describe_hub_error(
     revision: str,
     *,
     kind: str = "model",
-    option: str = "",
-    hint: str = "",
     is_upload: bool = False,
 ) -> str:
     """Return a one-line message for an error of :func:`hub_error_types`, without credentials.
 
     Args:
-        kind: Repository type, "model" or "dataset".
-        option: Option prefix, such as ``--data.``.
-        hint: What to do if the revision does not exist; by default, a link to the repository.
+        kind: Repository type, "model" or "dataset", whose options begin with ``--data.``.
         is_upload: Whether ``--push_to_hub`` failed, not a download.
     """
-    where, hub = f"--push_to_hub {repo_id}" if is_upload else f"{option}repo_id {repo_id}", hub_url()
+    option, hub = "--data." if kind == "dataset" else "", hub_url()
+    where = f"--push_to_hub {repo_id}" if is_upload else f"{option}repo_id {repo_id}"
     page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
     verb, noun = ("write to", "upload") if is_upload else ("read", "download")
     causes = list(causes_of(error))
@@ -51,8 +48,7 @@ def describe_hub_error(
     if has(errors.RepositoryNotFoundError) and not is_upload:
         return f"{where}: no such {kind} at {hub}, or a private one; check the name, or {login}"
     if has(errors.RevisionNotFoundError):
-        see = hint or f"see {page}/tree/main"
-        return f"{option or '--'}revision {revision}: no such branch, tag or commit of {repo_id}; {see}"
+        return f"{option or '--'}revision {revision}: no such branch, tag or commit of {repo_id}; see {page}/tree/main"
     if status in (401, 403):
         return f"{where}: {hub} refuses the token (status {status}); {login} to one that may {verb} it"
     if has(errors.OfflineModeIsEnabled):

@@ -17,9 +17,8 @@ from toolkit.checkpoints.store import FINAL
 from toolkit.config import AUTO, TrainingCommand, none_if_auto
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data.base import DataModule
-from toolkit.data.tokens.in_memory import InMemoryData
-from toolkit.data.tokens.iterable import IN_ORDER, IterableData, is_iterable, is_loader
-from toolkit.data.tokens.rows import PythonData
+from toolkit.data.tokens.iterable import IN_ORDER, is_iterable, is_loader, iterable_rows
+from toolkit.data.tokens.rows import InMemoryDataset, PythonData
 from toolkit.distributed import ranks
 from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import PeerShutdownError, UserError
@@ -202,14 +201,15 @@ def _read_data(
         if isinstance(module, LossWrapper) and train.max_seq_length == AUTO:
             raise UserError("train.max_seq_length: must be set, because the model's context length is unknown")
         return options.data if dataset is None else dataset
-    ready: PythonData
+    rows: Any
     max_length = none_if_auto(train.max_seq_length)
     if is_iterable(dataset):
         if num_workers:
             raise UserError(f"num_workers {num_workers}: {IN_ORDER}")
-        ready = IterableData(dataset, val_dataset, max_length, allow_duplicates)
+        rows = iterable_rows(dataset, max_length, allow_duplicates)
     else:
-        ready = InMemoryData(dataset, val_dataset, num_workers, max_length)
+        rows = InMemoryDataset("dataset", dataset, max_length)
+    ready = PythonData(rows, val_dataset, max_length, num_workers)
     other_limits = (train.max_steps, train.epochs, train.max_time)
     if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
         raise UserError(

@@ -3,7 +3,9 @@
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+from toolkit.data.base import file_errors
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, did_you_mean
 
@@ -35,7 +37,7 @@ def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
     require_style(style)
     source = (_STYLES / f"{style}.jinja").read_text(encoding="utf-8")
     name, notes = f"--data.prompt_style {style}", []
-    if tokenizer_template(tokenizer, strict=False) is not None:
+    if tokenizer_template(tokenizer) is not None:
         notes.append(name + _OVERRIDES)
     if not tokenizer.adds_bos:
         source = source.replace(_BEGIN, _NO_BEGIN)
@@ -57,43 +59,28 @@ def read_template(tokenizer: Tokenizer, path: str) -> tuple[str, str, list[str]]
         raise UserError(
             f"{name}: {'not a regular file' if file.exists() else 'no such file'}; provide a jinja template"
         )
-    try:
+    with file_errors(name, file):
         source = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}: is not UTF-8; convert it") from error
-    except OSError as error:
-        raise UserError(f"{name}: cannot be read: {error.strerror or error}") from error
-    tokenizer_source = tokenizer_template(tokenizer, strict=False)
+    tokenizer_source = tokenizer_template(tokenizer)
     return source, name, [name + _OVERRIDES] if tokenizer_source is not None and tokenizer_source[1] != source else []
 
 
 def has_tool_template(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer has a separate ``tool_use`` template for conversations with tools."""
-    setting = tokenizer.settings(CONFIG_FILE).get("chat_template")
-    named = setting if isinstance(setting, list) else []
-    return "additional_chat_templates/tool_use.jinja" in tokenizer.files or any(
-        isinstance(entry, dict) and entry.get("name") == "tool_use" for entry in named
-    )
+    return "additional_chat_templates/tool_use.jinja" in tokenizer.files or "tool_use" in _named_templates(tokenizer)
 
 
-def tokenizer_template(tokenizer: Tokenizer, strict: bool = True) -> tuple[str, str] | None:
-    """Return the tokenizer's chat template as (file name, source), or None. ``strict`` rejects invalid templates."""
+def tokenizer_template(tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """Return the tokenizer's chat template as (file name, source), or None."""
     if (content := tokenizer.files.get(TEMPLATE_FILE)) is not None:
-        try:
-            return TEMPLATE_FILE, content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            if strict:
-                raise UserError(f"{tokenizer.name}: {TEMPLATE_FILE}: is not UTF-8; convert it") from error
-            return None
+        with file_errors(tokenizer.name, Path(TEMPLATE_FILE)):
+            return TEMPLATE_FILE, content.decode()
+    source = _named_templates(tokenizer).get("default")
+    return (CONFIG_FILE, source) if isinstance(source, str) else None
+
+
+def _named_templates(tokenizer: Tokenizer) -> dict[Any, Any]:
     setting = tokenizer.settings(CONFIG_FILE).get("chat_template")
-    if isinstance(setting, list):
-        named = {entry.get("name"): entry.get("template") for entry in setting if isinstance(entry, dict)}
-        setting = named.get("default", {})
-    if setting is None or isinstance(setting, str):
-        return None if setting is None else (CONFIG_FILE, setting)
-    if strict:
-        raise UserError(
-            f"{tokenizer.name}: {CONFIG_FILE}: chat_template must be a string or contain a template named 'default'; "
-            "or choose a --data.prompt_style"
-        )
-    return None
+    if not isinstance(setting, list):
+        return {"default": setting}
+    return {entry.get("name"): entry.get("template") for entry in setting if isinstance(entry, dict)}

@@ -128,7 +128,7 @@ class ChatTemplate(TemplateRenderer):
     def export_tokenizer(self) -> Tokenizer:
         """Return the tokenizer with this template, and with ``stop_ids`` as eos in generation_config.json."""
         changed = {}
-        saved = tokenizer_template(self._tokenizer, strict=False)
+        saved = tokenizer_template(self._tokenizer)
         if saved is None or saved[1] != self.source:
             changed[TEMPLATE_FILE] = self.source.encode()
             config = self._tokenizer.settings(CONFIG_FILE)

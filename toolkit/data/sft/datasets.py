@@ -91,9 +91,7 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
         dataset = datasets.load_dataset(path, subset, data_files=files, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         if unreachable is not None:
-            raise UserError(
-                describe_hub_error(unreachable, repo_id, "main", kind="dataset", option="--data.")
-            ) from error
+            raise UserError(describe_hub_error(unreachable, repo_id, "main", kind="dataset")) from error
         raise UserError(f"{option}: {repo_id}, split {split}: cannot be loaded: {one_line(error)}") from error
     finally:
         config.HF_HUB_OFFLINE = was_offline

@@ -14,7 +14,7 @@ from toolkit.data.base import (
     TrainOn,
     cache_prefix,
     held_out_fraction,
-    require,
+    require_one,
     require_val_fraction,
 )
 from toolkit.data.sft.readers import Splits
@@ -59,9 +59,7 @@ class InstructionData(DataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_val_fraction(self, "val_split_fraction")
-        both = self.chat_template is not None and self.prompt_style is not None
-        hint = f"is not supported with --data.prompt_style {self.prompt_style}; remove one of them"
-        require(not both, "chat_template", self.chat_template, hint)
+        require_one(self, "chat_template", "prompt_style")
         if not self.mask_prompt and self.train_on not in (None, "all"):
             raise UserError(f"--data.mask_prompt false: trains on all tokens, but --data.train_on is {self.train_on}")
         require_columns(self.columns)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.base import file_errors
 from toolkit.data.sft.messages import unique_keys
 from toolkit.errors import UserError, join_first, one_line, require_package
 from toolkit.io.safe_parse import MAX_ROW, bounded_lines
@@ -113,16 +114,13 @@ def describe_row(source: RowSource, number: int) -> str:
 @contextmanager
 def _name_file(path: Path, option: str) -> Iterator[None]:
     """Turn errors of reading a file into a UserError with its path. A ValueError begins with the line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
-    except ValueError as error:
-        raise UserError(f"{path} {one_line(error)}") from error
-    except OSError as error:
-        raise UserError(f"{option}: {path} cannot be read: {error.strerror or error}") from error
+    with file_errors(option, path):
+        try:
+            yield
+        except (UserError, UnicodeDecodeError):
+            raise
+        except ValueError as error:
+            raise UserError(f"{path} {one_line(error)}") from error
 
 
 # ---- finding

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.data.base import Values
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
@@ -54,15 +54,12 @@ def list_split(repository: Repository, subset: str | None, split: str) -> Source
     config = _config(repository, subset)
     folder, patterns = config.get("data_dir"), config.get("data_files")
     prefix = f"{folder.strip('/')}/" if isinstance(folder, str) and folder.strip("/.") else ""
-    of_split: Values  # files, or globs of the README
-    if patterns is None:
-        of_split = _split_by_name(_find(repository, [f"{prefix}**"]))
-    else:
-        of_split = _globs_by_split(patterns, repository)
-    if split not in of_split:
-        splits = f"it has {join_first(sorted(of_split))}" if of_split else "it has no files of a supported format"
-        raise UserError(f"--data.split {split}: {repository.repo_id} has no such split; {splits}")
-    files = of_split[split] if patterns is None else _find(repository, [prefix + glob for glob in of_split[split]])
+    globs = {} if patterns is None else _globs_by_split(patterns, repository)
+    by_name = _split_by_name(_find(repository, [f"{prefix}**"])) if patterns is None else {}
+    if split not in (splits := sorted([*globs, *by_name])):
+        has = f"it has {join_first(splits)}" if splits else "it has no files of a supported format"
+        raise UserError(f"--data.split {split}: {repository.repo_id} has no such split; {has}")
+    files = by_name.get(split) or _find(repository, [prefix + glob for glob in globs[split]])
     where = f"--data.repo_id {repository.repo_id}"
     if not files:
         raise UserError(f"{where}: split {split} has no files; give another --data.split")
@@ -160,7 +157,7 @@ def _find(repository: Repository, globs: Sequence[str]) -> SourceFiles:
     root = f"datasets/{repository.repo_id}@{repository.commit}"
 
     def find() -> dict[str, Values]:
-        fs = HfFileSystem(skip_instance_cache=True)
+        fs: Any = HfFileSystem(skip_instance_cache=True)
         found: dict[str, Values] = {}
         for glob in globs:
             found |= fs.glob(f"{root}/{glob.removeprefix('./')}", detail=True)
@@ -182,16 +179,4 @@ def _hub_errors(repo_id: str, revision: str) -> Iterator[None]:
     except UserError:
         raise
     except hub_error_types() as error:
-        hint = _known_revisions(repo_id) if isinstance(error, RevisionNotFoundError) else ""
-        raise UserError(
-            describe_hub_error(error, repo_id, revision, kind="dataset", option="--data.", hint=hint)
-        ) from error
-
-
-def _known_revisions(repo_id: str) -> str:
-    """Return a hint that lists the branches and tags, or an empty string if listing fails."""
-    try:
-        refs = call_with_timeout(_TIMEOUT, lambda: HfApi().list_repo_refs(repo_id, repo_type="dataset"))
-        return f"it has {join_first([ref.name for ref in (*refs.branches, *refs.tags)], 10)}"
-    except hub_error_types():
-        return ""
+        raise UserError(describe_hub_error(error, repo_id, revision, kind="dataset")) from error

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from toolkit.config.checks import require_not_negative, require_positive
-from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require, trained_vocabulary
+from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require, require_one, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
 
 
@@ -60,8 +60,7 @@ class HuggingFaceText(DataModule):
         for name, default in (("subset", None), ("revision", "main"), ("split", "train"), ("val_split", None)):
             value = getattr(self, name)
             require(self.path is None or value == default, name, value, "has no effect with --data.path; remove it")
-        both = self.val_split is not None and self.val_path is not None
-        require(not both, "val_path", self.val_path, "is not supported with --data.val_split; remove one of them")
+        require_one(self, "val_path", "val_split")
         source, count = self.val_split or self.val_path, self.val_rows
         require(not source or count > 0, "val_rows", count, f"must be positive to validate on {source}")
         require_not_negative("data", self, "val_rows")

@@ -13,7 +13,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 
-from toolkit.data.base import AUTO, AddBos, AddedBos, Report, require
+from toolkit.data.base import AUTO, AddBos, AddedBos, Report, file_errors, require
 from toolkit.data.cache import throttle
 from toolkit.data.tokenizer import END_OF_TEXT, Tokenizer, is_parallel, one_thread_per_call, train_bpe
 from toolkit.data.tokens.store import TokenWriter
@@ -78,17 +78,14 @@ def fingerprint(paths: list[Path], option: str) -> list[Document]:
 
 def _hash(path: Path, option: str) -> Document:
     digest, size, crlf, tail = hashlib.sha256(), 0, 0, b""
-    try:
-        with open(path, "rb") as file:
-            has_bom = file.read(len(BOM_UTF8)) == BOM_UTF8
-            file.seek(0)
-            while block := file.read(_READ_SIZE):
-                digest.update(block)
-                size += len(block)
-                crlf += block.count(b"\r\n") + (tail[-1:] == b"\r" and block[:1] == b"\n")
-                tail = (tail + block)[-TAIL:]
-    except OSError as error:
-        raise UserError(f"{option}: {path} cannot be read: {error.strerror}") from error
+    with file_errors(option, path), open(path, "rb") as file:
+        has_bom = file.read(len(BOM_UTF8)) == BOM_UTF8
+        file.seek(0)
+        while block := file.read(_READ_SIZE):
+            digest.update(block)
+            size += len(block)
+            crlf += block.count(b"\r\n") + (tail[-1:] == b"\r" and block[:1] == b"\n")
+            tail = (tail + block)[-TAIL:]
     return Document(digest.hexdigest(), size - crlf - has_bom * len(BOM_UTF8), path, option, crlf, has_bom, tail)
 
 
@@ -109,16 +106,11 @@ def text_chunks(document: Document, size: int | None = None) -> Iterator[TextChu
 
     A leading byte order mark is dropped.
     """
-    try:
-        with open(document.path, encoding="utf-8-sig", newline="") as file:
-            yield from cut_text(file, size)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{document.option}: {document.path} is not UTF-8 text ({error.reason} at byte {error.start});"
-            " convert it, or exclude it with a glob such as 'folder/**/*.txt'"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{document.option}: {document.path} cannot be read: {error.strerror}") from error
+    with (
+        file_errors(document.option, document.path, "convert it, or exclude it with a glob such as 'folder/**/*.txt'"),
+        open(document.path, encoding="utf-8-sig", newline="") as file,
+    ):
+        yield from cut_text(file, size)
 
 
 def cut_text(file: IO[str], size: int | None = None) -> Iterator[TextChunk]:

@@ -15,6 +15,7 @@ from toolkit.data.base import (
     TextPaths,
     Vocabulary,
     require,
+    require_one,
     require_val_fraction,
     trained_vocabulary,
 )
@@ -78,8 +79,7 @@ class TextFiles(FileText):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both = self.val_fraction is not None and self.val_data_path is not None
-        require(not both, "val_fraction", self.val_fraction, "is not supported with --data.val_data_path; remove one")
+        require_one(self, "val_fraction", "val_data_path")
         share = self.text_fraction
         require(0 < share <= 1, "text_fraction", share, "must be greater than 0 and at most 1")
 

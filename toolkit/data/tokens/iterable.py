@@ -1,4 +1,4 @@
-"""User-provided iterables and DataLoaders as a data module. Python API only: no command-line option creates one.
+"""Rows of user-provided iterables and DataLoaders.
 
 Every rank iterates over all items of an iterable and keeps the rows at its positions. A DataLoader yields the batches
 of one rank, and the rank keeps all rows.
@@ -18,30 +18,11 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from toolkit.data.base import Row, State
-from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, PythonData, hash_rows, read_row, require_shifted
+from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, hash_rows, read_row, require_shifted
 from toolkit.errors import DataError, UserError
 
 _RESUME_POINT_INTERVAL, _MAX_RESUME_POINTS = 100, 1000
 """Rows between resume points, and number of saved resume points. They cover more rows than a run prefetches."""
-
-
-class IterableData(PythonData):
-    """Data module for an iterable, or for a DataLoader on each rank.
-
-    Args:
-        dataset: An iterable of rows, or a DataLoader.
-        val_dataset: Map-style dataset of validation rows, or None.
-        max_length: Truncate rows to this many input tokens; None keeps their length.
-        allow_duplicates: Allow the DataLoaders of several ranks to yield the same samples.
-    """
-
-    def __init__(self, dataset: Any, val_dataset: Any, max_length: int | None, allow_duplicates: bool = False) -> None:
-        train = (
-            DataLoaderRows(dataset, max_length, allow_duplicates)
-            if is_loader(dataset)
-            else IterableRows(dataset, max_length)
-        )
-        super().__init__(train, val_dataset, max_length)
 
 
 class IterableRows:
@@ -312,6 +293,18 @@ IN_ORDER = (
     "only for a dataset with len() and [index]; an iterable is read in its own order by the training process; "
     "remove num_workers (a DataLoader has its own)"
 )
+
+
+def iterable_rows(dataset: Any, max_length: int | None, allow_duplicates: bool = False) -> IterableRows:
+    """Return the rows of an iterable, or of a DataLoader on each rank.
+
+    Args:
+        max_length: Truncate rows to this many input tokens; None keeps their length.
+        allow_duplicates: Allow the DataLoaders of several ranks to yield the same samples.
+    """
+    if is_loader(dataset):
+        return DataLoaderRows(dataset, max_length, allow_duplicates)
+    return IterableRows(dataset, max_length)
 
 
 def is_iterable(dataset: Any) -> bool:

@@ -18,16 +18,20 @@ MAX_CHECKED_ROWS = 32  # rows checked before a run
 
 
 class PythonData(DataModule):
-    """Base class of data modules for Python objects. They have no options and no tokenizer.
+    """Data module for Python objects. Python API only: no command-line option creates one.
 
     Args:
-        train: The training rows. ``lengths_checked`` are the input tokens of each checked row, ``key`` is a hash of
-            the rows, and ``what`` describes them.
+        train: The training rows: :class:`InMemoryDataset`, or :func:`toolkit.data.tokens.iterable.iterable_rows`.
+            ``lengths_checked`` are the input tokens of each checked row, ``key`` is a hash of the rows, and ``what``
+            describes them.
         val_dataset: Map-style dataset of validation rows, or None.
         max_length: Truncate validation rows to this many input tokens; None keeps their length.
+        num_workers: Data loading processes; 0 reads in the training process.
     """
 
     def __init__(self, train: Any, val_dataset: Any, max_length: int | None, num_workers: int = 0) -> None:
+        if num_workers < 0:
+            raise UserError(f"num_workers {num_workers}: must not be negative")
         val = None if val_dataset is None else InMemoryDataset("val_dataset", val_dataset, max_length)
         self.train, self.val, self.num_workers = train, val, num_workers
         self.lengths: list[int] = train.lengths_checked

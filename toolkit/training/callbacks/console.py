@@ -65,7 +65,7 @@ def next_commands(trainer: Run) -> list[str]:
     final, hf = (shlex.quote(str(path)) for path in (f"{trainer.place}/{FINAL}", hf_dir))
     merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
-    has_template = data.tokenizer is not None and tokenizer_template(data.tokenizer, strict=False) is not None
+    has_template = data.tokenizer is not None and tokenizer_template(data.tokenizer) is not None
     is_chat = has_template and isinstance(trainer.args.data, InstructionData)
     commands = {
         f"toolkit chat {final}": is_chat,
