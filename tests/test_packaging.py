@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 BUDGET = {
     "data": 57_100,
     "models": 58_900,
-    "checkpoints": 46_400,
+    "checkpoints": 47_200,
     "planning": 17_300,
     "measure": 16_600,
-    "training": 36_600,
+    "training": 37_200,
     "distributed": 24_700,
     "diagnostics": 14_400,
     "config": 11_800,
