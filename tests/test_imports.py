@@ -299,7 +299,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "training/memory_stats.py Path('/proc/self/statm')",
     },
     "installed": {
-        "data/chat/sources.py _STYLES / f'{style}.jinja'", "extension.py file",
+        "data/chat/template.py _STYLES / f'{style}.jinja'", "extension.py file",
         "diagnostics/environment.py file", "data/text/python_stdlib.py path",
         "reporting/page.py files('toolkit.reporting') / name",
     },
@@ -317,7 +317,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
     },
     "what the user names or types": {
         "checkpoints/gguf/export_gguf.py path", "cli/parser.py Path(path)", "commands/chat.py sys.stdin",
-        "commands/generate.py sys.stdin", "data/chat/sources.py file", "data/sft/readers.py path",
+        "commands/generate.py sys.stdin", "data/chat/template.py file", "data/sft/readers.py path",
         "inference/batch.py sys.stdin", "inference/batch.py Path(path)",
     },
     "read_json has read it before": {"data/tokens/chunks.py self.folder / INDEX"},

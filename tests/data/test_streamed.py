@@ -282,7 +282,7 @@ def test_invalid_input_is_one_line(folder, tmp_path, monkeypatch):
         ),
         ({"path": tmp_path / "numbers.parquet"}, "--data.text_column text: .*of type int64, not text"),
         ({"path": tmp_path / "nothing*.parquet"}, "--data.path .*: no file matches"),
-        ({"path": tmp_path / "missing"}, "--data.path .*: cannot be read: No such file or directory; check the path"),
+        ({"path": tmp_path / "missing"}, "--data.path .*: no such file or folder; check the path"),
         ({"path": tmp_path / "none"}, "the folder has no file of a supported format"),
         ({"path": tmp_path / "empty.jsonl"}, "contains no text"),
         ({"path": tmp_path / "table.csv"}, "table.csv: must end in .parquet, .jsonl or .txt"),

@@ -14,13 +14,12 @@ from toolkit.data.sft.datasets import (
     AlpacaGPT4,
     Dolly,
     HuggingFace,
+    InstructionData,
     Parquet,
     Preference,
 )
-from toolkit.data.sft.instruct import InstructionData
 from toolkit.data.streamed.hugging_face_text import HuggingFaceText, OpenWebText, RedPajama, TinyStories
-from toolkit.data.text.char_text import CharText
-from toolkit.data.text.text_files import PythonStdlib, TextFiles
+from toolkit.data.text.text_files import CharText, PythonStdlib, TextFiles
 from toolkit.data.tokens.lit_data import LitData
 from toolkit.data.tokens.synthetic import SyntheticTokens
 

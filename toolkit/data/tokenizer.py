@@ -143,16 +143,10 @@ class Tokenizer:
     @property
     def special_tokens(self) -> dict[str, str]:
         """Map special token names, such as ``bos_token`` and ``eos_token``, to token text."""
-        tokens = {}
-        for id_, name in ((self.bos_id, "bos_token"), (self.eos_id, "eos_token")):
-            if id_ is not None and (text := self._tokenizer.id_to_token(id_)) is not None:
-                tokens[name] = text
-        for file in ("special_tokens_map.json", "tokenizer_config.json"):
-            for name, token in self._settings.get(file, {}).items():
-                token = token.get("content") if isinstance(token, dict) else token
-                if name.endswith("_token") and isinstance(token, str):
-                    tokens[name] = token
-        return tokens
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        texts = {name: self._tokenizer.id_to_token(id_) for name, id_ in ids.items() if id_ is not None}
+        tokens = {name: text for name, text in texts.items() if text is not None}
+        return tokens | self._named_tokens("special_tokens_map.json") | self._named_tokens("tokenizer_config.json")
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Spans]:
         """Tokenize ``text`` without bos. Return token ids and each token's character span [start, end).
@@ -231,11 +225,16 @@ class Tokenizer:
         """Whether all tokens except added and special tokens are single characters."""
         return all(len(token) == 1 for token in self.vocabulary.keys() - self.added_tokens.keys())
 
+    def _named_tokens(self, file: str) -> dict[str, str]:
+        """Return the special tokens of a settings file by name."""
+        named = {name: value for name, value in self._settings.get(file, {}).items() if name.endswith("_token")}
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
     def _find_special_id(self, which: str) -> int | None:
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = self._settings.get(name, {}).get(f"{which}_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and (token_id := self._tokenizer.token_to_id(token)) is not None:
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            token_id = self._tokenizer.token_to_id(self._named_tokens(file).get(f"{which}_token", ""))
+            if token_id is not None:
                 return token_id
         token_id = self._settings.get("generation_config.json", {}).get(f"{which}_token_id")
         token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id

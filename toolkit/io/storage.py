@@ -235,6 +235,8 @@ def _report_unhandled(loop: Any, context: dict[str, Any]) -> None:
 
 def describe(error: Exception, is_local: bool = False) -> str:
     """Return a one-line reason with a fix, without credentials."""
+    if is_local and isinstance(error, FileNotFoundError):
+        return "no such file or folder; check the path"
     if is_local:
         reason = one_line(getattr(error, "strerror", None) or error) or type(error).__name__
         return f"cannot be read: {reason[:200]}; check the path and its permissions"

@@ -11,8 +11,8 @@ from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config import AUTO
 from toolkit.config.classes import classes_of
 from toolkit.data import DataModule, HuggingFaceText
-from toolkit.data.chat.sources import require_style
-from toolkit.data.sft.instruct import InstructionData
+from toolkit.data.chat.template import require_style
+from toolkit.data.sft.datasets import InstructionData
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option

@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 from toolkit.checkpoints.gguf.architecture import USE_INSTEAD
-from toolkit.data.chat.sources import tokenizer_template
-from toolkit.data.chat.template import eos_tokens
+from toolkit.data.chat.template import eos_tokens, tokenizer_template
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig

@@ -253,7 +253,7 @@ def _assign_rows(config: SFTConfig, samples: Arrays, counts: Counts) -> dict[str
         train, val = _hold_out(train, samples, config.val_fraction)
     for rows, purpose in ((train, "train on"), (val, "validate with")):
         if not len(rows) and (rows is train or config.splits.val is not None):
-            is_cut = max(counts.longest, default=(0,))[0] > config.max_seq_length + 1
+            is_cut = [*counts.longest, (0,)][0][0] > config.max_seq_length + 1
             hint = "; increase --train.max_seq_length" if is_cut else ""
             if config.template:
                 hint += "; ".join(["", *config.template.notes])
@@ -277,12 +277,12 @@ def _count_repeats(store: TokenStore, offsets: np.ndarray, rows: Values) -> int:
 
 def _hold_out(indices: np.ndarray, samples: Arrays, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split samples into train and val at random with a fixed seed. All pieces of a sample go to one split."""
-    origins = np.stack([samples["sources"][indices], samples["numbers"][indices]])
-    unique, sample = np.unique(origins, axis=1, return_inverse=True)  # numbers the samples, in order
-    n = unique.shape[1]
+    origins = samples["sources"][indices] << 40 | samples["numbers"][indices]
+    unique, sample = np.unique(origins, return_inverse=True)  # numbers the samples, in order
+    n = len(unique)
     n_val = min(max(1, round(n * fraction)), n - 1) if fraction and n else 0
     selected = shuffled_index(np.arange(n_val), n, _VAL_SEED) if n_val else np.empty(0, np.int64)
-    held_out = np.isin(sample.reshape(-1), selected)
+    held_out = np.isin(sample, selected)
     return indices[~held_out], indices[held_out]
 
 

@@ -1,6 +1,5 @@
 """Tokenize instruction data: render samples with the chat template, truncate or split them, and write tokens."""
 
-import heapq
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,7 +24,7 @@ N_LONGEST = 5  # number of longest samples to report
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """Row sources and preparation options; see :class:`toolkit.data.sft.instruct.InstructionData`.
+    """Row sources and preparation options; see :class:`toolkit.data.sft.datasets.InstructionData`.
 
     Args:
         module: Prefix of the cache folder name.
@@ -86,7 +85,7 @@ class Counts:
             end.
         trained_tokens: Tokens with loss in all samples that were not dropped.
         unread: Columns, and fields of messages, that are not read.
-        longest: Heap of (tokens, -source index, -row number).
+        longest: The longest samples, (tokens, source index, row number).
     """
 
     samples: int = 0
@@ -111,14 +110,10 @@ class Counts:
 
     def measure(self, tokens: int, source: int, number: int) -> None:
         """Track the longest samples. On ties, keep the first."""
-        heapq.heappush(self.longest, (tokens, -source, -number))
-        if len(self.longest) > N_LONGEST:
-            heapq.heappop(self.longest)
+        self.longest = sorted([*self.longest, (tokens, source, number)], key=lambda sample: -sample[0])[:N_LONGEST]
 
     def to_dict(self) -> Values:
-        """Return all counts. ``longest`` is a list of (tokens, source index, row number), longest first."""
-        longest = [(tokens, -source, -number) for tokens, source, number in sorted(self.longest, reverse=True)]
-        return asdict(self) | {"dropped": self.dropped, "longest": longest}
+        return asdict(self) | {"dropped": self.dropped}
 
 
 def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> tuple[Counts, Arrays]:

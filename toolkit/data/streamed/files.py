@@ -5,7 +5,7 @@ import hashlib
 import io
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,25 +87,40 @@ def require_no_secret(value: str, option: str) -> None:
 
 
 def list_path(value: str, option: str) -> SourceFiles:
-    """List the files of a path, folder or glob, local or remote, sorted by name."""
+    """List the text, JSON Lines and Parquet files of a path, see :func:`find_files`."""
     where = f"--data.{option} {value}"
+    no_files = f"the folder has no file of a supported format: {SUPPORTED}"
+    return require_text(find_files(value, where, is_supported, no_files), where)
+
+
+def find_files(
+    value: str, where: str, is_wanted: Callable[[str], bool] = bool, no_files: str = "the folder has no files"
+) -> SourceFiles:
+    """List the files of a path, folder or glob, local or remote, sorted by name.
+
+    Args:
+        where: Option and value that error messages name.
+        is_wanted: Whether to list a file of a folder, by its name. Hidden files are only listed if the path names them.
+        no_files: The problem with a folder without files.
+    """
     with storage_errors(where, value):
         import fsspec
 
         fs, path = fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
-        if glob.has_magic(path):
+        if glob.has_magic(path) and not fs.exists(path):
             root, problem = re.split(r"[*?\[]", path)[0].rpartition("/")[0], "no file matches; check the pattern"
-            infos = {k: v for k, v in fs.glob(path, detail=True).items() if v["type"] == "file"}
+            infos = fs.glob(path, detail=True)
         elif fs.isdir(path):
-            root, problem = path.rstrip("/"), f"the folder has no file of a supported format: {SUPPORTED}"
-            infos = fs.find(path, detail=True)
-            infos = {k: v for k, v in infos.items() if is_supported(k) and "/." not in k.removeprefix(root)}
+            root, problem = path.rstrip("/"), no_files
+            infos = {k: v for k, v in fs.find(path, detail=True).items() if is_wanted(k)}
         else:
-            root, infos = path.rpartition("/")[0], {path: fs.info(path)}
-        if not infos:
-            raise UserError(f"{where}: {problem}")
-        files = [_describe(fs, name, info, root) for name, info in sorted(infos.items())]
-    return require_text(files, where)
+            root, infos, problem = path.rpartition("/")[0], {path: fs.info(path)}, "not a regular file"
+        names_hidden = "/." in path[len(root) :]
+        is_visible = {name: names_hidden or "/." not in name[len(root) :] for name in infos}
+        infos = {name: info for name, info in infos.items() if info["type"] == "file" and is_visible[name]}
+    if not infos:
+        raise UserError(f"{where}: {problem}")
+    return [_describe(fs, name, info, root) for name, info in sorted(infos.items())]
 
 
 def require_text(files: SourceFiles, where: str) -> SourceFiles:

@@ -101,18 +101,14 @@ def _config(repository: Repository, subset: str | None) -> Values:
 
 def _globs_by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
     """Normalize ``data_files`` (a glob, a list of globs, or splits with globs) to {split: globs}."""
-
-    def as_globs(value: Any) -> list[str]:
-        return [value] if isinstance(value, str) else [glob for glob in value if isinstance(glob, str)]
-
-    if isinstance(files, str) or (isinstance(files, list) and all(isinstance(item, str) for item in files)):
-        return {"train": as_globs(files)}
-    items = [{"split": k, "path": v} for k, v in files.items()] if isinstance(files, dict) else files
+    of_split: dict[str, list[str]] = {}
     try:
-        files_of_split: dict[str, list[str]] = {}
-        for item in items:
-            files_of_split.setdefault(str(item["split"]), []).extend(as_globs(item["path"]))
-        return files_of_split
+        if all(isinstance(item, str) for item in files) and not isinstance(files, dict):
+            files = {"train": files}
+        pairs = files.items() if isinstance(files, dict) else [(item["split"], item["path"]) for item in files]
+        for split, globs in pairs:
+            of_split.setdefault(str(split), []).extend([globs] if isinstance(globs, str) else globs)
+        return of_split
     except (TypeError, KeyError) as error:
         problem = "the data_files of its README are malformed"
         raise UserError(f"--data.repo_id {repository.repo_id}: {problem}; {_USE_PATH}") from error

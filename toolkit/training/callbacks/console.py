@@ -4,8 +4,8 @@ import shlex
 from pathlib import Path
 
 from toolkit.checkpoints.store import FINAL
-from toolkit.data.chat.sources import tokenizer_template
-from toolkit.data.sft.instruct import InstructionData
+from toolkit.data.chat.template import tokenizer_template
+from toolkit.data.sft.datasets import InstructionData
 from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
 from toolkit.models.families import export_error
