@@ -69,9 +69,8 @@ def read_yaml(path: str | Path) -> Any:
     return parse_yaml(read_bounded(path, "YAML"))
 
 
-def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
-    """Yield the lines of an open file. Raise ValueError for a line longer than :data:`MAX_ROW`."""
-    start = 0
+def bounded_lines(file: IO[AnyStr], start: int = 0) -> Iterator[AnyStr]:
+    """Yield the lines of an open file from byte ``start``. Raise ValueError for a line longer than :data:`MAX_ROW`."""
     while line := file.readline(MAX_ROW + 1):
         if len(line) > MAX_ROW:
             raise ValueError(f"byte {start:,}: line longer than {MAX_ROW:,} bytes, the maximum for a row")

@@ -30,12 +30,15 @@ CODE_VERSION = 8  # increment if the same rows and options produce different tok
 Rows = tuple[np.ndarray, np.ndarray]
 _VAL_SEED = 0  # seed of the permutation that selects held-out samples
 _ROWS = "rows.npz"
+# Options that affect prepared rows, for the cache key.
+_OPTIONS = ("columns", "skip_empty", "train_on", "on_long", "packing", "max_seq_length", "val_fraction")
 _CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts", "labels")
 
 
 def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
     """Load prepared rows from the cache, or prepare them."""
     start = time.perf_counter()
+    options = {name: getattr(config, name) for name in _OPTIONS}
     inputs = {
         "code": CODE_VERSION,
         "sources": {
@@ -45,7 +48,7 @@ def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
         "tokenizer": config.tokenizer.fingerprint,
         "probe": config.tokenizer.encode("a"),  # shows whether the tokenizer adds bos
         "template": config.template and [config.template.source, *config.template.stop_ids],
-        "options": config.cache_options(),
+        "options": options | ({} if config.kind == "answers" else {"kind": config.kind}),
     }
     key = hash_inputs(inputs)
     folder = choose_cache_dir(config.cache_dir) / f"{config.module}-{key[:16]}"

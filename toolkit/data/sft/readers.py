@@ -148,44 +148,29 @@ def find_splits(value: str | None, name: str, kinds: dict[str, str]) -> Splits:
 
 
 def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
-    paths_by_split = {split: _files_of(folder, split, kinds) for split in ("train", *VAL_NAMES)}
-    if not paths_by_split["train"]:
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    found = {
+        split: [p for p in paths if p.suffix in kinds and (p.stem == split or p.stem.startswith(f"{split}-"))]
+        for split in ("train", *VAL_NAMES)
+    }
+    if not found["train"]:
         raise UserError(f"{option}: the folder has no {' or '.join(f'train{suffix}' for suffix in kinds)}")
-
-    def files(split: str) -> list[RowSource]:
-        _require_same_kind(paths_by_split[split], split, option)
-        parts = [_splits_of_file(path, kinds[path.suffix], option) for path in paths_by_split[split]]
+    held_out = next((split for split in VAL_NAMES if found[split]), None)
+    sources, read = dict[str, list[RowSource]](), list[Path]()
+    for split in filter(None, ("train", held_out)):
+        read += found[split]
+        # a mix of formats, or of shards and an unsharded file, may have the same rows
+        if len(names := {(path.stem == split, path.suffix): path.name for path in found[split]}) > 1:
+            which = " and ".join(names.values())
+            raise UserError(f"{option}: the folder has {which}, which may be duplicates; remove one of them")
+        parts = [_splits_of_file(path, kinds[path.suffix], option) for path in found[split]]
         if any(part.val for part in parts):
             raise UserError(f"{option}: {split}.json contains splits itself; pass the file directly, or a list of rows")
-        return [source for part in parts for source in part.train]
-
-    held_out = next((split for split in VAL_NAMES if paths_by_split[split]), None)
-    train, val = files("train"), files(held_out) if held_out else None
-    read = {file.name for split in ("train", held_out) if split for file in paths_by_split[split]}
-    return Splits(train, val, _describe_unread(folder, read, held_out))
-
-
-def _files_of(folder: Path, split: str, kinds: dict[str, str]) -> list[Path]:
-    names = (pattern for suffix in kinds for pattern in (f"{split}{suffix}", f"{split}-*{suffix}"))
-    return sorted(path for pattern in names for path in folder.glob(pattern) if path.is_file())
-
-
-def _require_same_kind(files: list[Path], split: str, option: str) -> None:
-    """Reject a mix of formats, or of shards and an unsharded file: rows may be duplicates."""
-    names = {(path.stem == split, path.suffix): path.name for path in files}
-    if len(names) > 1:
-        raise UserError(
-            f"{option}: the folder has {' and '.join(names.values())}, which may be duplicates; remove one of them"
-        )
-
-
-def _describe_unread(folder: Path, read: set[str], held_out: str | None) -> tuple[str, ...]:
-    files = (path for path in folder.iterdir() if path.suffix.lower() in KINDS and path.is_file())
-    names = sorted(path.name for path in files if path.name not in read and not path.name.startswith("."))
-    if not names:
-        return ()
+        sources[split] = [source for part in parts for source in part.train]
+    unread = [path.name for path in paths if path.suffix.lower() in KINDS and path not in read]
     val = f", {held_out} is the validation split" if held_out else "; name the validation split val"
-    return (f"{folder}: not read: {join_first(names)} (train is the training split{val})",)
+    note = f"{folder}: not read: {join_first(unread)} (train is the training split{val})"
+    return Splits(sources["train"], sources.get(held_out or ""), (note,) if unread else ())
 
 
 def _splits_of_file(path: Path, kind: str, option: str) -> Splits:

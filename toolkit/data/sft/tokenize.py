@@ -62,11 +62,6 @@ class SFTConfig:
             return [to_record(row, where, self.columns)]
         return to_completions(row, where, self.columns, self.kind == "rated")
 
-    def cache_options(self) -> Values:
-        """Return the options that affect prepared rows, for the cache key."""
-        names = ("columns", "skip_empty", "train_on", "on_long", "packing", "max_seq_length", "val_fraction")
-        return {name: getattr(self, name) for name in names} | ({} if self.kind == "answers" else {"kind": self.kind})
-
 
 @dataclass
 class Counts:

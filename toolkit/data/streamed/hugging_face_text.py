@@ -67,7 +67,6 @@ class HuggingFaceText(DataModule):
         require_positive("data", self, "max_cache_gb", "prepare_workers")
         size = trained_vocabulary(self)
         require(size > 256, "vocab_size", size, "must be at least 257, for the 256 bytes and <|endoftext|>")
-        require(bool(self.text_column), "text_column", self.text_column, "must be given")
         from toolkit.data.streamed.files import require_no_secret
 
         for name in self.takes_urls:

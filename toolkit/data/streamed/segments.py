@@ -15,7 +15,7 @@ from toolkit.data.sft.readers import reject_decompression_bomb
 from toolkit.data.streamed.files import RetryingFile, SourceFile
 from toolkit.data.text.documents import TextChunk, cut_text
 from toolkit.errors import UserError, causes_of, join_first, one_line
-from toolkit.io.safe_parse import MAX_ROW
+from toolkit.io.safe_parse import MAX_ROW, bounded_lines
 from toolkit.io.storage import StorageError
 
 SEGMENT_BYTES = 32 << 20
@@ -120,9 +120,9 @@ def _json_lines(raw: RetryingFile, file: SourceFile, part: Part, column: str) ->
         while not (rest := stream.readline(_BUFFER)).endswith(b"\n") and rest:
             start += len(rest)
         start += len(rest) - 1
-    while (start < stop or file.compression) and (line := stream.readline(MAX_ROW + 1)):
-        if len(line) > MAX_ROW:
-            raise BrokenFileError(f"byte {start:,}: line longer than {MAX_ROW:,} bytes")
+    for line in bounded_lines(stream, start):
+        if start >= stop and not file.compression:
+            return
         content = line.removeprefix(BOM_UTF8).strip()
         if content and (text := _text_of(content, column, start)):
             yield TextChunk(text, True)

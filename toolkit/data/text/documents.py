@@ -197,19 +197,20 @@ def choose_ends(add_bos: AddBos, tokenizer: Tokenizer | None, tails: Iterable[st
 def train_tokenizer(chunks: Iterable[TextChunk], n_characters: int, vocab_size: int, report: Report) -> Tokenizer:
     """Train a byte-level BPE tokenizer on the first ``n_characters`` characters, at most 8 million."""
     start = time.perf_counter()
-    tokenizer = train_bpe(_first_characters(chunks, min(n_characters, _BPE_SAMPLE)), vocab_size)
+
+    def first_characters() -> Iterator[str]:
+        n_left = min(n_characters, _BPE_SAMPLE)
+        for chunk in chunks:
+            if n_left <= 0:
+                return
+            yield chunk.text[:n_left]
+            n_left -= len(chunk.text)
+
+    tokenizer = train_bpe(first_characters(), vocab_size)
     note = "" if tokenizer.vocab_size == vocab_size else f" (too little text for {vocab_size:,})"
     seconds = time.perf_counter() - start
     report(f"Data: trained a byte-level BPE with {tokenizer.vocab_size:,} tokens{note} ({seconds:.1f} s)")
     return tokenizer
-
-
-def _first_characters(chunks: Iterable[TextChunk], limit: int) -> Iterator[str]:
-    for chunk in chunks:
-        if limit <= 0:
-            return
-        yield chunk.text[:limit]
-        limit -= len(chunk.text)
 
 
 def write_text(

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,8 +211,8 @@ def _fetch(url: str, cache_dir: str | None, report: Report) -> Path:
         with storage_errors(f"--data.path {url}", url):
             import fsspec
 
-            with fsspec.open(url, "rb") as source, open(temporary / _CONTENT, "wb") as file:
-                shutil.copyfileobj(source, file)
+            fs, path = fsspec.core.url_to_fs(url)
+            fs.get_file(path, str(temporary / _CONTENT))
         (temporary / MANIFEST).write_text(json.dumps({"key": key, "url": url}), encoding="utf-8")
 
     copy, is_cached = load_or_prepare(folder, f"downloading {url}", read, make, report)
