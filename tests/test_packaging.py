@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 57_100,
+    "data": 56_000,
     "models": 58_900,
     "checkpoints": 47_200,
     "planning": 17_300,
