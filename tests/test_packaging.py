@@ -32,7 +32,7 @@ BUDGET = {
     "commands": 8_300,
     "optim": 8_500,
     "reporting": 7_300,
-    "io": 5_100,
+    "io": 5_200,
     "serving": 5_200,
     "(top level)": 5_300,
     "objectives": 4_200,
