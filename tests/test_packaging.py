@@ -18,18 +18,18 @@ ROOT = Path(__file__).parents[1]
 # Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 56_000,
+    "data": 60_700,
     "models": 58_900,
-    "checkpoints": 47_200,
+    "checkpoints": 46_400,
     "planning": 17_300,
     "measure": 16_600,
-    "training": 37_200,
+    "training": 36_600,
     "distributed": 24_700,
     "diagnostics": 14_400,
     "config": 11_800,
     "inference": 8_200,
     "ui": 8_100,
-    "commands": 8_300,
+    "commands": 8_400,
     "optim": 8_500,
     "reporting": 7_300,
     "io": 5_200,

@@ -18,7 +18,8 @@ from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.schemas import Record
 from toolkit.data.sft.tokenize import tokenize_record
 from toolkit.data.streamed import segments
-from toolkit.data.streamed.stream import Source, Stream
+from toolkit.data.streamed.source import TextSegments
+from toolkit.data.streamed.stream import Stream
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
@@ -225,7 +226,7 @@ def test_option_chooses_another_rule_and_bos_is_said(bos, without_bos, prepare):
 
 def test_s5_only_text_that_gets_other_tokens_has_another_key(bos, without_bos, prepare, tmp_path):
     """The hashes are those of 7341057d."""
-    assert Source([], "text", 1000, "identity").key(["trained", 300]).startswith("7fdbf935eb69cfc4")
+    assert TextSegments([], "text", 1000, "identity").key(["trained", 300]).startswith("7fdbf935eb69cfc4")
     (tmp_path / "text").mkdir()
     for i in range(3):
         (tmp_path / "text" / f"{i}.txt").write_text(f"document number {i}\n" * 40)

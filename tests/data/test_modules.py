@@ -154,7 +154,8 @@ def test_litdata_reads_prepared_and_plain_chunks(prepared, plain):
         for split, i in (("train", 3), ("val", -1)):
             i %= len(getattr(data, split))
             assert torch.equal(getattr(again, split)[i]["labels"], getattr(data, split)[i]["labels"])
-        assert f"{data.train.tail_tokens + data.val.tail_tokens} leftover tokens at chunk ends" in lines[0]
+        assert f"{data.train.tail_tokens + data.val.tail_tokens} leftover tokens at chunk ends" in lines[-1]
+        assert any("not verified" in line for line in lines) == (path is not folder)
         assert again.vocab_size <= data.tokenizer.vocab_size and data.vocab_size is None
     for alone in (LitData(str(folder / "tokens"), split_names=None), LitData(str(folder), split_names=None)):
         alone = alone.prepare(tokenizer=None, max_seq_length=32, report=lines.append)

@@ -277,7 +277,7 @@ def unverified(written):
 def change(folder, chunk: int, position: int, value: int) -> None:
     """Set one token of one chunk in its file."""
     array = TokenStore(folder).array
-    values = np.memmap(folder / array._files[chunk], array.dtype, "r+", array._headers[chunk])
+    values = np.memmap(folder / array.files[chunk], array.dtype, "r+", array.headers[chunk])
     values[position] = value
     values.flush()
 

@@ -24,6 +24,7 @@ from toolkit.cli import main
 from toolkit.data import HuggingFaceText
 from toolkit.data.base import row_count, sample_order
 from toolkit.data.streamed import segments
+from toolkit.data.streamed import source as source_module
 from toolkit.data.streamed import stream as stream_module
 from toolkit.data.streamed.files import list_path
 from toolkit.data.streamed.order import ROW_BITS
@@ -188,7 +189,7 @@ def test_reader_leaves_the_copy_that_another_one_has_prepared(folder, tmp_path, 
     stream.prepare(3)
     fresh = stream.copy_of(3)
     store, _ = prepared.train.segments._open[3]
-    monkeypatch.setattr(store.array, "_checksums", store.array._checksums + 1)  # as the damaged one would be
+    monkeypatch.setattr(store.array, "checksums", store.array.checksums + 1)  # as the damaged one would be
     prepared.train[row_id]
     assert stream.copy_of(3) == fresh
     damage()
@@ -327,7 +328,7 @@ def test_changed_text_is_another_cache(folder, tmp_path):
 
 def test_code_version_is_part_of_the_key(folder, tmp_path, monkeypatch):
     key = opened(folder, tmp_path).content_key
-    monkeypatch.setattr(stream_module, "CODE_VERSION", 0)
+    monkeypatch.setattr(source_module, "CODE_VERSION", 0)
     assert opened(folder, tmp_path).content_key != key
 
 

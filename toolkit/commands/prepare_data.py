@@ -17,8 +17,9 @@ def setup(
     tokenizer_dir: str | None = None,
     workers: PositiveInt = 1,
     part: str = "1/1",
+    out_dir: str | None = None,
 ) -> None:
-    """Tokenize data into the cache that training reads.
+    """Tokenize data into the cache that training reads, and write it to a folder or to object storage.
 
     Args:
         data: The data, with the same options as in the run if they affect the stored tokens.
@@ -27,6 +28,7 @@ def setup(
         workers: Processes that tokenize HuggingFaceText; use one per core. Other data uses all cores.
         part: What to tokenize on this machine, for HuggingFaceText with a shared cache_dir: 2/4 is the second of four
             parts.
+        out_dir: A new folder, or a URL such as s3://bucket/tokens, to write the tokens to for --data LitData.
     """
     part_of_total = _parse_part(part)
     is_streamed = isinstance(data, HuggingFaceText)
@@ -39,6 +41,12 @@ def setup(
     if isinstance(data, HuggingFaceText) and data.max_cache_gb is not None:
         budget = f"--data.max_cache_gb {data.max_cache_gb:g}"
         raise UserError(f"{budget}: is not supported by prepare_data, which keeps all tokens; remove it")
+    if out_dir is not None:
+        from toolkit.data.tokens.publish import publish_tokens, require_free
+
+        if part_of_total != (1, 1):
+            raise UserError(f"--out_dir {out_dir}: needs all parts; prepare the others first, then leave out --part")
+        require_free(out_dir)
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     length = choose_seq_length(data, none_if_auto(max_seq_length), "max_seq_length") or 256
     prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length)
@@ -46,6 +54,8 @@ def setup(
         from toolkit.data.streamed.open import prepare_all
 
         prepare_all(prepared.train, workers, part_of_total, print)
+    if out_dir is not None:
+        publish_tokens(prepared, out_dir, print)
 
 
 def _parse_part(part: str) -> tuple[int, int]:

@@ -265,7 +265,7 @@ class CommandOptions:
         if group in self.selected and owner not in self.choices(group).values():
             return  # a user-provided class may accept URLs
         if name not in getattr(owner, "takes_urls", ()):
-            may_be_remote = key in _URL_OPTIONS or (key == "out_dir" and "train" in self.groups)  # of a run
+            may_be_remote = key in _URL_OPTIONS or (key == "out_dir" and "data" in self.class_options)
             prefix = f"{value.source}: " if value.source else "--" if value.source == "" else ""
             check = require_folder if may_be_remote else require_local
             check(f"{prefix}{key}", value.value)

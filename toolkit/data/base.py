@@ -210,6 +210,11 @@ class DataModule(ABC):
         return True
 
     @property
+    def checks_tokens(self) -> bool:
+        """Whether a run checks the token ids of each batch, because they are not known before."""
+        return False
+
+    @property
     def seq_length(self) -> int | None:
         """Sequence length from ``--data.block_size``; None to use --train.max_seq_length."""
         return None

@@ -80,6 +80,10 @@ class Mixture(DataModule):
         return {name: source.data for name, source in self._modules.items()}
 
     @property
+    def checks_tokens(self) -> bool:
+        return any(module.checks_tokens for module in self.modules.values())
+
+    @property
     def packing(self) -> str:
         """Packing of the first source with packed rows, else "none". Used by ``toolkit plan``."""
         packings = (getattr(module, "packing", "none") for module in self.modules.values())

@@ -162,10 +162,9 @@ class Storage:
         return {name: kind == "directory" for name, kind in sorted(kinds.items()) if name}
 
     @_request()
-    def files(self, folder: str) -> dict[str, int]:
-        """Return {name: bytes} of all objects below a folder, with names relative to the folder."""
-        entries = self.fs.find(self._path(folder), detail=True).items()
-        return {path.removeprefix(f"{self._path(folder)}/"): entry["size"] for path, entry in entries}
+    def files(self, folder: str) -> list[str]:
+        """Return the names of all objects below a folder, relative to the folder."""
+        return [path.removeprefix(f"{self._path(folder)}/") for path in self.fs.find(self._path(folder))]
 
     @_request()
     def delete_folder(self, folder: str) -> None:
@@ -250,6 +249,12 @@ def describe(error: Exception, is_local: bool = False) -> str:
             return f"{reason} ({one_line(error)[:150] if isinstance(error, ImportError) else word}); {fix}"
     reason = code if code and not code.isdigit() else one_line(error)[:150] or type(error).__name__
     return f"the storage failed ({reason}{f', HTTP status {status}' if status else ''}); try again later"
+
+
+def is_permanent(error: Exception) -> bool:
+    """Whether another attempt would fail too: something is missing or denied."""
+    is_denied = isinstance(error, FileNotFoundError | PermissionError | ImportError)
+    return is_denied or _response_code(error)[1] in (401, 403, 404)
 
 
 def _response_code(error: BaseException) -> tuple[str, int]:

@@ -8,7 +8,6 @@ from toolkit.data.base import sample_order
 from toolkit.data.batch import Batch, Padding
 from toolkit.data.loader import train_batches
 from toolkit.data.prefetch import Prefetcher
-from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import DataError, UserError
 from toolkit.training.launch import Launch
@@ -25,7 +24,7 @@ class DataReader:
         self._end = last_position(state, batch.global_batch_size)
         self.error: DataError | None = None
         model = state.model.config  # other data is checked before the run
-        self._vocab_size = model.padded_vocab_size if model and isinstance(config.args.data, PythonData) else None
+        self._vocab_size = model.padded_vocab_size if model and config.args.data.checks_tokens else None
         steps: Iterator[list[Batch]] = train_batches(
             rows,
             self.order,

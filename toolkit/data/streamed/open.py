@@ -15,7 +15,8 @@ from toolkit.data.streamed import segments
 from toolkit.data.streamed.files import SourceFiles, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.streamed.reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
-from toolkit.data.streamed.stream import SOURCE, SegmentCounts, Source, Stream, segment_texts
+from toolkit.data.streamed.source import SegmentCounts, TextSegments, segment_texts
+from toolkit.data.streamed.stream import SOURCE, Stream
 from toolkit.data.text.documents import TAIL, added_bos, choose_ends, train_tokenizer
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError, UserError
@@ -70,12 +71,12 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
     return prepared
 
 
-def _source(text: TextSource, files: SourceFiles, tokenizer: Tokenizer | None, report: Report) -> Source:
+def _source(text: TextSource, files: SourceFiles, tokenizer: Tokenizer | None, report: Report) -> TextSegments:
     """Check the files, and choose the ends of documents by the first ones."""
     options, column = text.options, text.options.text_column
     if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
         require_pyarrow()
-    source = Source(files, column, segments.SEGMENT_BYTES, listing_hash(files))
+    source = TextSegments(files, column, segments.SEGMENT_BYTES, listing_hash(files))
     local = (i for i, file in enumerate(files) if file.kind == "parquet" and not is_url(file.url))
     footers = (segments.Part(i, 0, sys.maxsize) for i in local)  # empty parts: read only the footer
     tails = list[str]()
@@ -93,7 +94,7 @@ def _source(text: TextSource, files: SourceFiles, tokenizer: Tokenizer | None, r
 
 
 def _open_stream(
-    cache_dir: Path, source: Source, tokenizer: Tokenizer | None, vocab_size: int, report: Report
+    cache_dir: Path, source: TextSegments, tokenizer: Tokenizer | None, vocab_size: int, report: Report
 ) -> Stream:
     """Open or create the stream. Without a tokenizer, train one on the first segment."""
     key = source.key(["trained", vocab_size] if tokenizer is None else tokenizer.fingerprint)
@@ -115,12 +116,13 @@ def _open_stream(
 
 
 def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Report) -> PreparedData:
-    skips = text.options.skips_broken
+    source, tokenizer, skips = stream.source, stream.tokenizer, text.options.skips_broken
+    assert isinstance(source, TextSegments) and tokenizer is not None
     if not skips and (n := stream.discard_broken()):
         report(f"Data: reading the files of {n} segments again that could not be read before")
     first, counts = _prepare_first(stream, block_size, skips, text.where, report)
     n_rows = counts.tokens // block_size
-    max_bytes = _require_budget(text.options.max_cache_gb, stream, first)
+    max_bytes = require_budget(text.options.max_cache_gb, stream, first)
     reader = StreamReader(stream, text.options.prepare_workers, max_bytes, report)
     rows, held_out, val = SegmentRows(reader, block_size), 0, None
     if text.val_files is not None:
@@ -129,14 +131,14 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
         held_out = min(text.options.val_rows, max(1, n_rows // 10))
         val = RowSpans(rows, [(first, n_rows - held_out, n_rows)])
     of_val = None if val is None else [val.segments.reader.stream.folder.name.removesuffix(_OLD_RULE), val.spans]
-    content = [stream.source.key(stream.tokenizer.fingerprint), block_size, of_val]
-    files, n_segments = stream.source.files, len(stream.source.segments)
+    content = [source.key(tokenizer.fingerprint), block_size, of_val]
+    files, n_segments = source.files, len(source.segments)
     size = sum(file.size for file in files) / 1e6
     return PreparedData(
-        train=StreamedRows(rows, first, n_rows - held_out, held_out, skips),  # type: ignore[arg-type]
+        train=StreamedRows(rows, first, n_rows - held_out, {first: held_out} if held_out else {}, skips),  # type: ignore[arg-type]
         val=val,
-        tokenizer=stream.tokenizer,
-        added_bos=added_bos(stream.source.ends, stream.tokenizer),
+        tokenizer=tokenizer,
+        added_bos=added_bos(source.ends, tokenizer),
         content_key=hash_inputs(content),
         summary=(
             f"{len(files):,} file{'s' if len(files) > 1 else ''}, {size:,.1f} MB in {n_segments:,} "
@@ -169,12 +171,12 @@ def _prepare_first(
     )
 
 
-def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> int | None:
+def require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> int | None:
     if max_cache_gb is None:
         return None
     source = stream.source
     size = folder_bytes(stream.segment_folder(first))
-    largest = max(map(source.text_bytes, range(len(source.segments)))) / max(1, source.text_bytes(first))
+    largest = max(map(source.expected_bytes, range(len(source.segments)))) / max(1, source.expected_bytes(first))
     needed = _MIN_SEGMENTS * size * max(1.0, largest)
     if max_cache_gb * 1e9 < needed:
         raise UserError(

@@ -7,6 +7,7 @@ epoch. The first epoch begins with segment 0, which is prepared first.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -90,21 +91,33 @@ class RowSpans:
 
 
 class StreamedRows:
-    """The training rows of a stream. The number of rows is unknown.
+    """The training rows of a stream. ``len()`` does not work, as row ids have gaps.
 
     Args:
         first: Number of the first segment with rows. ``rows[0]`` is row 0 of this segment.
         n_first: Number of training rows in segment ``first``.
-        held_out: Number of validation rows at the end of segment ``first``.
+        held_out: {segment: number of validation rows at its end}.
         skips_broken: Whether to skip the rest of unreadable files instead of raising DataError.
+        numbers: The segments to read; by default all.
+        epoch_rows: Number of training rows, if known.
 
     Attributes:
         preview: The training rows of segment ``first``.
     """
 
-    def __init__(self, segments: SegmentRows, first: int, n_first: int, held_out: int, skips_broken: bool) -> None:
+    def __init__(
+        self,
+        segments: SegmentRows,
+        first: int,
+        n_first: int,
+        held_out: dict[int, int],
+        skips_broken: bool = False,
+        numbers: Sequence[int] | None = None,
+        epoch_rows: int | None = None,
+    ) -> None:
         self.segments, self.first, self.held_out, self.skips_broken = segments, first, held_out, skips_broken
-        self.preview = RowSpans(segments, [(first, 0, n_first)])
+        self.numbers = range(len(segments.reader.stream.source.segments)) if numbers is None else numbers
+        self.epoch_rows, self.preview = epoch_rows, RowSpans(segments, [(first, 0, n_first)])
 
     def __getitem__(self, row_id: int) -> Row:
         segment, row = (row_id >> ROW_BITS, row_id & ((1 << ROW_BITS) - 1)) if row_id else (self.first, 0)
@@ -118,7 +131,7 @@ class StreamedRows:
         """Return the number of training rows of a segment."""
         if counts.broken and not self.skips_broken:
             raise DataError(describe_broken(counts.broken))
-        return counts.tokens // self.segments.block_size - (self.held_out if segment == self.first else 0)
+        return counts.tokens // self.segments.block_size - self.held_out.get(segment, 0)
 
 
 def describe_broken(broken: dict[str, str]) -> str:
@@ -169,15 +182,15 @@ class StreamOrder:
         return state if rows is None else state | {"rows": rows}
 
     def _segment_at(self, epoch: int, index: int) -> int:
-        n = len(self._source.segments)
-        segment = int(shuffled_index(epoch * n + index, n, self.seed))
-        if epoch == 0 and (index == 0 or segment == 0):  # swap segment 0 with the first one
-            segment = 0 if index == 0 else int(shuffled_index(0, n, self.seed))
-        return segment
+        n = len(self.rows.numbers)
+        slot = int(shuffled_index(epoch * n + index, n, self.seed))
+        if epoch == 0 and (index == 0 or slot == 0):  # swap segment 0 with the first one
+            slot = 0 if index == 0 else int(shuffled_index(0, n, self.seed))
+        return self.rows.numbers[slot]
 
     def _extend(self) -> None:
         """Wait for the next segment with rows, and append it to the order."""
-        reader, n_segments = self._reader, len(self._source.segments)
+        reader, n_segments = self._reader, len(self.rows.numbers)
         for _ in range(n_segments + 1):
             epoch_index, start = self._next
             epoch, index = epoch_index
@@ -186,8 +199,8 @@ class StreamOrder:
                 divmod(epoch * n_segments + index + i, n_segments) for i in range(1, _AHEAD + reader.workers + 1)
             ]
             ahead = [number for number in dict.fromkeys(self._segment_at(*at) for at in following) if number != segment]
-            # must not be evicted: this segment, the previous and the held-out one
-            held_out = [self.rows.first] if self.rows.held_out else []
+            # must not be evicted: this segment, the previous and the first with held-out rows
+            held_out = list(self.rows.held_out)[:1]
             in_use = dict.fromkeys([segment, *(number for _, number, _ in self._reached[-1:]), *held_out])
             counts = reader.wait(segment, [*in_use], ahead)
             n_rows = self.rows.count(segment, counts)
@@ -206,7 +219,7 @@ class StreamOrder:
         """Raise DataError if the resumed segment's row count has changed; the order would differ."""
         begun, saved = self._begun
         if epoch_index == begun and saved not in (None, n_rows):
-            names = join_first([self._source.files[part.file].name for part in self._source.segments[segment]], 3)
+            names = join_first(self._source.names(segment), 3)
             raise DataError(
                 f"{names}: has {max(0, n_rows):,} rows now, but {saved:,} when the checkpoint was saved; restore the "
                 "file as it was, or start a new run with another --out_dir"

@@ -98,7 +98,7 @@ class StreamReader:
                 raise DataError(error.read_text(encoding="utf-8"))
             self.request(self.latest_request)
             waited = time.monotonic() - started
-            report_progress(f"Data: waiting for segment {number:,} to be tokenized ({waited:.0f} s)")
+            report_progress(f"Data: waiting for segment {number:,} ({waited:.0f} s)")
         self.reset_starts()
         self.request(SegmentRequest(keep, ahead))
         return counts
@@ -149,7 +149,7 @@ def _describe_death(folder: Path) -> str:
     """Return a one-line message with the last log line of a tokenize worker."""
     lines = [text for file in sorted(folder.glob("readers/preparer-*.log")) if (text := file.read_text().strip())]
     last = one_line(lines[-1].splitlines()[-1])[:300] if lines else "it was killed; is there enough memory?"
-    return f"{folder}: the process that tokenizes the data ended {_MAX_STARTS} times in a row: {last}"
+    return f"{folder}: the process that prepares the data ended {_MAX_STARTS} times in a row: {last}"
 
 
 _processes: dict[tuple[Path, int], subprocess.Popen[bytes]] = {}

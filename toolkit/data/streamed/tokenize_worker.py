@@ -82,9 +82,9 @@ def make_room(stream: Stream, requests: list[SegmentRequest], number: int, max_b
         with suppress(FileNotFoundError):  # another tokenize worker evicts it
             if path.name.isdigit():
                 sizes[int(path.name)] = path.stat().st_mtime, folder_bytes(path)
-    text_bytes = stream.source.text_bytes
-    ratio = max((size / max(1, text_bytes(segment)) for segment, (_, size) in sizes.items()), default=1.0)
-    excess = folder_bytes(stream.folder / "units") + int(_MARGIN * ratio * text_bytes(number)) - max_bytes
+    expected = stream.source.expected_bytes
+    ratio = max((size / max(1, expected(segment)) for segment, (_, size) in sizes.items()), default=1.0)
+    excess = folder_bytes(stream.folder / "units") + int(_MARGIN * ratio * expected(number)) - max_bytes
     in_use = {n for w in requests for n in w.keep}
     later = {n for w in requests for n in w.ahead} - in_use
     is_awaited = _is_awaited(number, requests)

@@ -7,10 +7,13 @@ ranks, and is at least twice as slow for random access.
 import bisect
 import contextlib
 import hashlib
+import json
 import os
+import re
 import weakref
 import zlib
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +40,60 @@ _NUMPY_TYPES = dict(enumerate(("int8", "int16", "int32", "int64", "uint8", "uint
 _TYPES = {"no_header_tensor": _TENSOR_TYPES, "no_header_numpy": _NUMPY_TYPES}
 
 
-class ChunkedArray:
+class ChunkIndex:
+    """The index of a folder of token chunks, with the checksums if :class:`TokenWriter` wrote it.
+
+    Args:
+        folder: Contains ``index.json``, and ``crc32.npy`` if there are checksums. The chunks may be elsewhere.
+
+    Attributes:
+        dtype: Data type of the tokens.
+        files: File name of each chunk.
+        headers: Bytes before the tokens of each chunk.
+        sizes: Number of tokens of each chunk.
+        compression: ``zstd`` or ``zstd:LEVEL`` if each chunk is compressed as a whole, else None.
+
+    Raises:
+        ValueError: The index is invalid, or names a file outside the folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        index = read_index(self.folder)
+        self.dtype, self.compression = _parse_dtype(index["config"]), index["config"].get("compression")
+        self.files = [_parse_chunk_name(chunk) for chunk in index["chunks"]]
+        # A chunk starts with a uint32 header: the number of items, then n + 1 item offsets.
+        self.headers = [4 * (chunk["chunk_size"] + 2) for chunk in index["chunks"]]
+        self.sizes: list[int] = [chunk["dim"] for chunk in index["chunks"]]
+        self._pieces = [0, *accumulate(-(-size // PIECE) for size in self.sizes)]
+
+    def chunk_bytes(self, chunk: int) -> int:
+        """Return the size of an uncompressed chunk in bytes."""
+        return self.headers[chunk] + self.sizes[chunk] * self.dtype.itemsize
+
+    def write_single(self, chunk: int, folder: Path) -> None:
+        """Write the index of one chunk alone, without compression, and its checksums."""
+        index = read_index(self.folder)
+        single = {"chunks": [index["chunks"][chunk]], "config": index["config"] | {"compression": None}}
+        (folder / INDEX).write_text(json.dumps(single), encoding="utf-8")
+        if self.checksums is not None:
+            np.save(folder / CRC_FILE, self.checksums[self._pieces[chunk] : self._pieces[chunk + 1]])
+
+    @cached_property
+    def checksums(self) -> np.ndarray | None:
+        """CRC-32 of each piece of 65,536 values of each chunk, or None."""
+        if not (self.folder / CRC_FILE).is_file():
+            return None
+        try:
+            checksums = np.load(self.folder / CRC_FILE, mmap_mode="r")
+        except Exception as error:  # numpy parses the header as Python code, and can raise tokenize's errors
+            raise ValueError(f"{self.folder / CRC_FILE} is damaged: {one_line(error)}") from error
+        if checksums.dtype != np.uint32 or checksums.shape != (self._pieces[-1],):
+            raise ValueError(f"{self.folder / CRC_FILE} does not belong to these chunks")
+        return checksums
+
+
+class ChunkedArray(ChunkIndex):
     """A 1-D integer array in chunk files. Opening reads no chunk, and stats the chunks only if there are at most 1,024.
 
     Chunks are read with ``pread``. With mmap, a chunk truncated during a run would cause SIGBUS, and mapped pages would
@@ -53,17 +109,11 @@ class ChunkedArray:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        index = _read_index(self.folder)
-        self.dtype = _parse_dtype(index["config"])
-        self._files = [_parse_chunk_name(chunk) for chunk in index["chunks"]]
-        # A chunk starts with a uint32 header: the number of items, then n + 1 item offsets.
-        self._headers = [4 * (chunk["chunk_size"] + 2) for chunk in index["chunks"]]
-        self.sizes: list[int] = [chunk["dim"] for chunk in index["chunks"]]
+        super().__init__(folder)
+        if self.compression:
+            raise ValueError(f"{self.folder} has compressed chunks")
         self._starts = [0, *accumulate(self.sizes)]
-        self._check_files()
-        self._pieces = [0, *accumulate(-(-size // PIECE) for size in self.sizes)]
-        self._checksums = self._read_checksums()
+        self._check_files()  # a missing chunk before wrong checksums
         self._reset_files()
 
     def __len__(self) -> int:
@@ -81,8 +131,8 @@ class ChunkedArray:
         chunk = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             end, begin = min(stop, self._starts[chunk + 1]), self._starts[chunk]
-            if self._checksums is not None:
-                self._verify(chunk, start - begin, end - begin, self._checksums)
+            if self.checksums is not None:
+                self._verify(chunk, start - begin, end - begin, self.checksums)
             parts.append(self._read(chunk, start - begin, end - begin))
             start, chunk = end, chunk + 1
         return parts[1] if len(parts) == 2 else np.concatenate(parts)
@@ -132,7 +182,7 @@ class ChunkedArray:
     def _reset_files(self) -> None:
         """Reset the open files and verified pieces, on creation and after unpickling."""
         self._open: dict[int, IO[bytes]] = {}
-        self._verified = bytearray(0 if self._checksums is None else len(self._checksums))
+        self._verified = bytearray(0 if self.checksums is None else len(self.checksums))
         _arrays.add(self)
 
     def _verify(self, chunk: int, start: int, stop: int, checksums: np.ndarray) -> None:
@@ -149,7 +199,7 @@ class ChunkedArray:
         n_bytes = (stop - start) * self.dtype.itemsize
         try:
             file = self._open.get(chunk) or self._open_chunk(chunk)
-            content = os.pread(file.fileno(), n_bytes, self._headers[chunk] + start * self.dtype.itemsize)
+            content = os.pread(file.fileno(), n_bytes, self.headers[chunk] + start * self.dtype.itemsize)
         except OSError as error:
             raise self._error(chunk, f"cannot be read: {error.strerror or error}") from error
         if len(content) != n_bytes:
@@ -161,44 +211,33 @@ class ChunkedArray:
             if sum(len(array._open) for array in _arrays) >= _OPEN_CHUNKS:
                 fullest = max(_arrays, key=lambda array: len(array._open))._open
                 del fullest[next(iter(fullest))]  # closed after the last thread has read from it
-        file = self._open[chunk] = open(self.folder / self._files[chunk], "rb", buffering=0)  # noqa: SIM115
+        file = self._open[chunk] = open(self.folder / self.files[chunk], "rb", buffering=0)  # noqa: SIM115
         return file
 
     def _error(self, chunk: int, problem: str) -> DataError:
-        prepared = self._checksums is not None
+        prepared = self.checksums is not None
         fix = f"delete {self.folder.parent} and prepare the data again" if prepared else "restore this file"
         fix += " (see streaming: prepared tokens)"
-        return DataError(f"{self.folder / self._files[chunk]}: {problem}; {fix}")
+        return DataError(f"{self.folder / self.files[chunk]}: {problem}; {fix}")
 
     def _check_files(self) -> None:
         with os.scandir(self.folder) as entries:
             present = {entry.name for entry in entries if entry.is_file()}  # one listing, no stat per chunk
-        for chunk, name in enumerate(self._files):
+        for chunk, name in enumerate(self.files):
             if name not in present:
                 raise ValueError(f"{self.folder / name} is missing")
-            if len(self._files) <= _STAT_CHUNKS:
+            if len(self.files) <= _STAT_CHUNKS:
                 size = (self.folder / name).stat().st_size
-                min_size = self._headers[chunk] + self.sizes[chunk] * self.dtype.itemsize
+                min_size = self.chunk_bytes(chunk)
                 if size < min_size:
                     raise ValueError(f"{self.folder / name} is truncated: {size:,} of {min_size:,} bytes")
-
-    def _read_checksums(self) -> np.ndarray | None:
-        if not (self.folder / CRC_FILE).is_file():
-            return None
-        try:
-            checksums = np.load(self.folder / CRC_FILE, mmap_mode="r")
-        except Exception as error:  # numpy parses the header as Python code, and can raise tokenize's errors
-            raise ValueError(f"{self.folder / CRC_FILE} is damaged: {one_line(error)}") from error
-        if checksums.dtype != np.uint32 or checksums.shape != (self._pieces[-1],):
-            raise ValueError(f"{self.folder / CRC_FILE} does not belong to these chunks")
-        return checksums
 
 
 _arrays: weakref.WeakSet[ChunkedArray] = weakref.WeakSet()
 """Open arrays of this process. They share the limit of open files. A mixture opens at least one per source."""
 
 
-def _read_index(folder: Path) -> Values:
+def read_index(folder: Path) -> Values:
     path = folder / INDEX
     if not path.is_file():
         raise ValueError(f"{folder} contains no {INDEX}")
@@ -228,8 +267,10 @@ def _parse_chunk_name(chunk: Values) -> str:
 
 def _parse_dtype(config: Values) -> np.dtype:
     """Return the token dtype for a data format such as ``no_header_tensor:16``."""
-    if config.get("compression") or config.get("encryption"):
-        raise ValueError("compressed or encrypted chunks are not supported; write them uncompressed")
+    compression = config.get("compression")
+    is_whole = compression is None or (isinstance(compression, str) and re.fullmatch(r"zstd(:\d+)?", compression))
+    if not is_whole or config.get("compression_level") in ("batch", "sample") or config.get("encryption"):
+        raise ValueError("encrypted chunks, and compression other than zstd of whole chunks, are not supported")
     try:
         (data_format,) = config["data_format"]
         kind, number = data_format.split(":")

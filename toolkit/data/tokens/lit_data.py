@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from toolkit.config.checks import require_positive
 from toolkit.data.base import DataModule, PreparedData, Report, require
 from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, MANIFEST, verify
 from toolkit.data.tokenizer import Tokenizer
@@ -14,6 +16,7 @@ from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json
 
 if TYPE_CHECKING:
+    from toolkit.data.streamed.open_chunks import ChunkRows
     from toolkit.data.tokens.store import BlockDataset
 
 
@@ -21,31 +24,88 @@ if TYPE_CHECKING:
 class LitData(DataModule):
     """Pre-tokenized chunks, written by litdata.optimize with its TokensLoader (or by prepare_data).
 
+    Local chunks are read where they are. Remote and compressed ones are downloaded while a run trains.
+
     Args:
-        data_path: Folder of the splits, or of the chunks themselves.
+        data_path: Folder of the splits, or of the chunks themselves: local, s3://, gs://, hf:// or https://; a glob
+            joins several.
         split_names: Subfolders of data_path with the training and validation chunks; null if data_path itself contains
             the training chunks.
+        max_cache_gb: Disk space for downloaded training chunks in GB. The oldest are deleted, and downloaded again when
+            needed. By default all are kept.
+        cache_dir: Cache folder for downloaded chunks; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
 
     data_path: str
     split_names: tuple[str, str] | None = ("train", "val")
+    max_cache_gb: float | None = None
+    cache_dir: str | None = None
     num_workers: int = 0
 
+    takes_urls: ClassVar[tuple[str, ...]] = ("data_path",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("data", self, "max_cache_gb")
+        from toolkit.data.streamed.files import require_no_secret
+
+        require_no_secret(self.data_path, "data_path")
+
+    @property
+    def checks_tokens(self) -> bool:
+        """See :attr:`DataModule.checks_tokens`: remote chunks are not read before the run."""
+        return "://" in self.data_path
+
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        folder, block_size = Path(self.data_path).expanduser(), max_seq_length + 1
-        train, val, content, largest = self._open(folder, block_size, report)
+        from toolkit.data.streamed.open_chunks import find_folders, open_chunks
+
+        where, block_size = f"--data.data_path {self.data_path}", max_seq_length + 1
+        folders = find_folders(self.data_path)
+        if "://" in folders[0] or any(map(self._is_compressed, folders)):
+            opened = open_chunks(self, folders, block_size, report)
+        else:
+            for name in ("max_cache_gb", "cache_dir"):
+                value, hint = getattr(self, name), "has no effect: the chunks are read where they are; remove it"
+                require(value is None, name, value, hint)
+            opened = self._open_local(folders, block_size, report)
+        train, val, content, largest, summary = opened
         if tokenizer is not None and largest >= tokenizer.vocab_size:
             raise UserError(
-                f"--data.data_path {self.data_path}: contains token {largest:,}, but {tokenizer.name} has only"
-                f" {tokenizer.vocab_size:,}: the chunks were made with another tokenizer"
+                f"{where}: contains token {largest:,}, but {tokenizer.name} has only {tokenizer.vocab_size:,}: the "
+                "chunks were made with another tokenizer"
             )
-        tails = sum(split.tail_tokens for split in (train, val) if split is not None)
-        held_out = "no val rows" if val is None else f"{len(val):,} val rows"
-        summary = f"{len(train):,} train rows of {max_seq_length:,} tokens; {held_out}"
-        report(f"Data: {self.data_path}: {summary}; {tails:,} leftover tokens at chunk ends do not fill a row")
+        report(f"Data: {self.data_path}: {summary}")
         content_key = hashlib.sha256(f"{block_size}".encode() + content).hexdigest()
         return PreparedData(train, val, tokenizer, content_key, summary, largest + 1)
+
+    def _is_compressed(self, folder: str) -> bool:
+        """Whether the training chunks of a local folder are compressed."""
+        from toolkit.data.tokens.chunks import INDEX, ChunkIndex
+
+        path = Path(folder).expanduser() / (self.split_names or ("",))[0]
+        with suppress(ValueError):  # reported later
+            return (path / INDEX).is_file() and ChunkIndex(path).compression is not None
+        return False
+
+    def _open_local(self, folders: list[str], block_size: int, report: Report) -> ChunkRows:
+        """Return the rows of chunks that are read where they are."""
+        from toolkit.data.interleave import ConcatenatedRows
+        from toolkit.data.streamed.open_chunks import ChunkRows
+
+        parts = [self._open(Path(folder).expanduser(), block_size, report) for folder in folders]
+        train, val = [train for train, *_ in parts], [val for _, val, *_ in parts if val is not None]
+        unread = sum(rows.tail_tokens for rows in (*train, *val))
+        summary = (
+            f"{sum(map(len, train)):,} train rows of {block_size - 1:,} tokens; "
+            f"{f'{sum(map(len, val)):,}' if val else 'no'} val rows; "
+            f"{unread:,} leftover tokens at chunk ends do not fill a row"
+        )
+        content, largest = b"".join(part[2] for part in parts), max(part[3] for part in parts)
+        joined: list[Any] = [
+            ConcatenatedRows(rows) if len(rows) > 1 else rows[0] if rows else None for rows in (train, val)
+        ]
+        return ChunkRows(joined[0], joined[1], content, largest, summary)
 
     def _open(
         self, folder: Path, block_size: int, report: Report
@@ -70,6 +130,8 @@ class LitData(DataModule):
                 for part in folders:
                     require(part.is_dir(), "data_path", self.data_path, f"no folder {part}{hint}")
                 rows = [ChunkBlockDataset(TokenStore(part), block_size) for part in folders]
+                if any(part.store.array.checksums is None for part in rows):
+                    report(f"Data: {folder}: not verified: it has no checksums")
                 train, val, *_ = [*rows, None]
                 digests, tokens = zip(*(part.survey() for part in rows), strict=True)
                 content, largest = b"".join(digests), max(tokens)

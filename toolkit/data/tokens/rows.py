@@ -46,6 +46,10 @@ class PythonData(DataModule):
         return PreparedData(self.train, self.val, tokenizer, self.content_key, summary)
 
     @property
+    def checks_tokens(self) -> bool:
+        return True
+
+    @property
     def reads_ahead(self) -> bool:
         """See :attr:`DataModule.reads_ahead`. The user's object may use a global RNG or not be thread-safe."""
         return self.num_workers > 0

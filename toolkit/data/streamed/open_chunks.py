@@ -1,0 +1,187 @@
+"""Open LitData chunks that are downloaded or decompressed while a run trains."""
+
+import glob
+import hashlib
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.data.base import Report, TokenDataset, Values
+from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, clean_up, hash_inputs
+from toolkit.data.streamed.chunk_segments import ChunkSegments
+from toolkit.data.streamed.files import is_url, storage_errors
+from toolkit.data.streamed.hub import open_repository
+from toolkit.data.streamed.open import require_budget
+from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows
+from toolkit.data.streamed.reader import StreamReader
+from toolkit.data.streamed.stream import Stream
+from toolkit.data.tokens.chunks import INDEX
+from toolkit.data.tokens.store import SPLITS, TOKENS
+from toolkit.errors import UserError
+from toolkit.io.atomic import write_atomic
+from toolkit.io.safe_parse import MAX_BYTES, parse_json
+
+_HUB_URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(@([^/]+))?(/.+)?")
+
+
+class ChunkRows(NamedTuple):
+    """The rows of downloaded chunks.
+
+    Args:
+        content: Identifies the content, for the content key.
+        largest: The largest token id; of chunks that others wrote, in the first chunk.
+        summary: Log line.
+    """
+
+    train: TokenDataset
+    val: TokenDataset | None
+    content: bytes
+    largest: int
+    summary: str
+
+
+def find_folders(value: str) -> list[str]:
+    """Return the folders of a path or glob, local or remote, sorted. A path without a pattern is returned as it is."""
+    value = value.rstrip("/")
+    if not glob.has_magic(value):
+        return [_pin(value) if value.startswith("hf://") else value]
+    where = f"--data.data_path {value}"
+    if is_url(value):
+        with storage_errors(where, value):
+            import fsspec
+
+            fs, path = fsspec.core.url_to_fs(value)
+            matching = fs.glob(path, detail=True).items()
+            folders = [fs.unstrip_protocol(name) for name, info in matching if info["type"] == "directory"]
+    else:
+        folders = [path for path in glob.glob(str(Path(value).expanduser())) if Path(path).is_dir()]
+    if not folders:
+        raise UserError(f"{where}: no folder matches; check the pattern")
+    return sorted(folders)
+
+
+def open_chunks(options: Any, folders: list[str], block_size: int, report: Report) -> ChunkRows:
+    """Open the rows of a :class:`toolkit.data.LitData` whose chunks are downloaded or decompressed while a run trains.
+
+    Rows do not span chunks. In a folder that prepare_data wrote, the splits share chunks: a row with tokens of both is
+    in neither.
+
+    Raises:
+        UserError: The storage fails, an index is invalid, or a split has no row.
+    """
+    where, names = f"--data.data_path {options.data_path}", tuple(options.split_names or ("",))
+    try:
+        is_single = names == SPLITS and len(folders) == 1
+        manifest = _fetch(where, f"{folders[0]}/{MANIFEST}", required=False) if is_single else None
+        if manifest is None:
+            urls = ([f"{folder}/{name}".rstrip("/") for folder in folders] for name in names)
+            train, *rest = [_Chunks(options, where, split, report) for split in urls]
+            val = rest[0] if rest else None
+            values: Values = {"splits": {"train": train.all_tokens, "val": val and val.all_tokens}}
+        else:
+            values = parse_json(manifest)
+            train = val = _Chunks(options, where, [f"{folders[0]}/{TOKENS}"], report)
+        train_spans, val_spans = (
+            split.spans(values["splits"][name], block_size) if split is not None and values["splits"][name] else []
+            for split, name in ((train, "train"), (val, "val"))
+        )
+        for spans, split in ((train_spans, train), (val_spans, val if values["splits"]["val"] else None)):
+            if split is not None and not spans:
+                raise UserError(
+                    f"{where}: no chunk in {split.source.urls[0]} has a row of {block_size:,} tokens "
+                    "(--train.max_seq_length + 1); provide more text or reduce --train.max_seq_length"
+                )
+        first, _, n_first = train_spans[0]
+        largest = values.get("largest_token")
+        for split, spans in ((train, train_spans), (val, val_spans)):  # a mistake of either shows before the first step
+            if split is not None and spans:
+                number = spans[0][0]
+                split.reader.wait(number, [number], [])
+                if largest is None and (store := split.stream.open(number)) is not None:
+                    largest = store.array.survey()[1]
+        train.reader.max_bytes = require_budget(options.max_cache_gb, train.stream, first)
+    except DAMAGE_ERRORS as error:
+        raise error if isinstance(error, UserError) else UserError(f"{where}: {error}") from error
+    rows, n_train = SegmentRows(train.reader, block_size), sum(stop - start for _, start, stop in train_spans)
+    sizes = [size // block_size for size in train.source.sizes]
+    held_out = {segment: sizes[segment] - stop for segment, _, stop in train_spans if stop < sizes[segment]}
+    of_val = None
+    if val is not None and val_spans:
+        of_val = RowSpans(rows if val is train else SegmentRows(val.reader, block_size), val_spans)
+    numbers = [segment for segment, _, _ in train_spans]
+    return ChunkRows(
+        StreamedRows(rows, first, n_first, held_out, numbers=numbers, epoch_rows=n_train),  # type: ignore[arg-type]
+        of_val,
+        hash_inputs([values, *(split.key for split in (train, val) if split is not None)]).encode(),
+        int(largest or 0),
+        f"{n_train:,} train rows of {block_size - 1:,} tokens in {len(numbers):,} chunks, read ahead of the run; "
+        f"{'no val rows' if of_val is None else f'{len(of_val):,} val rows'}",
+    )
+
+
+class _Chunks:
+    """The stream of one or more folders of chunks, cached by the content of their indexes."""
+
+    def __init__(self, options: Any, where: str, urls: list[str], report: Report) -> None:
+        fetched = [(_fetch(where, f"{url}/{INDEX}"), _fetch(where, f"{url}/{CRC_FILE}", False)) for url in urls]
+        key = hash_inputs([content and hashlib.sha256(content).hexdigest() for pair in fetched for content in pair])
+        cache_dir = choose_cache_dir(options.cache_dir)
+        folder = cache_dir / f"chunks-{key[:16]}"
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            clean_up(cache_dir)
+            for i, pair in enumerate(fetched):
+                for name, content in zip((INDEX, CRC_FILE), pair, strict=True):
+                    path = folder / "chunks" / str(i) / name
+                    if content is not None and not (path.is_file() and path.read_bytes() == content):
+                        write_atomic(path, content)
+            self.source = ChunkSegments(folder / "chunks", urls)
+            self.stream = Stream(folder, self.source, None)
+            self.stream.save()
+        except OSError as error:
+            raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
+        except ValueError as error:  # names the copy of an index
+            copy = re.match(re.escape(f"{folder}/chunks/") + r"(\d+)/", str(error))
+            reason = f"{urls[int(copy[1])]}/{str(error)[copy.end() :]}" if copy else error
+            raise UserError(f"{where}: {reason}") from error
+        if not self.source.is_verified:
+            report(f"Data: {urls[0]}: not verified: it has no checksums ({CRC_FILE})")
+        self.reader = StreamReader(self.stream, 1, None, report)
+        self.key, self.all_tokens = key, [0, sum(self.source.sizes)]
+
+    def spans(self, tokens: list[int], block_size: int) -> list[tuple[int, int, int]]:
+        """Return (segment, first row, end row) of the rows whose tokens are all in [start, stop)."""
+        spans, begin = list[tuple[int, int, int]](), 0
+        for segment, size in enumerate(self.source.sizes):
+            first = max(0, -(-(tokens[0] - begin) // block_size))
+            end = (min(size, tokens[1] - begin)) // block_size
+            if first < end:
+                spans.append((segment, first, end))
+            begin += size
+        return spans
+
+
+def _pin(url: str) -> str:
+    """Return the URL of a folder on the hub at its current commit."""
+    if (match := _HUB_URL.fullmatch(url)) is None:
+        raise UserError(f"--data.data_path {url}: must be hf://datasets/ORGANIZATION/NAME[@REVISION][/FOLDER]")
+    repository = open_repository(match[1], (match[3] or "main").replace("%2F", "/"))
+    return f"hf://datasets/{match[1]}@{repository.commit}{match[4]}"
+
+
+def _fetch(where: str, url: str, required: bool = True) -> bytes | None:
+    """Return the content of a file. Return None for a missing one that is not required."""
+    with storage_errors(f"{where}: {url}" if is_url(url) else where, url):
+        import fsspec
+
+        fs, path = fsspec.core.url_to_fs(url if is_url(url) else str(Path(url).expanduser().absolute()))
+        try:
+            with fs.open(path, "rb") as file:
+                content = file.read(MAX_BYTES["JSON"] + 1)
+        except (FileNotFoundError, PermissionError):  # S3 denies a missing file to those who may not list
+            if required:
+                raise
+            return None
+        if len(content) > MAX_BYTES["JSON"]:
+            raise UserError(f"{where}: {url}: larger than {MAX_BYTES['JSON']:,} bytes, the maximum for an index")
+        return content

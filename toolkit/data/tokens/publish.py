@@ -1,0 +1,121 @@
+"""Write prepared tokens to a folder or to object storage, for ``--data LitData``."""
+
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.data.base import PreparedData, Report, TokenDataset, Values
+from toolkit.data.cache import CRC_FILE, MANIFEST, publish, read_checksums, staging_folder
+from toolkit.data.streamed.order import RowSpans, StreamedRows
+from toolkit.data.tokens.chunks import INDEX, read_index
+from toolkit.data.tokens.store import SPLITS, TOKENS, BlockDataset, TokenWriter
+from toolkit.errors import UserError
+from toolkit.io.storage import Storage, StorageError
+
+MARKERS = (MANIFEST, f"{SPLITS[0]}/{INDEX}")  # written last: without it, a folder is not complete
+
+Files = dict[str, Path | bytes]
+"""Content of each file by its name, in the order of writing."""
+
+
+def require_free(out_dir: str) -> None:
+    """Raise UserError unless ``--out_dir`` can be written: a new or empty folder, or storage without data."""
+    if "://" not in out_dir:
+        path = Path(out_dir).expanduser()
+        is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    else:
+        storage = Storage(out_dir, "--out_dir")
+        storage.probe()
+        with storage.one_line_errors():
+            is_free = not any(map(storage.exists, MARKERS))
+    if not is_free:
+        raise UserError(f"--out_dir {out_dir}: already has files; choose another, or delete them")
+
+
+def publish_tokens(prepared: PreparedData, out_dir: str, report: Report) -> None:
+    """Write the tokens, their splits and the tokenizer. Chunks of a stream keep their order.
+
+    Raises:
+        UserError: The rows are not plain tokens, or ``out_dir`` cannot be written.
+    """
+    rows = prepared.train
+    with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
+        if isinstance(rows, StreamedRows):
+            files = _files_of_stream(rows, prepared.val, Path(scratch))
+        elif isinstance(rows, BlockDataset) and (rows.store.folder / MANIFEST).is_file():
+            folder = rows.store.folder
+            names = sorted(read_checksums(folder), key=lambda name: name == MANIFEST)
+            files = {name: folder / name for name in names}
+        else:
+            raise UserError(f"--out_dir {out_dir}: is for data of plain tokens, not for samples with a loss mask")
+        size = sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
+        if "://" in out_dir:
+            _upload(files, Storage(out_dir, "--out_dir"), report)
+        else:
+            _copy(files, Path(out_dir).expanduser())
+    report(f"Data: {size / 1e9:.3g} GB in {out_dir}; read it with --data LitData --data.data_path {out_dir}")
+
+
+def _copy(files: Files, folder: Path) -> None:
+    try:
+        with staging_folder(folder) as temporary:
+            for name, content in files.items():
+                target = temporary / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, target)
+            publish(temporary, folder, lambda: False)
+    except OSError as error:
+        raise UserError(f"--out_dir {folder}: {error.strerror or error}") from error
+
+
+def _upload(files: Files, storage: Storage, report: Report) -> None:
+    try:
+        for name, content in files.items():
+            storage.write(name, content) if isinstance(content, bytes) else storage.upload(content, name)
+    except StorageError as error:
+        raise storage.error(error) from error
+
+
+def _files_of_stream(rows: StreamedRows, val: TokenDataset | None, scratch: Path) -> Files:
+    """Return the chunks of all segments as one dataset per split, and the tokenizer."""
+    stream, files = rows.segments.reader.stream, Files()
+    spans = [(number, 0, rows.count(number, stream.require_ready(number))) for number in rows.numbers]
+    splits = {"train": RowSpans(rows.segments, [span for span in spans if span[2] > 0])}
+    if isinstance(val, RowSpans):
+        splits["val"] = val
+    for split, part in splits.items():
+        chunks, checksums, config = list[Values](), [], Values()
+        for i, folder in enumerate(_token_folders(part, scratch / split)):
+            index, config = read_index(folder), read_index(folder)["config"]
+            for n, chunk in enumerate(index["chunks"]):
+                name = f"chunk-{i}-{n}.bin"
+                files[f"{split}/{name}"] = folder / chunk["filename"]
+                chunks.append(chunk | {"filename": name})
+            checksums.append(np.load(folder / CRC_FILE))
+        np.save(packed := io.BytesIO(), np.concatenate(checksums))
+        files[f"{split}/{CRC_FILE}"] = packed.getvalue()
+        files[f"{split}/{INDEX}"] = json.dumps({"chunks": chunks, "config": config}, sort_keys=True).encode()
+    folder = stream.folder / "tokenizer"
+    first = {f"tokenizer/{file.name}": file for file in sorted(folder.iterdir())}
+    return first | dict(sorted(files.items(), key=lambda item: item[0] == MARKERS[1]))
+
+
+def _token_folders(part: RowSpans, scratch: Path) -> Iterator[Path]:
+    """Yield the folder of the chunks of each span; of a part of a segment, a copy in ``scratch``."""
+    stream, block_size = part.segments.reader.stream, part.segments.block_size
+    for number, start, stop in part.spans:
+        store = stream.open(number)
+        if store is None:
+            raise UserError(f"{stream.segment_folder(number)}: is missing or damaged; prepare the data again")
+        if (start, stop) == (0, store.n_tokens // block_size):
+            yield stream.segment_folder(number) / TOKENS
+            continue
+        writer = TokenWriter(scratch / str(number), store.dtype)
+        writer.add(store.tokens(start * block_size, stop * block_size))
+        writer.finish()
+        yield scratch / str(number) / TOKENS
