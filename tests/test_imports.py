@@ -310,7 +310,8 @@ UNBOUNDED = {  # reads without a limit, with the reason
     },
     "the user's cache": {
         "data/cache.py folder / MANIFEST", "data/cache.py folder / CHECKSUMS", "data/cache.py json.load(stamp)",
-        "data/cache.py path", "data/streamed/open_chunks.py path", "data/streamed/open.py stream.error_file(number)", "data/streamed/open.py saved",
+        "data/cache.py path", "data/streamed/open_chunks.py path", "data/streamed/open.py saved",
+        "data/streamed/open.py stream.error_file(number)",
         "data/streamed/reader.py file", "data/streamed/reader.py error", "data/streamed/stream.py folder / SOURCE",
         "data/text/prepare.py key_file", "data/streamed/stream.py self._counts_file(number)",
         "data/streamed/tokenize_worker.py sys.stdin.buffer",
