@@ -80,20 +80,18 @@ class Batch:
     counts: dict[str, int] = field(default_factory=dict)
     """Loss normalizers: supervised tokens and the objective's other counts."""
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Numbers of the rows by name, (B,) fp64 each; 0 for a filler row."""
+    """Numbers of the rows by name, (B,) fp32 each; 0 for a filler row."""
 
     def __post_init__(self) -> None:
         self.counts = {TOKENS: self.n_tokens} | self.counts
 
     def __getstate__(self) -> State:
         """Return the state with NumPy arrays: workers would send tensors through /dev/shm, which may be too small."""
-        values = {name: numbers.numpy() for name, numbers in self.values.items()}
-        return vars(self._map(Tensor.numpy)) | {"values": values}
+        return vars(self._map(Tensor.numpy))
 
     def __setstate__(self, state: State) -> None:
         vars(self).update(state)
         vars(self).update(vars(self._map(torch.from_numpy)))
-        self.values = {name: torch.from_numpy(numbers) for name, numbers in self.values.items()}
 
     def inputs(
         self, device: torch.device, with_keys: bool = False, with_bounds: bool = False
@@ -114,7 +112,7 @@ class Batch:
         """Return a number of each row, (B,) fp32; 0 for a filler row."""
         if max(self.ids) == FILLER:
             return torch.zeros(len(self.ids), device=device)
-        return self.values[name].float().to(device)
+        return self.values[name].to(device)
 
     def pin_memory(self) -> Batch:
         """Return a copy in pinned memory, for asynchronous copies to CUDA."""
@@ -127,15 +125,9 @@ class Batch:
     def every(self, start: int, step: int) -> Batch:
         """Return every ``step``-th row of an unpacked batch, from ``start`` on."""
         rows = slice(start, None, step)
-        return replace(
-            self,
-            input_ids=self.input_ids[rows],
-            labels=self.labels[rows],
-            ids=self.ids[rows],
-            sample_keys=self.sample_keys[rows],
-            n_tokens=int((self.labels[rows] >= 0).sum()),
-            values={name: numbers[rows] for name, numbers in self.values.items()},
-        )
+        n_tokens = int((self.labels[rows] >= 0).sum())
+        batch = self._map(lambda tensor: tensor[rows])
+        return replace(batch, ids=self.ids[rows], sample_keys=self.sample_keys[rows], n_tokens=n_tokens)
 
     def padded(self, length: int) -> Batch:
         """Return a copy whose rows are padded to ``length`` tokens."""
@@ -149,10 +141,10 @@ class Batch:
         return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds)
 
     def _map(self, function: Callable[[Any], Any]) -> Batch:
-        packed = {name: function(tensor) for name, tensor in self.packed.items()}
+        packed, values = ({k: function(v) for k, v in tensors.items()} for tensors in (self.packed, self.values))
         bounds = self.bounds and self.bounds._replace(cu_seqlens=function(self.bounds.cu_seqlens))
         input_ids, labels = function(self.input_ids), function(self.labels)
-        return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds)
+        return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds, values=values)
 
 
 def collate(rows: list[Row | None], ids: list[int], keys: list[int], longest: int, padding: Padding) -> Batch:
@@ -178,7 +170,7 @@ def collate(rows: list[Row | None], ids: list[int], keys: list[int], longest: in
     bounds = document_bounds(tensors["documents"]) if is_packed else None
     numbers: list[dict[str, float]] = [{} if row is None else row.get("values", {}) for row in rows]
     values = {
-        name: torch.tensor([of_row.get(name, 0) for of_row in numbers], dtype=torch.float64)
+        name: torch.tensor([of_row.get(name, 0) for of_row in numbers], dtype=torch.float32)
         for name in dict.fromkeys(name for of_row in numbers for name in of_row)
     }
     return Batch(input_ids, labels, ids, n_tokens, n_inputs, tensors, keys, bounds, values=values)

@@ -21,7 +21,7 @@ from toolkit.errors import DataError, UserError
 from toolkit.io.checksums import Checksum, Checksums, check_entries, checksum_files, find_damage
 from toolkit.io.locks import lock
 from toolkit.io.paths import user_cache
-from toolkit.io.tempfiles import remove, sweep, temporary_prefix
+from toolkit.io.tempfiles import sweep, temporary_prefix
 
 T = TypeVar("T")
 
@@ -206,7 +206,6 @@ def _open_stamp(folder: Path) -> Iterator[IO[str] | None]:
 def clean_up(cache_dir: Path) -> None:
     """Remove temporary folders of killed processes and stamps of deleted folders."""
     sweep(cache_dir)
-    remove(path for path in cache_dir.glob(".unfinished-*") if time.time() - path.stat().st_mtime > 86_400)  # of 0.1.0
     for path in (user_cache() / "verified").glob("*.json"):
         with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
             if not Path(json.loads(path.read_bytes())["folder"]).exists():

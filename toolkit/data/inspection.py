@@ -71,7 +71,11 @@ def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, li
     """Yield the origin, token ids and loss mask of the first ``count`` documents."""
     n_left = count
     for index in range(min(count, len(rows))):
-        documents = [document for row in rows_of(rows[index]) for document in _documents_of(row)]
+        documents = list[tuple[list[int], list[int]]]()  # input ids and labels
+        for row in rows_of(rows[index]):
+            numbers = row.get("documents", row["labels"] * 0)
+            masks = [numbers == document for document in range(int(numbers.max()) + 1)]
+            documents += [(row["input_ids"][mask].tolist(), row["labels"][mask].tolist()) for mask in masks]
         origins = rows.where(index) if hasattr(rows, "where") else [f"row {index + 1:,}"] * len(documents)
         for origin, (ids, targets) in zip(origins, documents, strict=False):
             if not n_left:
@@ -80,15 +84,6 @@ def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, li
             loss_mask = [target != IGNORE_INDEX for target in targets]
             last = targets[-1:] if loss_mask[-1] else []  # the last label is not an input
             yield origin, ids + last, [False, *loss_mask[: len(ids) - 1 + len(last)]]
-
-
-def _documents_of(row: Values) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the input ids and labels of each document in a row."""
-    inputs, labels = row["input_ids"].tolist(), row["labels"].tolist()
-    numbers = row["documents"].tolist() if "documents" in row else [0] * len(inputs)
-    for document in range(max(numbers) + 1):
-        indices = [i for i, number in enumerate(numbers) if number == document]
-        yield [inputs[i] for i in indices], [labels[i] for i in indices]
 
 
 def _describe_sample(prepared: PreparedData, where: str, ids: list[int], loss_mask: list[bool]) -> Values:

@@ -40,8 +40,15 @@ class PythonData(DataModule):
             self.content_key = hashlib.sha256(f"{train.key} {val.key if val else ''}".encode()).hexdigest()
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
+        longest = max(self.lengths)
+        if max_seq_length and longest > max_seq_length:
+            raise UserError(
+                f"train.max_seq_length: a row of the dataset has {longest} input tokens, the model takes at most "
+                f"{max_seq_length}; truncate the rows, or set train.max_seq_length {max_seq_length}"
+            )
+        lengths = f"{min(self.lengths)} to {longest} tokens" if self.is_ragged else f"{longest} tokens"
         held_out = "" if self.val is None else f", {len(self.val):,} held-out rows"
-        summary = f"{self.train.what} of {self.describe_lengths(max_seq_length)}{held_out}"
+        summary = f"{self.train.what} of {lengths}{held_out}"
         report(f"Data: {summary}")
         return PreparedData(self.train, self.val, tokenizer, self.content_key, summary)
 
@@ -57,16 +64,6 @@ class PythonData(DataModule):
     @property
     def is_ragged(self) -> bool:
         return self.train.is_ragged
-
-    def describe_lengths(self, max_seq_length: int) -> str:
-        """Describe the row lengths for the log. Raise UserError if a row exceeds ``max_seq_length``."""
-        longest = max(self.lengths)
-        if max_seq_length and longest > max_seq_length:
-            raise UserError(
-                f"train.max_seq_length: a row of the dataset has {longest} input tokens, the model takes at most "
-                f"{max_seq_length}; truncate the rows, or set train.max_seq_length {max_seq_length}"
-            )
-        return f"{min(self.lengths)} to {longest} tokens" if self.is_ragged else f"{longest} tokens"
 
 
 class InMemoryDataset:
