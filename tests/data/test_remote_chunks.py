@@ -162,9 +162,9 @@ def test_bad_chunks_are_one_line_and_never_used(dataset, tmp_path, monkeypatch):
         content[-1] ^= 1
         (chunks / "chunk-0-1.bin").write_bytes(content)
 
-    def retype(chunks: Path) -> None:
+    def retype(chunks: Path, code: int) -> None:
         index = json.loads((chunks / "index.json").read_text())
-        index["config"]["data_format"] = ["no_header_tensor:16"]
+        index["config"]["data_format"] = [f"no_header_tensor:{code}"]
         (chunks / "index.json").write_text(json.dumps(index))
 
     def unzip(chunks: Path) -> None:
@@ -174,7 +174,8 @@ def test_bad_chunks_are_one_line_and_never_used(dataset, tmp_path, monkeypatch):
     cases = [
         (lambda chunks: (chunks / "chunk-0-1.bin").unlink(), "is missing, but index.json lists it"),
         (lambda chunks: os.truncate(chunks / "chunk-0-1.bin", 500), "has 500 bytes, but index.json says"),
-        (retype, "has 832 bytes, but index.json says 1,652"),
+        (lambda chunks: retype(chunks, 16), "has 832 bytes, but index.json says 1,652"),
+        (lambda chunks: retype(chunks, 11), "has 832 bytes, but index.json says 422"),
         (flip, "checksum mismatch"),
         (unzip, "is damaged"),
     ]
@@ -236,6 +237,21 @@ data = LitData(sys.argv[1], cache_dir=sys.argv[2]).prepare(tokenizer=None, max_s
 data.train[0]
 print("litdata" in sys.modules)
 """
+
+
+@pytest.mark.slow
+def test_token_beyond_the_model_in_a_later_chunk_stops_the_run(tmp_path):
+    """Only the first chunk is read before the run."""
+    for name in ("train", "val"):
+        write_chunks(tmp_path / "data" / name, 1, 4000)
+    file = tmp_path / "data" / "train" / "chunk-0-5.bin"
+    (tmp_path / "data" / "train" / "crc32.npy").unlink()
+    content = np.frombuffer(bytearray(file.read_bytes()), np.uint16)
+    content[50] = 5000
+    file.write_bytes(content.tobytes())
+    process = start(*flags_for(tmp_path, "out", **{"data.data_path": f"file://{tmp_path}/data"}))
+    _, errors = process.communicate()
+    assert process.returncode == 3 and "have token id 5,000, which is not in the model's vocabulary" in errors, errors
 
 
 @pytest.mark.slow
@@ -321,7 +337,7 @@ def test_a_stub_of_the_hub_and_plain_http_give_the_same_run(dataset, server, tmp
 
 
 @pytest.mark.slow
-def test_storage_that_fails_ends_the_run_with_one_line(dataset, server, tmp_path):
+def test_storage_that_fails_ends_the_run_with_one_line(dataset, server, tmp_path, small_disk):
     """A chunk that is missing, a key that is wrong, a cache disk that is full."""
     server.faults = type(server.faults)()
     cases = [
@@ -334,6 +350,11 @@ def test_storage_that_fails_ends_the_run_with_one_line(dataset, server, tmp_path
         assert process.returncode == 2 and len(errors.strip().splitlines()[-1:]) == 1, errors
         assert "Traceback" not in errors and "not-a-real-secret" not in errors
         assert re.search(message, errors), errors
+    cache = small_disk("1m") / "cache"
+    (cache.parent / "filler").write_bytes(bytes(900_000))
+    process = start(*flags_for(tmp_path, "full", **{"data.cache_dir": cache}), **server.environ)
+    _, errors = process.communicate()
+    assert process.returncode in (2, 3) and "Traceback" not in errors and "No space left" in errors, errors
     server.client.delete_object(Bucket="bucket", Key="data/train/chunk-0-4.bin")
     try:
         process = start(*flags_for(tmp_path, "bad"), **server.environ)

@@ -23,8 +23,6 @@ class DataReader:
         self.order = sample_order(rows, config.args.seed, progress.data)
         self._end = last_position(state, batch.global_batch_size)
         self.error: DataError | None = None
-        model = state.model.config  # other data is checked before the run
-        self._vocab_size = model.padded_vocab_size if model and config.args.data.checks_tokens else None
         steps: Iterator[list[Batch]] = train_batches(
             rows,
             self.order,
@@ -38,6 +36,8 @@ class DataReader:
             padding=padding,
             count=config.args.objective.count,
         )
+        if state.model.config and config.args.data.checks_tokens:  # other data is checked before the run
+            steps = _checked(steps, state.model.config.padded_vocab_size)
         if state.limits.last_step is not None:  # read nothing after it
             steps = islice(steps, max(0, state.limits.last_step - progress.step))
         self._prefetcher = Prefetcher(steps, launch.fabric.device) if config.args.data.reads_ahead else None
@@ -51,13 +51,7 @@ class DataReader:
     def read(self) -> list[Batch]:
         """Return the micro-batches of the next step. On a read error, set ``error`` and return an empty list."""
         try:
-            batches = next(self._steps)
-            for batch in batches if self._vocab_size is not None else ():
-                largest = max(int(batch.input_ids.max()), int(batch.labels.max()))
-                if largest >= (self._vocab_size or 0):
-                    vocabulary = f"the model's vocabulary of {self._vocab_size:,} tokens"
-                    raise DataError(f"rows {batch.ids}: have token id {largest:,}, which is not in {vocabulary}")
-            return batches
+            return next(self._steps)
         except DataError as error:
             self.error = error
             return []
@@ -105,3 +99,14 @@ def last_position(state: StartState, global_batch_size: int) -> int | None:
         return limits.total_samples
     end = done.samples + max(0, limits.total_steps - done.step) * global_batch_size
     return end if limits.total_samples is None else min(end, limits.total_samples)
+
+
+def _checked(steps: Iterator[list[Batch]], vocab_size: int) -> Iterator[list[Batch]]:
+    """Raise DataError for a token id that the model does not embed. On the host, before the device has the batch."""
+    for batches in steps:
+        for batch in batches:
+            largest = max(int(batch.input_ids.max()), int(batch.labels.max()))
+            if largest >= vocab_size:
+                vocabulary = f"the model's vocabulary of {vocab_size:,} tokens"
+                raise DataError(f"rows {batch.ids}: have token id {largest:,}, which is not in {vocabulary}")
+        yield batches

@@ -54,8 +54,8 @@ class LitData(DataModule):
 
     @property
     def checks_tokens(self) -> bool:
-        """See :attr:`DataModule.checks_tokens`: remote chunks are not read before the run."""
-        return "://" in self.data_path
+        """See :attr:`DataModule.checks_tokens`: of large or remote data, only a part is read before the run."""
+        return True
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         from toolkit.data.streamed.open_chunks import find_folders, open_chunks
