@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.checkpoints.run.resume import resolve_resume
-from toolkit.config import AUTO
+from toolkit.config import AUTO, ProfilerArgs
 from toolkit.config.classes import classes_of
 from toolkit.data import DataModule, HuggingFaceText
 from toolkit.data.chat.template import require_style
@@ -24,7 +24,6 @@ from toolkit.optim import HYBRID_OPTIMIZERS, TORCH_OPTIMIZERS
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
-from toolkit.planning.limits import require_profiled_steps, unknown_rows_error
 from toolkit.planning.own_tokenizer import download_hint, own_repository
 from toolkit.planning.run_args import RunArgs
 from toolkit.ui.loggers import check_loggers
@@ -80,6 +79,23 @@ def check_start(args: RunArgs, *, writes: bool = True) -> None:
         Storage(args.resume, "--resume")  # checks that the file system's package is installed
     elif writes and not is_url(args.out_dir):
         resolve_resume(args.resume, Path(args.out_dir))
+
+
+def unknown_rows_error(epochs: float) -> UserError:
+    return UserError(
+        f"--train.epochs {epochs:g}: the number of rows of this data is unknown; set --train.max_tokens or "
+        "--train.max_steps instead"
+    )
+
+
+def require_profiled_steps(profiler: ProfilerArgs, total_steps: int | None) -> None:
+    """Check that a new run of ``total_steps`` steps (None: unknown) reaches a step that ``--profile`` records."""
+    before = profiler.wait + profiler.warmup
+    if total_steps is not None and total_steps <= before:
+        raise UserError(
+            f"--profiler.wait {profiler.wait}: with --profiler.warmup {profiler.warmup}, profiling begins after step "
+            f"{before}, but the run has only {total_steps}; lower them, or train longer"
+        )
 
 
 def is_launched() -> bool:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import AUTO, Auto, EvalArgs, ProfilerArgs, TrainArgs
+from toolkit.config import AUTO, Auto, EvalArgs, TrainArgs
 from toolkit.errors import UserError
+from toolkit.planning.options import unknown_rows_error
 
 N_VALIDATIONS, N_CHECKPOINTS = 10, 5  # per run, with auto intervals
 MIN_INTERVAL = 5  # steps; shorter runs are trials that save and validate at the end only
@@ -62,13 +63,6 @@ class Limits:
         )
 
 
-def unknown_rows_error(epochs: float) -> UserError:
-    return UserError(
-        f"--train.epochs {epochs:g}: the number of rows of this data is unknown; set --train.max_tokens or "
-        "--train.max_steps instead"
-    )
-
-
 def build_limits(
     args: TrainArgs, done: Progress, *, n_rows: int | None, tokens_per_row: float, is_ragged: bool = False
 ) -> Limits:
@@ -110,16 +104,6 @@ def require_within_limits(args: TrainArgs, done: Progress, limits: Limits, longe
                 f"--train.{name} {getattr(args, name)}: {checkpoint} is past this limit, after {done.step:,} steps, "
                 f"{done.tokens:,} tokens and {done.samples:,} samples; raise it, or use a new --out_dir"
             )
-
-
-def require_profiled_steps(profiler: ProfilerArgs, total_steps: int | None) -> None:
-    """Check that a new run of ``total_steps`` steps (None: unknown) reaches a step that ``--profile`` records."""
-    before = profiler.wait + profiler.warmup
-    if total_steps is not None and total_steps <= before:
-        raise UserError(
-            f"--profiler.wait {profiler.wait}: with --profiler.warmup {profiler.warmup}, profiling begins after step "
-            f"{before}, but the run has only {total_steps}; lower them, or train longer"
-        )
 
 
 @dataclass(frozen=True)
