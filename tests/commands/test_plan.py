@@ -94,6 +94,7 @@ def test_errors_match_those_of_the_run(capsys):
     assert "not a multiple of 6 " in mistake(capsys, "pretrain", "pythia-160m", "--devices", "6")
     assert "'pretrain'" in mistake(capsys, "pretain")
     assert "must come first" in mistake(capsys, "--devices", "8", "pretrain")
+    assert mistake(capsys, "compat").endswith("finetune_lora, compatibility; did you mean 'compatibility'?\n")
     assert "must be given" in mistake(capsys)
     assert "no such folder" in mistake(capsys, "finetune_full", "meta-llama/Lama-9b")
     near = mistake(capsys, "finetune_full", "meta-llama/Llama-3.1-8B-Instuct")
@@ -330,7 +331,7 @@ def test_oom_advice_goes_on_from_the_runs_checkpointing(monkeypatch):
 def test_adapters_that_are_too_large_are_the_advice(capsys):
     words = ["HuggingFaceTB/SmolLM2-135M-Instruct", "--data.json_path", "x", "--lora_r", "999999"]
     assert main(["plan", "finetune_lora", *words, "--device_memory_gb", "80"]) == 0
-    assert "use more devices or a smaller --lora_r." in capsys.readouterr().out
+    assert "use more --devices or --num_nodes, or a smaller --lora_r." in capsys.readouterr().out
 
 
 def test_finetuning_arguments_match_the_command():

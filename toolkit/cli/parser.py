@@ -77,11 +77,12 @@ def parse(
 
 def _wrapped_command(name: str, argv: list[str]) -> str:
     """Return the training command: the first of the words in ``argv``."""
-    commands = f"the command to {name.partition('_')[0]} must come first, one of {', '.join(TRAINING)}"
+    names = [*TRAINING, *(["compatibility"] if name == "plan" else [])]
+    commands = f"the command to {name.partition('_')[0]} must come first, one of {', '.join(names)}"
     if not argv:
         raise UserError(f"COMMAND: must be given; {commands}")
     if argv[0] not in TRAINING:
-        raise UserError(f"{argv[0]}: {commands}{did_you_mean(argv[0], TRAINING)}")
+        raise UserError(f"{argv[0]}: {commands}{did_you_mean(argv[0], names)}")
     return argv[0]
 
 

@@ -4,6 +4,7 @@ import csv
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from string import digits
 from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, did_you_mean
@@ -109,9 +110,12 @@ def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
     if fitting:
         best = max(fitting, key=lambda gpu: GPUS[gpu].memory)
         return best, GPUS[best]
-    near = did_you_mean(_key(name).replace("pcie", ""), GPUS, normalize=_key)
-    near = f"; with other memory: {' or '.join(matches)}" if matches else near
-    raise UserError(f"--speed {name}: unknown GPU{near}; known: {', '.join(GPUS)}")
+    key = _key(name).replace("pcie", "")
+    series = [gpu for gpu in GPUS if _key(gpu).strip(digits) == key.strip(digits)]  # H for "H300": as similar is 3090
+    near = did_you_mean(key, series or GPUS, normalize=_key)
+    if matches:
+        near = f"; with other memory: {' or '.join(matches)}"
+    raise UserError(f"--speed {name}: unknown GPU{near} ({', '.join(GPUS)})")
 
 
 def _key(name: str) -> str:

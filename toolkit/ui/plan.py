@@ -162,7 +162,9 @@ def format_plan(summary: Values) -> str:
     lines += [f"  {name:16}{size:9.2f}  {_DESCRIPTIONS[name]}".rstrip() for name, size in parts.items()]
     reason = ""
     if sum(parts.values()) > memory["total"] + 0.005 * len(parts):
-        reason = "  not all at the same time" if memory["recomputed_block"] else "  gradients replace activations"
+        reason = "  less than the sum: gradients replace activations (--train.micro_batch_size)"
+        if memory["recomputed_block"]:
+            reason = "  less than the sum: one block is recomputed at a time (--train.activation_checkpointing)"
     lines += [f"  {'total':15}{memory['total']:10.2f}{reason}"]
     if host := summary["host_memory_gb"]:
         lines.append(f"  {'in CPU memory':15}{host:10.2f}  per process: shards of weights, gradients and optimizer")
@@ -248,6 +250,8 @@ def _verdict(summary: Values) -> list[str]:
         lines.append(", ".join(filter(None, [line, advice["quality_cost"], "fits" * advice["fits"]])))
     if not any(advice["fits"] for advice in summary["advice"]):
         memory = summary["memory_gb"]
-        smaller = "--lora_r" if memory["adapters"] > memory["weights"] + memory["quantized_base"] else "model"
-        lines.append(f"  These changes are not enough; use more devices or a smaller {smaller}.")
+        smaller = f"model ({'--model_name' if summary['command'] == 'pretrain' else '--checkpoint_dir'})"
+        if memory["adapters"] > memory["weights"] + memory["quantized_base"]:
+            smaller = "--lora_r"
+        lines.append(f"  These changes are not enough; use more --devices or --num_nodes, or a smaller {smaller}.")
     return lines
