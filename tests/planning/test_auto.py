@@ -13,6 +13,7 @@ from torch import nn
 from toolkit.commands import finetune_lora, pretrain
 from toolkit.config import TrainArgs
 from toolkit.config.command import parse_object
+from toolkit.data import TextFiles
 from toolkit.data.sft.datasets import Alpaca
 from toolkit.errors import UserError
 from toolkit.measure import micro_step
@@ -40,6 +41,15 @@ def config_of() -> Callable[..., ResolvedConfig]:
         return resolve_auto(with_options(base, options), DeviceSpec(device, devices, nodes, gb * 1e9))
 
     return resolved
+
+
+def test_gradients_are_sharded_where_the_data_sets_the_vocabulary():
+    data = TextFiles(train_data_path="text", vocab_size=512)
+    given = {"model_name": "pico-llama", "data": data, "strategy": "fsdp", "precision": "32-true"}
+    args = run_args(**parse_object(pretrain.setup, given | {"train": {"max_steps": 1, "micro_batch_size": 1}}))
+    needed = plan_run(args, DeviceSpec("cuda", 8, 1, 80e9)).memory.total
+    for memory, accumulate in ((1.01 * needed, "unsharded"), (0.99 * needed, "sharded")):
+        assert resolve_auto(args, DeviceSpec("cuda", 8, 1, memory)).accumulate == accumulate
 
 
 def test_the_largest_micro_batch_that_fits_with_room_is_chosen():

@@ -46,7 +46,7 @@ def resolve_auto(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         balanced, reasons = changes, {}
         changes = candidates.fit_devices(is_speed=True)[0] if preset == "speed" else candidates.minimize_memory(changes)
         text = f"{preset}: {candidates.describe(changes, balanced)}"
-    config = resolve(with_options(candidates.args, changes), devices)
+    config = candidates.resolve(changes)
     reasons = {option: f"auto: {reason}" for option, reason in reasons.items()}
     strategy = replace(config.strategy, reason=reasons.get("strategy", config.strategy.reason))
     return replace(config, strategy=strategy, reasons=reasons, preset=text)
@@ -73,10 +73,13 @@ class _Candidates:
             return None if self.model is None else with_known_vocabulary(self.model, self.args)
         return None
 
+    def resolve(self, changes: Changes) -> ResolvedConfig:
+        return resolve(with_options(self.args, changes), self.devices, lambda: self.complete_model)
+
     def refusal(self, changes: Changes) -> str:
         """Return why the run would be refused with these changes; "" if it would not."""
         try:
-            resolve(with_options(self.args, changes), self.devices)
+            self.resolve(changes)
         except UserError as error:
             return str(error).partition(";")[0]
         return ""
@@ -87,10 +90,9 @@ class _Candidates:
         NaN for user-provided modules and optimizers, and if the data defines the vocabulary.
         """
         try:
-            config = resolve(with_options(self.args, changes), self.devices)
+            return device_bytes(self.resolve(changes), self.complete_model)
         except UserError:
             return math.inf
-        return device_bytes(config, self.complete_model)
 
     @cached_property
     def micro_batch_sizes(self) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -148,9 +148,10 @@ def resolve_model(args: RunArgs, devices: DeviceSpec) -> tuple[RunArgs, ModelCon
     return args, model, length
 
 
-def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
+def resolve(args: RunArgs, devices: DeviceSpec, complete_model: Callable[[], ModelConfig | None]) -> ResolvedConfig:
     """Resolve a run whose micro-batch size and strategy are set, and check that the options are compatible.
 
+    ``complete_model`` returns the architecture with the vocabulary size; None if it or its memory is unknown.
     :func:`toolkit.planning.auto.resolve_auto` chooses them first. This second stage needs torch; the first is
     :func:`toolkit.planning.training_options.run_args`.
     """
@@ -193,10 +194,12 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         optimizer["loraplus_lr_ratio"] = ratio
     frozen = choose_frozen(args.objective, length)
     config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer, frozen)
-    return replace(config, accumulate=choose_accumulate(config))
+    return replace(config, accumulate=choose_accumulate(config, complete_model))
 
 
-def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]:
+def choose_accumulate(
+    config: ResolvedConfig, complete_model: Callable[[], ModelConfig | None]
+) -> Literal["unsharded", "sharded"]:
     """Return FSDP's gradient accumulation mode: sharded if requested or if unsharded gradients do not fit.
 
     Unsharded if memory cannot be estimated: unknown device memory or vocabulary, a user-provided module or optimizer.
@@ -208,13 +211,12 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
     # the schedule of a pipeline reduces gradients once per step
     accumulates = strategy.kind == "fsdp" and config.batch.accumulation > 1 and strategy.layout.pipeline == 1
     is_estimated = accumulates and args.lora is None and not strategy.offloads and memory < math.inf
-    return "sharded" if is_estimated and device_bytes(config, config.model) > memory else "unsharded"
+    return "sharded" if is_estimated and device_bytes(config, complete_model()) > memory else "unsharded"
 
 
 def device_bytes(config: ResolvedConfig, model: ModelConfig | None) -> float:
     """Estimate the bytes per device; NaN for a user-provided module or optimizer, or an unknown vocabulary."""
-    is_known = config.args.module is None and config.args.optimizer_class is None
-    if model is None or model.vocab_size is None or not is_known:
+    if model is None or config.args.module is not None or config.args.optimizer_class is not None:
         return math.nan
     return plan_memory(memory_inputs(config, model)).total
 
