@@ -21,7 +21,6 @@ MAX_ADVISED_DEVICES = 8  # per node
 MIN_ADVISED_SEQ_LENGTH = 256  # tokens
 MIN_GAIN = 0.02
 """Relative gain below which a change does not help: it may rule out others, such as bf16-master offloading."""
-CHECKPOINTING = "train.activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,14 @@ class Advice:
 _ROUNDS = "small updates round away: 4 % higher loss in a test"
 Step = Callable[[RunPlan], Iterable[Changes]]
 """Returns the variants of a change, in the order in which they are tried."""
+
+
+def _set(option: str, *values: Any, lora: bool | None = None) -> Step:
+    """Return a step with the values of one option, for runs with or without LoRA, or for all."""
+    return lambda plan: [{option: value} for value in values if lora in (None, plan.args.lora is not None)]
+
+
+CHECKPOINTING = _set("train.activation_checkpointing", *get_args(ActivationCheckpointing))
 
 
 class Applied(NamedTuple):
@@ -130,12 +137,6 @@ def _full_shard(plan: RunPlan) -> Iterator[Changes]:
     yield engine | {"fsdp.sharding_strategy": "FULL_SHARD", "ddp": DDPArgs()}
 
 
-def _checkpointing(plan: RunPlan) -> Iterator[Changes]:
-    modes = get_args(ActivationCheckpointing)
-    for mode in modes[modes.index(plan.args.train.activation_checkpointing) + 1 :]:
-        yield {CHECKPOINTING: mode}
-
-
 def _no_accumulation(plan: RunPlan) -> Iterator[Changes]:
     """Use one micro-batch per step. With accumulation, gradients and activations are in memory together."""
     batch = plan.config.batch
@@ -175,11 +176,6 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Changes]:
         layers //= 2
 
 
-def _set(option: str, value: Any, lora: bool | None = None) -> Step:
-    """Return a step with one option, for runs with or without LoRA, or for all."""
-    return lambda plan: [{option: value}] if lora in (None, plan.args.lora is not None) else []
-
-
 def _round_updates(plan: RunPlan) -> Iterator[Changes]:
     """Train bf16 weights without fp32 masters; the run reports how many updates round away."""
     if plan.args.lora is None and plan.config.precision != "bf16-master":
@@ -192,7 +188,7 @@ _STEPS: list[Step] = [
     _fsdp_compatible,
     _set("fsdp.accumulate", "sharded"),  # refused without fsdp or accumulation
     _full_shard,
-    _checkpointing,
+    CHECKPOINTING,
     _set("precision", "bf16-master"),  # bf16 weights with fp32 masters: refused with sharding and with LoRA
     _set("optimizer.state_dtype", "bf16", lora=False),  # refused for optimizers without moments
     _set("precision", "bf16-true", lora=True),  # the frozen base model

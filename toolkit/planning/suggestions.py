@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from toolkit.config import AUTO, ActivationCheckpointing
+from toolkit.config import AUTO
 from toolkit.errors import UserError
 from toolkit.measure.gpus import GpuSpec
 from toolkit.planning.advice import CHECKPOINTING, Step, apply_steps
@@ -36,17 +36,14 @@ def suggestions(plan: RunPlan, gpu: GpuSpec, prediction: Prediction) -> list[Sug
     def cost(changed: RunPlan) -> float:
         return 1 / predict(changed, gpu).tokens_per_sec if changed.memory.total <= _room(plan) else math.inf
 
-    def suggestion(change: str, changed: RunPlan) -> Suggestion:
-        new = predict(changed, gpu)
-        return Suggestion(change, new.tokens_per_sec / prediction.tokens_per_sec - 1, new)
-
     alone = [applied for step in _STEPS for applied in apply_steps([step], plan, cost)]
     alone.sort(key=lambda applied: cost(applied.plan))
     together = apply_steps([applied.step for applied in alone], plan, cost)
-    result = [suggestion(applied.text, applied.plan) for applied in alone]
+    changes = [(applied.text, applied.plan) for applied in alone]
     if len(together) > 1:
-        result.append(suggestion(" ".join(applied.text for applied in together), together[-1].plan))
-    return result
+        changes.append((" ".join(applied.text for applied in together), together[-1].plan))
+    predictions = [(text, predict(changed, gpu)) for text, changed in changes]
+    return [Suggestion(text, new.tokens_per_sec / prediction.tokens_per_sec - 1, new) for text, new in predictions]
 
 
 def _room(plan: RunPlan) -> float:
@@ -80,26 +77,18 @@ def _micro_batch(plan: RunPlan) -> list[Changes]:
     return fitting[-2:]
 
 
-def _less_recomputation(plan: RunPlan) -> Iterator[Changes]:
-    modes = get_args(ActivationCheckpointing)
-    for mode in modes[: modes.index(plan.args.train.activation_checkpointing)]:
-        yield {CHECKPOINTING: mode}
-
-
-def _strategy(plan: RunPlan) -> Iterator[Changes]:
+def _strategy(plan: RunPlan) -> list[Changes]:
     """Switch between ddp and fsdp, if the options support both."""
     strategy = plan.config.strategy
-    if strategy.kind == "fsdp" and strategy.extension is None and not strategy.offloads:
-        yield {"strategy": "ddp"}
-        yield {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}
-    elif strategy.kind == "ddp":
-        yield {"strategy": "fsdp"}
+    if strategy.extension is not None or strategy.offloads:
+        return []
+    return [{"strategy": "ddp"}, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, {"strategy": "fsdp"}]
 
 
 _STEPS: tuple[Step, ...] = (
     _as_auto("precision", attrgetter("config.precision"), "32-true"),
     _as_auto("compiler", lambda plan: plan.compiler[0], "none"),
     _micro_batch,
-    _less_recomputation,
+    CHECKPOINTING,
     _strategy,
 )
