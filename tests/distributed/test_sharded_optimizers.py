@@ -23,6 +23,7 @@ from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
 from toolkit.measure.inputs import MemoryInputs
 from toolkit.measure.optimizer import optimizer_bytes, update_bytes
+from toolkit.measure.parameters import stored_parameters
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
@@ -243,8 +244,8 @@ def memory_main(rank: int, port: int) -> None:
         setup = MemoryInputs(config, "32-true", plan, 1, 1, 32, options, device="cpu")
         model = GPT(config)
         no_decay, inside = no_decay_params(model), block_params(model, (Block,))
-        planned_state = optimizer_bytes(setup, model, {name: 2 for name, _ in model.named_parameters()})
-        planned_update = update_bytes(setup, model)
+        stored = stored_parameters(setup, model)
+        planned_state, planned_update = optimizer_bytes(setup, stored), update_bytes(setup, stored)
         fully_shard(model, mesh=data_mesh(plan.layout, "cpu"))
         add_shards(model)
         optimizer = build_optimizer(model, options, 1e-3, "32-true", no_decay, in_blocks=inside)

@@ -126,7 +126,7 @@ def loss_of(model: GPT, setup: MemoryInputs) -> torch.Tensor:
     documents = torch.arange(setup.seq_length).expand_as(ids) // 50 if setup.packed else None
     rows = None if documents is None else Documents(documents, document_bounds(documents))
     positions = None if documents is None else torch.arange(setup.seq_length).expand_as(ids) % 50
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.is_mixed):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.precision.endswith("-mixed")):
         return model(ids, ids, positions=positions, documents=rows)[0]
 
 
@@ -580,7 +580,7 @@ def test_a_frozen_model_has_weights_and_at_the_loss_logits(precision):
     x = torch.randn(2, 512, big.n_embd, dtype=setup.dtype, requires_grad=True)
     hidden, labels = torch.randn(2, 512, frozen.n_embd), torch.zeros(2, 512, dtype=torch.int64)
     known = [*model.parameters(), *teacher.parameters(), x, labels]
-    with torch.autocast("cpu", torch.bfloat16, enabled=setup.is_mixed), LiveBytes(known) as live:
+    with torch.autocast("cpu", torch.bfloat16, enabled=setup.precision.endswith("-mixed")), LiveBytes(known) as live:
         options = DistillationOptions("jsd", 0.5, 2.0, 0.5)
         loss = DistillationLoss(options, hidden, lambda: (teacher.lm_head.weight, None), None, 20_000)
         model.lm_head.loss(x, labels, compiled=loss).backward()
@@ -602,7 +602,10 @@ def test_a_padded_copy_of_the_head_is_planned(monkeypatch):
             setup = replace(sharded(setup_of("llama", precision), 2), config=config)
             head, x = Head(config.n_embd, size, bias=False), torch.randn(256, config.n_embd, dtype=setup.dtype)
             head, x, labels = head.to(setup.dtype), x.requires_grad_(), torch.arange(256)
-            with torch.autocast("cpu", enabled=setup.is_mixed), LiveBytes([head.weight, x, labels]) as live:
+            with (
+                torch.autocast("cpu", enabled=setup.precision.endswith("-mixed")),
+                LiveBytes([head.weight, x, labels]) as live,
+            ):
                 head.loss(x, labels).backward()
             planned[size], measured[size] = plan_memory(setup).logits, live.peak
         copy = copies * 2 * 20_032 * config.n_embd

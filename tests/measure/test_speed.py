@@ -22,7 +22,8 @@ from toolkit.measure.inputs import MemoryInputs
 from toolkit.measure.links import communication
 from toolkit.measure.micro_step import host_seconds, seconds, traced_kernels
 from toolkit.measure.operators import Access, Op, OperatorRecorder
-from toolkit.measure.optimizer import main_params, orthogonalization_flops
+from toolkit.measure.optimizer import orthogonalization_flops
+from toolkit.measure.parameters import stored_parameters
 from toolkit.measure.trace import LOSS, trace_micro_step
 from toolkit.models.block import Block
 from toolkit.models.families import get_config
@@ -286,13 +287,13 @@ def test_links_of_4_bits_masters_and_accumulation():
 def test_orthogonalization_of_muon_takes_time():
     setup = setup_of(optimizer={"name": "Muon", "split_qkv": True})
     model = model_on_meta(setup.config)
-    trace, inside = OperatorRecorder(), block_params(model, (Block,))
+    trace, inside, stored = OperatorRecorder(), block_params(model, (Block,)), stored_parameters(setup, model)
     with trace:
-        for name in main_params(setup, model):
+        for name in (p.name for p in stored if p.is_main):
             weight = torch.empty_like(model.get_parameter(name))
             for part in weight.split(inside[name] or len(weight)):
                 torch.optim._muon._zeropower_via_newtonschulz(part, (1.0, 1.0, 1.0), NS_STEPS, 1e-7)
-    assert orthogonalization_flops(setup, model) == sum(op.flops for op in trace.ops) > 0
+    assert orthogonalization_flops(setup, stored) == sum(op.flops for op in trace.ops) > 0
 
 
 # ---- against measurements on an H100 (tutorials/predicted_speed.md)
@@ -375,6 +376,7 @@ def test_gpus_are_known_by_the_names_of_vendors_and_drivers():
         "V100 16GB": "with other memory: V100",
         "A100 80GB PCIe": "did you mean 'A100-SXM4-40GB' or 'A100'",
         "GB200": "did you mean 'B200'",
+        "H300": r"unknown GPU; did you mean 'H200' or 'H100'\? \(",
         "RTX 4090 Laptop GPU": "unknown GPU",
     }.items():
         with pytest.raises(UserError, match=hint):

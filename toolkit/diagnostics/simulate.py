@@ -19,6 +19,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.fabric import Fabric
@@ -87,25 +88,29 @@ class Simulation:
         return sum(self.memory.values())
 
 
-def simulate(setup: MemoryInputs) -> Simulation:
+def simulate(inputs: MemoryInputs) -> Simulation:
     """Simulate two steps in a new process, where a fake process group affects nothing else, and return the second.
 
     The rank is the first, or with a pipeline the one of the first, second and last stage that needs most memory.
     """
-    _require_support(setup)
-    layout = setup.strategy.layout
+    strategy = inputs.strategy
+    if strategy.extension is not None:
+        raise UserError(f"--simulate: does not support --strategy {strategy.extension}; use --strategy fsdp or ddp")
+    if strategy.kind == "ddp" and inputs.has_masters:
+        raise UserError("--simulate: does not support --precision bf16-master with ddp; use --precision bf16-mixed")
+    layout = strategy.layout
     per_stage = layout.world_size // layout.pipeline
     stages = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
-    simulations = (_simulate_in_child(setup, stage * per_stage) for stage in stages)
+    simulations = (_simulate_in_child(inputs, stage * per_stage) for stage in stages)
     return max(simulations, key=lambda simulation: simulation.peak)
 
 
-def _simulate_in_child(setup: MemoryInputs, rank: int) -> Simulation:
+def _simulate_in_child(inputs: MemoryInputs, rank: int) -> Simulation:
     """Call :func:`_simulate` in a new process, which ends with this one or when it is interrupted."""
-    print(f"simulating rank {rank} of {setup.strategy.layout.world_size} ...", file=sys.stderr, flush=True)
+    print(f"simulating rank {rank} of {inputs.strategy.layout.world_size} ...", file=sys.stderr, flush=True)
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_simulation, args=(sender, setup, rank), daemon=True)
+    process = context.Process(target=_send_simulation, args=(sender, inputs, rank), daemon=True)
     try:
         resource_tracker.ensure_running()  # it unblocks signals when it starts
         hold_signals(True)  # the child inherits this: Ctrl-C reaches all processes of a terminal
@@ -157,55 +162,41 @@ def compare_with_plan(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _require_support(setup: MemoryInputs) -> None:
-    strategy = setup.strategy
-    if strategy.extension is not None:
-        raise UserError(f"--simulate: does not support --strategy {strategy.extension}; use --strategy fsdp or ddp")
-    if strategy.kind == "ddp" and setup.has_masters:
-        raise UserError("--simulate: does not support --precision bf16-master with ddp; use --precision bf16-mixed")
-
-
 # ---- in the process of the simulation
 
 
-def _send_simulation(sender: Connection, setup: MemoryInputs, rank: int) -> None:
+def _send_simulation(sender: Connection, inputs: MemoryInputs, rank: int) -> None:
     Thread(target=exit_with_parent, daemon=True).start()
     try:
-        sender.send(_simulate(setup, rank))
+        sender.send(_simulate(inputs, rank))
     except Exception as error:
         sender.send(error)
 
 
-def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
+def _simulate(inputs: MemoryInputs, rank: int) -> Simulation:
     started = time.monotonic()
-    layout = setup.strategy.layout
+    layout = inputs.strategy.layout
     start_fake_group(layout.world_size, rank)
-    device, chunk_rows, needs_alignment = torch.device(setup.device), loss.chunk_rows, aligned.needs_alignment
-    setattr(loss, "chunk_rows", lambda vocab_size, _: chunk_rows(vocab_size, device))  # noqa: B010
-    setattr(aligned, "needs_alignment", lambda _, dtype: needs_alignment(device, dtype))  # noqa: B010
-    if device.type == "cuda":
-        setattr(F, "rms_norm", rms_norm_on_cuda)  # noqa: B010  # a CPU's saves more
-        setattr(attention_dispatch, "DEVICES", ("cpu",))  # noqa: B010  # instead of masks
-        setattr(mixed_mm, "_has_fp32_results", lambda _: True)  # noqa: B010  # a CPU adds 16-bit copies
-    fabric = _launched_fabric(setup, rank)
-    recorder, mode = StepRecorder(setup), FakeTensorMode(allow_non_fake_inputs=True)
-    if setup.strategy.offloads:
+    _choose_as_on(torch.device(inputs.device))
+    fabric = _launched_fabric(inputs, rank)
+    recorder, mode = StepRecorder(inputs), FakeTensorMode(allow_non_fake_inputs=True)
+    if inputs.strategy.offloads:
         _offload(recorder)
     frozen = None  # before the trained model, as build_models does
-    if (inputs := setup.of_frozen()) is not None:
-        frozen = _wrapped_model(fabric, inputs, mode, recorder, is_trained=False).eval()
-    model = _wrapped_model(fabric, setup, mode, recorder)
+    if (frozen_inputs := inputs.of_frozen()) is not None:
+        frozen = _wrapped_model(fabric, frozen_inputs, mode, recorder, is_trained=False).eval()
+    model = _wrapped_model(fabric, inputs, mode, recorder)
     with mode, recorder, recorder.resizes():
         module = original_module(model)
         no_decay, blocks = no_decay_params(module), block_params(module, (Block,))
         optimizer = build_optimizer(
-            module, setup.optimizer, 1e-4, setup.precision, no_decay, setup.optimizer_class, blocks
+            module, inputs.optimizer, 1e-4, inputs.precision, no_decay, inputs.optimizer_class, blocks
         )
-        update = choose_update(fabric, model, fabric.setup_optimizers(optimizer), 1.0, in_backward=setup.in_backward)
+        update = choose_update(fabric, model, fabric.setup_optimizers(optimizer), 1.0, in_backward=inputs.in_backward)
         recorder.follow(update)
-        batches = [micro_batch(setup, "cpu")] * setup.accumulation
+        batches = [micro_batch(inputs, "cpu")] * inputs.accumulation
         run = train_step if layout.pipeline == 1 else pipeline_step
-        step = partial(run, fabric, objective_of(frozen), update, batches, {TOKENS: setup.tokens})
+        step = partial(run, fabric, objective_of(frozen), update, batches, {TOKENS: inputs.tokens})
         step()  # creates the optimizer state, and receive buffers
         recorder.start(nn.ModuleList(filter(None, [module, frozen])), optimizer)
         step()
@@ -213,8 +204,20 @@ def _simulate(setup: MemoryInputs, rank: int) -> Simulation:
     return Simulation(rank, memory, phase, recorder.collectives(), time.monotonic() - started)
 
 
-def _launched_fabric(setup: MemoryInputs, rank: int) -> Fabric:
-    layout, strategy = setup.strategy.layout, setup.strategy
+def _choose_as_on(device: torch.device) -> None:
+    """Let the models of this process choose as on a device, although their fake tensors are on the CPU."""
+    chunk_rows, needs_alignment = loss.chunk_rows, aligned.needs_alignment
+    patch = mock.patch.object
+    patch(loss, "chunk_rows", lambda vocab_size, _: chunk_rows(vocab_size, device)).start()
+    patch(aligned, "needs_alignment", lambda _, dtype: needs_alignment(device, dtype)).start()
+    if device.type == "cuda":
+        patch(F, "rms_norm", rms_norm_on_cuda).start()  # a CPU's saves more
+        patch(attention_dispatch, "DEVICES", ("cpu",)).start()  # instead of masks
+        patch(mixed_mm, "_has_fp32_results", lambda _: True).start()  # a CPU adds 16-bit copies
+
+
+def _launched_fabric(inputs: MemoryInputs, rank: int) -> Fabric:
+    layout, strategy = inputs.strategy.layout, inputs.strategy
     nodes = layout.pipeline * layout.replicate
     devices = layout.world_size // nodes
     if strategy.kind == "ddp":  # its buckets are filled in C++, which needs data: see _add_buckets
@@ -222,7 +225,7 @@ def _launched_fabric(setup: MemoryInputs, rank: int) -> Fabric:
     world = WorldInfo(devices, nodes, *divmod(rank, devices), "manual", starts_processes=False)
     os.environ["LOCAL_RANK"] = str(world.local_rank)
     fabric = build_fabric(
-        strategy, world, accelerator="cpu", precision=setup.precision, fsdp=setup.fsdp, ddp=setup.ddp,
+        strategy, world, accelerator="cpu", precision=inputs.precision, fsdp=inputs.fsdp, ddp=inputs.ddp,
         block_classes={Block},
     )  # fmt: skip
     fabric.launch()
@@ -230,30 +233,30 @@ def _launched_fabric(setup: MemoryInputs, rank: int) -> Fabric:
 
 
 def _wrapped_model(
-    fabric: Fabric, setup: MemoryInputs, mode: FakeTensorMode, recorder: "StepRecorder", is_trained: bool = True
+    fabric: Fabric, inputs: MemoryInputs, mode: FakeTensorMode, recorder: "StepRecorder", is_trained: bool = True
 ) -> Any:
     """Do what :func:`toolkit.training.model.build_model` does, without data."""
-    layout, unsharded = setup.strategy.layout, replace(setup.strategy, kind="single")
+    layout, unsharded = inputs.strategy.layout, replace(inputs.strategy, kind="single")
     with mode:
-        model = sample_model(replace(setup, strategy=unsharded), "cpu", ranks.group("tensor"))
+        model = sample_model(replace(inputs, strategy=unsharded), "cpu", ranks.group("tensor"))
     if not is_trained:
         model.requires_grad_(False)
-    elif setup.quantize is not None:
-        _quantize(fabric, model, setup.quantize, recorder, mode)
+    elif inputs.quantize is not None:
+        _quantize(fabric, model, inputs.quantize, recorder, mode)
     if layout.pipeline > 1:
         skip_stage_negotiation()
-        Pipeline(model, setup.schedule, fabric.device, fabric.autocast)
+        Pipeline(model, inputs.schedule, fabric.device, fabric.autocast)
     if layout.context > 1:
         model.execute_with(context=ContextGroup.of(ranks.group("context")))
-    if (setup.strategy.kind, setup.sums_in_fp32) == ("single", True):  # as build_models
+    if (inputs.strategy.kind, inputs.sums_in_fp32) == ("single", True):  # as build_models
         for parameter in model.parameters():
             parameter.grad_dtype = torch.float32
-    checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
-    with nullcontext() if setup.strategy.kind == "fsdp" else mode:  # where a mesh cannot be built
+    checkpoint_blocks(model, (Block,), inputs.activation_checkpointing)
+    with nullcontext() if inputs.strategy.kind == "fsdp" else mode:  # where a mesh cannot be built
         wrapped = fabric.setup(model, move_to_device=False)
-        if setup.strategy.kind == "ddp" and is_trained:
-            _add_buckets(setup, wrapped, recorder)
-    if setup.gathers_fp8:
+        if inputs.strategy.kind == "ddp" and is_trained:
+            _add_buckets(inputs, wrapped, recorder)
+    if inputs.gathers_fp8:
         gather_in_fp8(wrapped, "cpu")
     return wrapped
 
@@ -282,20 +285,19 @@ def _offload(recorder: "StepRecorder") -> None:
             recorder.track(copied, HOST)
         return copied
 
-    setattr(Tensor, "to", copy)  # noqa: B010
-    setattr(Tensor, "pin_memory", lambda tensor: tensor)  # noqa: B010
+    mock.patch.multiple(Tensor, to=copy, pin_memory=lambda tensor: tensor).start()
 
 
-def _add_buckets(setup: MemoryInputs, model: nn.Module, recorder: "StepRecorder") -> None:
+def _add_buckets(inputs: MemoryInputs, model: nn.Module, recorder: "StepRecorder") -> None:
     """Keep DDP's buckets. In the last micro-batch, gradients are copied to them and may become views of them."""
 
     def reduce(bucket: Tensor, is_last: Iterator[bool], parameter: nn.Parameter) -> None:
-        if next(is_last) and setup.ddp.gradient_as_bucket_view:
+        if next(is_last) and inputs.ddp.gradient_as_bucket_view:
             parameter.grad = bucket
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            is_last = cycle(i + 1 == setup.accumulation for i in range(setup.accumulation))
+            is_last = cycle(i + 1 == inputs.accumulation for i in range(inputs.accumulation))
             bucket = torch.empty_like(parameter)
             recorder.track(bucket).kind = GRADIENTS
             parameter.register_post_accumulate_grad_hook(partial(reduce, bucket, is_last))
@@ -304,9 +306,9 @@ def _add_buckets(setup: MemoryInputs, model: nn.Module, recorder: "StepRecorder"
 class StepRecorder(Recorder):
     """Records allocations, frees and collectives. For its phases, see :class:`Simulation`."""
 
-    def __init__(self, setup: MemoryInputs) -> None:
-        super().__init__("passes" if setup.strategy.layout.pipeline > 1 else "forward")
-        self._offloads, self._first, self._start = setup.strategy.offloads, self.phase, 0
+    def __init__(self, inputs: MemoryInputs) -> None:
+        super().__init__("passes" if inputs.strategy.layout.pipeline > 1 else "forward")
+        self._offloads, self._first, self._start = inputs.strategy.offloads, self.phase, 0
         self._earlier, self._model = -1, nn.Module()
         self._calls, self._bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by collective and place
 

@@ -49,7 +49,7 @@ from toolkit.distributed.private_lightning import BackwardSyncControl, with_laun
 from toolkit.distributed.shards import add_shards, give_gradients, shard_of
 from toolkit.distributed.strategy import StrategyPlan, sharding_strategy_of
 from toolkit.distributed.tensor_parallel import cuts_of, reduce_gradients
-from toolkit.distributed.units import block_dtypes, plan_units
+from toolkit.distributed.units import AUTOCAST_DTYPES, block_dtypes, plan_units
 from toolkit.models.head import Head
 from toolkit.models.init import Materializer
 from toolkit.private_torch import allocate, fill_shard, tensor_norms
@@ -364,7 +364,7 @@ class ShardedPrecision(FSDPPrecision):
             self.scaler = ShardedGradScaler(device_type)  # any rank's overflow skips the update on all
 
     def forward_context(self) -> AbstractContextManager:
-        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision)
+        dtype = AUTOCAST_DTYPES.get(self.precision)
         if dtype is None:
             return self.tensor_init_context()
         return torch.autocast(self._device_type, dtype=dtype)

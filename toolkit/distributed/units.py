@@ -30,6 +30,9 @@ MIN_NUM_PARAMS = 100_000_000
 GPT_UNITS = (Block, CausalSelfAttention, LatentAttention, LLaMAMLP, GptNeoxMLP, LLaMAMoE, Experts)
 """Modules of GPT that may be units by size or class. Excludes head and embedding, which are all-gathered in fp32."""
 
+AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Dtypes of autocast by precision."""
+
 HEAD, EMBEDDING = "lm_head", "transformer.wte"
 """Names of GPT's head and embedding."""
 
@@ -158,7 +161,7 @@ def block_dtypes(options: FSDPArgs, precision: Precision) -> UnitDtypes | None:
 
     Inputs are not cast: the residual stream keeps the same dtype as on one device.
     """
-    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    mixed = AUTOCAST_DTYPES.get(precision)
     if mixed is None and options.param_dtype == options.reduce_dtype == "auto":
         return None
 

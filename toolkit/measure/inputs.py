@@ -47,7 +47,7 @@ class MemoryInputs:
         optimizer: Options from :func:`toolkit.optim.classes.resolve_optimizer`.
         device: "cuda", "cpu" or "mps".
         lora: Adapter configuration; None trains all weights.
-        quantize: One of :data:`toolkit.measure.gathered.QUANTIZED_BYTES`; None does not quantize.
+        quantize: One of :data:`toolkit.measure.parameters.SCALES_4BIT`; None does not quantize.
         packed: Whether several documents share a row, without attention between them.
         fsdp: FSDP options; ``accumulate`` is resolved.
         optimizer_class: User-provided optimizer class outside torch.optim.
@@ -78,13 +78,12 @@ class MemoryInputs:
     schedule: str = "1f1b"
     frozen: ModelConfig | None = None
 
-    def of_forward(self, **changes: Any) -> MemoryInputs:
-        """Return what the forward and backward pass of a micro-batch on one device depends on, with ``changes``."""
+    def of_micro_batch(self, frozen: ModelConfig | None = None) -> MemoryInputs:
+        """Return what the passes of a micro-batch on one device depend on, with another frozen model; others unset."""
         layout = Layout(context=self.strategy.layout.context, tensor=self.tensor)
         strategy = StrategyPlan("fsdp" if self.strategy.kind == "fsdp" else "single", None, layout, "")
-        plain = MemoryInputs(self.config, self.precision, strategy, self.micro_batch_size, 1, self.seq_length, {})
-        names = ("device", "lora", "quantize", "packed", "activation_checkpointing", "fp8", "in_backward")
-        return replace(plain, **{name: getattr(self, name) for name in names} | changes)
+        unset: dict[str, Any] = {"optimizer": {}, "optimizer_class": None, "async_save": False, "schedule": "1f1b"}
+        return replace(self, strategy=strategy, accumulation=1, fsdp=FSDPArgs(), ddp=DDPArgs(), frozen=frozen, **unset)
 
     @property
     def tensor(self) -> int:
@@ -95,11 +94,6 @@ class MemoryInputs:
     def gathers_fp8(self) -> bool:
         """Whether FSDP all-gathers fp8 layers in fp8, see :func:`toolkit.models.fp8.gather_in_fp8`."""
         return (self.fp8, self.device, self.strategy.offloads) == ("tensorwise", "cuda", False)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether autocast computes in 16 bits with weights in fp32."""
-        return self.precision.endswith("-mixed")
 
     @property
     def weight_bytes(self) -> int:

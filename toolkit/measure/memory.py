@@ -7,6 +7,7 @@ The peak is at the loss, when everything that the backward pass needs is in memo
 in the update. Gradients of earlier micro-batches add to it. torch.compile may need less.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,16 +15,25 @@ from torch import nn
 
 from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
 from toolkit.measure.flops import matmul_parameters
-from toolkit.measure.gathered import BYTES_4BIT, QUANTIZED_BYTES, fsdp_bytes, is_replicated
+from toolkit.measure.gathered import FSDPMemory, fsdp_memory
 from toolkit.measure.inputs import FP32, MemoryInputs
 from toolkit.measure.optimizer import optimizer_bytes, update_bytes
-from toolkit.measure.sample import first_layers, model_of, quantized_weights
-from toolkit.measure.trace import NOTHING, step_memory
+from toolkit.measure.parameters import (
+    ADAPTERS,
+    QUANTIZED_BASE,
+    SCALES_4BIT,
+    WEIGHTS,
+    StoredParameter,
+    count_elements,
+    stored_parameters,
+)
+from toolkit.measure.sample import model_of, select_layers
+from toolkit.measure.trace import StepMemory, step_memory
 from toolkit.models.gpt import GPT
-from toolkit.models.lora import is_adapter
 
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
 CUDA_CONTEXT, FRAGMENTATION = 0.6e9, 0.03
+_NO_PARTS = ("device", "has_gradients_in_forward", "gather_buffer", "elsewhere", "frozen_forward", "host", "host_copy")
 
 
 @dataclass(frozen=True)
@@ -48,11 +58,12 @@ class Memory:
         logits: A chunk of logits, and the gradients of the head. With a frozen model, also its head, hidden states and
             logits.
         checkpoint_copy: On a CPU, the state copy that --train.async_save writes.
-        context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
+        device: "cuda", "cpu" or "mps".
         has_gradients_in_forward: Whether gradients are in memory together with activations.
+        gather_buffer: The part of ``unsharded_unit`` that is the last all-gather's buffer.
         elsewhere: The most bytes of activations, new gradients, FSDP's unsharded weights and a dequantized weight at
             another time than the loss; an alternative in ``total``, not a part. See
-            :func:`toolkit.measure.gathered.fsdp_bytes`.
+            :func:`toolkit.measure.gathered.fsdp_memory`.
         frozen_forward: What the forward pass of the frozen model needs before the forward pass of the trained one; an
             alternative in ``total``, not a part.
         host: CPU memory per process for FSDP's offloaded weights, gradients and optimizer state; not in ``total``.
@@ -74,8 +85,9 @@ class Memory:
     recomputed_block: float
     logits: float
     checkpoint_copy: float
-    context: float
+    device: str
     has_gradients_in_forward: bool
+    gather_buffer: float = 0.0
     elsewhere: float = 0.0
     frozen_forward: float = 0.0
     host: float = 0.0
@@ -84,22 +96,32 @@ class Memory:
     @property
     def total(self) -> float:
         """Peak bytes; see the module docstring."""
-        persistent = self.weights + self.quantized_base + self.adapters + self.frozen_model + self.optimizer
         at_loss = self.unsharded_unit + self.cast_weights + self.activations + self.logits
         step = max(at_loss, self.elsewhere + self.gathered_context, self.frozen_forward)
         step += self.gradients if self.has_gradients_in_forward else 0.0
-        return persistent + self.checkpoint_copy + self.context + max(step, self.gradients + self.update)
+        return self._persistent + self.context + max(step, self.gradients + self.update)
 
     @property
     def training_state(self) -> float:
         """Bytes of parameters, gradients and optimizer state: a lower bound without activations."""
+        return self._persistent + self.gradients
+
+    @property
+    def _persistent(self) -> float:
         parameters = self.weights + self.quantized_base + self.adapters + self.frozen_model
-        return parameters + self.gradients + self.optimizer + self.checkpoint_copy
+        return parameters + self.optimizer + self.checkpoint_copy
 
     def parts(self) -> dict[str, float]:
         """Return the parts of ``total`` by name, in the order of the fields."""
-        others = ("has_gradients_in_forward", "elsewhere", "frozen_forward", "host", "host_copy")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        return self._own_parts() | {"context": self.context}
+
+    @property
+    def context(self) -> float:
+        """The CUDA context and fragmentation, see :data:`CUDA_CONTEXT`."""
+        return CUDA_CONTEXT + FRAGMENTATION * sum(self._own_parts().values()) if self.device == "cuda" else 0.0
+
+    def _own_parts(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_PARTS}
 
 
 @dataclass(frozen=True)
@@ -123,217 +145,154 @@ def count_parameters(model: nn.Module) -> Parameters:
     return Parameters(sum(size for size, _ in sizes), trained, matmul_parameters(model))
 
 
-def plan_memory(setup: MemoryInputs, model: GPT | None = None, with_activations: bool = True) -> Memory:
+def plan_memory(inputs: MemoryInputs, model: GPT | None = None, step: StepMemory | None = None) -> Memory:
     """Estimate the memory of one device.
 
-    ``model`` is on the meta device. ``with_activations`` False skips the activations, the slowest part to estimate.
+    Args:
+        inputs: What determines it.
+        model: The model on the meta device; None builds it.
+        step: The memory of a micro-batch; None measures it, the slowest part.
     """
-    if setup.strategy.layout.pipeline > 1:
-        return _plan_heaviest_rank(setup, with_activations)
-    if model is None or setup.tensor > 1:
-        model = model_of(setup.config, setup.lora, setup.tensor)
-    quantized = quantized_weights(setup, model)
-    base = {n: p for n, p in model.named_parameters() if not is_adapter(n) and n not in quantized}
-    adapters = [p for n, p in model.named_parameters() if is_adapter(n)]
-    adapter_bytes = FP32 * _local_elements(setup, adapters)
-    adapter_gradients = FP32 * _count(adapters) if setup.accumulates_unsharded else adapter_bytes
-    trained = [p for p in base.values() if p.requires_grad]
-    weights = setup.weight_bytes * _local_elements(setup, base.values())
-    # gradients of all but the last micro-batch are not in ddp's buckets
-    copies = 2 if setup.strategy.kind == "ddp" and setup.accumulation > 1 and not setup.sums_in_fp32 else 1
-    has_gradients_in_forward = setup.accumulation > 1 or setup.strategy.kind == "ddp"  # ddp's buckets persist
-    if setup.in_backward:
-        elements: float = max(p.numel() for p in trained)  # one at a time
+    if inputs.strategy.layout.pipeline > 1:
+        return _plan_heaviest_rank(inputs, step)
+    if model is None or inputs.tensor > 1:
+        model = model_of(inputs.config, inputs.lora, inputs.tensor)
+    stored = stored_parameters(inputs, model)
+    trained = [p for p in stored if p.is_trained]
+    on_device = [p for p in stored if not p.is_offloaded]
+    offloaded = [p for p in stored if p.is_offloaded]
+    quantized = [p for p in stored if p.kind == QUANTIZED_BASE]
+    by_kind = {kind: _sum_bytes(p for p in on_device if p.kind == kind) for kind in (WEIGHTS, QUANTIZED_BASE, ADAPTERS)}
+    if inputs.quantize is not None:  # FSDP shards the weights, but every device keeps all scales
+        by_kind[QUANTIZED_BASE] += SCALES_4BIT[inputs.quantize] * sum(p.numel for p in quantized)
+    if inputs.accumulates_unsharded:
+        new_gradients = [p.itemsize * p.numel for p in trained]
     else:
-        elements = _count(trained) if setup.accumulates_unsharded else _local_elements(setup, trained)
-    gradients = copies * (setup.weight_bytes * elements + adapter_gradients)
-    if setup.sums_in_fp32:  # in addition to ddp's bf16 buckets
-        gradients = FP32 * elements + (gradients if setup.strategy.kind == "ddp" else 0)
-    step = step_memory(setup) if with_activations else NOTHING
-    checkpoint_copy = _copied_bytes(setup, model, list(base.values())) if setup.async_save else 0.0
-    is_sharded = setup.strategy.kind == "fsdp"
-    unsharded, elsewhere = 0.0, max(step.forward, step.end, *(size for _, size in step.backward))
-    if is_sharded:
-        unsharded, elsewhere = fsdp_bytes(setup, model, quantized, step)
-    elsewhere += 2 * max((p.numel() for p in quantized.values()), default=0)  # dequantized for a matmul
-    frozen_weights, frozen_blocks = _frozen_bytes(setup)
-    is_on_host = setup.device == "cpu"
-    parts = {
-        "weights": weights,
-        "quantized_base": _quantized_bytes(setup, quantized),
-        "adapters": adapter_bytes,
-        "frozen_model": 0.0 if setup.strategy.offloads else frozen_weights,
-        "gradients": gradients,
-        "optimizer": _optimizer_bytes(setup, model),
-        "update": update_bytes(setup, model),
-        "cast_weights": step.casts,
-        "unsharded_unit": unsharded,
-        "gathered_context": 2.0 * setup.gathered_bytes if setup.strategy.layout.context > 1 else 0.0,
-        "activations": step.saved,
-        "recomputed_block": step.recomputed if setup.activation_checkpointing != "none" else 0.0,
-        "logits": step.head,
-        "checkpoint_copy": checkpoint_copy if is_on_host else 0.0,
-    }
-    host = _host_bytes(setup, model, list(base.values())) + (frozen_weights if setup.strategy.offloads else 0.0)
+        new_gradients = [p.bytes for p in trained if not p.is_offloaded]
+    gradients = max(new_gradients) if inputs.in_backward else sum(new_gradients)  # one at a time, or all
+    is_ddp = inputs.strategy.kind == "ddp"
+    if inputs.sums_in_fp32:  # in addition to ddp's bf16 buckets
+        gradients *= FP32 / inputs.weight_bytes + is_ddp
+    elif is_ddp and inputs.accumulation > 1:  # those of all but the last micro-batch are not in ddp's buckets
+        gradients *= 2
+    step = step or step_memory(inputs)
+    checkpoint_copy = _copied_bytes(inputs, stored) if inputs.async_save else 0.0
+    if inputs.strategy.kind == "fsdp":
+        fsdp = fsdp_memory(inputs, model, stored, step)
+    else:
+        fsdp = FSDPMemory(elsewhere=max(step.forward, step.end, *(size for _, size in step.backward)))
+    dequantized = 2 * max((p.numel for p in quantized), default=0)  # for a matmul
+    frozen_weights, frozen_blocks = _frozen_bytes(inputs)
+    host = 0.0
+    if inputs.strategy.offloads:
+        host = frozen_weights + _sum_bytes(offloaded) + _sum_bytes(p for p in offloaded if p.is_trained)
+        host += optimizer_bytes(inputs, offloaded)
+        frozen_weights = 0.0
+    is_on_host = inputs.device == "cpu"
     return Memory(
-        **parts,
-        context=_context_bytes(setup, parts),
-        has_gradients_in_forward=has_gradients_in_forward,
-        elsewhere=elsewhere,
-        frozen_forward=0.0 if setup.frozen is None else frozen_blocks + step.frozen,
+        **by_kind,
+        frozen_model=frozen_weights,
+        gradients=gradients,
+        optimizer=optimizer_bytes(inputs, on_device),
+        update=update_bytes(inputs, stored),
+        cast_weights=step.casts,
+        unsharded_unit=fsdp.at_loss,
+        gathered_context=2.0 * inputs.gathered_bytes if inputs.strategy.layout.context > 1 else 0.0,
+        activations=step.saved,
+        recomputed_block=step.recomputed if inputs.activation_checkpointing != "none" else 0.0,
+        logits=step.head,
+        checkpoint_copy=checkpoint_copy if is_on_host else 0.0,
+        device=inputs.device,
+        has_gradients_in_forward=inputs.accumulation > 1 or is_ddp,  # ddp's buckets persist
+        gather_buffer=fsdp.buffer,
+        elsewhere=fsdp.elsewhere + dequantized,
+        frozen_forward=0.0 if inputs.frozen is None else frozen_blocks + step.frozen,
         host=host,
         host_copy=0.0 if is_on_host else checkpoint_copy,
     )
 
 
-def _plan_heaviest_rank(setup: MemoryInputs, with_activations: bool) -> Memory:
+def _plan_heaviest_rank(inputs: MemoryInputs, step: StepMemory | None) -> Memory:
     """Return the memory of the rank of a pipeline that needs most: the first, the last, or the second of several.
 
     All have an equal part of the layers; the first also has the embedding, the last the head and the logits; with zbv
     the first has both, and the others are alike. The earlier a rank, the more micro-batches' activations it holds, but
     a rank between two others has twice the receive buffers. A pipeline gathers the weights once per step.
     """
-    layout, is_zbv = setup.strategy.layout, setup.schedule == "zbv"
-    first, second, last = activations_in_flight(setup.schedule, layout.pipeline, setup.accumulation)
-    inputs = 2 * STAGES_PER_RANK[setup.schedule]  # each stage's input, and the gradient of its output
-    ranks = [_plan_rank(setup, with_activations, first, inputs - 1 - is_zbv, "both" if is_zbv else "embedding")]
-    if layout.pipeline > 2 or is_zbv:
-        ranks.append(_plan_rank(setup, with_activations, second, inputs, "none"))
+    size, is_zbv = inputs.strategy.layout.pipeline, inputs.schedule == "zbv"
+    first, second, last = activations_in_flight(inputs.schedule, size, inputs.accumulation)
+    ranks = [_plan_rank(inputs, step, first, has_embedding=True, has_head=is_zbv)]
+    if size > 2 or is_zbv:
+        ranks.append(_plan_rank(inputs, step, second, has_embedding=False, has_head=False))
     if not is_zbv:
-        ranks.append(_plan_rank(setup, with_activations, last, inputs - 1, "head"))
+        ranks.append(_plan_rank(inputs, step, last, has_embedding=False, has_head=True))
     return max(ranks, key=lambda rank: rank.total)
 
 
-def _plan_rank(setup: MemoryInputs, with_activations: bool, in_flight: float, inputs: int, ends: str) -> Memory:
-    """Return the memory of a rank of a pipeline.
-
-    Args:
-        in_flight: Micro-batches whose activations it holds at most.
-        inputs: Number of tensors that it receives per micro-batch, each with a buffer.
-        ends: Whether it has the embedding, the head, "both" or "none".
-    """
-    layout = setup.strategy.layout
-    config = first_layers(setup.config, setup.config.n_layer // layout.pipeline)
-    if ends == "none":
-        config = replace(config, vocab_size=setup.tensor, padded_vocab_size=setup.tensor)
+def _plan_rank(
+    inputs: MemoryInputs, step: StepMemory | None, in_flight: float, *, has_embedding: bool, has_head: bool
+) -> Memory:
+    """Return the memory of a rank of a pipeline, which holds the activations of up to ``in_flight`` micro-batches."""
+    layout, n_stages = inputs.strategy.layout, STAGES_PER_RANK[inputs.schedule]
+    config = select_layers(inputs.config, range(inputs.config.n_layer // layout.pipeline))
+    if not (has_embedding or has_head):
+        config = replace(config, vocab_size=inputs.tensor, padded_vocab_size=inputs.tensor)
     # tied, embedding and head have the parameters of one of them
     stage = replace(
-        setup,
-        config=replace(config, tie_embeddings=ends != "both"),
-        strategy=replace(setup.strategy, sharding="SHARD_GRAD_OP", layout=replace(layout, pipeline=1)),
+        inputs,
+        config=replace(config, tie_embeddings=not (has_embedding and has_head)),
+        strategy=replace(inputs.strategy, sharding="SHARD_GRAD_OP", layout=replace(layout, pipeline=1)),
     )
-    memory = plan_memory(stage, None, with_activations=False)
-    has_loss, has_embedding = ends in ("head", "both"), ends in ("embedding", "both")
-    is_gpipe, residual = setup.schedule == "gpipe", 0  # bytes of a micro-batch's residual stream
-    if with_activations:
-        residual = setup.weight_bytes * setup.tokens * config.n_embd
-    n_saved = STAGES_PER_RANK[setup.schedule] - has_embedding  # received inputs that are activations of the first block
-    untied = replace(stage, config=replace(config, tie_embeddings=False))
-    step = step_memory(untied) if with_activations else NOTHING
-    waiting = (in_flight - 1) * (step.saved - n_saved * residual) + inputs * setup.accumulation * residual
-    table: Any = model_of(stage.config, stage.lora, stage.tensor).transformer.wte.weight
-    embedding = has_embedding * table.requires_grad * setup.weight_bytes * table.numel()
-    passes = max(embedding, *(size for _, size in step.backward)) + 2 * residual
+    step = step or step_memory(replace(stage, config=replace(config, tie_embeddings=False)))
+    memory = plan_memory(stage, step=step)
+    residual = inputs.weight_bytes * inputs.tokens * config.n_embd  # bytes of a micro-batch's residual stream
+    n_saved = n_stages - has_embedding  # received inputs that are activations of the first block
+    is_gpipe, kept = inputs.schedule == "gpipe", 0.0
     if is_gpipe:  # no gradients before the last loss, and all of them from the second backward pass on
-        waiting += (in_flight - 1) * step.kept * has_loss
-        passes += memory.gradients - step.saved - step.kept * has_loss
-    elsewhere = memory.unsharded_unit + waiting + passes
-    gathered = 1 if setup.fsdp.state_dict_type == "sharded" else layout.pipeline  # rank 0 writes all stages
-    rank = replace(
+        kept = step.kept * has_head
+    earlier = (in_flight - 1) * (step.saved - n_saved * residual + kept)
+    # buffers for each stage's input and the gradient of its output
+    received = (2 * n_stages - has_embedding - has_head) * inputs.accumulation * residual
+    # the pass that gathers the weights, and has the buffer, is before those of most micro-batches
+    unsharded = memory.unsharded_unit - min(memory.gather_buffer, earlier)
+    table: Any = model_of(stage.config, stage.lora, stage.tensor).transformer.wte.weight
+    embedding = has_embedding * table.requires_grad * inputs.weight_bytes * table.numel()
+    passes = max(embedding, *(size for _, size in step.backward)) + 2 * residual
+    if is_gpipe:
+        passes += memory.gradients - step.saved - kept
+    gathered = 1 if inputs.fsdp.state_dict_type == "sharded" else layout.pipeline  # rank 0 writes all stages
+    return replace(
         memory,
-        activations=step.saved + waiting,
-        recomputed_block=step.recomputed if setup.activation_checkpointing != "none" else 0.0,
-        elsewhere=elsewhere,
+        activations=step.saved + earlier + received,
+        logits=memory.logits * has_head,
+        unsharded_unit=unsharded,
+        elsewhere=unsharded + earlier + received + passes,
         has_gradients_in_forward=not is_gpipe,
-        logits=step.head if has_loss else 0.0,
         checkpoint_copy=gathered * memory.checkpoint_copy,
         host_copy=gathered * memory.host_copy,
-        context=0.0,
     )
-    return replace(rank, context=_context_bytes(setup, rank.parts()))
 
 
-def _context_bytes(setup: MemoryInputs, parts: dict[str, float]) -> float:
-    return CUDA_CONTEXT + FRAGMENTATION * sum(parts.values()) if setup.device == "cuda" else 0.0
+def _sum_bytes(parameters: Iterable[StoredParameter]) -> float:
+    return sum(p.bytes for p in parameters)
 
 
-# ---- parameters
-
-
-def _count(parameters: Any) -> int:
-    return sum(p.numel() for p in parameters)
-
-
-def _local_elements(setup: MemoryInputs, parameters: Any) -> float:
-    """Return the number of parameter elements that one device stores.
-
-    FSDP shards each unit equally, but replicates vectors if it all-gathers in another dtype.
-    """
-    parameters = list(parameters)
-    if setup.strategy.kind != "fsdp":
-        return _count(parameters)
-    replicated = _count(p for p in parameters if is_replicated(setup, p))
-    return replicated + (0 if setup.strategy.offloads else _sharded_elements(setup, parameters))
-
-
-def _sharded_elements(setup: MemoryInputs, parameters: list[nn.Parameter]) -> float:
-    """Return the number of elements of one device's shards of the parameters."""
-    return _count(p for p in parameters if not is_replicated(setup, p)) / setup.strategy.shards
-
-
-def _host_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
-    """Return the bytes of offloaded shards."""
-    if not setup.strategy.offloads:
-        return 0.0
-    adapters = [p for name, p in model.named_parameters() if is_adapter(name)]
-    trained = [p for p in base if p.requires_grad]
-    tensors = setup.weight_bytes * (_sharded_elements(setup, base) + _sharded_elements(setup, trained))
-    tensors += 2 * FP32 * _sharded_elements(setup, adapters)
-    return tensors + optimizer_bytes(setup, model, _sharded_parameters(setup, model))
-
-
-def _sharded_parameters(setup: MemoryInputs, model: GPT) -> dict[str, int]:
-    """Return {name: number of shards} for FSDP's sharded trainable parameters."""
-    trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
-    return {name: setup.strategy.shards for name, p in trained if not is_replicated(setup, p)}
-
-
-def _copied_bytes(setup: MemoryInputs, model: GPT, base: list[nn.Parameter]) -> float:
+def _copied_bytes(inputs: MemoryInputs, stored: list[StoredParameter]) -> float:
     """Return the bytes of weights and optimizer state that a process copies to write a checkpoint.
 
     For an unsharded checkpoint, rank 0 copies everything except the adapters' base and bf16 weights that have masters.
     For a sharded checkpoint, each process copies the shards that it writes.
     """
-    adapters = [p for name, p in model.named_parameters() if is_adapter(name)]
-    saved = [p for p in base if not (p.requires_grad and setup.has_masters)]
-    weights = FP32 * _count(adapters) if adapters else setup.weight_bytes * _count(saved)
-    whole = weights + _optimizer_bytes(replace(setup, strategy=replace(setup.strategy, kind="single")), model)
-    whole *= setup.tensor
-    return whole / setup.strategy.layout.world_size if setup.fsdp.state_dict_type == "sharded" else whole
+    unsharded = [p._replace(shards=1) for p in stored]
+    saved = [p for p in unsharded if (p.kind == ADAPTERS if inputs.lora else not (p.is_trained and inputs.has_masters))]
+    whole = inputs.tensor * (_sum_bytes(saved) + optimizer_bytes(inputs, unsharded))
+    return whole / inputs.strategy.layout.world_size if inputs.fsdp.state_dict_type == "sharded" else whole
 
 
-def _optimizer_bytes(setup: MemoryInputs, model: GPT) -> float:
-    """Return the bytes of the optimizer state on the device, in the dtype and sharding of each parameter."""
-    if setup.strategy.kind != "fsdp":
-        return optimizer_bytes(setup, model)
-    sharded = _sharded_parameters(setup, model)
-    replicated = {name: 1 for name, _ in model.named_parameters() if name not in sharded}
-    return optimizer_bytes(setup, model, replicated | ({} if setup.strategy.offloads else sharded))
-
-
-def _frozen_bytes(setup: MemoryInputs) -> tuple[float, float]:
+def _frozen_bytes(inputs: MemoryInputs) -> tuple[float, float]:
     """Return the bytes of a frozen model's weights, and of the blocks that FSDP gathers in its forward pass."""
-    if (frozen := setup.of_frozen()) is None:
+    if (frozen := inputs.of_frozen()) is None:
         return 0.0, 0.0
     model = model_of(frozen.config, None)
-    weights, block = (frozen.weight_bytes * _count(part.parameters()) for part in (model, model.blocks[0]))
-    return (weights / setup.strategy.shards, 2.0 * block) if setup.strategy.kind == "fsdp" else (weights, 0.0)
-
-
-def _quantized_bytes(setup: MemoryInputs, quantized: dict[str, nn.Parameter]) -> float:
-    """Return the bytes of 4-bit weights and scales. FSDP shards the weights, but every device keeps all scales."""
-    if setup.quantize is None:
-        return 0.0
-    shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
-    per_weight = BYTES_4BIT / shards + QUANTIZED_BYTES[setup.quantize] - BYTES_4BIT
-    return per_weight * _count(quantized.values())
+    weights, block = (frozen.weight_bytes * count_elements(part.parameters()) for part in (model, model.blocks[0]))
+    return weights / inputs.strategy.shards, 2.0 * block * (inputs.strategy.kind == "fsdp")

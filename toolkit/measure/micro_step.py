@@ -30,16 +30,16 @@ HOST_UNIT = 1e-3
 """Host seconds for the hooks of an FSDP unit, per forward or backward pass."""
 
 
-def micro_step_seconds(setup: MemoryInputs, is_compiled: bool, gpu: GpuSpec) -> float:
+def micro_step_seconds(inputs: MemoryInputs, is_compiled: bool, gpu: GpuSpec) -> float:
     """Return the seconds of a micro-step on one device, without communication."""
-    trace = traced_kernels(setup, is_compiled)
-    return max(trace.total(lambda op: seconds(op, gpu)), host_seconds(trace, setup, is_compiled))
+    trace = traced_kernels(inputs, is_compiled)
+    return max(trace.total(lambda op: seconds(op, gpu)), host_seconds(trace, inputs, is_compiled))
 
 
-def traced_kernels(setup: MemoryInputs, is_compiled: bool) -> Trace:
+def traced_kernels(inputs: MemoryInputs, is_compiled: bool) -> Trace:
     """Return the operators of a micro-step that adds to the gradients of earlier ones, fused as torch.compile does."""
-    has_gradients = setup.accumulation > 1 and setup.strategy.kind != "fsdp"
-    trace = trace_micro_step(setup, has_gradients, is_compiled)
+    has_gradients = inputs.accumulation > 1 and inputs.strategy.kind != "fsdp"
+    trace = trace_micro_step(inputs, has_gradients, is_compiled)
     return trace._replace(ops=fuse(trace.ops)) if is_compiled else trace
 
 
@@ -65,12 +65,12 @@ def seconds(op: Op, gpu: GpuSpec) -> float:
     return max((op.bytes + again) / bandwidth, op.flops / rate) + KERNEL_S
 
 
-def host_seconds(trace: Trace, setup: MemoryInputs, is_compiled: bool) -> float:
+def host_seconds(trace: Trace, inputs: MemoryInputs, is_compiled: bool) -> float:
     """Return the host seconds to launch a micro-step."""
 
     def launch(op: Op) -> float:
         in_graph = is_compiled and op.layer is not None
         return HOST_VIEW if op.kind == "view" else HOST_COMPILED if in_graph else HOST_OPERATOR
 
-    per_pass = HOST_GRAPH * is_compiled + HOST_UNIT * (setup.strategy.kind == "fsdp")
+    per_pass = HOST_GRAPH * is_compiled + HOST_UNIT * (inputs.strategy.kind == "fsdp")
     return trace.total(launch) + 2 * per_pass * sum(trace.counts)

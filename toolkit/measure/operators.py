@@ -11,7 +11,8 @@ from torch.utils.flop_counter import flop_registry
 
 from toolkit.measure.recorder import WEIGHTS, Recorder, tensors_in
 
-FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
+START, FORWARD, HEAD, HEAD_BACKWARD, BACKWARD, END = "start", "forward", "head", "head's backward", "backward", "end"
+"""Stages of a micro-step: before the first block; blocks; head and loss; their backward passes; after those."""
 CASTS = "autocast's copies of weights"
 Kind = Literal["product", "attention", "fusable", "other", "accumulate", "view"]
 """Kind of an operator: matrix product; attention; element-wise or reduction, which a compiler fuses; another kernel;
@@ -27,8 +28,12 @@ _KERNELS = ("sort", "topk", "searchsorted", "embedding_dense_backward", "index_p
 class Phase(NamedTuple):
     """Where a micro-step is: its stage (:data:`FORWARD`, ...), and the index of the running block, or None."""
 
-    stage: str = FORWARD
+    stage: str = START
     layer: int | None = None
+
+    @property
+    def is_backward(self) -> bool:
+        return self.stage in (HEAD_BACKWARD, BACKWARD, END)
 
 
 class Access(NamedTuple):
@@ -134,7 +139,7 @@ class OperatorRecorder(Recorder):
 
     def _append(self, name: str, kind: Kind, reads: list[Access], writes: list[Access], *costs: Any) -> None:
         """Append an operator. It accesses a tensor once, even if it is several of its arguments."""
-        where = self.phase.layer, self.phase.stage == BACKWARD
+        where = self.phase.layer, self.phase.is_backward
         self.ops.append(Op(name, kind, *where, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), *costs))
 
     def _dequantize(self, weight: Tensor) -> None:

@@ -67,7 +67,8 @@ class Recorder(TorchDispatchMode):
         return self._live.get(storage._cdata, (None,))[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # ``.item()`` in the model
+        is_item = func is torch.ops.aten._local_scalar_dense.default
+        if is_item and getattr(args[0], "fake_mode", args[0].is_meta):  # there is no data
             return True
         if any(map(is_wrapper, types)):
             return NotImplemented  # continues with the operators on its parts

@@ -18,16 +18,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
+from toolkit.distributed.units import AUTOCAST_DTYPES
 from toolkit.measure.cuda_on_meta import cuda_on_meta
 from toolkit.measure.inputs import MemoryInputs, cached_by_text
-from toolkit.measure.operators import BACKWARD, CASTS, FORWARD, HEAD, Op, OperatorRecorder, Phase
+from toolkit.measure.operators import (
+    BACKWARD,
+    CASTS,
+    END,
+    FORWARD,
+    HEAD,
+    HEAD_BACKWARD,
+    START,
+    Op,
+    OperatorRecorder,
+    Phase,
+)
+from toolkit.measure.parameters import quantized_weights
 from toolkit.measure.recorder import ACTIVATIONS, WEIGHTS, Recorder, tensors_in
 from toolkit.measure.sample import (
-    AUTOCAST,
     micro_batch,
     objective_of,
     one_layer_of_each_kind,
-    quantized_weights,
     sample_model,
 )
 from toolkit.models.activation_checkpointing import checkpoint_blocks, selective_contexts
@@ -76,15 +87,15 @@ class StepMemory:
         recomputed: The most that the backward pass of a block needs in addition to what exists before it.
     """
 
-    saved: float
-    casts: float
-    head: float
-    kept: float
-    frozen: float
-    forward: float
-    backward: tuple[tuple[int, float], ...]
-    end: float
-    recomputed: float
+    saved: float = 0.0
+    casts: float = 0.0
+    head: float = 0.0
+    kept: float = 0.0
+    frozen: float = 0.0
+    forward: float = 0.0
+    backward: tuple[tuple[int, float], ...] = ((0, 0.0),)
+    end: float = 0.0
+    recomputed: float = 0.0
 
     def plus(self, times: float, other: "StepMemory") -> "StepMemory":
         """Return this memory plus ``times`` the difference to another."""
@@ -98,76 +109,75 @@ class StepMemory:
         return replace(self, **values, backward=tuple((layers, add(a, b)) for (layers, a), (_, b) in pairs))
 
 
-NOTHING = StepMemory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ((0, 0.0),), 0.0, 0.0)
-
-
-def step_memory(setup: MemoryInputs) -> StepMemory:
+def step_memory(inputs: MemoryInputs) -> StepMemory:
     """Return the memory of a micro-batch.
 
     More rows than fill a few chunks of the loss need as much more for each row; their chunks would take long to trace.
     """
     # ddp's gradients become views of buckets that exist
-    in_buckets = setup.strategy.kind == "ddp" and setup.ddp.gradient_as_bucket_view
-    has_gradients = in_buckets or (setup.accumulation > 1 and setup.strategy.kind != "fsdp")
-    rows, per_row = setup.micro_batch_size, setup.tokens / setup.micro_batch_size
-    vocabulary = setup.config.padded_vocab_size // setup.tensor * (1 if setup.frozen is None else CHUNK_TENSORS)
-    chunk = chunk_rows(vocabulary, torch.device(setup.device))
+    in_buckets = inputs.strategy.kind == "ddp" and inputs.ddp.gradient_as_bucket_view
+    has_gradients = in_buckets or (inputs.accumulation > 1 and inputs.strategy.kind != "fsdp")
+    rows, per_row = inputs.micro_batch_size, inputs.tokens / inputs.micro_batch_size
+    vocabulary = inputs.config.padded_vocab_size // inputs.tensor * (1 if inputs.frozen is None else CHUNK_TENSORS)
+    chunk = chunk_rows(vocabulary, torch.device(inputs.device))
     few = math.ceil(MAX_CHUNKS * chunk / per_row)
-    forward = setup.of_forward(frozen=setup.frozen)
+    forward = inputs.of_micro_batch(inputs.frozen)
     if rows <= 2 * few:
         return _trace(forward, has_gradients, False).memory
     a, b = (_trace(replace(forward, micro_batch_size=n), has_gradients, False).memory for n in (few, 2 * few))
     return a.plus((rows - few) / few, b)
 
 
-def trace_micro_step(setup: MemoryInputs, has_gradients: bool, is_compiled: bool = False) -> Trace:
+def trace_micro_step(inputs: MemoryInputs, has_gradients: bool, is_compiled: bool = False) -> Trace:
     """Return the trace of one micro-batch, without a frozen model. The result is cached.
 
     Args:
-        setup: The run's memory inputs.
+        inputs: Of the run.
         has_gradients: Whether the micro-batch adds to the gradients of earlier micro-batches.
         is_compiled: Whether the loss is compiled. Blocks have the same operators; ``fusion.py`` fuses them.
     """
-    return _trace(setup.of_forward(), has_gradients, is_compiled)
+    return _trace(inputs.of_micro_batch(), has_gradients, is_compiled)
 
 
 @cached_by_text
-def _trace(setup: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace:
-    config, counts = one_layer_of_each_kind(setup.config)
-    autocast = AUTOCAST.get(setup.precision)
+def _trace(inputs: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trace:
+    config, counts = one_layer_of_each_kind(inputs.config)
+    autocast = AUTOCAST_DTYPES.get(inputs.precision)
     with ExitStack() as stack:
-        device = "meta" if setup.device == "cuda" else "cpu"
+        device = "meta" if inputs.device == "cuda" else "cpu"
         if device == "cpu":
             stack.enter_context(FakeTensorMode())
-        model = sample_model(replace(setup, config=config), device)
-        batch, frozen = micro_batch(setup, device), None
-        if (inputs := setup.of_frozen()) is not None:
-            frozen = sample_model(replace(inputs, config=one_layer_of_each_kind(inputs.config)[0]), device).eval()
-            if setup.strategy.kind == "fsdp":
+        model = sample_model(replace(inputs, config=config), device)
+        batch, frozen = micro_batch(inputs, device), None
+        if (frozen_inputs := inputs.of_frozen()) is not None:
+            frozen = sample_model(
+                replace(frozen_inputs, config=one_layer_of_each_kind(frozen_inputs.config)[0]), device
+            ).eval()
+            if inputs.strategy.kind == "fsdp":
                 register_parametrization(frozen.lm_head, "weight", _Gather())
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained if has_gradients else ():
-            if setup.has_masters:
+            if inputs.has_masters:
                 parameter.grad_dtype = torch.float32
-            parameter.grad = torch.empty_like(parameter, dtype=torch.float32 if setup.has_masters else None)
+            parameter.grad = torch.empty_like(parameter, dtype=torch.float32 if inputs.has_masters else None)
         if device == "meta":
             run: Callable[[], Any] = partial(cuda_on_meta, autocast)
         else:
             run = partial(torch.autocast, "cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None)
-        _checkpoint(model, setup.activation_checkpointing, run)
+        _checkpoint(model, inputs.activation_checkpointing, run)
         gradients = [p.grad for p in trained if p.grad is not None]
         matrices = (p for p in model.parameters() if p.ndim > 1)
-        recorder = OperatorRecorder(gradients, quantized_weights(setup, model).values(), matrices)
+        recorder = OperatorRecorder(gradients, quantized_weights(inputs, model).values(), matrices)
         recorder.track_all((*model.parameters(), *model.buffers(), *gradients), WEIGHTS)
         recorder.track_all(frozen.parameters() if frozen is not None else (), WEIGHTS)
         recorder.track_all(tensors_in([batch.input_ids, batch.labels, batch.packed]), ACTIVATIONS)
-        _follow(model, recorder, setup.strategy.kind == "fsdp", setup.in_backward)
-        if is_compiled and setup.tensor == 1:
+        _follow(model, recorder, inputs.strategy.kind == "fsdp", inputs.in_backward)
+        if is_compiled and inputs.tensor == 1:
             model.execute_with(compiled_loss=partial(_compiled_loss, recorder))
         with recorder, warnings.catch_warnings():
             with run():
                 loss_sum = objective_of(frozen).sums(model, batch, torch.device(device))[LOSS_PART] * 1.0
-            recorder.phase = Phase(BACKWARD)
+            recorder.phase = Phase(HEAD_BACKWARD)
             warnings.filterwarnings("ignore", ".*Disabling autocast")  # of checkpoints: _contexts enables it
             loss_sum.backward()
     return Trace(recorder.ops, counts, _memory(recorder, counts))
@@ -191,20 +201,17 @@ def _compiled_loss(recorder: OperatorRecorder, *args: Any) -> Any:
 
 def _checkpoint(model: GPT, mode: Any, run: Callable[[], Any]) -> None:
     """Checkpoint the blocks. The recomputation also emulates CUDA; torch does not check the recomputed tensors."""
-    make = selective_contexts if mode == "selective" else lambda: (nullcontext(), nullcontext())
-    checkpoint_blocks(model, (Block,), mode, determinism_check="none", context_fn=partial(_contexts, make, run))
 
+    @contextmanager
+    def nested(recomputation: Any) -> Iterator[None]:
+        with run(), recomputation:
+            yield
 
-def _contexts(make: Callable[[], tuple[Any, Any]], run: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return the contexts of a block's forward pass and of its recomputation."""
-    forward, recomputation = make()
-    return forward, _nested(run(), recomputation)
+    def contexts() -> tuple[Any, Any]:
+        forward, recomputation = selective_contexts() if mode == "selective" else (nullcontext(), nullcontext())
+        return forward, nested(recomputation)
 
-
-@contextmanager
-def _nested(first: Any, second: Any) -> Iterator[None]:
-    with first, second:
-        yield
+    checkpoint_blocks(model, (Block,), mode, determinism_check="none", context_fn=contexts)
 
 
 def _follow(model: GPT, recorder: OperatorRecorder, is_sharded: bool, in_backward: bool) -> None:
@@ -218,23 +225,24 @@ def _follow(model: GPT, recorder: OperatorRecorder, is_sharded: bool, in_backwar
         for parameter in module.parameters() if is_sharded else ():
             parameter.grad = None
 
-    def enter(layer: int | None, finished: nn.Module) -> Callable[[Tensor], None]:
+    def enter(phase: Phase, finished: nn.Module) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             release(finished)
-            recorder.phase = Phase(BACKWARD, layer)
+            recorder.phase = phase
 
         return hook
 
     def before(layer: int, args: tuple[Any, ...]) -> None:
         recorder.phase = Phase(FORWARD, layer)
         if layer == 0 and args[0].requires_grad:
-            args[0].register_hook(enter(None, blocks[0]))
+            args[0].register_hook(enter(Phase(END), blocks[0]))
 
     def after(layer: int, output: Any) -> None:
-        recorder.phase = Phase()
+        recorder.phase = Phase(FORWARD)
         x = output[0] if isinstance(output, tuple) else output
         if x.requires_grad:
-            x.register_hook(enter(layer, blocks[layer + 1] if layer + 1 < len(blocks) else model.lm_head))
+            finished = blocks[layer + 1] if layer + 1 < len(blocks) else model.lm_head
+            x.register_hook(enter(Phase(BACKWARD, layer), finished))
 
     blocks = [*model.blocks]
     for i, block in enumerate(blocks):
@@ -250,62 +258,68 @@ def _follow(model: GPT, recorder: OperatorRecorder, is_sharded: bool, in_backwar
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
 
+class _Segment(NamedTuple):
+    """Consecutive changes in one phase: the last block that began, and the live bytes at its start and its peak."""
+
+    stage: str
+    layer: int
+    start: int
+    peak: int
+
+
 def _memory(recorder: Recorder, counts: list[int]) -> StepMemory:
     """Add the layers that are not in the trace. They hold as much as the one that was traced of their kind."""
-    held = Held()
+    held, layer = Held(), 0
     starts: dict[str, Held] = {}  # ``held`` at the start of each stage
-    segments, layer = [], -1
-    for (stage, block), changes in groupby(recorder.changes, lambda change: change[2]):
-        starts.setdefault(stage, held.copy())
+    segments = []
+    for phase, changes in groupby(recorder.changes, lambda change: change[2]):
+        starts.setdefault(phase.stage, held.copy())
         peak = start = held.total()
         for storage, change, _ in changes:
             if storage.kind != WEIGHTS:
                 held[storage.made_in, storage.kind == CASTS] += change
                 peak = max(peak, held.total())
-        is_block = block not in (None, LOSS)
-        if is_block:
-            layer = block
-        elif stage == HEAD:
-            layer = len(counts)
-        segments.append((stage, layer, is_block, peak, start))
+        if phase.layer is not None:
+            layer = phase.layer
+        segments.append(_Segment(phase.stage, layer, start, peak))
 
     def others(held: Held, stage: str, layers: range, kinds: Iterable[bool] = (False, True)) -> int:
         """Return what the other layers of the kinds of ``layers`` hold that they allocated in a stage."""
         return sum((counts[i] - 1) * held[Phase(stage, i), kind] for i in layers for kind in kinds)
 
     all_layers = range(len(counts))
-    before, after = starts[HEAD], starts[BACKWARD]
-    saved = sum(size for (phase, is_cast), size in after.items() if phase.stage == FORWARD and not is_cast)
+    before, after = starts[HEAD], starts[HEAD_BACKWARD]
+    saved = sum(size for (phase, is_cast), size in after.items() if phase.stage in (START, FORWARD) and not is_cast)
     saved += others(after, FORWARD, all_layers, [False])
     casts = sum(size for (_, is_cast), size in before.items() if is_cast) + others(before, FORWARD, all_layers, [True])
-    frozen, forward, backward, heads, ends, recomputed = [0.0], [0.0], [], [0.0], [0.0], [0.0]
-    for stage, layer, is_block, peak, start in segments:
-        if stage == FORWARD and layer < 0:
-            frozen.append(peak)
-        elif stage == FORWARD:
-            forward.append(peak + others(before, FORWARD, range(layer + 1)))
-        elif stage == HEAD:
-            heads.append(peak + others(before, FORWARD, all_layers))
-        elif stage == BACKWARD and layer == len(counts):
-            heads.append(peak + others(after, FORWARD, all_layers))
-        elif stage == BACKWARD:
+    added = {
+        START: 0,
+        HEAD: others(before, FORWARD, all_layers),
+        HEAD_BACKWARD: others(after, FORWARD, all_layers),
+        END: others(held, BACKWARD, all_layers),
+    }
+    peaks = Counter[str]()
+    backward, recomputed = [], [0.0]
+    for stage, layer, start, peak in segments:
+        same = range(layer, layer + 1)
+        if stage == BACKWARD:
             base = peak + others(after, FORWARD, range(layer)) + others(held, BACKWARD, range(layer + 1, len(counts)))
-            first, same = sum(counts[:layer]), range(layer, layer + 1)
-            if is_block:
-                backward.append((first + counts[layer] - 1, base + others(after, FORWARD, same)))
-                backward.append((first, base + others(held, BACKWARD, same)))
-                recomputed.append(peak - start)
-            else:
-                ends.append(base + others(held, BACKWARD, same))
+            first = sum(counts[:layer])
+            backward.append((first + counts[layer] - 1, base + others(after, FORWARD, same)))
+            backward.append((first, base + others(held, BACKWARD, same)))
+            recomputed.append(peak - start)
+        else:
+            more = others(before, FORWARD, range(layer + 1)) if stage == FORWARD else added[stage]
+            peaks[stage] = max(peaks[stage], peak + more)
     kept = sum(size for (phase, is_cast), size in after.items() if phase.stage == HEAD and not is_cast)
     return StepMemory(
         saved,
         casts,
-        max(heads) - saved - casts,
+        max(peaks[HEAD], peaks[HEAD_BACKWARD]) - saved - casts,
         kept,
-        max(frozen),
-        max(forward),
+        peaks[START],
+        peaks[FORWARD],
         tuple(backward),
-        max(ends),
+        peaks[END],
         max(recomputed),
     )

@@ -47,9 +47,9 @@ def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int
     minutes = config.args.train.max_time
     if model is None or (steps is None and minutes is None):
         return None
-    setup = memory_inputs(config, model)
+    inputs = memory_inputs(config, model)
     try:
-        eager, compiled = (micro_step_seconds(setup, is_compiled, gpu) for is_compiled in (False, True))
+        eager, compiled = (micro_step_seconds(inputs, is_compiled, gpu) for is_compiled in (False, True))
     except Exception:  # operators that cannot be counted without a GPU; a prediction must not end the run
         return None
     run = math.inf if steps is None else steps * config.batch.accumulation * eager

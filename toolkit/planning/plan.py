@@ -16,6 +16,7 @@ from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
 from toolkit.measure.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.measure.sample import model_of
+from toolkit.measure.trace import StepMemory
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
@@ -116,14 +117,14 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
 def plan_resolved(args: RunArgs, config: ResolvedConfig, steps: int | None = None) -> RunPlan:
     """Estimate the memory of a resolved run. ``steps``: its optimizer steps; None derives them from the options."""
     model = with_known_vocabulary(config.model, args)
-    setup = memory_inputs(config, model)
+    inputs = memory_inputs(config, model)
     built = model_of(model, args.lora)
     units = None
     if config.strategy.kind == "fsdp":
         part = model_of(model, args.lora, config.strategy.layout.tensor)
         units = describe_units(plan_units(part, config.fsdp, (Block,)), config.fsdp)
     steps = steps or planned_steps(args.train, config.max_seq_length or model.block_size)
-    return RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units, steps)
+    return RunPlan(args, config, model, count_parameters(built), plan_memory(inputs, built), units, steps)
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:
@@ -133,9 +134,9 @@ def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> N
     ``model`` includes the vocabulary size; ``module`` is on the meta device.
     """
     limit = config.devices.memory
-    setup = memory_inputs(config, model)
-    if plan_memory(setup, module, with_activations=False).training_state > limit:
-        memory = plan_memory(setup, module)
+    inputs = memory_inputs(config, model)
+    if plan_memory(inputs, module, StepMemory()).training_state > limit:
+        memory = plan_memory(inputs, module)
         smaller = "--lora_r" if config.args.lora is not None else "model"
         raise UserError(
             f"{model.name}: needs about {format_memory(memory)} per device, but only {limit / 1e9:,.1f} GB is "
