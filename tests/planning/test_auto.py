@@ -23,6 +23,7 @@ from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import with_options
 from toolkit.planning.training_options import run_args
+from toolkit.training.hyperparameters import resolved_hyperparameters
 
 DDP = {"strategy": "ddp"}
 
@@ -195,11 +196,11 @@ def test_the_length_of_a_run_is_planned_before_its_data_is_read():
 
 
 def test_what_was_chosen_is_saved(config_of):
-    saved = config_of({}).hyperparameters()
+    saved = resolved_hyperparameters(config_of({}))
     assert (saved["strategy"], saved["train"]["micro_batch_size"]) == ("fsdp", 8)
-    assert config_of({}, devices=1).hyperparameters()["strategy"] == "auto"
+    assert resolved_hyperparameters(config_of({}, devices=1))["strategy"] == "auto"
     options = {"eps": 1e-7, "betas": (0.9, 0.9), "amsgrad": True}
-    saved = config_of({"optimizer.options": options}).hyperparameters()["optimizer"]
+    saved = resolved_hyperparameters(config_of({"optimizer.options": options}))["optimizer"]
     assert (saved["eps"], saved["betas"], saved["options"]) == ("auto", "auto", options)  # each once
 
 

@@ -11,6 +11,7 @@ from toolkit.errors import UserError
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.training_options import run_args
+from toolkit.training.hyperparameters import resolved_hyperparameters
 
 EIGHT = DeviceSpec("cuda", 8, 1, memory=40e9)
 
@@ -33,7 +34,7 @@ def test_each_preset_does_what_it_says():
     assert memory.preset.startswith("memory: --strategy fsdp, --train.micro_batch_size 1, ")
     assert "GB by default" in memory.preset
     # what was chosen is saved in the place of the preset
-    saved = speed.hyperparameters()
+    saved = resolved_hyperparameters(speed)
     assert (saved["preset"], saved["strategy"], saved["train"]["micro_batch_size"]) == ("balanced", "fsdp", 8)
     assert config_of("memory", precision="bf16-master").strategy.kind == "ddp"  # the only one that supports it
     nodes = config_of("memory", DeviceSpec("cuda", 8, 2, memory=40e9))

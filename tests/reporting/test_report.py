@@ -26,13 +26,13 @@ from toolkit.commands.pretrain import setup
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import MAX_BYTES
 from toolkit.io.storage import Storage, StorageError
-from toolkit.planning.run_args import hyperparameters
 from toolkit.planning.training_options import run_args
 from toolkit.reporting import page
 from toolkit.reporting.events import parse_events, write_event
 from toolkit.reporting.page import render_page, write_report
 from toolkit.reporting.run import read_run, read_runs
 from toolkit.reporting.series import parse_metrics, reduce_lines, smooth
+from toolkit.training.hyperparameters import hyperparameters
 from toolkit.ui.console import make_progress
 from toolkit.ui.loggers import MetricsCSV
 

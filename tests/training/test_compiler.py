@@ -12,6 +12,7 @@ from toolkit.planning.auto import resolve_auto
 from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.training_options import run_args
 from toolkit.training.compiler import compile_error, resolve_compiler
+from toolkit.training.hyperparameters import resolved_hyperparameters
 
 CPU = torch.device("cpu")
 
@@ -33,12 +34,12 @@ def test_a_missing_or_wrong_compiler_never_breaks_an_auto_run(monkeypatch):
     def chosen(compiler: Callable) -> tuple[str, str]:
         monkeypatch.setattr(torch, "compile", compiler)
         found = resolve_compiler(config, state, CPU)
-        assert found.hyperparameters()["compiler"] == found.args.compiler
+        assert resolved_hyperparameters(found)["compiler"] == found.args.compiler
         return found.args.compiler, found.reasons["compiler"]
 
     on_cpu = resolve_auto(config.args, DeviceSpec("cpu", 1, 1, 80e9))
     found = resolve_compiler(on_cpu, state, CPU)
-    assert (found.args.compiler, found.hyperparameters()["compiler"]) == ("none", "auto")  # a GPU may compile
+    assert (found.args.compiler, resolved_hyperparameters(found)["compiler"]) == ("none", "auto")  # a GPU may compile
     name, reason = chosen(lambda function: function)
     assert name == "torch" and reason.startswith("auto: compilation takes about ")
     name, reason = chosen(missing)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from toolkit.checkpoints.folder import read_model_config
-from toolkit.config import AUTO, OPTIMIZER_SHORTHANDS, FSDPArgs, Precision, TrainArgs, none_if_auto
+from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.data.base import choose_seq_length, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import device_memory, pick_precision
@@ -28,12 +28,11 @@ from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT
 from toolkit.objectives import Objective
 from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimizer
-from toolkit.optim.hybrid import Muon
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.frozen import find_frozen, frozen_flag
-from toolkit.planning.run_args import Changes, RunArgs, hyperparameters, with_options
+from toolkit.planning.run_args import RunArgs, with_options
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Training tokens for the default model if no limit is set."""
@@ -114,18 +113,6 @@ class ResolvedConfig:
     def fsdp(self) -> FSDPArgs:
         """The FSDP options, with the accumulation resolved."""
         return replace(self.args.fsdp, accumulate=self.accumulate)
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """Return the options that reproduce this run, see :func:`toolkit.planning.run_args.hyperparameters`."""
-        options = self.args.optimizer.options
-        names = [n for n in OPTIMIZER_SHORTHANDS if n in self.optimizer and n not in options]
-        changes: Changes = {f"optimizer.{name}": self.optimizer[name] for name in names}
-        if self.optimizer["name"] == Muon.__name__:
-            changes["optimizer.options"] = options | {"split_qkv": self.optimizer.get("split_qkv", False)}
-        # On a CPU auto resolves to none; save auto so that a rerun on CUDA compiles
-        if "compiler" in self.reasons and self.device != "cuda":
-            changes["compiler"] = AUTO
-        return hyperparameters(with_options(self.args, changes | {"precision": self.precision}))
 
 
 def resolve_model(args: RunArgs, devices: DeviceSpec) -> tuple[RunArgs, ModelConfig | None, int | None]:

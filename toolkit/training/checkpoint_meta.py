@@ -18,7 +18,8 @@ from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.config_checks import has_type, types_and_choices
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.frozen import find_frozen
-from toolkit.planning.run_args import RunArgs, objective_entry
+from toolkit.planning.run_args import RunArgs
+from toolkit.training.hyperparameters import objective_entry
 from toolkit.training.limits import Progress
 
 FORMAT_VERSION = 1

@@ -35,8 +35,8 @@ from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
 from toolkit.io.threads import run_in_thread
 from toolkit.models.lora import is_adapter
-from toolkit.planning.run_args import data_modules
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
+from toolkit.training.hyperparameters import data_modules, resolved_hyperparameters
 from toolkit.training.launch import Launch
 from toolkit.training.pending_save import PendingSave, Snapshot
 from toolkit.training.trace import SAVE
@@ -181,7 +181,7 @@ class Checkpointer:
             folder,
             state_dict=None if self.sharded or state.base is not None else snapshot.weights,
             config=state.model.config,
-            hyperparameters=self.launch.config.hyperparameters() if args.is_repeatable else None,
+            hyperparameters=resolved_hyperparameters(self.launch.config) if args.is_repeatable else None,
             tokenizer=self.launch.data.tokenizer,
         )
         (folder / TRAINER).mkdir(exist_ok=True)  # other ranks' shards may have created it

@@ -35,7 +35,7 @@ from toolkit.io.safe_parse import read_yaml
 from toolkit.models.gpt import GPT
 from toolkit.models.quantize import Quantize
 from toolkit.objectives import NextToken
-from toolkit.planning.run_args import data_modules, keep_old_ends
+from toolkit.training.hyperparameters import data_modules, keep_old_ends
 from toolkit.training.validate import batches_by_source, validate
 
 

@@ -26,8 +26,9 @@ from toolkit.io.paths import is_url
 from toolkit.models.block import Block
 from toolkit.planning.options import is_launched
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.run_args import RunArgs, keep_old_ends
+from toolkit.planning.run_args import RunArgs
 from toolkit.training.data import prepare_data, uses_old_ends, with_length
+from toolkit.training.hyperparameters import keep_old_ends
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state
 from toolkit.training.verify import fetch_on_other_nodes, find_intact
 from toolkit.ui.console import make_progress

@@ -21,8 +21,9 @@ from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.extension import extension_versions, hash_sources, registered
-from toolkit.planning.run_args import RunArgs, callback_paths, hyperparameters
+from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import RunFingerprint, values_by_flag
+from toolkit.training.hyperparameters import callback_paths, hyperparameters
 from toolkit.version import __version__
 
 MEMORY_DEPENDENT = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")

@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.errors import UserError, one_line
 from toolkit.extension import add_cwd_to_path, import_object, load_registered, registered
-from toolkit.planning.run_args import callback_entries
+from toolkit.training.hyperparameters import callback_entries
 from toolkit.training.run import Callback
 
 

@@ -32,6 +32,7 @@ from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.callbacks.samples import Sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.upload import Upload
+from toolkit.training.hyperparameters import resolved_hyperparameters
 from toolkit.training.launch import Launch
 from toolkit.training.run import Callback
 from toolkit.training.throughput import Throughput
@@ -107,7 +108,7 @@ def log_to(launch: Launch, csv: MetricsCSV | None) -> list[Callback]:
     """Return the callbacks that write metrics.csv and log to the run's loggers. On rank 0."""
     assert csv is not None
     step = None if launch.state.resume_from is None else launch.state.progress.step
-    values = launch.config.hyperparameters()
+    values = resolved_hyperparameters(launch.config)
     loggers = make_loggers(launch.args.logger_name, launch.out_dir, launch.args.log, values, step, csv.logged_step)
     return [MetricsFile(csv), ExternalLoggers(loggers)]
 
