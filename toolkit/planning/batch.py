@@ -21,6 +21,9 @@ class BatchPlan:
         )
 
 
+UNKNOWN_BATCH = BatchPlan(0, 0, 1, 0)
+
+
 def plan_batch(
     global_batch_size: int, micro_batch_size: int, devices: int = 1, num_nodes: int = 1, model_parallel: int = 1
 ) -> BatchPlan:

@@ -74,7 +74,7 @@ _ZBV = _is("pipeline.schedule", "zbv")
 _SEVERAL_DEVICES = Use("{world_size:several} devices", lambda f: f.world_size > 1)
 _EXTENSION_STRATEGY = Use("--strategy {strategy_name:NAME of an extension's strategy}", lambda f: f.is_extension)
 _OFFLOAD = Use("--fsdp.cpu_offload true", lambda f: f.strategy_plan is not None and f.strategy_plan.offloads)
-_ACCUMULATION = Use("accumulation ({batch:of several micro-batches})", lambda f: f.accumulation > 1)
+_ACCUMULATION = Use("accumulation ({batch:of several micro-batches})", lambda f: f.batch.accumulation > 1)
 _CHECKPOINTING = _set("train.activation_checkpointing", "selective, full")
 _MIXED_16, _MASTERS = _is("precision", "16-mixed"), _is("precision", "bf16-master")
 _FP8 = _set("train.fp8", "tensorwise, rowwise")
@@ -135,7 +135,7 @@ ROWS: tuple[Row, ...] = (
     Row(_TENSOR, _MOMENTS, "the ranks would round equal values differently"),
     # pipeline parallelism
     _no_effect(_set("pipeline.schedule", "gpipe, interleaved, zbv"), _is("pipeline_parallel_size", 1)),
-    Row(_PIPELINE, Use("{accumulation:too few} micro-batches per step", lambda f: f.enough_micro_batches),
+    Row(_PIPELINE, Use("{batch.accumulation:too few} micro-batches per step", lambda f: f.enough_micro_batches),
         "--pipeline.schedule {pipeline.schedule:NAME} needs one per stage, interleaved equally many in each round",
         "use --train.global_batch_size {enough_micro_batches:a multiple}, or a smaller --train.micro_batch_size"),
     Row(_PIPELINE, Use("the {model.n_layer:number of} layers of {model.name:the model}",
@@ -185,7 +185,7 @@ ROWS: tuple[Row, ...] = (
     _no_effect(_set("fsdp.shard_size", "N"),
                _is("fsdp.sharding_strategy", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), fix="use HYBRID_SHARD"),
     _no_effect(_set("fsdp.accumulate", "sharded, unsharded"),
-               Use("one micro-batch per step", lambda f: f.batch is not None and f.accumulation == 1),
+               Use("one micro-batch per step", lambda f: f.batch.accumulation == 1),
                "nothing is accumulated"),
     Row(_OFFLOAD, _QUANTIZE, "4-bit weights stay on the device"),
     # user-provided modules

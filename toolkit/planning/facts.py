@@ -10,7 +10,7 @@ from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.errors import option_text
 from toolkit.extension import registered
 from toolkit.models.families import family_of
-from toolkit.planning.batch import BatchPlan
+from toolkit.planning.batch import UNKNOWN_BATCH, BatchPlan
 from toolkit.planning.run_args import RunArgs
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Facts:
         device: "cpu", "cuda" or "mps".
         world_size: Processes of the run.
         strategy_plan: The resolved strategy.
-        batch: The division of the global batch.
+        batch: The division of the global batch; :data:`~toolkit.planning.batch.UNKNOWN_BATCH` if unknown.
         has_moments: Whether the optimizer keeps state with the shape of the weights.
         needs_unsharded: Whether the optimizer's class sets ``needs_unsharded``.
         model: The architecture.
@@ -40,7 +40,7 @@ class Facts:
     device: str = ""
     world_size: int = 0
     strategy_plan: StrategyPlan | None = None
-    batch: BatchPlan | None = None
+    batch: BatchPlan = UNKNOWN_BATCH
     has_moments: bool = True
     needs_unsharded: bool = False
     model: ModelConfig | None = None
@@ -64,13 +64,9 @@ class Facts:
         return self.strategy_plan is not None and self.strategy_plan.extension is not None
 
     @property
-    def accumulation(self) -> int:
-        return 1 if self.batch is None else self.batch.accumulation
-
-    @property
     def samples_per_device(self) -> int:
         """Sequences of the global batch on one device."""
-        return 0 if self.batch is None else self.batch.global_batch_size // self.batch.data_parallel
+        return self.batch.global_batch_size // self.batch.data_parallel
 
     @property
     def is_builtin(self) -> bool:
@@ -114,12 +110,12 @@ class Facts:
     @property
     def enough_micro_batches(self) -> str:
         """Global batch sizes with enough micro-batches per step for the pipeline; "" if there are enough."""
-        if self.batch is None:
+        accumulation = self.batch.accumulation
+        if not accumulation:
             return ""
-        schedule, size = self.pipeline.schedule, self.pipeline_parallel_size
-        nearest = nearest_micro_batches(schedule, size, self.accumulation)
-        rows = self.batch.global_batch_size // self.accumulation
-        return "" if self.accumulation in nearest else " or ".join(str(n * rows) for n in nearest)
+        nearest = nearest_micro_batches(self.pipeline.schedule, self.pipeline_parallel_size, accumulation)
+        rows = self.batch.global_batch_size // accumulation
+        return "" if accumulation in nearest else " or ".join(str(n * rows) for n in nearest)
 
     @property
     def objective_name(self) -> str:

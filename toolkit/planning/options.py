@@ -21,7 +21,7 @@ from toolkit.io.paths import is_url
 from toolkit.io.storage import Storage
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.optim import HYBRID_OPTIMIZERS, TORCH_OPTIMIZERS
-from toolkit.planning.batch import BatchPlan, plan_batch
+from toolkit.planning.batch import UNKNOWN_BATCH, BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.own_tokenizer import download_hint, own_repository
@@ -42,7 +42,7 @@ def check_options(args: RunArgs) -> None:
             args,
             precision="" if args.precision == AUTO else args.precision,
             world_size=0 if batch is None else batch.data_parallel * args.model_parallel.world_size,
-            batch=None if args.train.micro_batch_size == AUTO else batch,
+            batch=UNKNOWN_BATCH if batch is None or args.train.micro_batch_size == AUTO else batch,
         )
     )
     if args.base_dir is None and args.module is None:
