@@ -61,32 +61,38 @@ def fsdp_memory(inputs: MemoryInputs, model: GPT, stored: list[StoredParameter],
     - at the end: sharded gradients, and the embedding's.
     """
     size = unit_sizer(inputs, stored)
-    rest, *units = plan_units(model, inputs.fsdp, (Block,))
-    root, sizes = size(rest, "param_dtype", False), [size(part, "param_dtype", False) for part in units] or [0.0]
-    has_head = bool(units) and units[-1].name == HEAD
-    blocks = [part for part in units if part.name not in (HEAD, EMBEDDING)]
-    block = max((size(part, "param_dtype", False) for part in blocks), default=0.0)
-    kept = sum(sizes) if inputs.strategy.sharding in ("SHARD_GRAD_OP", "NO_SHARD") else 0.0
-    buffer = 0.0 if inputs.strategy.shards == 1 else sizes[-1]
+
+    def gathered(unit: Unit) -> float:
+        return size(unit, "param_dtype", False)
+
+    def gradients(unit: Unit) -> float:
+        return size(unit, "reduce_dtype", True)
+
+    root_unit, *units = plan_units(model, inputs.fsdp, (Block,))
+    root, weights = gathered(root_unit), [*map(gathered, units)] or [0.0]
+    has_head, n_layer = bool(units) and units[-1].name == HEAD, inputs.config.n_layer
+    blocks = [unit for unit in units if unit.name not in (HEAD, EMBEDDING)]
+    block, block_gradients = (max(map(of, blocks), default=0.0) for of in (gathered, gradients))
+    kept = sum(weights) if inputs.strategy.sharding in ("SHARD_GRAD_OP", "NO_SHARD") else 0.0
+    buffer = 0.0 if inputs.strategy.shards == 1 else weights[-1]
     if inputs.strategy.sharding == "SHARD_GRAD_OP" and inputs.accumulates_unsharded:
         # only the first micro-batch has the buffer, because it gathers for all; the others have gradients
-        buffer = max(max(root, buffer) - sum(size(part, "reduce_dtype", True) for part in (rest, *units)), 0.0)
-    at_loss = root + (kept or (sizes[-1] if has_head else 0.0)) + buffer
-    start = max(2 * (root + sizes[0]), *(root + a + 2 * b for a, b in zip(sizes, sizes[1:], strict=False)), 0.0)
-    start = max(start, root + (kept or 2 * block) + step.forward)
+        buffer = max(max(root, buffer) - sum(map(gradients, (root_unit, *units))), 0.0)
+    at_loss = root + (kept or (weights[-1] if has_head else 0.0)) + buffer
+    units_in_turn = (root + a + 2 * b for a, b in zip(weights, weights[1:], strict=False))
+    forward = max(2 * (root + weights[0]), *units_in_turn, root + (kept or 2 * block) + step.forward)
     is_elsewhere = inputs.accumulation > 1 or inputs.strategy.offloads  # counted as gradients, or in CPU memory
-    shards = 0.0 if is_elsewhere else sum(size(part, "", True) for part in units) / inputs.strategy.shards
-    n_layer, reduced = inputs.config.n_layer, max((size(part, "reduce_dtype", True) for part in blocks), default=0.0)
-    after_head = size(units[-1], "reduce_dtype", True) if has_head else 0.0
+    sharded_gradients = 0.0 if is_elsewhere else sum(size(unit, "", True) for unit in units) / inputs.strategy.shards
+    head_gradients = gradients(units[-1]) if has_head else 0.0
     # gradients of the blocks after it are shards, and kept weights of the blocks before it are in memory
     backward = max(
         peak
-        + (after_head if before == n_layer - 1 else reduced)
-        + (max(kept - block, 0.0) * before + shards * (n_layer - 1 - before)) / n_layer
+        + (head_gradients if before == n_layer - 1 else block_gradients)
+        + (max(kept - block, 0.0) * before + sharded_gradients * (n_layer - 1 - before)) / n_layer
         for before, peak in step.backward
     )
     backward += root + (block if kept else 2 * block)
-    outer = units[0] if has_head else rest
-    last = (0.0 if has_head else root) + reduced
-    end = shards + size(outer, "param_dtype", True) + max(last, size(outer, "reduce_dtype", True))
-    return FSDPMemory(at_loss, buffer, max(start, backward, end))
+    first_unit = units[0] if has_head else root_unit  # with the embedding
+    before_first = (0.0 if has_head else root) + block_gradients
+    end = sharded_gradients + size(first_unit, "param_dtype", True) + max(before_first, gradients(first_unit))
+    return FSDPMemory(at_loss, buffer, max(forward, backward, end))

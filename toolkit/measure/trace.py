@@ -221,13 +221,10 @@ def _follow(model: GPT, recorder: OperatorRecorder, is_sharded: bool, in_backwar
     frees the block's gradients, which ``in_backward`` frees one by one.
     """
 
-    def release(module: nn.Module) -> None:
-        for parameter in module.parameters() if is_sharded else ():
-            parameter.grad = None
-
     def enter(phase: Phase, finished: nn.Module) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            release(finished)
+            for parameter in finished.parameters() if is_sharded else ():
+                parameter.grad = None
             recorder.phase = phase
 
         return hook
