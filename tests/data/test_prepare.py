@@ -428,10 +428,10 @@ def test_long_documents_tokenized_in_pieces_have_the_same_ids(tmp_path, monkeypa
     assert len(pieces) > 10 and "".join(p.text for p in pieces) == read
     assert [p.ends_document for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert [t for p in pieces for t in tokenizer.encode(p.text)] == tokenizer.encode(read)
-    (joined,) = documents.batches(pieces, can_cut=False)
-    assert joined == [documents.TextChunk(read, True)]
+    ((joined, starts),) = documents.batches(pieces, can_cut=False)
+    assert joined == [documents.TextChunk(read, True)] and starts
     limited = documents.read_chunks([document, document], len(read.encode()) + 9)
-    assert list(documents.batches(limited, can_cut=False)) == [[*joined, documents.TextChunk(read[:9], False)]]
+    assert list(documents.batches(limited, can_cut=False)) == [([*joined, documents.TextChunk(read[:9], False)], True)]
 
 
 def test_windows_line_endings_and_byte_order_marks_are_normalized_and_counted(prepare, text, tmp_path, monkeypatch):

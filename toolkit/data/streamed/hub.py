@@ -6,7 +6,7 @@ library (https://huggingface.co/docs/hub/datasets-file-names-and-splits). No rep
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -82,20 +82,32 @@ def list_url(url: str, option: str) -> SourceFiles:
 
 def _config(repository: Repository, subset: str | None) -> Values:
     """Return a subset's entry in the README, or {} if the README names no files."""
-    configs = {
-        str(c.get("config_name", "default")): c for c in _configs(repository) if "data_files" in c or "data_dir" in c
-    }
+    repo_id, path = repository.repo_id, None
+    with _hub_errors(repo_id, repository.revision), suppress(EntryNotFoundError):
+        options: Values = {"repo_type": "dataset", "revision": repository.commit, "etag_timeout": _TIMEOUT}
+        path = hf_hub_download(repo_id, "README.md", **options)
+    try:
+        text = "" if path is None else read_bounded(path).decode(errors="replace")
+        header = re.match(r"\s*---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+        values = parse_yaml(header[1]) if header else None
+    except ValueError as error:
+        raise UserError(
+            f"--data.repo_id {repo_id}: the YAML of its README cannot be read: {error}; {_USE_PATH}"
+        ) from error
+    entries = values.get("configs") if isinstance(values, dict) else None
+    entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    configs = {str(e.get("config_name", "default")): e for e in entries if "data_files" in e or "data_dir" in e}
     if not configs and subset is None:
         return {}
     if not configs:
-        raise UserError(f"--data.subset {subset}: {repository.repo_id} has no subsets; remove it")
+        raise UserError(f"--data.subset {subset}: {repo_id} has no subsets; remove it")
     name = subset
     if name is None:
         defaults = [n for n, c in configs.items() if n == "default" or c.get("default") is True]
         name = defaults[0] if defaults else next(iter(configs)) if len(configs) == 1 else None
     if name not in configs:
         problem = "must be given" if subset is None else f"{subset}: no such subset"
-        raise UserError(f"--data.subset {problem}; {repository.repo_id} has {join_first(sorted(configs), 20)}")
+        raise UserError(f"--data.subset {problem}; {repo_id} has {join_first(sorted(configs), 20)}")
     return configs[name]
 
 
@@ -112,26 +124,6 @@ def _globs_by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
     except (TypeError, KeyError) as error:
         problem = "the data_files of its README are malformed"
         raise UserError(f"--data.repo_id {repository.repo_id}: {problem}; {_USE_PATH}") from error
-
-
-def _configs(repository: Repository) -> list[Values]:
-    with _hub_errors(repository.repo_id, repository.revision):
-        try:
-            path = hf_hub_download(
-                repository.repo_id, "README.md", repo_type="dataset", revision=repository.commit, etag_timeout=_TIMEOUT
-            )
-        except EntryNotFoundError:
-            return []
-    try:
-        text = read_bounded(path).decode(errors="replace")
-        header = re.match(r"\s*---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
-        values = parse_yaml(header[1]) if header else None
-    except ValueError as error:
-        raise UserError(
-            f"--data.repo_id {repository.repo_id}: the YAML of its README cannot be read: {error}; {_USE_PATH}"
-        ) from error
-    configs = values.get("configs") if isinstance(values, dict) else None
-    return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
 
 
 def _split_by_name(files: SourceFiles) -> dict[str, SourceFiles]:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -153,9 +154,12 @@ def read_chunks(documents: list[Document], limit: int | None = None) -> Iterator
                 return
 
 
-def batches(chunks: Iterable[TextChunk], can_cut: bool) -> Iterator[list[TextChunk]]:
-    """Group chunks into batches of about BATCH characters. Unless ``can_cut``, join the chunks of each document."""
-    batch, size, held = list[TextChunk](), 0, list[str]()
+def batches(chunks: Iterable[TextChunk], can_cut: bool) -> Iterator[tuple[list[TextChunk], bool]]:
+    """Group chunks into batches of about BATCH characters. Unless ``can_cut``, join the chunks of each document.
+
+    Yield each batch, and whether it begins with the beginning of a document.
+    """
+    batch, size, held, starts = list[TextChunk](), 0, list[str](), True
     for chunk in chunks:
         size += len(chunk.text)
         held.append(chunk.text)
@@ -163,12 +167,12 @@ def batches(chunks: Iterable[TextChunk], can_cut: bool) -> Iterator[list[TextChu
             batch.append(TextChunk("".join(held), chunk.ends_document))
             held = []
             if size >= BATCH:
-                yield batch
-                batch, size = [], 0
+                yield batch, starts
+                batch, size, starts = [], 0, chunk.ends_document
     if held:  # the limit is within a document
         batch.append(TextChunk("".join(held), False))
     if batch:
-        yield batch
+        yield batch, starts
 
 
 def added_bos(ends: DocumentEnds, tokenizer: Any) -> AddedBos | None:
@@ -252,20 +256,15 @@ def tokenize(chunks: Iterable[TextChunk], tokenizer: Tokenizer, ends: DocumentEn
             starts = chunk.ends_document
         return chunks, np.asarray(ids, np.int64)
 
-    def jobs() -> Iterator[tuple[list[TextChunk], bool]]:
-        starts = True
-        for batch in batches(chunks, tokenizer.splits_at_newlines()):
-            yield batch, starts
-            starts = batch[-1].ends_document
-
+    jobs = batches(chunks, tokenizer.splits_at_newlines())
     if not is_parallel():
-        yield from (encode(*job) for job in jobs())
+        yield from starmap(encode, jobs)
         return
     # as many as the library would start; a job may have only some of the cores
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     running = deque[Future[Tokenized]]()
     with one_thread_per_call(), ThreadPoolExecutor(threads) as pool:
-        for job in jobs():
+        for job in jobs:
             running.append(pool.submit(encode, *job))
             if len(running) > threads:
                 yield running.popleft().result()
