@@ -36,6 +36,8 @@ class Faults:
     full_status: int = 403
     is_refused: bool = False
     """Every write is answered as with a wrong key."""
+    cut_uploads_of: str | None = None
+    """The connection ends before each upload of an object whose name contains this."""
     requests: Counter = field(default_factory=Counter)
     paths: Counter = field(default_factory=Counter)
     """Downloads of each object."""
@@ -69,6 +71,9 @@ class Proxy(BaseHTTPRequestHandler):
         if faults.is_refused and self.command != "GET":
             faults.done["is_refused"] += 1
             return self._answer(403, "SignatureDoesNotMatch")
+        if faults.cut_uploads_of is not None and self.command == "PUT" and faults.cut_uploads_of in self.path:
+            faults.done["cut_uploads_of"] += 1
+            return self._cut()
         if faults.draw("cut_request"):
             return self._cut()
         if faults.draw("error_500"):

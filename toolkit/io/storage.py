@@ -162,9 +162,10 @@ class Storage:
         return {name: kind == "directory" for name, kind in sorted(kinds.items()) if name}
 
     @_request()
-    def files(self, folder: str) -> list[str]:
-        """Return the names of all objects below a folder, relative to the folder."""
-        return [path.removeprefix(f"{self._path(folder)}/") for path in self.fs.find(self._path(folder))]
+    def files(self, folder: str) -> dict[str, int]:
+        """Return {name: bytes} of all objects below a folder, with names relative to the folder."""
+        entries = self.fs.find(self._path(folder), detail=True).items()
+        return {path.removeprefix(f"{self._path(folder)}/"): entry["size"] for path, entry in entries}
 
     @_request()
     def delete_folder(self, folder: str) -> None:

@@ -23,6 +23,7 @@ from torch.profiler import record_function
 from toolkit.checkpoints.adapters import write_adapter_files
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.remote.uploader import PARTS
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, sharded_state
@@ -57,6 +58,8 @@ class Checkpointer:
 
     Attributes:
         pending: The save in progress; None to give it up.
+        leaders: For each rank, the rank that publishes checkpoints on its disk; see
+            :func:`~toolkit.training.rank_consistency.disk_leaders`.
     """
 
     def __init__(self, launch: Launch, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -65,6 +68,7 @@ class Checkpointer:
         self._train, self._display = launch.args.train, launch.display
         self._copies = HostCopies() if self._train.async_save else None
         self.pending: PendingSave | None = None
+        self.leaders = [0] * ranks.world_size()
         self._written: Future[None] | None = None
 
     @property
@@ -162,8 +166,8 @@ class Checkpointer:
         search = run_in_thread(lambda: nonfinite_state(module, optimizer))
         is_first_of_another_node = self.launch.world.local_rank == 0 and self.launch.world.global_rank != 0
         report = ranks.rank_print if is_first_of_another_node else self._display.message  # in each node's log
-        folder = self.launch.out_dir / name
-        return PendingSave(folder, snapshot, self._write, shards, self._shapes(), search, report, copies)
+        folder = self.launch.out_dir / (PARTS if any(self.leaders) else "") / name
+        return PendingSave(folder, snapshot, self._write, shards, self._shapes(), search, report, copies, self.leaders)
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Return the shapes to save, by name; empty for a user-provided module."""

@@ -38,7 +38,7 @@ from toolkit.training.dry_run import report_dry_run
 from toolkit.training.launch import detect_devices, is_alone, launch_run
 from toolkit.training.limits import build_intervals, is_due
 from toolkit.training.pipeline_step import pipeline_step
-from toolkit.training.rank_consistency import require_shared_disk
+from toolkit.training.rank_consistency import disk_leaders
 from toolkit.training.reference import with_reference
 from toolkit.training.run import Callback, Run, callback_states, load_callback_states, overrides
 from toolkit.training.step import StepResult, train_step
@@ -123,12 +123,12 @@ def open_run(
     if launch.args.dry_run:
         report_dry_run(launch, reader)
         return None
-    all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack)
+    if checkpointer.sharded and not launch.is_short:
+        checkpointer.leaders = disk_leaders(launch.out_dir, world.local_rank == 0, launch.remote is not None)
+    all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack, checkpointer.leaders)
     if state.resume_from is not None:
         load_callback_states(all_callbacks, state.callbacks, display.message)
     callback_states(all_callbacks)  # fail now if a state cannot be saved
-    if checkpointer.sharded:
-        require_shared_disk(launch.out_dir)
     disable_malloc_trim(launch.config.device)  # after loading, so that memory freed by loading is returned (M3)
     tokenizer = launch.data.tokenizer
     return Run(
@@ -263,7 +263,8 @@ class Engine:
         folder = self.run.save(f"step-{step:08d}")
         for upload in uploads(self.run.callbacks):
             upload.wait()
-        saved = "" if self.run.is_short else f"; {folder} is saved; resume with --resume auto"
+        place = folder if folder.parent == self.run.out_dir else f"{self.run.place}/{folder.name}"
+        saved = "" if self.run.is_short else f"; {place} is saved; resume with --resume auto"
         return f"stopped after step {step}{saved}"
 
     def _step(self, micro_batches: list[Batch], counts: dict[str, int], learning_rate: float) -> StepResult:

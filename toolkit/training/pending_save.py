@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from toolkit.checkpoints.manifest import read_manifest
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.sharded import ShardedSave, check_sharded
 from toolkit.checkpoints.run.state_dicts import require_complete
@@ -63,6 +64,8 @@ class PendingSave:
         search: Finds NaN and Inf in this rank's weights and optimizer state.
         report: Prints a message if a rank takes long to write.
         copies: Buffers for the state if training overlaps with the write. ``search`` then finishes before the write.
+        leaders: For each rank, the rank that creates and publishes the folder on its disk, see
+            :func:`~toolkit.training.rank_consistency.disk_leaders`. Each folder gets the manifest of all files.
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class PendingSave:
         shapes: Mapping[str, torch.Size],
         search: Future[list[str]],
         report: Report,
-        copies: HostCopies | None = None,
+        copies: HostCopies | None,
+        leaders: list[int],
     ) -> None:
         self.folder, self._snapshot, self._write_files, self._copies = folder, snapshot, write_files, copies
         self._shapes = shapes
@@ -83,12 +87,14 @@ class PendingSave:
         self._tmp: Path | None = None
         self._error: Exception | None = None
         self._checksums: Checksums | OSError = {}  # of this rank's files
-        is_rank0 = ranks.global_rank() == 0
+        leader, self._has_parts = leaders[ranks.global_rank()], any(leaders)
+        self._is_leader = ranks.global_rank() == leader
         with self._raise_on_all_ranks():
             self._tmp = ranks.run_with_heartbeat(
-                lambda: begin_checkpoint(folder) if is_rank0 else None, self.wait_reporter()
+                lambda: begin_checkpoint(folder) if self._is_leader else None, self.wait_reporter()
             )
-        self._tmp = tmp = ranks.broadcast_from_rank0(self._tmp)
+        self._tmp = tmp = ranks.all_gather_object(self._tmp)[leader]
+        assert tmp is not None
         with self._raise_on_all_ranks():
             self._shards = [ShardedSave(tensors, tmp / name) for name, tensors in shards.items()]
         if copies is not None:
@@ -157,6 +163,12 @@ class PendingSave:
             ranks.run_with_heartbeat(
                 lambda: self._publish(checksums, keep_last) if ranks.global_rank() == 0 else None, self.wait_reporter()
             )
+        if self._has_parts:
+            files = ranks.broadcast_from_rank0(read_manifest(self.folder) if ranks.global_rank() == 0 else None)
+            with self._raise_on_all_ranks():
+                if self._is_leader and ranks.global_rank() != 0:
+                    assert self._tmp is not None and files is not None
+                    commit_checkpoint(self._tmp, self.folder, files)
         return self.folder
 
     def commit_alone(self, keep_last: int) -> Path:
@@ -170,8 +182,8 @@ class PendingSave:
         return self.folder
 
     def abandon(self) -> None:
-        """Delete the temporary folder on rank 0."""
-        if self._tmp is not None and ranks.global_rank() == 0:
+        """Delete the temporary folder."""
+        if self._tmp is not None and self._is_leader:
             discard(self._tmp)
 
     def _checksums_of_all(self) -> Checksums:
@@ -188,7 +200,8 @@ class PendingSave:
         saved = {name: value.shape for name, value in self._snapshot.weights.items()}
         for save in self._shards:
             save.finish()
-            shapes = check_sharded(save.folder)  # fails if the nodes do not share the disk
+            prefix = f"{save.folder.relative_to(self._tmp).as_posix()}/"
+            shapes = check_sharded(save.folder, {k.removeprefix(prefix): v["size"] for k, v in checksums.items()})
             saved = shapes if save.folder.name == WEIGHTS else saved
         if self._shapes:
             require_complete(saved, self._shapes)
@@ -201,7 +214,7 @@ class PendingSave:
         a collective after code that may fail on a single rank."""
         error: Exception | None = None
         try:
-            tmp = self._tmp if ranks.global_rank() == 0 else None
+            tmp = self._tmp if self._is_leader else None
             with nullcontext() if tmp is None else delete_on_error(tmp, self.folder):
                 yield
         except Exception as caught:

@@ -3,6 +3,7 @@
 import hashlib
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import cache
@@ -21,6 +22,7 @@ from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.extension import extension_versions, hash_sources, registered
+from toolkit.io.tempfiles import remove, temporary_prefix
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import RunFingerprint, values_by_flag
 from toolkit.training.hyperparameters import callback_paths, hyperparameters
@@ -126,11 +128,27 @@ def require_same_values(loaded: dict[str, tuple[str, str]]) -> None:
         )
 
 
-def require_shared_disk(out_dir: Path) -> None:
-    """Check that every rank sees rank 0's run folder, because each rank writes shards there."""
-    ranks_without_access = [rank for rank, sees in enumerate(ranks.all_gather_object(out_dir.is_dir())) if not sees]
-    if ranks_without_access:
-        raise UserError(
-            f"--out_dir {out_dir}: rank {ranks_without_access[0]} cannot access it; use a folder on a disk that all "
-            "nodes share (--staging_dir for remote storage), or --fsdp.state_dict_type full"
-        )
+def disk_leaders(out_dir: Path, is_node_leader: bool, is_remote: bool) -> list[int]:
+    """Return for each rank the first rank whose run folder it sees: 0 for all if the disk is shared. Collective.
+
+    Each rank writes shards into its run folder. Only with remote storage may the folders be on several disks.
+    """
+    marker = out_dir / f"{temporary_prefix()}{ranks.global_rank()}"
+    leader: int | None = None
+    with suppress(OSError):  # reported below
+        out_dir.mkdir(parents=True, exist_ok=True)
+        if is_node_leader:
+            marker.touch()
+    for rank, name in enumerate(ranks.all_gather_object(marker.name if is_node_leader else None)):
+        if leader is None and name is not None and (out_dir / name).exists():
+            leader = rank
+    leaders: list[Any] = ranks.all_gather_object(leader)
+    remove([marker])
+    for rank, first in enumerate(leaders):
+        if first is None or (first != 0 and not is_remote):
+            reason = "cannot access it" if first is None else "has another folder there than rank 0"
+            raise UserError(
+                f"--out_dir {out_dir}: rank {rank} {reason}; use a folder on a shared disk, remote storage "
+                "(such as s3://bucket/run), or --fsdp.state_dict_type full"
+            )
+    return leaders

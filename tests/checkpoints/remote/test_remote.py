@@ -12,14 +12,15 @@ import fsspec
 import pytest
 from helpers.saving import write_checkpoint
 
-from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest
+from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest, write_manifest
 from toolkit.checkpoints.remote import checkpoints, lease
+from toolkit.checkpoints.remote import uploader as uploader_module
 from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
 from toolkit.checkpoints.remote.lease import LEASE, Lease
 from toolkit.checkpoints.remote.run import RemoteRun
-from toolkit.checkpoints.store import newest
+from toolkit.checkpoints.store import file_names, newest
 from toolkit.errors import UserError
-from toolkit.io.checksums import find_damage
+from toolkit.io.checksums import checksum_files, find_damage
 from toolkit.io.storage import Storage, StorageError
 from toolkit.io.tempfiles import temporary_prefix
 
@@ -260,6 +261,78 @@ def test_uploads_go_on_while_the_run_replaces_and_deletes(tmp_path, monkeypatch)
     assert "warning: step-00000020 could not be uploaded to memory://bucket/run: the storage is full; it is in" in line
     assert list((out / ".uploads").iterdir()) == []
     uploader.close()
+
+
+def make_parts(machines: list[Path], name: str, step: int, text: str = "shard") -> list[Path]:
+    """Each machine's part of a checkpoint, as a save without a shared disk leaves it."""
+    whole = make(machines[0].parent / text / name, step)
+    for rank in (0, 1):
+        (whole / f"__{rank}_0.distcp").write_text(f"{text} {rank} of step {step}")
+    manifest = checksum_files(whole, [file for file in file_names(whole) if file != "COMPLETE"])
+    write_manifest(whole, manifest)
+    parts = [machine / ".parts" / name for machine in machines]
+    for part in parts:
+        part.mkdir(parents=True)
+    shutil.copy2(whole / "COMPLETE", parts[1])
+    (whole / "__1_0.distcp").rename(parts[1] / "__1_0.distcp")
+    shutil.copytree(whole, parts[0], dirs_exist_ok=True)
+    return parts
+
+
+@pytest.fixture
+def two_machines(tmp_path, monkeypatch):
+    """The run, and the uploaders of two machines without a shared disk."""
+    monkeypatch.setattr(uploader_module, "_POLL_S", 0.01)
+    run, _ = prepare(tmp_path / "0")
+    first = run.start_uploads(keep_last=2, report=print)
+    other = RemoteRun(run.url, tmp_path / "1").start_part_uploads()
+    yield run.storage, first, other
+    first.close()
+    other.close()
+
+
+def test_s1_parts_of_two_machines_become_one_checkpoint_after_the_last(tmp_path, two_machines):
+    """A part that a killed run has left, of the same size, is not taken for the new one; best is replaced."""
+    store, first, other = two_machines
+    store.write("step-00000010/__1_0.distcp", b"SHARD 1 of step 10")
+    for name, step, text in (("step-00000010", 10, "shard"), ("best", 10, "shard"), ("best", 20, "later")):
+        parts = make_parts([tmp_path / "0", tmp_path / "1"], name, step, text)
+        first.submit(parts[0])
+        assert not first.wait(0.2) and (name, step) not in complete(store)
+        other.submit(parts[1])
+        assert first.wait(10) and other.wait(10) and first.take_messages() == other.take_messages() == []
+        assert (name, step) in complete(store) and len(store.files(name)) == 6
+        assert not any(part.exists() for part in parts)
+    assert complete(store) == [("best", 20), ("step-00000010", 10)]
+
+
+def test_part_that_cannot_be_uploaded_fails_the_checkpoint_and_not_the_next_one(tmp_path, two_machines, monkeypatch):
+    store, first, other = two_machines
+    upload = Storage.upload
+
+    def fail_once(self, file, name):
+        if name == "step-00000010/__1_0.distcp":
+            raise StorageError("the storage is full")
+        upload(self, file, name)
+
+    monkeypatch.setattr(Storage, "upload", fail_once)
+    for step in (10, 20):
+        parts = make_parts([tmp_path / "0", tmp_path / "1"], f"step-{step:08d}", step)
+        first.submit(parts[0])
+        other.submit(parts[1])
+    assert first.wait(10) and other.wait(10) and complete(store) == [("step-00000020", 20)]
+    (line,), (there,) = first.take_messages(), other.take_messages()
+    assert line.endswith("another machine could not upload its part: the storage is full")
+    assert there.endswith("/run: the storage is full") and "step-00000010" in line and "step-00000010" in there
+
+
+def test_part_that_rank_0_has_given_up_is_discarded(tmp_path, two_machines):
+    store, first, other = two_machines
+    parts = make_parts([tmp_path / "0", tmp_path / "1"], "step-00000010", 10)
+    other.submit(parts[1])
+    assert not other.wait(0.1)
+    other.discard(0)
+    assert other.wait(10) and store.files("step-00000010") == {} and other.failed == {}
 
 
 def test_staging_folder_that_cannot_be_written_is_one_line_and_the_lease_is_released(tmp_path, monkeypatch):

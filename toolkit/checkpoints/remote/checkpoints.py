@@ -5,17 +5,22 @@ NAME and is copied there within the storage. Deletion starts with ``COMPLETE``. 
 a request fails.
 """
 
+import hashlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.checkpoints.manifest import COMPLETE, manifest_bytes
-from toolkit.checkpoints.store import FINAL, is_checkpoint_name, step_in_meta, step_in_name
-from toolkit.io.storage import Storage
+from toolkit.checkpoints.manifest import COMPLETE, manifest_bytes, parse_manifest
+from toolkit.checkpoints.store import FINAL, file_names, is_checkpoint_name, step_in_meta, step_in_name
+from toolkit.errors import one_line
+from toolkit.io.checksums import Checksums
+from toolkit.io.storage import Storage, StorageError
 
 NEW = ".new-"
 DAMAGED = "COMPLETE.damaged"
 METRICS = "logs/metrics.csv"
+PART_TIMEOUT_S = 3600.0  # seconds in which no other machine completes a file
 
 
 class RemoteCheckpoint(NamedTuple):
@@ -68,10 +73,17 @@ def is_complete(storage: Storage, folder: str) -> bool:
     return storage.exists(f"{folder}/{COMPLETE}")
 
 
-def upload(storage: Storage, source: Path, name: str, before_complete: Callable[[], None] = lambda: None) -> bool:
+def upload(
+    storage: Storage,
+    source: Path,
+    name: str,
+    before_complete: Callable[[], None] = lambda: None,
+    is_canceled: Callable[[], bool] | None = None,
+) -> bool:
     """Upload a complete checkpoint folder atomically. Return False if the storage already has it.
 
-    ``before_complete`` is called after all other files are uploaded, before ``COMPLETE`` is written.
+    With ``is_canceled``, waits for the files that ``source`` lacks: other machines upload them, see
+    :func:`upload_part`. ``before_complete`` is called when all other files are there, before ``COMPLETE`` is written.
     """
     manifest = manifest_bytes(source)
     if is_complete(storage, f"{NEW}{name}"):
@@ -81,13 +93,70 @@ def upload(storage: Storage, source: Path, name: str, before_complete: Callable[
         return False
     folder = name if existing is None else f"{NEW}{name}"
     delete(storage, folder)  # left by an interrupted upload
-    for file in sorted(path for path in source.rglob("*") if path.is_file() and path.name != COMPLETE):
-        storage.upload(file, f"{folder}/{file.relative_to(source).as_posix()}")
+    request = _part_request(folder, manifest)
+    if is_canceled is not None:
+        storage.write(request, b"")
+    _upload_files(storage, source, folder)
+    if is_canceled is not None:
+        _wait_for_parts(storage, folder, manifest, request, is_canceled)
+        storage.delete(request)
     before_complete()
     storage.write(f"{folder}/{COMPLETE}", manifest)
     if folder != name:
         _promote(storage, name)
     return True
+
+
+def upload_part(storage: Storage, source: Path, name: str, is_canceled: Callable[[], bool]) -> None:
+    """Upload this machine's files of a checkpoint after :func:`upload` on rank 0 has requested them.
+
+    The request is an object in the checkpoint's folder: rank 0 chooses the folder and deletes what an earlier upload
+    left there. A failure is written to the object, so that rank 0 stops waiting. ``is_canceled`` waits a moment and
+    returns whether to give up.
+    """
+    if file_names(source) == [COMPLETE]:
+        return
+    manifest = manifest_bytes(source)
+    folders = (name, f"{NEW}{name}")
+    while (folder := next((f for f in folders if storage.exists(_part_request(f, manifest))), None)) is None:
+        if is_canceled():
+            return
+    try:
+        _upload_files(storage, source, folder)
+    except (StorageError, OSError) as error:
+        storage.write(_part_request(folder, manifest), str(error).encode())
+        raise
+
+
+def _part_request(folder: str, manifest: bytes) -> str:
+    """Return the name of the object that asks for the parts of a checkpoint: unique to this save."""
+    return f"{folder}/.parts-{hashlib.sha256(manifest).hexdigest()[:16]}"
+
+
+def _wait_for_parts(
+    storage: Storage, folder: str, manifest: bytes, request: str, is_canceled: Callable[[], bool]
+) -> None:
+    """Wait until the storage has all files of the manifest with their sizes. Raise StorageError if it never will."""
+    expected = parse_manifest(manifest, f"{folder}/{COMPLETE}")
+    n_missing, deadline = len(expected) + 1, 0.0
+    while missing := _missing(storage, folder, expected):
+        if len(missing) < n_missing:
+            n_missing, deadline = len(missing), time.monotonic() + PART_TIMEOUT_S
+        if reason := storage.read(request):
+            raise StorageError(f"another machine could not upload its part: {one_line(reason.decode())}")
+        if is_canceled() or time.monotonic() > deadline:
+            raise StorageError(f"{missing[0]} was not uploaded by the machine that wrote it")
+
+
+def _missing(storage: Storage, folder: str, expected: Checksums) -> list[str]:
+    sizes = storage.files(folder)
+    return [name for name, entry in expected.items() if sizes.get(name) != entry["size"]]
+
+
+def _upload_files(storage: Storage, source: Path, folder: str) -> None:
+    for name in file_names(source):
+        if name != COMPLETE:
+            storage.upload(source / name, f"{folder}/{name}")
 
 
 def finish_replacements(storage: Storage) -> None:

@@ -115,6 +115,11 @@ class RemoteRun:
             after_failure.pop_all()
         return uploader
 
+    def start_part_uploads(self) -> Uploader:
+        """Start the uploader of a machine that does not share the staging folder of rank 0."""
+        self.storage.probe()
+        return Uploader(self.storage, None, self.out_dir, keep_last=0)
+
     # ---- parts
 
     def _not_uploaded(self) -> list[Path]:

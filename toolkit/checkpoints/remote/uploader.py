@@ -1,6 +1,7 @@
 """Upload a run's staging folder to remote storage in the background.
 
-Checkpoints are uploaded from hard links, because the run may delete or replace a checkpoint during the upload.
+Checkpoints are uploaded from hard links, because the run may delete or replace a checkpoint during the upload. Machines
+without a shared staging folder each save and upload their part of a sharded checkpoint, and keep no complete one.
 """
 
 import os
@@ -12,11 +13,13 @@ from pathlib import Path
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS
 from toolkit.checkpoints.remote.lease import Lease
-from toolkit.checkpoints.store import FINAL, checkpoint_folders
+from toolkit.checkpoints.store import FINAL, checkpoint_folders, file_names
 from toolkit.errors import one_line
 from toolkit.io.storage import Storage, StorageError
 
 LINKS = ".uploads"
+PARTS = ".parts"  # subfolder for parts of checkpoints
+_POLL_S = 1.0  # seconds between looks for what other machines have uploaded
 _MAX_LIVE_LOG_BYTES = 64 * 1024 * 1024  # bytes; larger log files (except metrics.csv) are uploaded only at the end
 
 
@@ -25,37 +28,46 @@ class Uploader:
 
     Args:
         storage: The run's folder on remote storage.
-        lease: The acquired lease on that folder.
+        lease: The acquired lease on that folder; None where another machine than rank 0's uploads its parts.
         out_dir: The staging folder, locked by this process.
         keep_last: Number of step checkpoints to keep on the storage; 0 keeps all.
     """
 
-    def __init__(self, storage: Storage, lease: Lease, out_dir: Path, keep_last: int) -> None:
+    def __init__(self, storage: Storage, lease: Lease | None, out_dir: Path, keep_last: int) -> None:
         self.storage, self.lease, self.out_dir, self.keep_last = storage, lease, out_dir, keep_last
         self.failed: dict[str, str] = {}
         """{checkpoint: reason} of uploads that failed."""
         self._messages: deque[str] = deque()
         self._tasks: deque[Path] = deque()
+        self._parts: set[Path] = set()  # tasks that are parts of checkpoints
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._n_links = 0
         self._versions: dict[str, tuple[int, int]] = {}  # size and mtime of each log file when it was uploaded
-        shutil.rmtree(out_dir / LINKS, ignore_errors=True)  # left by an earlier process
+        for name in (LINKS, PARTS):
+            shutil.rmtree(out_dir / name, ignore_errors=True)  # left by an earlier process
         self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
         self._thread.start()
 
     def submit(self, folder: Path) -> None:
-        """Queue a complete checkpoint in ``out_dir`` for upload. Raises OSError if the disk is full."""
+        """Queue a checkpoint in ``out_dir`` for upload. Raises OSError if the disk is full.
+
+        A part of a checkpoint (in :data:`PARTS`) is moved.
+        """
         self._n_links += 1
         links = self.out_dir / LINKS / str(self._n_links) / folder.name
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                target = links / path.relative_to(folder)
+        if folder.parent.name == PARTS:
+            links.parent.mkdir(parents=True)
+            folder.rename(links)
+            self._parts.add(links)
+        else:
+            for name in file_names(folder):
+                target = links / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
-                    os.link(path, target)
+                    os.link(folder / name, target)
                 except OSError:  # a file system without hard links
-                    shutil.copy2(path, target)
+                    shutil.copy2(folder / name, target)
         with self._changed:
             self._tasks.append(links)
             self._changed.notify_all()
@@ -64,6 +76,13 @@ class Uploader:
         """Wait until at most ``at_most`` uploads are pending. Return False after a timeout of ``seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._tasks) <= at_most, seconds)
+
+    def discard(self, at_most: int) -> None:
+        """Discard the oldest tasks, except ``at_most``."""
+        with self._changed:
+            while len(self._tasks) > at_most:
+                self._tasks.popleft()
+            self._changed.notify_all()
 
     def take_messages(self) -> list[str]:
         """Return and clear new log messages, one per failed upload."""
@@ -80,11 +99,10 @@ class Uploader:
 
     def close(self) -> None:
         """Discard queued uploads and release the lease."""
-        with self._changed:
-            self._tasks.clear()
-            self._closed.set()
-            self._changed.notify_all()
-        self.lease.release()
+        self._closed.set()
+        self.discard(0)
+        if self.lease is not None:
+            self.lease.release()
 
     # ---- the thread
 
@@ -103,21 +121,30 @@ class Uploader:
                 self._changed.notify_all()
 
     def _upload(self, links: Path) -> None:
-        name = links.name
+        name, is_part = links.name, links in self._parts
         try:
-            self.lease.require_held()
-            checkpoints.upload(self.storage, links, name, self._before_complete)
-            self.failed.pop(name, None)
-            checkpoints.prune(self.storage, self.keep_last, is_over=name == FINAL)
+            if self.lease is None:
+                checkpoints.upload_part(self.storage, links, name, lambda: self._is_discarded(links))
+            else:
+                self.lease.require_held()
+                is_canceled = (lambda: self._is_discarded(links)) if is_part else None
+                checkpoints.upload(self.storage, links, name, self._before_complete, is_canceled)
+                self.failed.pop(name, None)
+                checkpoints.prune(self.storage, self.keep_last, is_over=name == FINAL)
         except Exception as error:  # no failed upload may stop training
             reason = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {one_line(error)}"
             self.failed[name] = reason
-            self._messages.append(
-                f"warning: {name} could not be uploaded to {self.storage.url}: {reason}; it is in {self.out_dir}"
-            )
+            where = "" if is_part else f"; it is in {self.out_dir}"
+            self._messages.append(f"warning: {name} could not be uploaded to {self.storage.url}: {reason}{where}")
+
+    def _is_discarded(self, links: Path) -> bool:
+        """Wait a moment, and return whether the task has been discarded."""
+        with self._changed:
+            return self._changed.wait_for(lambda: links not in self._tasks, _POLL_S)
 
     def _before_complete(self) -> None:
         self._upload_logs()
+        assert self.lease is not None
         self.lease.require_held()  # the upload may have taken long
 
     def _upload_logs(self) -> None:

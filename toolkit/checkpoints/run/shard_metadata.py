@@ -1,6 +1,8 @@
 """S4 no-code-from-files: read the pickled ``.metadata`` of a sharded folder as plain values and validate them."""
 
 import pickle
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,8 +67,11 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
         return _ALLOWED[module, name]
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Read and validate a folder's ``.metadata`` without running code."""
+def read_metadata(folder: Path, sizes: Mapping[str, int] | None = None) -> Metadata:
+    """Read and validate a folder's ``.metadata`` without running code.
+
+    ``sizes`` are the bytes of the folder's files, of which other machines may have some; by default those on disk.
+    """
     try:
         with open_regular(folder / _METADATA) as file:
             metadata = _metadata(_Unpickler(file).load())
@@ -81,7 +86,7 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # a hostile file can make the reader raise anything
         raise UserError(f"{folder}: its {_METADATA} is damaged or truncated; copy it again") from error
     for name, end in required_sizes.items():
-        _check_file(folder, name, end)
+        _check_file(folder, name, end, sizes)
     return metadata
 
 
@@ -140,14 +145,14 @@ def _required_sizes(metadata: Metadata) -> dict[str, int]:
     return required_sizes
 
 
-def _check_file(folder: Path, name: str, end: int) -> None:
+def _check_file(folder: Path, name: str, end: int, sizes: Mapping[str, int] | None) -> None:
     shown = f"{name!r:.100}"  # untrusted: any length, any character
     if not isinstance(name, str) or Path(name).name != name or name == "..":
         raise UserError(f"{folder}: refused: its {_METADATA} names {shown}, which is not a file of this folder")
-    try:
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-    except (OSError, ValueError):  # too long a name, or a NUL in it
-        size = None
+    size = None if sizes is None else sizes.get(name)
+    with suppress(OSError, ValueError):  # too long a name, or a NUL in it
+        if sizes is None and (folder / name).is_file():
+            size = (folder / name).stat().st_size
     if size is None:
         raise UserError(f"{folder}: its shard {shown} is missing; copy the complete folder again")
     if size < end:

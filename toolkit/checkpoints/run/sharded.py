@@ -5,7 +5,7 @@ it gets metadata validated by :mod:`toolkit.checkpoints.run.shard_metadata` (S4)
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -115,9 +115,9 @@ def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     _read(tensors, folder, metadata)
 
 
-def check_sharded(folder: Path) -> dict[str, torch.Size]:
-    """Check the folder's ``.metadata`` and the sizes of its files. Return the shapes of the complete tensors."""
-    return {name: tensor.size for name, tensor in stored_tensors(read_metadata(folder)).items()}
+def check_sharded(folder: Path, sizes: Mapping[str, int] | None = None) -> dict[str, torch.Size]:
+    """Check ``.metadata`` and the files' sizes, see :func:`read_metadata`. Return the shapes of the complete tensors."""
+    return {name: tensor.size for name, tensor in stored_tensors(read_metadata(folder, sizes)).items()}
 
 
 def read_sharded(folder: Path) -> dict[str, Tensor]:

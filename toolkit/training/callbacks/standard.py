@@ -46,10 +46,11 @@ def build_callbacks(
     user_callbacks: Sequence[Callback],
     sampler: Sampler | None,
     stack: ExitStack,
+    leaders: list[int],
 ) -> list[Callback]:
     """Return all callbacks in order: checks, throughput, the user's, outputs, early stopping and best checkpoint.
 
-    ``stack`` holds rank 0's lock on the folder until the run ends.
+    ``stack`` holds rank 0's lock on the folder until the run ends. ``leaders`` as in :class:`Checkpointer`.
     """
     args, state = launch.args, launch.state
     if launch.is_short:
@@ -72,7 +73,7 @@ def build_callbacks(
     csv = ranks.run_on_rank0(lambda: open_metrics(launch, columns, stack), wait_reporter)
     callbacks += ranks.run_on_rank0(lambda: log_to(launch, csv)) or []
     if launch.remote is not None:
-        callbacks.append(start_uploads(launch.remote, launch, stack))
+        callbacks.append(start_uploads(launch.remote, launch, stack, leaders))
     if ranks.global_rank() == 0:
         callbacks.append(Console())  # after the uploads, because it prints the final summary
     if sampler is not None:
@@ -113,15 +114,28 @@ def log_to(launch: Launch, csv: MetricsCSV | None) -> list[Callback]:
     return [MetricsFile(csv), ExternalLoggers(loggers)]
 
 
-def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack) -> Upload:
-    """Start to upload to the run's remote folder. Rank 0 must hold the lock on the staging folder."""
+def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack, leaders: Sequence[int] = ()) -> Upload:
+    """Start to upload to the run's remote folder. Rank 0 must hold the lock on the staging folder.
+
+    ``leaders`` are the ranks that upload the part of a checkpoint on their disk.
+    """
 
     def start() -> Uploader:
         uploader = remote.start_uploads(launch.args.train.keep_last, launch.display.message)
         stack.callback(uploader.close)
         return uploader
 
-    return Upload(ranks.run_on_rank0(start), launch.args, launch.display)
+    uploader, error = ranks.run_on_rank0(start), None
+    if any(leaders):
+        try:
+            if launch.world.global_rank in set(leaders) - {0}:
+                uploader = remote.start_part_uploads()
+                stack.callback(uploader.close)
+        except UserError as caught:
+            error = caught
+        for each in filter(None, ranks.all_gather_object(error)):
+            raise each
+    return Upload(uploader, launch.args, launch.display)
 
 
 def finish_run(launch: Launch, stack: ExitStack) -> None:

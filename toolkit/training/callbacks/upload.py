@@ -1,10 +1,10 @@
-"""Upload a run to remote storage: rank 0 uploads, all ranks wait."""
+"""Upload a run to remote storage: rank 0 and the first rank of each other disk upload, all ranks wait."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.remote.uploader import Uploader
+from toolkit.checkpoints.remote.uploader import PARTS, Uploader
 from toolkit.checkpoints.store import BEST, FINAL, prune
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError
@@ -20,16 +20,20 @@ class Upload(Callback):
     """Uploads every checkpoint, and the run's other files at its end.
 
     The staging folder keeps the newest step checkpoint, ``best``, ``final`` and at most :data:`MAX_PENDING_UPLOADS`
-    checkpoints that are not uploaded yet. ``uploader`` is None except on rank 0.
+    checkpoints that are not uploaded yet; if the machines do not share it, only parts of the latter. ``uploader`` is
+    None except on rank 0 and, in this case, the first rank of each other machine.
     """
 
     def __init__(self, uploader: Uploader | None, args: RunArgs, display: Any) -> None:
         self.uploader, self.args, self.display = uploader, args, display
+        self._lease = None if uploader is None else uploader.lease  # on rank 0
+        self._has_parts = False
 
     def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         self._report()
 
     def on_checkpoint_saved(self, trainer: Run, folder: Path) -> None:
+        self._has_parts = folder.parent.name == PARTS
         if self.uploader is not None:
             try:
                 self.uploader.submit(folder)
@@ -37,7 +41,7 @@ class Upload(Callback):
                 raise file_error(self.args.run_dir, error) from error
             prune(self.args.run_dir, keep_last=1)
         self.wait(MAX_PENDING_UPLOADS)
-        taken_by = ranks.broadcast_from_rank0(None if self.uploader is None else self.uploader.lease.taken_by)
+        taken_by = ranks.broadcast_from_rank0(None if self._lease is None else self._lease.taken_by)
         if taken_by is not None:
             raise GuardError(
                 f"--out_dir {self.args.out_dir}: another run has started in it ({taken_by}); stopped after step "
@@ -50,15 +54,17 @@ class Upload(Callback):
     def finish(self) -> None:
         """Upload the remaining files. Collective."""
         self.wait()
-        if self.uploader is None:
+        if self.uploader is None or self._lease is None:
             return
         self._finish()
         for name in (FINAL, BEST):
             if name in self.uploader.failed:
+                where, effect = f"it is complete in {self.args.run_dir / name}", "uploads it"
+                if self._has_parts:
+                    where, effect = "no machine has all of it", "continues from the newest checkpoint there"
                 raise GuardError(
                     f"--out_dir {self.args.out_dir}: {name} could not be uploaded: {self.uploader.failed[name]}; "
-                    f"it is complete in {self.args.run_dir / name}, and the same command with --resume auto uploads it "
-                    "(see remote_storage: failed uploads)"
+                    f"{where}, and the same command with --resume auto {effect} (see remote_storage: failed uploads)"
                 )
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
@@ -68,21 +74,24 @@ class Upload(Callback):
 
     def wait(self, at_most: int = 0) -> None:
         """Wait until at most ``at_most`` checkpoints are not uploaded. Collective."""
-        ranks.wait_for_all(
-            lambda seconds: self.uploader is None or self.uploader.wait(seconds, at_most),
-            lambda _: self.display.phase("uploading"),
-        )
+
+        def on_heartbeat(busy: list[int]) -> None:
+            self.display.phase("uploading")
+            if 0 not in busy and self.uploader is not None:  # rank 0 has uploaded or given up what this rank waits for
+                self.uploader.discard(at_most)
+
+        ranks.wait_for_all(lambda seconds: self.uploader is None or self.uploader.wait(seconds, at_most), on_heartbeat)
         self._report()
 
     def _finish(self) -> None:
         assert self.uploader is not None
-        if (reason := self.uploader.upload_outputs()) is not None:
+        if self._lease is not None and (reason := self.uploader.upload_outputs()) is not None:
             self.display.message(f"warning: logs could not be uploaded to {self.args.out_dir}: {reason}")
         self._report()
 
     def _report(self) -> None:
         for line in [] if self.uploader is None else self.uploader.take_messages():
-            self.display.message(line)
+            (ranks.rank_print if self._lease is None else self.display.message)(line)
 
 
 def uploads(callbacks: Iterable[Callback]) -> list[Upload]:
