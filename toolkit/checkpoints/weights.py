@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.checkpoints.mismatch import find_mismatches, shapes_of
 from toolkit.checkpoints.run.host_copy import named_tensors
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.torch_zip import DAMAGED, ZIP_MAGIC, describe_load_error, require_uncompressed_zip
@@ -61,19 +62,8 @@ def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> Te
 
 def require_compatible(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path, what: str) -> None:
     """Raise UserError if names or shapes differ from ``expected``. ``what`` is the file that defines the model."""
-    missing = [f"missing {name} {_shape(expected[name])}" for name in expected.keys() - weights.keys()]
-    extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - expected.keys()]
-    mismatched = [
-        f"{name} is {_shape(weights[name])}, not {_shape(expected[name])}"
-        for name in expected.keys() & weights.keys()
-        if weights[name].shape != expected[name].shape
-    ]
-    if wrong := sorted(missing) + sorted(extra) + sorted(mismatched):
+    if wrong := find_mismatches(shapes_of(weights), shapes_of(expected)):
         raise UserError(f"{path}: does not match {what}: {join_first(wrong)}")
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"({', '.join(map(str, tensor.shape))})"
 
 
 def load_state(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from toolkit.distributed.mesh import Layout
-from toolkit.errors import PeerLostError, join_first
+from toolkit.errors import PeerLostError, UserError, join_first
 from toolkit.io.threads import run_in_thread
 from toolkit.private_torch import set_group_timeouts
 
@@ -107,6 +107,19 @@ def divide_sums_(tensors: Sequence[Tensor], divisors: Sequence[int], device: tor
     sums = flat.split([tensor.numel() for tensor in tensors])
     for tensor, divisor, total in zip(tensors, divisors, sums, strict=True):
         tensor.copy_(total.view_as(tensor) / divisor)
+
+
+def call_on_all_ranks(function: Callable[[], T]) -> T:
+    """Call ``function`` and return its result. If it raises UserError on any rank, all ranks raise the first one."""
+    results: list[T] = []
+    error: UserError | None = None
+    try:
+        results.append(function())
+    except UserError as caught:
+        error = caught
+    for each in filter(None, all_gather_object(error)):
+        raise each
+    return results[0]
 
 
 def broadcast_from_rank0(value: T | None) -> T:

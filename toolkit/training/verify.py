@@ -68,17 +68,16 @@ def fetch_on_other_nodes(
     is_in_run_folder = remote is not None and resume_from is not None and resume_from.parent == remote.out_dir
     manifest = manifest_bytes(resume_from) if is_in_run_folder and resume_from is not None else None
     name, manifest = ranks.broadcast_from_rank0((None if resume_from is None else resume_from.name, manifest))
-    error: UserError | None = None
-    if name is not None and world.local_rank == 0 and world.global_rank != 0:
-        try:
-            if manifest is not None and remote is not None:
-                remote.fetch(name, manifest, ranks.rank_print)
-            elif is_url(resume):
-                local_copy(str(resume), "--resume", with_trainer=True)
-        except UserError as caught:
-            error = caught
-    if errors := [each for each in ranks.all_gather_object(error) if each is not None]:
-        raise errors[0]
+
+    def fetch() -> None:
+        if name is None or world.local_rank != 0 or world.global_rank == 0:
+            return
+        if manifest is not None and remote is not None:
+            remote.fetch(name, manifest, ranks.rank_print)
+        elif is_url(resume):
+            local_copy(str(resume), "--resume", with_trainer=True)
+
+    ranks.call_on_all_ranks(fetch)
 
 
 def find_intact(

@@ -88,5 +88,5 @@ def test_s1_every_type_saves_the_undivided_state_dict(layout):
 
 def test_difference_is_named():
     whole = {"a": torch.Size([2]), "b": torch.Size([])}
-    with pytest.raises(RuntimeError, match=r"a \(1,\) instead of \(2,\), b is missing instead of \(\), c"):
+    with pytest.raises(RuntimeError, match=r"missing b \(\), unknown c \(3\), a is \(1\), not \(2\)"):
         require_complete({"a": torch.Size([1]), "c": torch.Size([3])}, whole)

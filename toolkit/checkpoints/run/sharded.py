@@ -5,7 +5,7 @@ it gets metadata validated by :mod:`toolkit.checkpoints.run.shard_metadata` (S4)
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from toolkit.checkpoints.mismatch import find_mismatches, shapes_of
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.shard_metadata import read_metadata, stored_tensors
 from toolkit.checkpoints.scratch import mmap_empty, trim_after
 from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
-from toolkit.distributed.ranks import all_gather_object
+from toolkit.distributed.ranks import call_on_all_ranks
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import open_regular
 from toolkit.private_torch import rank_wrapper
@@ -111,12 +112,11 @@ def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     All ranks pass the same names. Layout (DTensor or plain), dtype and number of ranks may differ from
     the save. Other tensors in the folder are ignored.
     """
-    metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, folder))
-    _read(tensors, folder, metadata)
+    _read(tensors, folder, call_on_all_ranks(lambda: _require_tensors(tensors, folder)))
 
 
 def check_sharded(folder: Path, sizes: Mapping[str, int] | None = None) -> dict[str, torch.Size]:
-    """Check ``.metadata`` and the files' sizes, see :func:`read_metadata`. Return the shapes of the complete tensors."""
+    """Check ``.metadata`` and the files, see :func:`read_metadata`. Return the shapes of the complete tensors."""
     return {name: tensor.size for name, tensor in stored_tensors(read_metadata(folder, sizes)).items()}
 
 
@@ -256,28 +256,9 @@ def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     return next((one for one in failures if isinstance(one[1], (OSError, UserError))), failures[0])
 
 
-def _check_on_all_ranks(check: Callable[[], Metadata]) -> Metadata:
-    """Run the check and raise its error on all ranks if it fails on any; otherwise the other ranks would hang."""
-    result, message = None, ""
-    try:
-        result = check()
-    except UserError as error:
-        message = str(error)
-    for reason in filter(None, all_gather_object(message)):
-        raise UserError(reason)
-    assert result is not None
-    return result
-
-
 def _require_tensors(tensors: dict[str, Tensor], folder: Path) -> Metadata:
     metadata = read_metadata(folder)
-    saved = stored_tensors(metadata)
-    wrong = [f"missing {name}" for name in tensors if name not in saved]
-    wrong += [
-        f"{name} is {tuple(saved[name].size)}, not {tuple(tensor.size())}"
-        for name, tensor in tensors.items()
-        if name in saved and saved[name].size != tensor.size()
-    ]
-    if wrong:
+    saved = {name: tensor.size for name, tensor in stored_tensors(metadata).items() if name in tensors}
+    if wrong := find_mismatches(saved, shapes_of(tensors)):
         raise UserError(f"{folder}: does not match the model: {join_first(wrong)}")
     return metadata

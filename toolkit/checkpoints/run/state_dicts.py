@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from toolkit.checkpoints.mismatch import find_mismatches
 from toolkit.checkpoints.run.optimizer_state import SEPARATOR, Entries, group_values
 from toolkit.checkpoints.run.pieces import Pieces, as_pieces
 from toolkit.checkpoints.run.sharded import load_sharded
@@ -67,14 +68,8 @@ def require_complete(saved: Mapping[str, torch.Size], expected: Mapping[str, tor
     Raises:
         RuntimeError: names the differences. Another layout could not load the checkpoint.
     """
-    names = saved.keys() | expected.keys()
-    if different := sorted(name for name in names if saved.get(name) != expected.get(name)):
-        what = [f"{name} {_shape(saved.get(name))} instead of {_shape(expected.get(name))}" for name in different]
-        raise RuntimeError(f"the checkpoint would not load: {join_first(what)}; this is a bug of toolkit")
-
-
-def _shape(size: torch.Size | None) -> str:
-    return "is missing" if size is None else str(tuple(size))
+    if wrong := find_mismatches(saved, expected):
+        raise RuntimeError(f"the checkpoint would not load: {join_first(wrong)}; this is a bug of toolkit")
 
 
 def gather_stages(state: State) -> State:

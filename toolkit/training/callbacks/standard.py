@@ -125,17 +125,15 @@ def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack, leaders: 
         stack.callback(uploader.close)
         return uploader
 
-    uploader, error = ranks.run_on_rank0(start), None
-    if any(leaders):
-        try:
-            if launch.world.global_rank in set(leaders) - {0}:
-                uploader = remote.start_part_uploads()
-                stack.callback(uploader.close)
-        except UserError as caught:
-            error = caught
-        for each in filter(None, ranks.all_gather_object(error)):
-            raise each
-    return Upload(uploader, launch.args, launch.display)
+    def start_other() -> Uploader | None:
+        if launch.world.global_rank == 0 or launch.world.global_rank not in leaders:
+            return first
+        other = remote.start_part_uploads()
+        stack.callback(other.close)
+        return other
+
+    first = ranks.run_on_rank0(start)
+    return Upload(ranks.call_on_all_ranks(start_other), launch.args, launch.display)
 
 
 def finish_run(launch: Launch, stack: ExitStack) -> None:
