@@ -176,7 +176,7 @@ def test_failed_merge_leaves_adapters_unchanged(tmp_path, monkeypatch):
         path.write_bytes(b"half a file")
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("toolkit.checkpoints.merge.save_weights", breaks)
+    monkeypatch.setattr("toolkit.checkpoints.finite.save_weights", breaks)
     with pytest.raises(UserError, match="No space left on device"):
         merge_in_place(folder)
     assert {p.name for p in folder.iterdir()} == files

@@ -133,7 +133,7 @@ def test_command_merges_adapters_and_completes_the_tokenizer(tmp_path, capsys):
 
 
 def test_nothing_remains_of_a_failed_export(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "save_weights", lambda *_: 1 / 0)
+    monkeypatch.setattr(export_module, "write_weights", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export_litgpt(MODELS / "pythia", tmp_path / "x")
     assert not list(tmp_path.iterdir())

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
-from toolkit.checkpoints.finite import nonfinite_tensors
+from toolkit.checkpoints.finite import write_weights
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
-from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.models.gpt import model_on_meta
@@ -41,15 +40,9 @@ def average(folders: Sequence[Path], out_dir: Path) -> list[str]:
                 raise UserError(f"--checkpoint_dirs {folder}: {dtypes}; give checkpoints of one dtype")
 
     def write(tmp: Path) -> list[str]:
-        weights, nonfinite = {}, list[str]()
-        for name in sources[0]:
-            if config.tie_embeddings and name == "lm_head.weight":
-                continue
-            weights[name] = _mean([source[name] for source in sources], tmp / WEIGHTS)
-            nonfinite.extend(nonfinite_tensors({name: weights[name]}))
-        if config.tie_embeddings:
-            weights["lm_head.weight"] = weights["transformer.wte.weight"]
-        save_weights(weights, tmp / WEIGHTS)
+        names = [name for name in sources[0] if not (config.tie_embeddings and name == "lm_head.weight")]
+        means = ((name, _mean([source[name] for source in sources], tmp / WEIGHTS)) for name in names)
+        nonfinite = write_weights(means, tmp / WEIGHTS, config.tie_embeddings)
         write_model_config(config, tmp / CONFIG)
         copy_files(folders[0], tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
         return nonfinite

@@ -1,17 +1,18 @@
 """Export to LitGPT: a folder with the weights, ``model_config.yaml`` and tokenizer files of LitGPT 0.5.13 (M2)."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
+from torch import Tensor
 
-from toolkit.checkpoints.finite import nonfinite_tensors
+from toolkit.checkpoints.finite import write_weights
 from toolkit.checkpoints.folder import CONFIG
 from toolkit.checkpoints.hf.export_hf import read_model, write_config
 from toolkit.checkpoints.litgpt import config_from_litgpt
 from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
-from toolkit.checkpoints.weights import Tensors, save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config import Fields, ModelConfig
@@ -35,7 +36,6 @@ _PREFIXES = {
     "gemma": "Gemma", "gemma2": "Gemma-2", "gemma3_text": "Gemma-3", "olmo": "OLMo", "olmo2": "OLMo-2", "phi": "phi",
     "phi3": "Phi-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3", "falcon": "falcon",
 }  # fmt: skip
-_HEAD = "lm_head.weight"
 
 
 def export_litgpt(
@@ -59,22 +59,18 @@ def export_litgpt(
     has_tokenizer = (checkpoint_dir / "tokenizer.json").is_file()
     tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir") if has_tokenizer else None
 
-    def write(tmp: Path) -> list[str]:
-        tensors: Tensors = {}
-        nonfinite: list[str] = []
-        for name in weights:
-            tensor = weights[name]
-            nonfinite.extend(nonfinite_tensors({name: tensor}))
+    def convert(path: Path) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights.items():
             if ".mlp.experts." in name:
                 for i, expert in enumerate(tensor):
-                    tensors[name.replace(".experts.", f".experts.{i}.")] = mmap_copy(expert, tmp / WEIGHTS)
-            elif isinstance(weights, MergedWeights) or (name == _HEAD and config.tie_embeddings):
-                tensors[name] = mmap_copy(tensor, tmp / WEIGHTS)  # LitGPT does not tie weights
+                    yield name.replace(".experts.", f".experts.{i}."), mmap_copy(expert, path)
+            elif isinstance(weights, MergedWeights) or (name == "lm_head.weight" and config.tie_embeddings):
+                yield name, mmap_copy(tensor, path)  # LitGPT does not tie weights
             else:
-                tensors[name] = tensor
-        if config.tie_embeddings and _HEAD not in tensors:
-            tensors[_HEAD] = mmap_copy(tensors["transformer.wte.weight"], tmp / WEIGHTS)
-        save_weights(tensors, tmp / WEIGHTS)
+                yield name, tensor
+
+    def write(tmp: Path) -> list[str]:
+        nonfinite = write_weights(convert(tmp / WEIGHTS), tmp / WEIGHTS)
         (tmp / CONFIG).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         copy_files(checkpoint_dir, tmp, FILE_PATTERNS)
         if tokenizer is not None:

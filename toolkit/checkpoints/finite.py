@@ -1,12 +1,13 @@
 """N7 finite-or-stop for checkpoints: check weights and optimizer state for NaN and Inf."""
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoints.weights import Tensors
+from toolkit.checkpoints.weights import Tensors, save_weights
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import shard_of
 from toolkit.errors import join_first
@@ -46,6 +47,22 @@ def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
             state = optimizer.state.get(shard_of(parameter), {})
             moments |= {f"{name}|{k}": local_shard(v) for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
     return nonfinite_tensors(weights | moments, weights.keys())
+
+
+def write_weights(tensors: Iterable[tuple[str, Tensor]], path: Path, is_tied: bool = False) -> list[str]:
+    """Write (name, tensor) pairs to one file. Return the names of those that contain NaN or Inf.
+
+    ``is_tied`` stores the embedding as the head, too.
+    """
+    weights: Tensors = {}
+    nonfinite: list[str] = []
+    for name, tensor in tensors:
+        weights[name] = tensor
+        nonfinite += nonfinite_tensors({name: tensor})
+    if is_tied:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    save_weights(weights, path)
+    return nonfinite
 
 
 def nonfinite_warning(names: list[str], folder: object) -> str:

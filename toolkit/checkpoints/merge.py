@@ -10,12 +10,11 @@ from torch import Tensor
 
 from toolkit.checkpoints.adapters import AdapterInfo, is_adapter_dir, load_adapters, read_adapter
 from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
-from toolkit.checkpoints.finite import nonfinite_tensors
+from toolkit.checkpoints.finite import write_weights
 from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_config
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
-from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.io.paths import require_inside
@@ -145,13 +144,5 @@ def relative_difference(logits: Tensor, expected: Tensor) -> float:
 
 def _write_weights(merged: MergedWeights, path: Path) -> None:
     """Write merged weights. torch.save needs all tensors at once, so merged ones are buffered in temporary files."""
-    weights = {}
-    for name in merged:
-        weight = merged[name]
-        if weight is not merged._weights[name]:
-            weight = mmap_copy(weight, path)
-        weights[name] = weight
-        merged.nonfinite += nonfinite_tensors({name: weight})
-    if merged.config.tie_embeddings:
-        weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    save_weights(weights, path)
+    buffered = ((k, v if v is merged._weights[k] else mmap_copy(v, path)) for k, v in merged.items())
+    merged.nonfinite += write_weights(buffered, path, merged.config.tie_embeddings)

@@ -15,14 +15,18 @@ ZIP_MAGIC = b"PK\x03\x04"
 BinaryFile = IO[bytes] | io.RawIOBase
 
 
+def zip_entries(file: BinaryFile, path: Path) -> list[zipfile.ZipInfo]:
+    """Return the directory of a zip file."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.infolist()
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise UserError(f"{path}: {DAMAGED}") from error
+
+
 def require_uncompressed_zip(file: BinaryFile, path: Path) -> None:
     """Reject zip bombs (torch.save does not compress) and TorchScript programs."""
-    try:
-        size = file.seek(0, os.SEEK_END)
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise UserError(f"{path}: {describe_load_error(error)}") from error
+    entries, size = zip_entries(file, path), file.seek(0, os.SEEK_END)
     if any(e.filename.endswith("/constants.pkl") for e in entries):
         raise UserError(f"{path}: refused: it holds a TorchScript program; only files of tensors are read")
     is_stored = all(e.compress_type == zipfile.ZIP_STORED and e.file_size == e.compress_size for e in entries)

@@ -111,15 +111,15 @@ def divide_sums_(tensors: Sequence[Tensor], divisors: Sequence[int], device: tor
 
 def call_on_all_ranks(function: Callable[[], T]) -> T:
     """Call ``function`` and return its result. If it raises UserError on any rank, all ranks raise the first one."""
-    results: list[T] = []
-    error: UserError | None = None
+    result: Any = None
+    error = None
     try:
-        results.append(function())
+        result = function()
     except UserError as caught:
         error = caught
     for each in filter(None, all_gather_object(error)):
         raise each
-    return results[0]
+    return result
 
 
 def broadcast_from_rank0(value: T | None) -> T:

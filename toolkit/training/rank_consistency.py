@@ -14,7 +14,7 @@ import lightning
 import torch
 
 from toolkit.checkpoints.adapters import AdapterInfo
-from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
+from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint
 from toolkit.checkpoints.manifest import manifest_bytes
 from toolkit.data.base import TokenDataset
 from toolkit.data.tokens.iterable import IterableRows
@@ -104,9 +104,7 @@ def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: P
     if (folder := args.base_dir) is not None and (resume_from is None or base is not None):
         flag = "checkpoint_dir" if args.is_finetune else "--initial_checkpoint_dir"
         loaded[flag] = str(folder.resolve()), base_fingerprint(folder) if base is None else base.base_hash
-    if resume_from is not None:
-        loaded["--resume"] = str(resume_from.resolve()), resume_fingerprint(resume_from)
-    elif args.from_peft is not None:
+    if resume_from is None and args.from_peft is not None:
         loaded["--from_peft"] = str(Path(args.from_peft).resolve()), peft_fingerprint(args.from_peft)
     require_same_values(loaded)
 

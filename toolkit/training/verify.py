@@ -96,8 +96,7 @@ def find_intact(
     if is_url(args.out_dir):  # staging folders may have different paths on each node
         candidates = [args.run_dir / folder.name if folder.parent == run_dir else folder for folder in candidates]
     for folder in candidates:
-        if verify:
-            require_same_manifest(folder)  # otherwise a different checkpoint on another node would look damaged
+        require_same_manifest(folder)  # otherwise a different checkpoint on another node would look damaged
         try:
             if verify:
                 require_intact_on_all_ranks(folder, is_node_leader, display.message)

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
-from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_files
+from toolkit.checkpoints.finite import nonfinite_warning, write_weights
+from toolkit.checkpoints.folder import CONFIG as CHECKPOINT_CONFIG
+from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
 from toolkit.checkpoints.hf.export_hf import to_hf_names
 from toolkit.checkpoints.hf.files import Weight, close
 from toolkit.checkpoints.hf.origin import ORIGIN_FILE, write_origin
@@ -19,7 +21,7 @@ from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentenc
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
-from toolkit.checkpoints.weights import Tensors, require_compatible
+from toolkit.checkpoints.weights import require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.safe_parse import read_json_object
@@ -59,10 +61,10 @@ def import_hf(
         dtype, notes_of_type = resolve_dtype(stored, config, dtype)
 
         def write(folder: Path) -> None:
-            weights, nonfinite = _convert(stored, config, dtype, out_dir)
-            if nonfinite:
+            weights = _convert(stored, config, dtype, out_dir)
+            if nonfinite := write_weights(weights, folder / WEIGHTS, config.tie_embeddings):
                 notes.append(nonfinite_warning(nonfinite, out_dir))
-            write_model_files(folder, state_dict=weights, config=config, hyperparameters=None, tokenizer=None)
+            write_model_config(config, folder / CHECKPOINT_CONFIG)
             copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG, ORIGIN_FILE))
             if not (folder / ORIGIN_FILE).exists():
                 write_origin(folder, {"hf_dir": str(hf_dir.resolve())})
@@ -247,22 +249,16 @@ def resolve_dtype(
 
 def _convert(
     hf_weights: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, out_dir: Path
-) -> tuple[Tensors, list[str]]:
-    """Return the weights by native name, and the names of weights that contain NaN or Inf.
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (native name, weight).
 
     Large weights are memory-mapped: from the original file if unchanged, else from a temporary file.
     """
-    weights: Tensors = {}
-    nonfinite: list[str] = []
     for entry in family_of(config).weight_map(config):
         originals = [hf_weights[name].read() for name in entry.hf]
         for name, tensor in zip(entry.native, entry.from_hf(originals), strict=True):
             target_dtype = resolve_weight_dtype(name, dtype) or dtype
             if tensor.dtype != target_dtype or all(tensor is not original for original in originals):
                 tensor = mmap_copy(tensor, out_dir, target_dtype)
-            weights[name] = tensor
-            nonfinite += nonfinite_tensors({name: tensor})
+            yield name, tensor
         del originals  # free dequantized weights
-    if config.tie_embeddings:
-        weights[_HEAD] = weights[_EMBEDDING]
-    return weights, nonfinite

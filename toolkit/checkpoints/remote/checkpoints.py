@@ -14,7 +14,6 @@ from typing import NamedTuple
 from toolkit.checkpoints.manifest import COMPLETE, manifest_bytes, parse_manifest
 from toolkit.checkpoints.store import FINAL, file_names, is_checkpoint_name, step_in_meta, step_in_name
 from toolkit.errors import one_line
-from toolkit.io.checksums import Checksums
 from toolkit.io.storage import Storage, StorageError
 
 NEW = ".new-"
@@ -137,20 +136,15 @@ def _wait_for_parts(
     storage: Storage, folder: str, manifest: bytes, request: str, is_canceled: Callable[[], bool]
 ) -> None:
     """Wait until the storage has all files of the manifest with their sizes. Raise StorageError if it never will."""
-    expected = parse_manifest(manifest, f"{folder}/{COMPLETE}")
-    n_missing, deadline = len(expected) + 1, 0.0
-    while missing := _missing(storage, folder, expected):
-        if len(missing) < n_missing:
-            n_missing, deadline = len(missing), time.monotonic() + PART_TIMEOUT_S
+    expected = {name: entry["size"] for name, entry in parse_manifest(manifest, f"{folder}/{COMPLETE}").items()}
+    stored: dict[str, int] | None = None
+    while missing := expected.items() - (now := storage.files(folder)).items():
+        if now != stored:
+            stored, deadline = now, time.monotonic() + PART_TIMEOUT_S
         if reason := storage.read(request):
             raise StorageError(f"another machine could not upload its part: {one_line(reason.decode())}")
         if is_canceled() or time.monotonic() > deadline:
-            raise StorageError(f"{missing[0]} was not uploaded by the machine that wrote it")
-
-
-def _missing(storage: Storage, folder: str, expected: Checksums) -> list[str]:
-    sizes = storage.files(folder)
-    return [name for name, entry in expected.items() if sizes.get(name) != entry["size"]]
+            raise StorageError(f"{min(missing)[0]} was not uploaded by the machine that wrote it")
 
 
 def _upload_files(storage: Storage, source: Path, folder: str) -> None:

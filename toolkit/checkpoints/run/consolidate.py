@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from toolkit.checkpoints.finite import nonfinite_tensors
+from toolkit.checkpoints.finite import write_weights
 from toolkit.checkpoints.folder import CONFIG, load_compatible_weights, read_model_config
 from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.run.optimizer_state import nest
 from toolkit.checkpoints.run.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import WEIGHTS, is_complete, require_new_folder, write_folder, write_model_folder
-from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
+from toolkit.checkpoints.weights import load_state, load_weights, save_state
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.gpt import model_on_meta
@@ -49,8 +49,7 @@ def _write_weights(tmp: Path, source: Path) -> list[str]:
         weights = load_weights(source)
         tied = read_json_object(source / "trainer" / "meta.json").get("tied", {})
         weights |= {second: weights[first] for second, first in tied.items()}
-    save_weights(weights, tmp / WEIGHTS)
-    return [name for name, tensor in weights.items() if nonfinite_tensors({name: tensor})]
+    return write_weights(weights.items(), tmp / WEIGHTS)
 
 
 def _write_state(tmp: Path, source: Path) -> None:

@@ -127,10 +127,9 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
     of the largest tensor (M2). Needs free disk space of the checkpoint's size.
     """
     metadata = read_metadata(folder)
-    tensors = {}
-    for name, tensor in stored_tensors(metadata).items():
-        tensors[name] = mmap_empty(tensor.size, tensor.properties.dtype, folder)
-        _read({name: tensors[name]}, folder, metadata, no_dist=True)
+    stored = stored_tensors(metadata).items()
+    tensors = {name: mmap_empty(tensor.size, tensor.properties.dtype, folder) for name, tensor in stored}
+    _read(tensors, folder, metadata, no_dist=True)
     return tensors
 
 
