@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from helpers.groups import read_until
+from helpers.groups import free_port, read_until
 from helpers.processes import Forked, finish
 from helpers.s3 import BUCKET, Faults, Server, serve
 
 from tests.faults.core import Way
 from tests.faults.states import Result, command, require_intact, require_one_line, require_same_result, undisturbed
 
-KINDS = ("ordinary", "async", "sharded")
+KINDS = ("ordinary", "async", "sharded", "machines")
 FAULTS = ("errors", "cuts", "slow", "away", "run killed", "refused")
 RATES = {"error_500": 0.08, "slow_down_503": 0.04, "cut_request": 0.04, "cut_response": 0.04}
 OF_FAULT = {
@@ -31,14 +31,15 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
 
 def trial(kind: str, seed: int, folder: Path) -> None:
     chance, fault = random.Random(f"{kind}:{seed}"), FAULTS[seed % len(FAULTS)]
-    undisturbed(kind)
+    expected = "sharded" if kind == "machines" else kind
+    undisturbed(expected)
     name = folder.name  # the servers of a process share what they hold
     with serve() as server:
         assert not server.objects(f"{name}/"), "the run's folder is not empty"
         server.faults = Faults(**OF_FAULT.get(fault, RATES if fault == "run killed" else {}), seed=seed)
-        process = launch(kind, server, name, folder / "machine")
-        disturb(fault, process, server, chance)
-        result = end(process)
+        processes = launch(kind, server, name, folder / "machine")
+        disturb(fault, processes, server, chance)
+        result = end(processes)
         if result.code == -signal.SIGKILL:
             assert fault == "run killed"
         elif result.code == 0:
@@ -50,21 +51,32 @@ def trial(kind: str, seed: int, folder: Path) -> None:
         require_intact(download(server, name, folder / "before"))
         resumed = end(launch(kind, server, name, folder / "clean machine"))
         assert resumed.code == 0, f"the resume failed: {resumed.err}"
-        require_same_result(kind, download(server, name, folder / "after"))
+        require_same_result(expected, download(server, name, folder / "after"))
 
 
-def launch(kind: str, server: Server, name: str, staging: Path) -> Forked:
-    words = command(kind, Path("OUT"), "--staging_dir", str(staging))
+def launch(kind: str, server: Server, name: str, staging: Path) -> list[Forked]:
+    """Start a run; of the kind "machines" two of one rank each, which share no disk but that of the data."""
+    words = command("sharded" if kind == "machines" else kind, Path("OUT"), "--staging_dir", str(staging))
     words[words.index("OUT")] = f"s3://{BUCKET}/{name}"
-    return Forked(words, **server.environ)
+    if kind != "machines":
+        return [Forked(words, **server.environ)]
+    words[words.index("--devices") + 1] = "1"
+    words += ["--num_nodes", "2", "--fsdp.sharding_strategy", "FULL_SHARD"]
+    environ = server.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    at, processes = words.index("--staging_dir") + 1, []
+    for node in "01":
+        words[at] = f"{staging}-{node}"
+        processes.append(Forked([*words], NODE_RANK=node, **environ))
+    return processes
 
 
-def disturb(fault: str, process: Forked, server: Server, chance: random.Random) -> None:
+def disturb(fault: str, processes: list[Forked], server: Server, chance: random.Random) -> None:
+    process = processes[0]
     if fault == "run killed":
         read_until(process, chance.choice(("Training", "step 2/6", "step 4/6")))
         time.sleep(chance.uniform(0, 1))
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(chance.choice(processes).pid, signal.SIGKILL)
     elif fault in ("away", "refused"):  # from a random request on; of about 100
         at = chance.randrange(2, 60)
         while sum(server.faults.requests.values()) < at and process.poll() is None:
@@ -75,9 +87,10 @@ def disturb(fault: str, process: Forked, server: Server, chance: random.Random) 
             server.faults = Faults()
 
 
-def end(process: Forked) -> Result:
-    texts = finish(process)
-    return Result(process.returncode, *texts)
+def end(processes: list[Forked]) -> Result:
+    """Wait for all machines. Return the result of the first, or of one that was killed."""
+    results = [Result(process.returncode, *texts) for process, texts in [(p, finish(p)) for p in processes]]
+    return next((result for result in results if result.code == -signal.SIGKILL), results[0])
 
 
 def download(server: Server, run: str, folder: Path) -> Path:

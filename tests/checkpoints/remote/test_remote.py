@@ -306,33 +306,32 @@ def test_s1_parts_of_two_machines_become_one_checkpoint_after_the_last(tmp_path,
     assert complete(store) == [("best", 20), ("step-00000010", 10)]
 
 
-def test_part_that_cannot_be_uploaded_fails_the_checkpoint_and_not_the_next_one(tmp_path, two_machines, monkeypatch):
+def test_part_that_fails_on_one_machine_is_canceled_on_the_other(tmp_path, two_machines, monkeypatch):
+    """Rank 0's machine waits for the part, the other one for rank 0's request; the next checkpoint is uploaded."""
     store, first, other = two_machines
-    upload = Storage.upload
 
-    def fail_once(self, file, name):
-        if name == "step-00000010/__1_0.distcp":
-            raise StorageError("the storage is full")
-        upload(self, file, name)
+    def failing(method, start):
+        def call(self, value, *more):
+            if f"{value} {more}".find(start) >= 0:
+                raise StorageError("the storage is full")
+            method(self, value, *more)
 
-    monkeypatch.setattr(Storage, "upload", fail_once)
-    for step in (10, 20):
+        return call
+
+    monkeypatch.setattr(Storage, "upload", failing(Storage.upload, "step-00000010/__1_0"))
+    monkeypatch.setattr(Storage, "write", failing(Storage.write, "step-00000020/.parts"))
+    for step, failed, waiting in ((10, other, first), (20, first, other), (30, None, None)):
         parts = make_parts([tmp_path / "0", tmp_path / "1"], f"step-{step:08d}", step)
         first.submit(parts[0])
         other.submit(parts[1])
-    assert first.wait(10) and other.wait(10) and complete(store) == [("step-00000020", 20)]
-    (line,), (there,) = first.take_messages(), other.take_messages()
-    assert line.endswith("another machine could not upload its part: the storage is full")
-    assert there.endswith("/run: the storage is full") and "step-00000010" in line and "step-00000010" in there
-
-
-def test_part_that_rank_0_has_given_up_is_discarded(tmp_path, two_machines):
-    store, first, other = two_machines
-    parts = make_parts([tmp_path / "0", tmp_path / "1"], "step-00000010", 10)
-    other.submit(parts[1])
-    assert not other.wait(0.1)
-    other.discard(0)
-    assert other.wait(10) and store.files("step-00000010") == {} and other.failed == {}
+        if step < 30:
+            assert failed.wait(10) and not waiting.wait(0.1)
+            (line,), ended = failed.take_messages(), failed.take_ended_parts()
+            assert line.endswith("the storage is full") and not waiting.take_ended_parts()
+            waiting.cancel_parts(ended)
+            assert waiting.wait(10) and len(waiting.take_messages()) == (waiting is first)
+    assert first.wait(10) and other.wait(10) and complete(store) == [("step-00000030", 30)]
+    assert first.failed["step-00000010"] == "__1_0.distcp was not uploaded by the machine that wrote it"
 
 
 def test_staging_folder_that_cannot_be_written_is_one_line_and_the_lease_is_released(tmp_path, monkeypatch):

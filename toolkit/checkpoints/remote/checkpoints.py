@@ -6,20 +6,17 @@ a request fails.
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.checkpoints.manifest import COMPLETE, manifest_bytes, parse_manifest
 from toolkit.checkpoints.store import FINAL, file_names, is_checkpoint_name, step_in_meta, step_in_name
-from toolkit.errors import one_line
 from toolkit.io.storage import Storage, StorageError
 
 NEW = ".new-"
 DAMAGED = "COMPLETE.damaged"
 METRICS = "logs/metrics.csv"
-PART_TIMEOUT_S = 3600.0  # seconds in which no other machine completes a file
 
 
 class RemoteCheckpoint(NamedTuple):
@@ -81,8 +78,9 @@ def upload(
 ) -> bool:
     """Upload a complete checkpoint folder atomically. Return False if the storage already has it.
 
-    With ``is_canceled``, waits for the files that ``source`` lacks: other machines upload them, see
-    :func:`upload_part`. ``before_complete`` is called when all other files are there, before ``COMPLETE`` is written.
+    With ``is_canceled``, waits until the storage has the files that ``source`` lacks, with their sizes: other machines
+    upload them, see :func:`upload_part`. ``before_complete`` is called when all other files are there, before
+    ``COMPLETE`` is written.
     """
     manifest = manifest_bytes(source)
     if is_complete(storage, f"{NEW}{name}"):
@@ -97,7 +95,10 @@ def upload(
         storage.write(request, b"")
     _upload_files(storage, source, folder)
     if is_canceled is not None:
-        _wait_for_parts(storage, folder, manifest, request, is_canceled)
+        expected = {file: entry["size"] for file, entry in parse_manifest(manifest, source).items()}
+        while missing := expected.items() - storage.files(folder).items():
+            if is_canceled():
+                raise StorageError(f"{min(missing)[0]} was not uploaded by the machine that wrote it")
         storage.delete(request)
     before_complete()
     storage.write(f"{folder}/{COMPLETE}", manifest)
@@ -110,8 +111,7 @@ def upload_part(storage: Storage, source: Path, name: str, is_canceled: Callable
     """Upload this machine's files of a checkpoint after :func:`upload` on rank 0 has requested them.
 
     The request is an object in the checkpoint's folder: rank 0 chooses the folder and deletes what an earlier upload
-    left there. A failure is written to the object, so that rank 0 stops waiting. ``is_canceled`` waits a moment and
-    returns whether to give up.
+    left there. ``is_canceled`` waits a moment and returns whether to give up.
     """
     if file_names(source) == [COMPLETE]:
         return
@@ -120,31 +120,16 @@ def upload_part(storage: Storage, source: Path, name: str, is_canceled: Callable
     while (folder := next((f for f in folders if storage.exists(_part_request(f, manifest))), None)) is None:
         if is_canceled():
             return
-    try:
-        _upload_files(storage, source, folder)
-    except (StorageError, OSError) as error:
-        storage.write(_part_request(folder, manifest), str(error).encode())
-        raise
+    _upload_files(storage, source, folder)
 
 
 def _part_request(folder: str, manifest: bytes) -> str:
     """Return the name of the object that asks for the parts of a checkpoint: unique to this save."""
-    return f"{folder}/.parts-{hashlib.sha256(manifest).hexdigest()[:16]}"
+    return f"{folder}/.parts-{digest(manifest)}"
 
 
-def _wait_for_parts(
-    storage: Storage, folder: str, manifest: bytes, request: str, is_canceled: Callable[[], bool]
-) -> None:
-    """Wait until the storage has all files of the manifest with their sizes. Raise StorageError if it never will."""
-    expected = {name: entry["size"] for name, entry in parse_manifest(manifest, f"{folder}/{COMPLETE}").items()}
-    stored: dict[str, int] | None = None
-    while missing := expected.items() - (now := storage.files(folder)).items():
-        if now != stored:
-            stored, deadline = now, time.monotonic() + PART_TIMEOUT_S
-        if reason := storage.read(request):
-            raise StorageError(f"another machine could not upload its part: {one_line(reason.decode())}")
-        if is_canceled() or time.monotonic() > deadline:
-            raise StorageError(f"{min(missing)[0]} was not uploaded by the machine that wrote it")
+def digest(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()[:16]
 
 
 def _upload_files(storage: Storage, source: Path, folder: str) -> None:

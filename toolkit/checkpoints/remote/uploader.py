@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from pathlib import Path
 
+from toolkit.checkpoints.manifest import manifest_bytes
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS
 from toolkit.checkpoints.remote.lease import Lease
@@ -39,7 +40,9 @@ class Uploader:
         """{checkpoint: reason} of uploads that failed."""
         self._messages: deque[str] = deque()
         self._tasks: deque[Path] = deque()
-        self._parts: set[Path] = set()  # tasks that are parts of checkpoints
+        self._parts: dict[Path, str] = {}  # {task: digest of the manifest} for parts of checkpoints
+        self._ended_parts: set[str] = set()
+        self._canceled_parts: set[str] = set()
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._n_links = 0
@@ -59,7 +62,7 @@ class Uploader:
         if folder.parent.name == PARTS:
             links.parent.mkdir(parents=True)
             folder.rename(links)
-            self._parts.add(links)
+            self._parts[links] = checkpoints.digest(manifest_bytes(links))
         else:
             for name in file_names(folder):
                 target = links / name
@@ -77,11 +80,16 @@ class Uploader:
         with self._changed:
             return self._changed.wait_for(lambda: len(self._tasks) <= at_most, seconds)
 
-    def discard(self, at_most: int) -> None:
-        """Discard the oldest tasks, except ``at_most``."""
+    def take_ended_parts(self) -> set[str]:
+        """Return and clear what has ended here, so that no other machine needs to upload or wait for its parts."""
         with self._changed:
-            while len(self._tasks) > at_most:
-                self._tasks.popleft()
+            ended, self._ended_parts = self._ended_parts, set()
+            return ended
+
+    def cancel_parts(self, ended: set[str]) -> None:
+        """Do not wait any longer for parts that have ended on another machine."""
+        with self._changed:
+            self._canceled_parts |= ended
             self._changed.notify_all()
 
     def take_messages(self) -> list[str]:
@@ -99,8 +107,10 @@ class Uploader:
 
     def close(self) -> None:
         """Discard queued uploads and release the lease."""
-        self._closed.set()
-        self.discard(0)
+        with self._changed:
+            self._tasks.clear()
+            self._closed.set()
+            self._changed.notify_all()
         if self.lease is not None:
             self.lease.release()
 
@@ -124,10 +134,10 @@ class Uploader:
         name, is_part = links.name, links in self._parts
         try:
             if self.lease is None:
-                checkpoints.upload_part(self.storage, links, name, lambda: self._is_discarded(links))
+                checkpoints.upload_part(self.storage, links, name, lambda: self._is_canceled(links))
             else:
                 self.lease.require_held()
-                is_canceled = (lambda: self._is_discarded(links)) if is_part else None
+                is_canceled = (lambda: self._is_canceled(links)) if is_part else None
                 checkpoints.upload(self.storage, links, name, self._before_complete, is_canceled)
                 self.failed.pop(name, None)
                 checkpoints.prune(self.storage, self.keep_last, is_over=name == FINAL)
@@ -137,10 +147,16 @@ class Uploader:
             where = "" if is_part else f"; it is in {self.out_dir}"
             self._messages.append(f"warning: {name} could not be uploaded to {self.storage.url}: {reason}{where}")
 
-    def _is_discarded(self, links: Path) -> bool:
-        """Wait a moment, and return whether the task has been discarded."""
+        if is_part and (self.lease is not None or name in self.failed):
+            with self._changed:
+                self._ended_parts.add(self._parts.pop(links))
+
+    def _is_canceled(self, links: Path) -> bool:
+        """Wait a moment, and return whether to give up a part."""
         with self._changed:
-            return self._changed.wait_for(lambda: links not in self._tasks, _POLL_S)
+            return self._changed.wait_for(
+                lambda: links not in self._tasks or self._parts[links] in self._canceled_parts, _POLL_S
+            )
 
     def _before_complete(self) -> None:
         self._upload_logs()

@@ -75,13 +75,20 @@ class Upload(Callback):
     def wait(self, at_most: int = 0) -> None:
         """Wait until at most ``at_most`` checkpoints are not uploaded. Collective."""
 
-        def on_heartbeat(busy: list[int]) -> None:
+        def on_heartbeat(_: list[int]) -> None:
             self.display.phase("uploading")
-            if 0 not in busy and self.uploader is not None:  # rank 0 has uploaded or given up what this rank waits for
-                self.uploader.discard(at_most)
+            self._share_ended_parts()
 
+        self._share_ended_parts()
         ranks.wait_for_all(lambda seconds: self.uploader is None or self.uploader.wait(seconds, at_most), on_heartbeat)
         self._report()
+
+    def _share_ended_parts(self) -> None:
+        """Cancel the parts of checkpoints that have failed on another machine. Collective."""
+        if self._has_parts:
+            ended = ranks.all_gather_object(set() if self.uploader is None else self.uploader.take_ended_parts())
+            if self.uploader is not None:
+                self.uploader.cancel_parts(set().union(*ended))
 
     def _finish(self) -> None:
         assert self.uploader is not None
