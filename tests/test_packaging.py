@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 BUDGET = {
     "data": 60_700,
     "models": 58_900,
-    "checkpoints": 46_400,
+    "checkpoints": 46_800,
     "planning": 15_500,
     "measure": 15_700,
-    "training": 38_500,
+    "training": 39_000,
     "distributed": 24_700,
     "diagnostics": 14_400,
     "config": 11_800,
