@@ -21,6 +21,7 @@ from toolkit.data import HuggingFaceText, OpenWebText, RedPajama, TinyStories
 from toolkit.data.base import sample_order
 from toolkit.data.streamed import hub as hub_module
 from toolkit.data.streamed import segments
+from toolkit.data.streamed.open_chunks import find_folders
 from toolkit.errors import UserError
 
 REPO = "acme/text"
@@ -181,6 +182,9 @@ def test_globs_match_and_files_keep_their_keys(hub):
         assert [file.name for file in hub_module._find(repository, globs)] == expected
 
     check_each(check, cases)
+    for url in ("hf://datasets/acme/globs", "hf://datasets/acme/globs@main/x/"):  # folders of LitData chunks
+        folder = url.removeprefix("hf://datasets/acme/globs").removeprefix("@main").rstrip("/")
+        assert find_folders(url) == [f"hf://datasets/acme/globs@{repository.commit}{folder}"]
     (file,) = hub_module._find(repository, ["x/a*"])
     assert file.url == f"hf://datasets/acme/globs@{repository.commit}/x/a%20b.parquet"
     assert (file.name, file.size, file.version) == ("x/a b.parquet", 2, hashlib.sha1(b"12").hexdigest())

@@ -28,7 +28,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_URL = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/(?P<pattern>.+)")
+_URL = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<files>.+))?")
 
 
 class Repository(NamedTuple):
@@ -47,6 +47,13 @@ def open_repository(repo_id: str, revision: str) -> Repository:
         if not commit:
             raise ValueError("no commit")
     return Repository(repo_id, revision, commit)
+
+
+def open_url(url: str, where: str) -> tuple[Repository, str]:
+    """Return the repository of ``hf://datasets/ORGANIZATION/NAME[@REVISION][/FILES]``, and FILES or ""."""
+    if (match := _URL.fullmatch(url)) is None:
+        raise UserError(f"{where}: must be hf://datasets/ORGANIZATION/NAME[@REVISION]/FILES")
+    return open_repository(match["repo"], (match["revision"] or "main").replace("%2F", "/")), match["files"] or ""
 
 
 def list_split(repository: Repository, subset: str | None, split: str) -> SourceFiles:
@@ -72,10 +79,8 @@ def list_url(url: str, option: str) -> SourceFiles:
     if not url.startswith("hf://"):
         return list_path(url, option)
     where = f"--data.{option} {url}"
-    if (match := _URL.fullmatch(url)) is None:
-        raise UserError(f"{where}: must be hf://datasets/ORGANIZATION/NAME[@REVISION]/FILES")
-    repository = open_repository(match["repo"], (match["revision"] or "main").replace("%2F", "/"))
-    if not (files := _find(repository, [match["pattern"]])):
+    repository, pattern = open_url(url, where)
+    if not (files := _find(repository, [pattern])):
         raise UserError(f"{where}: no file matches; check the pattern")
     return require_text(files, where)
 

@@ -10,7 +10,7 @@ from toolkit.data.base import Report, TokenDataset, Values
 from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, clean_up, hash_inputs
 from toolkit.data.streamed.chunk_segments import ChunkSegments
 from toolkit.data.streamed.files import is_url, storage_errors
-from toolkit.data.streamed.hub import open_repository
+from toolkit.data.streamed.hub import open_url
 from toolkit.data.streamed.open import require_budget
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows
 from toolkit.data.streamed.reader import StreamReader
@@ -20,8 +20,6 @@ from toolkit.data.tokens.store import SPLITS, TOKENS
 from toolkit.errors import UserError
 from toolkit.io.atomic import write_atomic
 from toolkit.io.safe_parse import MAX_BYTES, parse_json
-
-_HUB_URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(@([^/]+))?(/.+)?")
 
 
 class ChunkRows(NamedTuple):
@@ -163,10 +161,8 @@ class _Chunks:
 
 def _pin(url: str) -> str:
     """Return the URL of a folder on the hub at its current commit."""
-    if (match := _HUB_URL.fullmatch(url)) is None:
-        raise UserError(f"--data.data_path {url}: must be hf://datasets/ORGANIZATION/NAME[@REVISION][/FOLDER]")
-    repository = open_repository(match[1], (match[3] or "main").replace("%2F", "/"))
-    return f"hf://datasets/{match[1]}@{repository.commit}{match[4]}"
+    repository, folder = open_url(url, f"--data.data_path {url}")
+    return f"hf://datasets/{repository.repo_id}@{repository.commit}/{folder}".rstrip("/")
 
 
 def _fetch(where: str, url: str, required: bool = True) -> bytes | None:
