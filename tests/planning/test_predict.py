@@ -133,11 +133,13 @@ def test_variants_are_runs_that_start():
 
     found, _ = texts(MICRO_BATCH, {"strategy": "fsdp", "fsdp": {"accumulate": "sharded"}})
     assert found == ["--train.micro_batch_size 8", "--train.micro_batch_size 16"]  # 32 accumulate nothing
+    # the strategy that the run has costs as much as the run
     assert texts(STRATEGY, {"strategy": "fsdp", "fsdp": {"accumulate": "sharded"}})[0] == [
-        "--fsdp.sharding_strategy SHARD_GRAD_OP"
+        "--fsdp.sharding_strategy SHARD_GRAD_OP",
+        "--strategy fsdp",
     ]
     assert texts(STRATEGY, {"strategy": "fsdp"})[0][0] == "--strategy ddp"
-    assert not texts(STRATEGY, {"ddp": {"bucket_cap_mb": 5.0}})[0]
+    assert texts(STRATEGY, {"ddp": {"bucket_cap_mb": 5.0}})[0] == ["--strategy ddp"]
     gb = texts(MICRO_BATCH, {"strategy": "ddp"})[1].memory.total / 1e9
     assert not texts(MICRO_BATCH, {"strategy": "ddp"}, 1.05 * gb)[0]
 
