@@ -44,9 +44,6 @@ def _set(option: str, *values: Any, lora: bool | None = None) -> Step:
     return lambda plan: [{option: value} for value in values if lora in (None, plan.args.lora is not None)]
 
 
-CHECKPOINTING = _set("train.activation_checkpointing", *get_args(ActivationCheckpointing))
-
-
 class Applied(NamedTuple):
     """A step that helps: its best variant as flags, and the plan with it."""
 
@@ -188,7 +185,7 @@ _STEPS: list[Step] = [
     _fsdp_compatible,
     _set("fsdp.accumulate", "sharded"),  # refused without fsdp or accumulation
     _full_shard,
-    CHECKPOINTING,
+    _set("train.activation_checkpointing", *get_args(ActivationCheckpointing)),
     _set("precision", "bf16-master"),  # bf16 weights with fp32 masters: refused with sharding and with LoRA
     _set("optimizer.state_dtype", "bf16", lora=False),  # refused for optimizers without moments
     _set("precision", "bf16-true", lora=True),  # the frozen base model

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from toolkit.config import AUTO
+from toolkit.config import AUTO, ActivationCheckpointing
 from toolkit.errors import UserError
 from toolkit.measure.gpus import GpuSpec
-from toolkit.planning.advice import CHECKPOINTING, Step, apply_steps
+from toolkit.planning.advice import Step, apply_steps
 from toolkit.planning.auto import MAX_BATCH_MEMORY_FRACTION, MICRO_BATCH_SIZE, micro_batch_sizes
 from toolkit.planning.plan import RunPlan, plan_run
 from toolkit.planning.predict import Prediction, predict
@@ -77,6 +77,13 @@ def _micro_batch(plan: RunPlan) -> list[Changes]:
     return fitting[-2:]
 
 
+def _less_recomputation(plan: RunPlan) -> Iterator[Changes]:
+    """Return the modes that recompute less; the others would only take time to trace."""
+    modes = get_args(ActivationCheckpointing)
+    for mode in modes[: modes.index(plan.args.train.activation_checkpointing)]:
+        yield {"train.activation_checkpointing": mode}
+
+
 def _strategy(plan: RunPlan) -> list[Changes]:
     """Switch between ddp and fsdp, if the options support both."""
     strategy = plan.config.strategy
@@ -89,6 +96,6 @@ _STEPS: tuple[Step, ...] = (
     _as_auto("precision", attrgetter("config.precision"), "32-true"),
     _as_auto("compiler", lambda plan: plan.compiler[0], "none"),
     _micro_batch,
-    CHECKPOINTING,
+    _less_recomputation,
     _strategy,
 )
