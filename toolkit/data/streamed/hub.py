@@ -153,7 +153,7 @@ def _find(repository: Repository, globs: Sequence[str]) -> SourceFiles:
         fs: Any = HfFileSystem(skip_instance_cache=True)
         found: dict[str, Values] = {}
         for glob in globs:
-            found |= fs.glob(f"{root}/{glob.removeprefix('./')}", detail=True)
+            found |= fs.glob(f"{root}/{glob.removeprefix('./')}", detail=True, expand_info=False)
         return found
 
     with _hub_errors(repository.repo_id, repository.revision):
