@@ -1,5 +1,7 @@
 """Open LitData chunks that are downloaded or decompressed while a run trains."""
 
+from __future__ import annotations
+
 import glob
 import hashlib
 import re
@@ -16,7 +18,7 @@ from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows
 from toolkit.data.streamed.reader import StreamReader
 from toolkit.data.streamed.stream import Stream
 from toolkit.data.tokens.chunks import INDEX
-from toolkit.data.tokens.store import SPLITS, TOKENS
+from toolkit.data.tokens.store import SPLITS, TOKENS, TokenStore
 from toolkit.errors import UserError
 from toolkit.io.atomic import write_atomic
 from toolkit.io.safe_parse import MAX_BYTES, parse_json
@@ -44,15 +46,12 @@ def find_folders(value: str) -> list[str]:
     if not glob.has_magic(value):
         return [_pin(value) if value.startswith("hf://") else value]
     where = f"--data.data_path {value}"
-    if is_url(value):
-        with storage_errors(where, value):
-            import fsspec
+    with storage_errors(where, value):
+        import fsspec
 
-            fs, path = fsspec.core.url_to_fs(value)
-            matching = fs.glob(path, detail=True).items()
-            folders = [fs.unstrip_protocol(name) for name, info in matching if info["type"] == "directory"]
-    else:
-        folders = [path for path in glob.glob(str(Path(value).expanduser())) if Path(path).is_dir()]
+        fs, path = fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
+        names = [name for name, info in fs.glob(path, detail=True).items() if info["type"] == "directory"]
+        folders = [fs.unstrip_protocol(name) if is_url(value) else name for name in names]
     if not folders:
         raise UserError(f"{where}: no folder matches; check the pattern")
     return sorted(folders)
@@ -67,54 +66,56 @@ def open_chunks(options: Any, folders: list[str], block_size: int, report: Repor
     Raises:
         UserError: The storage fails, an index is invalid, or a split has no row.
     """
-    where, names = f"--data.data_path {options.data_path}", tuple(options.split_names or ("",))
+    where = f"--data.data_path {options.data_path}"
     try:
-        is_single = names == SPLITS and len(folders) == 1
-        manifest = _fetch(where, f"{folders[0]}/{MANIFEST}", required=False) if is_single else None
-        if manifest is None:
-            urls = ([f"{folder}/{name}".rstrip("/") for folder in folders] for name in names)
-            train, *rest = [_Chunks(options, where, split, report) for split in urls]
-            val = rest[0] if rest else None
-            values: Values = {"splits": {"train": train.all_tokens, "val": val and val.all_tokens}}
-        else:
-            values = parse_json(manifest)
-            train = val = _Chunks(options, where, [f"{folders[0]}/{TOKENS}"], report)
-        train_spans, val_spans = (
-            split.spans(values["splits"][name], block_size) if split is not None and values["splits"][name] else []
-            for split, name in ((train, "train"), (val, "val"))
-        )
-        for spans, split in ((train_spans, train), (val_spans, val if values["splits"]["val"] else None)):
-            if split is not None and not spans:
-                raise UserError(
-                    f"{where}: no chunk in {split.source.urls[0]} has a row of {block_size:,} tokens "
-                    "(--train.max_seq_length + 1); provide more text or reduce --train.max_seq_length"
-                )
+        train, val, splits, facts = _open_splits(options, where, folders, report)
+        train_spans = train.require_rows(where, splits["train"], block_size)
+        val_spans = [] if val is None else val.require_rows(where, splits["val"], block_size)
         first, _, n_first = train_spans[0]
-        largest = values.get("largest_token")
-        for split, spans in ((train, train_spans), (val, val_spans)):  # a mistake of either shows before the first step
-            if split is not None and spans:
-                number = spans[0][0]
-                split.reader.wait(number, [number], [])
-                if largest is None and (store := split.stream.open(number)) is not None:
-                    largest = store.array.survey()[1]
+        train.wait(first)
+        if val is not None:  # a mistake in either shows before the first step
+            val.wait(val_spans[0][0])
+        largest = facts["largest_token"] if facts else train.largest_token(first)
         train.reader.max_bytes = require_budget(options.max_cache_gb, train.stream, first)
     except DAMAGE_ERRORS as error:
         raise error if isinstance(error, UserError) else UserError(f"{where}: {error}") from error
     rows, n_train = SegmentRows(train.reader, block_size), sum(stop - start for _, start, stop in train_spans)
     sizes = [size // block_size for size in train.source.sizes]
     held_out = {segment: sizes[segment] - stop for segment, _, stop in train_spans if stop < sizes[segment]}
-    of_val = None
-    if val is not None and val_spans:
+    of_val, keys = None, [train.key]
+    if val is not None:
         of_val = RowSpans(rows if val is train else SegmentRows(val.reader, block_size), val_spans)
+        keys.append(val.key)
     numbers = [segment for segment, _, _ in train_spans]
     return ChunkRows(
         StreamedRows(rows, first, n_first, held_out, numbers=numbers, epoch_rows=n_train),  # type: ignore[arg-type]
         of_val,
-        hash_inputs([values, *(split.key for split in (train, val) if split is not None)]).encode(),
-        int(largest or 0),
+        hash_inputs([splits, facts, *keys]).encode(),
+        int(largest),
         f"{n_train:,} train rows of {block_size - 1:,} tokens in {len(numbers):,} chunks, read ahead of the run; "
         f"{'no val rows' if of_val is None else f'{len(of_val):,} val rows'}",
     )
+
+
+def _open_splits(
+    options: Any, where: str, folders: list[str], report: Report
+) -> tuple[_Chunks, _Chunks | None, Values, Values]:
+    """Return the chunks of both splits, their token ranges, and the manifest, which is empty if there is none.
+
+    prepare_data of text writes both splits into the same chunks, with a manifest; all others have a folder per split.
+    """
+    names = tuple(options.split_names or ("",))
+    manifest = None
+    if names == SPLITS and len(folders) == 1:
+        manifest = _fetch(where, f"{folders[0]}/{MANIFEST}", required=False)
+    if manifest is not None:
+        facts = parse_json(manifest)
+        chunks = _Chunks(options, where, [f"{folders[0]}/{TOKENS}"], report)
+        return chunks, chunks if facts["splits"]["val"] else None, facts["splits"], facts
+    urls = ([f"{folder}/{name}".rstrip("/") for folder in folders] for name in names)
+    train, *rest = [_Chunks(options, where, split, report) for split in urls]
+    val = rest[0] if rest else None
+    return train, val, {"train": train.all_tokens, "val": val and val.all_tokens}, {}
 
 
 class _Chunks:
@@ -147,8 +148,16 @@ class _Chunks:
         self.reader = StreamReader(self.stream, 1, None, report)
         self.key, self.all_tokens = key, [0, sum(self.source.sizes)]
 
-    def spans(self, tokens: list[int], block_size: int) -> list[tuple[int, int, int]]:
-        """Return (segment, first row, end row) of the rows whose tokens are all in [start, stop)."""
+    def wait(self, segment: int) -> None:
+        """Wait until a chunk is in the cache."""
+        self.reader.wait(segment, [segment], [])
+
+    def largest_token(self, segment: int) -> int:
+        """Return the largest token id of a chunk that is in the cache."""
+        return TokenStore(self.stream.segment_folder(segment)).array.survey()[1]
+
+    def require_rows(self, where: str, tokens: list[int], block_size: int) -> list[tuple[int, int, int]]:
+        """Return (segment, first row, end row) of the rows whose tokens are all in [start, stop), at least one."""
         spans, begin = list[tuple[int, int, int]](), 0
         for segment, size in enumerate(self.source.sizes):
             first = max(0, -(-(tokens[0] - begin) // block_size))
@@ -156,6 +165,11 @@ class _Chunks:
             if first < end:
                 spans.append((segment, first, end))
             begin += size
+        if not spans:
+            raise UserError(
+                f"{where}: no chunk in {self.source.urls[0]} has a row of {block_size:,} tokens "
+                "(--train.max_seq_length + 1); provide more text or reduce --train.max_seq_length"
+            )
         return spans
 
 
