@@ -66,6 +66,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "training/callbacks/profile.py:Profile.on_train_start": ("profile",),
     "training/checkpointer.py:rng_state": ("resume",),
     "training/checkpointer.py:set_rng_state": ("resume",),
+    "training/hyperparameters.py:resolved_hyperparameters": CHOICE,
     "training/memory_stats.py:memory_stats": STATISTICS,
     "training/reference.py:with_reference": "only frees memory",
     "training/throughput.py:peak_memory_gb": ("planned memory",),

@@ -61,7 +61,7 @@ def test_url_in_place_of_a_path_is_an_error(tmp_path, monkeypatch, capsys):
     once = {option if "." in option else (name, option): (name, words, option) for name, words, option in options}
     remote = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")
     for name, words, option in once.values():
-        if option in remote or (option == "out_dir" and name in TRAINING):
+        if option in remote or (option == "out_dir" and name in (*TRAINING, "prepare_data")):
             assert main([name, *words, f"--{option}", "s3://bucket"]) == 2
             expected = f"--{option} s3://bucket: must name a folder in a bucket, such as s3://bucket/run"
         else:

@@ -51,14 +51,6 @@ for name, write in WRITERS.items():
 """
 
 
-def test_next_start_removes_leftovers_of_an_older_version(tmp_path):
-    for name in ("old", "new"):
-        (tmp_path / f".unfinished-{name}").mkdir()
-    os.utime(tmp_path / ".unfinished-old", (1, 1))
-    clean_up(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".unfinished-new"]
-
-
 @pytest.mark.slow
 def test_next_start_removes_leftovers_of_a_killed_process(tmp_path):
     for name in WRITERS:

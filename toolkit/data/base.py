@@ -250,7 +250,7 @@ def require_one(module: Any, name: str, other: str) -> None:
     """Raise UserError if two options that exclude each other are set."""
     value = getattr(module, other)
     hint = f"is not supported with --data.{other} {value}; remove one of them"
-    require(getattr(module, name) is None or value is None, name, getattr(module, name), hint)
+    require(getattr(module, name) in (None, "") or value in (None, ""), name, getattr(module, name), hint)
 
 
 @contextmanager
