@@ -100,7 +100,8 @@ def test_s5_epoch_has_every_row_once_and_copies_have_one_key(dataset, tmp_path):
     epoch = read_epoch(first)
     assert sorted(epoch) == rows_of_chunks(tokens["train"]) != epoch
     block = first.val[len(first.val) - 1]["input_ids"].tolist()
-    assert len(first.val) == len(rows_of_chunks(tokens["val"])) and first.vocab_size > 290
+    assert len(first.val) == len(rows_of_chunks(tokens["val"]))
+    assert first.vocab_size is None  # only the first chunk was read
     assert any(tuple(block) == row[:-1] for row in rows_of_chunks(tokens["val"]))
     moved, packed = tmp_path / "moved", tmp_path / "packed"
     shutil.copytree(folder, moved)
@@ -119,6 +120,20 @@ def test_s5_epoch_has_every_row_once_and_copies_have_one_key(dataset, tmp_path):
             stop_workers(rows.segments.reader.stream.folder)
 
 
+def test_s5_other_tokens_under_an_equal_index_have_another_key(tmp_path):
+    """LitData's own chunks have no checksums, and equal lengths give an equal index."""
+    opened = []
+    for seed in (1, 2):
+        for name in ("train", "val"):
+            write_chunks(tmp_path / f"{seed}" / name, seed, 500)
+            (tmp_path / f"{seed}" / name / "crc32.npy").unlink()
+        opened.append(prepared_from(f"file://{tmp_path}/{seed}", tmp_path / "cache"))
+        stop_workers(stream_of(opened[-1]).folder)
+        stop_workers(opened[-1].val.segments.reader.stream.folder)
+    assert opened[0].content_key != opened[1].content_key
+    assert stream_of(opened[0]).folder != stream_of(opened[1]).folder
+
+
 def test_folder_of_prepare_data_keeps_its_splits_on_storage(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("abcdefgh" * 900)
     data = ["--data", "TextFiles", "--data.train_data_path", str(tmp_path / "text.txt"), "--max_seq_length", str(T)]
@@ -132,6 +147,11 @@ def test_folder_of_prepare_data_keeps_its_splits_on_storage(tmp_path, capsys):
     assert sorted(read_epoch(there)) == sorted(map(tokens_of, map(here.train.__getitem__, range(len(here.train)))))
     stop_workers(stream_of(there).folder)
     assert main(words) == 2 and "already has files" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path / "text.txt" / "x")]) == 2
+    assert "is not a folder that can be written" in capsys.readouterr().err
+    again = ["--data", "LitData", "--data.data_path", f"file://{tmp_path}/out", "--max_seq_length", str(T)]
+    again += ["--data.cache_dir", str(tmp_path / "b"), "--out_dir", str(tmp_path / "again")]
+    assert main(["prepare_data", *again]) == 2 and "is for text" in capsys.readouterr().err
     assert main([*words[:-1], "s3://user:secret@bucket/x"]) == 2 and "secret" not in capsys.readouterr().err
 
 
@@ -196,10 +216,10 @@ def test_mistakes_are_one_line(dataset, tmp_path):
     check_each(
         lambda value, options, message: _raises(lambda: prepare(value, **options), message),
         [
-            (f"file://{tmp_path}/none", {}, "train/index.json: no such file"),
+            (f"file://{tmp_path}/none", {}, r"train/index.json \(see --data.split_names.*: no such file"),
             (f"file://{tmp_path}/x", {}, "/x: the data format .* is not of integers"),
             (f"file://{tmp_path}/none*", {}, "no folder matches"),
-            (url, {"split_names": ("train", "test")}, "test/index.json: no such file"),
+            (url, {"split_names": ("train", "test")}, r"test/index.json \(see --data.split_names.*: no such file"),
             ("s3://key:secret@bucket/x", {}, "contains credentials"),
             ("abc://x", {}, "unknown kind of storage"),
             (url, {"max_cache_gb": 1e-6}, "a run needs 5 segments at a time"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from toolkit.data.base import Report, TokenDataset, Values
 from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, clean_up, hash_inputs
 from toolkit.data.streamed.chunk_segments import ChunkSegments
-from toolkit.data.streamed.files import is_url, storage_errors
+from toolkit.data.streamed.files import find_files, is_url, listing_hash, storage_errors
 from toolkit.data.streamed.hub import open_url
 from toolkit.data.streamed.open import require_budget
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows
@@ -30,6 +30,7 @@ class ChunkRows(NamedTuple):
     Args:
         content: Identifies the content, for the content key.
         largest: The largest token id; of chunks that others wrote, in the first chunk.
+        is_largest_known: Whether ``largest`` is that of all chunks.
         summary: Log line.
     """
 
@@ -37,6 +38,7 @@ class ChunkRows(NamedTuple):
     val: TokenDataset | None
     content: bytes
     largest: int
+    is_largest_known: bool
     summary: str
 
 
@@ -75,7 +77,7 @@ def open_chunks(options: Any, folders: list[str], block_size: int, report: Repor
         train.wait(first)
         if val is not None:  # a mistake in either shows before the first step
             val.wait(val_spans[0][0])
-        largest = facts["largest_token"] if facts else train.largest_token(first)
+        largest = int(facts["largest_token"]) if facts else train.largest_token(first)
         train.reader.max_bytes = require_budget(options.max_cache_gb, train.stream, first)
     except DAMAGE_ERRORS as error:
         raise error if isinstance(error, UserError) else UserError(f"{where}: {error}") from error
@@ -91,7 +93,8 @@ def open_chunks(options: Any, folders: list[str], block_size: int, report: Repor
         StreamedRows(rows, first, n_first, held_out, numbers=numbers, epoch_rows=n_train),  # type: ignore[arg-type]
         of_val,
         hash_inputs([splits, facts, *keys]).encode(),
-        int(largest),
+        largest,
+        bool(facts),
         f"{n_train:,} train rows of {block_size - 1:,} tokens in {len(numbers):,} chunks, read ahead of the run; "
         f"{'no val rows' if of_val is None else f'{len(of_val):,} val rows'}",
     )
@@ -102,20 +105,20 @@ def _open_splits(
 ) -> tuple[_Chunks, _Chunks | None, Values, Values]:
     """Return the chunks of both splits, their token ranges, and the manifest, which is empty if there is none.
 
-    prepare_data of text writes both splits into the same chunks, with a manifest; all others have a folder per split.
+    A prepared text has both splits in the same chunks, and their ranges in the manifest; all others a folder per split.
     """
     names = tuple(options.split_names or ("",))
     manifest = None
     if names == SPLITS and len(folders) == 1:
         manifest = _fetch(where, f"{folders[0]}/{MANIFEST}", required=False)
-    if manifest is not None:
-        facts = parse_json(manifest)
+    facts = {} if manifest is None else parse_json(manifest)
+    if "splits" in facts:
         chunks = _Chunks(options, where, [f"{folders[0]}/{TOKENS}"], report)
         return chunks, chunks if facts["splits"]["val"] else None, facts["splits"], facts
     urls = ([f"{folder}/{name}".rstrip("/") for folder in folders] for name in names)
     train, *rest = [_Chunks(options, where, split, report) for split in urls]
     val = rest[0] if rest else None
-    return train, val, {"train": train.all_tokens, "val": val and val.all_tokens}, {}
+    return train, val, {"train": train.all_tokens, "val": val and val.all_tokens}, facts
 
 
 class _Chunks:
@@ -123,7 +126,15 @@ class _Chunks:
 
     def __init__(self, options: Any, where: str, urls: list[str], report: Report) -> None:
         fetched = [(_fetch(where, f"{url}/{INDEX}"), _fetch(where, f"{url}/{CRC_FILE}", False)) for url in urls]
-        key = hash_inputs([content and hashlib.sha256(content).hexdigest() for pair in fetched for content in pair])
+        key = hash_inputs(
+            [
+                [
+                    hashlib.sha256(index or b"").hexdigest(),
+                    hashlib.sha256(crc).hexdigest() if crc else _version(url, where),
+                ]
+                for url, (index, crc) in zip(urls, fetched, strict=True)
+            ]
+        )
         cache_dir = choose_cache_dir(options.cache_dir)
         folder = cache_dir / f"chunks-{key[:16]}"
         try:
@@ -173,6 +184,15 @@ class _Chunks:
         return spans
 
 
+def _version(url: str, where: str) -> list[str]:
+    """Identify chunks without checksums: by the storage's versions of the files, else by the URL."""
+    if url.startswith(("http://", "https://")):  # cannot be listed
+        return [url]
+    files = find_files(url, where)
+    has_versions = all(file.version for file in files) or not is_url(url)
+    return [listing_hash(files), *([] if has_versions else [url])]
+
+
 def _pin(url: str) -> str:
     """Return the URL of a folder on the hub at its current commit."""
     repository, folder = open_url(url, f"--data.data_path {url}")
@@ -181,7 +201,8 @@ def _pin(url: str) -> str:
 
 def _fetch(where: str, url: str, required: bool = True) -> bytes | None:
     """Return the content of a file. Return None for a missing one that is not required."""
-    with storage_errors(f"{where}: {url}" if is_url(url) else where, url):
+    hint = " (see --data.split_names; or an upload is unfinished)" if required and url.endswith(INDEX) else ""
+    with storage_errors(f"{where}: {url}{hint}" if is_url(url) else where, url):
         import fsspec
 
         fs, path = fsspec.core.url_to_fs(url if is_url(url) else str(Path(url).expanduser().absolute()))

@@ -69,7 +69,7 @@ class LitData(DataModule):
                 value, hint = getattr(self, name), "has no effect: the chunks are read where they are; remove it"
                 require(value is None, name, value, hint)
             opened = self._open_local(folders, block_size, report)
-        train, val, content, largest, summary = opened
+        train, val, content, largest, is_known, summary = opened
         if tokenizer is not None and largest >= tokenizer.vocab_size:
             raise UserError(
                 f"{where}: contains token {largest:,}, but {tokenizer.name} has only {tokenizer.vocab_size:,}: the "
@@ -77,15 +77,15 @@ class LitData(DataModule):
             )
         report(f"Data: {self.data_path}: {summary}")
         content_key = hashlib.sha256(f"{block_size}".encode() + content).hexdigest()
-        return PreparedData(train, val, tokenizer, content_key, summary, largest + 1)
+        return PreparedData(train, val, tokenizer, content_key, summary, largest + 1 if tokenizer or is_known else None)
 
     def _is_compressed(self, folder: str) -> bool:
-        """Whether the training chunks of a local folder are compressed."""
+        """Whether chunks of a local folder are compressed."""
         from toolkit.data.tokens.chunks import INDEX, ChunkIndex
 
-        path = Path(folder).expanduser() / (self.split_names or ("",))[0]
+        paths = [Path(folder).expanduser() / name for name in self.split_names or ("",)]
         with suppress(ValueError):  # reported later
-            return (path / INDEX).is_file() and ChunkIndex(path).compression is not None
+            return any((path / INDEX).is_file() and ChunkIndex(path).compression for path in paths)
         return False
 
     def _open_local(self, folders: list[str], block_size: int, report: Report) -> ChunkRows:
@@ -105,7 +105,7 @@ class LitData(DataModule):
         joined: list[Any] = [
             ConcatenatedRows(rows) if len(rows) > 1 else rows[0] if rows else None for rows in (train, val)
         ]
-        return ChunkRows(joined[0], joined[1], content, largest, summary)
+        return ChunkRows(joined[0], joined[1], content, largest, True, summary)
 
     def _open(
         self, folder: Path, block_size: int, report: Report

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,12 +13,10 @@ import numpy as np
 from toolkit.data.base import PreparedData, Report, TokenDataset, Values
 from toolkit.data.cache import CRC_FILE, MANIFEST, publish, read_checksums, staging_folder
 from toolkit.data.streamed.order import RowSpans, StreamedRows
-from toolkit.data.tokens.chunks import INDEX, read_index
+from toolkit.data.tokens.chunks import INDEX, ChunkedArray, read_index
 from toolkit.data.tokens.store import SPLITS, TOKENS, BlockDataset, TokenWriter
 from toolkit.errors import UserError
 from toolkit.io.storage import Storage, StorageError
-
-MARKERS = (MANIFEST, f"{SPLITS[0]}/{INDEX}")  # written last: without it, a folder is not complete
 
 Files = dict[str, Path | bytes]
 """Content of each file by its name, in the order of writing."""
@@ -26,13 +25,17 @@ Files = dict[str, Path | bytes]
 def require_free(out_dir: str) -> None:
     """Raise UserError unless ``--out_dir`` can be written: a new or empty folder, or storage without data."""
     if "://" not in out_dir:
-        path = Path(out_dir).expanduser()
+        path = Path(out_dir).expanduser().absolute()
+        parent = next(parent for parent in path.parents if parent.exists())
+        if not (parent.is_dir() and os.access(parent, os.W_OK)):
+            raise UserError(f"--out_dir {out_dir}: {parent} is not a folder that can be written; choose another")
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     else:
         storage = Storage(out_dir, "--out_dir")
         storage.probe()
         with storage.one_line_errors():
-            is_free = not any(map(storage.exists, MARKERS))
+            names = storage.entries()
+            is_free = MANIFEST not in names and not names.keys() - {*SPLITS, TOKENS, "tokenizer"}  # else unfinished
     if not is_free:
         raise UserError(f"--out_dir {out_dir}: already has files; choose another, or delete them")
 
@@ -45,14 +48,14 @@ def publish_tokens(prepared: PreparedData, out_dir: str, report: Report) -> None
     """
     rows = prepared.train
     with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
-        if isinstance(rows, StreamedRows):
+        if isinstance(rows, StreamedRows) and prepared.tokenizer is not None:
             files = _files_of_stream(rows, prepared.val, Path(scratch))
         elif isinstance(rows, BlockDataset) and (rows.store.folder / MANIFEST).is_file():
             folder = rows.store.folder
             names = sorted(read_checksums(folder), key=lambda name: name == MANIFEST)
             files = {name: folder / name for name in names}
         else:
-            raise UserError(f"--out_dir {out_dir}: is for data of plain tokens, not for samples with a loss mask")
+            raise UserError(f"--out_dir {out_dir}: is for text, such as TextFiles or HuggingFaceText; remove it")
         size = sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
         if "://" in out_dir:
             _upload(files, Storage(out_dir, "--out_dir"), report)
@@ -83,7 +86,7 @@ def _upload(files: Files, storage: Storage, report: Report) -> None:
 
 def _files_of_stream(rows: StreamedRows, val: TokenDataset | None, scratch: Path) -> Files:
     """Return the chunks of all segments as one dataset per split, and the tokenizer."""
-    stream, files = rows.segments.reader.stream, Files()
+    stream, files, largest = rows.segments.reader.stream, Files(), 0
     spans = [(number, 0, rows.count(number, stream.require_ready(number))) for number in rows.numbers]
     splits = {"train": RowSpans(rows.segments, [span for span in spans if span[2] > 0])}
     if isinstance(val, RowSpans):
@@ -97,12 +100,14 @@ def _files_of_stream(rows: StreamedRows, val: TokenDataset | None, scratch: Path
                 files[f"{split}/{name}"] = folder / chunk["filename"]
                 chunks.append(chunk | {"filename": name})
             checksums.append(np.load(folder / CRC_FILE))
+            largest = max(largest, *(int(block.max()) for block in ChunkedArray(folder).blocks()))
         np.save(packed := io.BytesIO(), np.concatenate(checksums))
         files[f"{split}/{CRC_FILE}"] = packed.getvalue()
         files[f"{split}/{INDEX}"] = json.dumps({"chunks": chunks, "config": config}, sort_keys=True).encode()
     folder = stream.folder / "tokenizer"
     first = {f"tokenizer/{file.name}": file for file in sorted(folder.iterdir())}
-    return first | dict(sorted(files.items(), key=lambda item: item[0] == MARKERS[1]))
+    files[MANIFEST] = json.dumps({"largest_token": largest}).encode()  # last: without it, a folder is not complete
+    return first | files
 
 
 def _token_folders(part: RowSpans, scratch: Path) -> Iterator[Path]:
