@@ -173,7 +173,7 @@ def plan_memory(inputs: MemoryInputs, model: GPT | None = None, step: StepMemory
     is_ddp = inputs.strategy.kind == "ddp"
     if inputs.sums_in_fp32:  # in addition to ddp's bf16 buckets
         gradients *= FP32 / inputs.weight_bytes + is_ddp
-    elif is_ddp and inputs.accumulation > 1:  # those of all but the last micro-batch are not in ddp's buckets
+    elif is_ddp and inputs.accumulation > 1:  # all but the last micro-batch's are not in ddp's buckets
         gradients *= 2
     step = step or step_memory(inputs)
     checkpoint_copy = _copied_bytes(inputs, stored) if inputs.async_save else 0.0

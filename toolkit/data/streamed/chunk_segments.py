@@ -72,7 +72,7 @@ class ChunkSegments(Source):
             raise StorageError(f"{source}: {reason}")
         index.write_single(chunk, tokens)
         array = ChunkedArray(tokens)
-        if array.checksums is None:  # from now on, damage in the cache is noticed
+        if array.checksums is None:  # so that later damage in the cache is noticed
             crcs = [zlib.crc32(array.read(i, min(i + PIECE, len(array))).data) for i in range(0, len(array), PIECE)]
             np.save(tokens / CRC_FILE, np.asarray(crcs, np.uint32))
         try:
@@ -91,7 +91,7 @@ def _download(url: str, path: Path) -> None:
     for delay in (*RETRY_DELAYS, None):
         try:
             if url.startswith(_SCHEMES):
-                from litdata.streaming import downloader  # two seconds: only here, in a process of its own
+                from litdata.streaming import downloader  # takes two seconds: only the worker imports it
 
                 # without this, litdata 0.2.76 refuses endpoints of http://, such as MinIO's
                 getattr(downloader, "_OBSTORE_CLIENT_OPTIONS", {}).setdefault("allow_http", "true")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from toolkit.data.base import Report, TokenDataset, Values
 from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, clean_up, hash_inputs
+from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed.chunk_segments import ChunkSegments
 from toolkit.data.streamed.files import find_files, is_url, listing_hash, storage_errors
 from toolkit.data.streamed.hub import open_url
@@ -30,7 +31,7 @@ class ChunkRows(NamedTuple):
     Args:
         content: Identifies the content, for the content key.
         largest: The largest token id; of chunks that others wrote, in the first chunk.
-        is_largest_known: Whether ``largest`` is that of all chunks.
+        is_largest_known: Whether all chunks were read for ``largest``.
         summary: Log line.
     """
 
@@ -84,19 +85,19 @@ def open_chunks(options: Any, folders: list[str], block_size: int, report: Repor
     rows, n_train = SegmentRows(train.reader, block_size), sum(stop - start for _, start, stop in train_spans)
     sizes = [size // block_size for size in train.source.sizes]
     held_out = {segment: sizes[segment] - stop for segment, _, stop in train_spans if stop < sizes[segment]}
-    of_val, keys = None, [train.key]
+    val_rows, keys = None, [train.key]
     if val is not None:
-        of_val = RowSpans(rows if val is train else SegmentRows(val.reader, block_size), val_spans)
+        val_rows = RowSpans(rows if val is train else SegmentRows(val.reader, block_size), val_spans)
         keys.append(val.key)
     numbers = [segment for segment, _, _ in train_spans]
     return ChunkRows(
         StreamedRows(rows, first, n_first, held_out, numbers=numbers, epoch_rows=n_train),  # type: ignore[arg-type]
-        of_val,
+        val_rows,
         hash_inputs([splits, facts, *keys]).encode(),
         largest,
         bool(facts),
         f"{n_train:,} train rows of {block_size - 1:,} tokens in {len(numbers):,} chunks, read ahead of the run; "
-        f"{'no val rows' if of_val is None else f'{len(of_val):,} val rows'}",
+        f"{'no val rows' if val_rows is None else f'{len(val_rows):,} val rows'}",
     )
 
 
@@ -146,6 +147,8 @@ class _Chunks:
                     if content is not None and not (path.is_file() and path.read_bytes() == content):
                         write_atomic(path, content)
             self.source = ChunkSegments(folder / "chunks", urls)
+            if any(index.compression for index in self.source.indexes):
+                require_pyarrow()
             self.stream = Stream(folder, self.source, None)
             self.stream.save()
         except OSError as error:
@@ -188,7 +191,10 @@ def _version(url: str, where: str) -> list[str]:
     """Identify chunks without checksums: by the storage's versions of the files, else by the URL."""
     if url.startswith(("http://", "https://")):  # cannot be listed
         return [url]
-    files = find_files(url, where)
+    try:
+        files = find_files(url, where)
+    except UserError:  # reading may be allowed, and listing not
+        return [url]
     has_versions = all(file.version for file in files) or not is_url(url)
     return [listing_hash(files), *([] if has_versions else [url])]
 
