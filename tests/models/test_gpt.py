@@ -136,6 +136,20 @@ def test_blocks_compile_without_graph_break(style):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("style", [*STYLES, "moe"])
+def test_blocks_compile_without_graph_break_on_cuda(style):
+    """With the oldest torch too, whose compiler does not know all functions that a newer one knows."""
+    model, x = small(style).cuda(), ids().cuda()
+    for block in model.transformer.h:
+        block.compile(backend="aot_eager", fullgraph=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        loss, _ = model(x, x)
+    loss.backward()
+    assert loss.isfinite()
+
+
 def test_weight_names_match_litgpt():
     names = set(small("llama").state_dict())
     assert names >= {"lm_head.weight", "transformer.wte.weight", "transformer.ln_f.weight"}

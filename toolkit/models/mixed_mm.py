@@ -40,7 +40,8 @@ def _has_fp32_results(a: Tensor) -> bool:
 def matmul_dtype(x: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
     """Return the dtype of matmuls of x in ``dtype``, by default its own: autocast's if it is enabled."""
     device = x.device.type
-    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # torch 2.11 compiles torch.amp.is_autocast_available only with a graph break
+    is_autocast = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_autocast else dtype or x.dtype
 
 
