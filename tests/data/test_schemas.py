@@ -352,28 +352,6 @@ def test_pipes_and_devices_are_refused(tmp_path):
             find_splits(str(path), name, kinds)
 
 
-@pytest.mark.slow
-def test_a_parquet_file_that_holds_far_more_than_its_size_is_refused(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "a.parquet"
-
-    def repeat(value, count):
-        return pyarrow.DictionaryArray.from_arrays(pyarrow.repeat(pyarrow.scalar(0, pyarrow.int32()), count), [value])
-
-    for column, message in (
-        (repeat("x", 2_000_000), "2,000,000 values"),
-        (pyarrow.ListArray.from_arrays([0, 2_000_000], repeat("x", 2_000_000)), "2,000,000 values"),
-        (pyarrow.array(["x" * 30_000_000]), "30.0 MB"),
-        (repeat("x" * 10_000_000, 90_000), "90,000 values of up to 10.0 MB"),
-    ):
-        parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
-        with pytest.raises(UserError, match=rf"a.parquet: .*{message} in a file of [\d.]+ kB"):
-            read(path, PARQUET_KINDS, "parquet_path")
-    usual = [{"prompt": "the same prompt " * 100, "completion": f"answer {i}"} for i in range(5000)]
-    parquet.write_table(pyarrow.Table.from_pylist(usual), path, compression="zstd")
-    assert [row for _, row in read(path, PARQUET_KINDS, "parquet_path")[0]] == usual
-
-
 def test_non_utf8_files_are_an_error(tmp_path):
     for name, kinds in (("a.json", JSON_KINDS), ("b.jsonl", JSON_KINDS), ("c.csv", CSV_KINDS)):
         (tmp_path / name).write_bytes(b'[{"text": "caf\xe9"}]')

@@ -265,7 +265,6 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            reject_decompression_bomb(path.stat().st_size, file.metadata, str(path))
             batches = file.iter_batches(batch_size=_PARQUET_BATCH)
             yield from enumerate((drop_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
@@ -281,19 +280,3 @@ def drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: drop_nulls(field) for name, field in value.items() if field is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def reject_decompression_bomb(size: int, metadata: Any, name: str) -> None:
-    """Raise UserError for a likely decompression bomb, such as repeated values or compressed zeros."""
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-    values = sum(chunk.num_values for chunk in chunks)
-    expanded = sum(chunk.total_uncompressed_size for chunk in chunks)
-    repeated = max((chunk.num_values * chunk.total_uncompressed_size for chunk in chunks), default=0)
-    for found, limit, what in (
-        (values, 100_000 + 200 * size, f"{values:,} values"),
-        (expanded, (1 << 24) + 2000 * size, f"{expanded / 1e6:,.1f} MB"),
-        (repeated, 10**9 + (20 * size) ** 2, f"{values:,} values of up to {expanded / 1e6:,.1f} MB"),
-    ):
-        if found > limit:
-            raise UserError(f"{name}: claims {what} in a file of {size / 1e3:,.1f} kB; refusing to read it")

@@ -11,7 +11,6 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from toolkit.data.sft.readers import reject_decompression_bomb
 from toolkit.data.streamed.files import RetryingFile, SourceFile
 from toolkit.data.text.documents import TextChunk, cut_text
 from toolkit.errors import UserError, causes_of, join_first, one_line
@@ -95,7 +94,6 @@ def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[TextChunk]:
     from pyarrow import PythonFile, parquet, types
 
     with parquet.ParquetFile(PythonFile(raw, mode="r"), pre_buffer=True) as file:
-        reject_decompression_bomb(raw.size(), file.metadata, "the file")
         schema = file.schema_arrow
         if column not in schema.names:
             raise ColumnError(f"has no column {column!r}; its columns are {join_first(schema.names, 20)}")
