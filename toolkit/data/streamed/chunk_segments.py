@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.data.base import Report, Values
-from toolkit.data.cache import CRC_FILE
+from toolkit.data.cache import CRC_FILE, hash_inputs
 from toolkit.data.streamed.files import RETRY_DELAYS, is_url
 from toolkit.data.streamed.source import SegmentCounts, Source
 from toolkit.data.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class ChunkSegments(Source):
     """
 
     def __init__(self, indexes: Path, urls: list[str]) -> None:
-        self.urls = urls
+        self.urls, self.origin = urls, f"{hash_inputs(urls)[:8]}-"
         self.indexes = [ChunkIndex(indexes / str(i)) for i in range(len(urls))]
 
     @cached_property

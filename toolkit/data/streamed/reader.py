@@ -32,11 +32,13 @@ class SegmentRequest:
         keep: Segments in use; they must not be evicted.
         ahead: Next segments to read, most urgent first.
         is_waiting: Whether the process waits for the first of ``ahead``.
+        origin: The source to read them from, see :class:`~toolkit.data.streamed.source.Source`.
     """
 
     keep: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
     is_waiting: bool = False
+    origin: str = ""
 
 
 class StreamReader:
@@ -66,9 +68,9 @@ class StreamReader:
                 self._register()
                 assert self._file is not None
                 self.latest_request = request
-                write_json(self._file, request.__dict__)
+                write_json(self._file, request.__dict__ | {"origin": self.stream.source.origin})
             if not all(map(self.stream.ready, request.ahead)):
-                self._starts += start_workers(self.stream.folder, self.workers, self.max_bytes)
+                self._starts += start_workers(self.stream, self.workers, self.max_bytes)
         except OSError as error:
             hint = "was it deleted? resume to prepare the data again"
             raise DataError(f"{self.stream.folder}: {one_line(error)}; {hint}") from error
@@ -147,35 +149,36 @@ def read_requests(folder: Path) -> list[SegmentRequest]:
 
 def _describe_death(folder: Path) -> str:
     """Return a one-line message with the last log line of a tokenize worker."""
-    lines = [text for file in sorted(folder.glob("readers/preparer-*.log")) if (text := file.read_text().strip())]
+    lines = [text for file in sorted(folder.glob("readers/*preparer-*.log")) if (text := file.read_text().strip())]
     last = one_line(lines[-1].splitlines()[-1])[:300] if lines else "it was killed; is there enough memory?"
     return f"{folder}: the process that prepares the data ended {_MAX_STARTS} times in a row: {last}"
 
 
-_processes: dict[tuple[Path, int], subprocess.Popen[bytes]] = {}
+_processes: dict[tuple[Path, str], subprocess.Popen[bytes]] = {}
 """Tokenize workers started by this process. A worker ends when its stdin closes, at the latest with this process."""
 
 
-def start_workers(folder: Path, workers: int, max_bytes: int | None) -> int:
-    """Start tokenize workers that no process on this machine runs. Return the number started."""
-    started = 0
+def start_workers(stream: Stream, workers: int, max_bytes: int | None) -> int:
+    """Start tokenize workers that no process on this machine runs for this source. Return the number started."""
+    started, folder, origin = 0, stream.folder, stream.source.origin
     for slot in range(workers):
-        mine = _processes.get((folder, slot))
+        name = f"{origin}preparer-{slot}"
+        mine = _processes.get((folder, name))
         if mine is not None and mine.poll() is None:
             continue
         # Locks are per machine: each machine that shares the folder has its own tokenize workers.
-        with file_lock(folder / "locks" / f"preparer-{machine_name()}-{slot}", wait=False) as lock:
+        with file_lock(folder / "locks" / f"{machine_name()}-{name}", wait=False) as lock:
             if lock is not None:
-                _processes[folder, slot] = _start(folder, slot, max_bytes, lock)
+                _processes[folder, name] = _start(folder, origin, name, max_bytes, lock)
                 started += 1
     return started
 
 
-def _start(folder: Path, slot: int, max_bytes: int | None, lock: IO[str]) -> subprocess.Popen[bytes]:
+def _start(folder: Path, origin: str, name: str, max_bytes: int | None, lock: IO[str]) -> subprocess.Popen[bytes]:
     """Start a tokenize worker that holds ``lock`` until it ends."""
-    with open(folder / "readers" / f"preparer-{slot}.log", "wb") as log:
+    with open(folder / "readers" / f"{name}.log", "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "toolkit.data.streamed.tokenize_worker", str(folder), str(max_bytes or 0)],
+            [sys.executable, "-m", "toolkit.data.streamed.tokenize_worker", str(folder), str(max_bytes or 0), origin],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=log,

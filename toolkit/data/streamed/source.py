@@ -34,7 +34,13 @@ class SegmentCounts:
 
 
 class Source(ABC):
-    """Segments that a stream caches, each a token store."""
+    """Segments that a stream caches, each a token store.
+
+    Attributes:
+        origin: Where the same segments are read from, if that may differ: a prefix of names of files in the cache.
+    """
+
+    origin = ""
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """Cache of segments: tokenized text, or downloaded chunks. The first process that needs one writes it atomically.
 
 <cache_dir>/streamed-<first 16 hex digits of the key>/      chunks-<...>/ for chunks
-    source.json             the source, for other processes
+    source.json             the source, for other processes; of chunks, one per URL: <hash>-source.json
     tokenizer/              of text
     chunks/                 of chunks: their indexes
     counts/000000.json      token count and broken files of segment 0; kept on eviction
@@ -47,7 +47,7 @@ class Stream:
     def save(self) -> None:
         """Write the source and tokenizer for :meth:`load`. The source of toolkit 0.1.0 stays as it is for its rule."""
         with file_lock(self.folder / "locks" / "source"):
-            exists = (self.folder / SOURCE).exists()
+            exists = (saved := self.folder / f"{self.source.origin}{SOURCE}").exists()
             if not exists and self.tokenizer is not None:
                 tokenizer = self.folder / "tokenizer"
                 temporary = temporary_path(tokenizer)
@@ -56,12 +56,12 @@ class Stream:
                 shutil.rmtree(tokenizer, ignore_errors=True)
                 temporary.rename(tokenizer)
             if not (exists and isinstance(self.source, TextSegments) and not self.source.ends):
-                write_json(self.folder / SOURCE, self.source.to_json())
+                write_json(saved, self.source.to_json())
 
     @classmethod
-    def load(cls, folder: Path) -> Stream:
-        """Open a stream from a folder written by :meth:`save`."""
-        values = json.loads((folder / SOURCE).read_bytes())
+    def load(cls, folder: Path, origin: str = "") -> Stream:
+        """Open a stream from a folder written by :meth:`save`, with the source of this :attr:`Source.origin`."""
+        values = json.loads((folder / f"{origin}{SOURCE}").read_bytes())
         if "urls" in values:
             return cls(folder, ChunkSegments(folder / "chunks", values["urls"]), None)
         values["files"] = [SourceFile(**file) for file in values["files"]]
@@ -143,9 +143,9 @@ class Stream:
         """Delete the tokens of a segment, but keep the counts."""
         folder = self.segment_folder(number)
         with contextlib.suppress(OSError):
-            gone = temporary_path(folder)
-            os.rename(folder, gone)  # atomic, also for readers
-            shutil.rmtree(gone, ignore_errors=True)
+            evicted = temporary_path(folder)
+            os.rename(folder, evicted)  # atomic, also for readers
+            shutil.rmtree(evicted, ignore_errors=True)
 
     def discard_broken(self) -> int:
         """Remove segments with broken files, to read them again. Return the number of segments."""
@@ -161,7 +161,7 @@ class Stream:
 
     def error_file(self, number: int) -> Path:
         """Return the path where a worker reports an error for a segment."""
-        return self.folder / "readers" / f"unit-{number:06d}.error"
+        return self.folder / "readers" / f"{self.source.origin}unit-{number:06d}.error"
 
     def _lock_file(self, number: int) -> Path:
         return self.folder / "locks" / f"unit-{number:06d}"

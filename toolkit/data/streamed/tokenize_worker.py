@@ -22,14 +22,14 @@ _MARGIN = 1.2  # safety factor on the estimated segment size
 _RETRY = 30.0  # seconds before another attempt at a segment whose storage failed
 
 
-def main(folder: Path, max_bytes: int) -> None:
-    """Tokenize the segments that readers of ``folder`` request, until standard input closes."""
+def main(folder: Path, max_bytes: int, origin: str = "") -> None:
+    """Tokenize the segments that readers of ``folder`` request from a source, until standard input closes."""
     ignore_signals()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # other cores are for training and other workers
     if hasattr(os, "nice"):
         os.nice(10)
-    _serve(Stream.load(folder), max_bytes)
+    _serve(Stream.load(folder, origin), max_bytes)
 
 
 def _exit_with_parent() -> None:
@@ -41,8 +41,9 @@ def _serve(stream: Stream, max_bytes: int) -> None:
     failed: dict[int, float] = {}  # segment: time of the last storage failure
     while True:
         requests = read_requests(stream.folder)
-        for number in _missing(stream, requests):
-            if time.monotonic() - failed.get(number, -_RETRY) < _RETRY and not _is_awaited(number, requests):
+        mine = [request for request in requests if request.origin == stream.source.origin]
+        for number in _missing(stream, mine):
+            if time.monotonic() - failed.get(number, -_RETRY) < _RETRY and not _is_awaited(number, mine):
                 continue
             if max_bytes and not make_room(stream, requests, number, max_bytes):
                 continue
@@ -98,4 +99,4 @@ def make_room(stream: Stream, requests: list[SegmentRequest], number: int, max_b
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
