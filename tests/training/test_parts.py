@@ -89,7 +89,9 @@ def data_keys(folder: Path) -> list[set[str]]:
 
 def test_s1_machines_without_a_shared_disk_upload_their_parts(server, corpus, undisturbed, tmp_path):
     url = f"s3://{BUCKET}/parts"
-    end(start(server, corpus, url, tmp_path / "first"))
+    (printed, _), _ = end(start(server, corpus, url, tmp_path / "first"))
+    saved = [line.partition("saved ")[2] for line in printed.splitlines() if "saved " in line]
+    assert saved == [f"{url}/{name}" for name in ("step-00000004", "step-00000008", "final")], printed
     require_equal(server, "parts", undisturbed, tmp_path / "downloaded")
     for node in "01":
         staging = tmp_path / "first" / node / "staging"

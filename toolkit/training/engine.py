@@ -263,8 +263,7 @@ class Engine:
         folder = self.run.save(f"step-{step:08d}")
         for upload in uploads(self.run.callbacks):
             upload.wait()
-        place = folder if folder.parent == self.run.out_dir else f"{self.run.place}/{folder.name}"
-        saved = "" if self.run.is_short else f"; {place} is saved; resume with --resume auto"
+        saved = "" if self.run.is_short else f"; {self.run.address(folder)} is saved; resume with --resume auto"
         return f"stopped after step {step}{saved}"
 
     def _step(self, micro_batches: list[Batch], counts: dict[str, int], learning_rate: float) -> StepResult:
@@ -333,7 +332,7 @@ class Engine:
             if is_on_all_ranks or ranks.world_size() == 1:
                 run.finish_save()
             elif (folder := run.checkpointer.finish_alone()) is not None:
-                run.display.message(f"saved {folder}")
+                run.display.message(f"saved {run.address(folder)}")
                 for upload in uploads(run.callbacks):
                     if upload.uploader is not None:
                         upload.uploader.submit(folder)

@@ -67,6 +67,10 @@ class Launch:
         """The run's folder or URL, for messages."""
         return self.out_dir if self.remote is None else self.remote.url
 
+    def address(self, folder: Path) -> Path | str:
+        """Return where a checkpoint is found, for messages: on the storage, if this machine has only a part of it."""
+        return folder if folder.parent == self.out_dir else f"{self.place}/{folder.name}"
+
     @property
     def timeouts(self) -> Timeouts:
         return Timeouts.from_minutes(self.args.timeout)

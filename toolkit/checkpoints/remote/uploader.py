@@ -132,6 +132,7 @@ class Uploader:
 
     def _upload(self, links: Path) -> None:
         name, is_part = links.name, links in self._parts
+        self.failed.pop(name, None)
         try:
             if self.lease is None:
                 checkpoints.upload_part(self.storage, links, name, lambda: self._is_canceled(links))
@@ -139,7 +140,6 @@ class Uploader:
                 self.lease.require_held()
                 is_canceled = (lambda: self._is_canceled(links)) if is_part else None
                 checkpoints.upload(self.storage, links, name, self._before_complete, is_canceled)
-                self.failed.pop(name, None)
                 checkpoints.prune(self.storage, self.keep_last, is_over=name == FINAL)
         except Exception as error:  # no failed upload may stop training
             reason = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {one_line(error)}"
@@ -147,9 +147,11 @@ class Uploader:
             where = "" if is_part else f"; it is in {self.out_dir}"
             self._messages.append(f"warning: {name} could not be uploaded to {self.storage.url}: {reason}{where}")
 
-        if is_part and (self.lease is not None or name in self.failed):
+        if is_part:
             with self._changed:
-                self._ended_parts.add(self._parts.pop(links))
+                part = self._parts.pop(links)
+                if self.lease is not None or name in self.failed:
+                    self._ended_parts.add(part)
 
     def _is_canceled(self, links: Path) -> bool:
         """Wait a moment, and return whether to give up a part."""

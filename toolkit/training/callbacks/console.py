@@ -34,7 +34,7 @@ class Console(Callback):
             trainer.display.validation(step, {k: v for k, v in metrics.items() if k.startswith("val_")})
 
     def on_checkpoint_saved(self, trainer: Run, folder: Path) -> None:
-        trainer.display.checkpoint(trainer.progress.step, folder)
+        trainer.display.checkpoint(trainer.progress.step, trainer.address(folder))
 
     def on_train_end(self, trainer: Run) -> None:
         progress, display = trainer.progress, trainer.display

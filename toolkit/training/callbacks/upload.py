@@ -45,7 +45,7 @@ class Upload(Callback):
         if taken_by is not None:
             raise GuardError(
                 f"--out_dir {self.args.out_dir}: another run has started in it ({taken_by}); stopped after step "
-                f"{trainer.progress.step}; {folder} is saved. Use one --out_dir per run"
+                f"{trainer.progress.step}{'' if self._has_parts else f'; {folder} is saved'}. Use one --out_dir per run"
             )
 
     def on_train_end(self, trainer: Run) -> None:
