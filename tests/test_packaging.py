@@ -24,7 +24,7 @@ BUDGET = {
     "planning": 15_500,
     "measure": 15_700,
     "training": 39_000,
-    "distributed": 24_700,
+    "distributed": 26_200,
     "diagnostics": 14_400,
     "config": 11_800,
     "inference": 8_200,

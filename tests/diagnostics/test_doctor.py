@@ -30,12 +30,14 @@ def warnings_of(out: str) -> list[str]:
 def test_one_process_prints_the_environment(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("PET_NNODES", "1")
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
     assert cli.main(["doctor", *CPU, "--topology", "--out_dir", str(tmp_path / "runs")]) == 0
     shown = capsys.readouterr().out
     titles = [line for line in shown.splitlines() if not line.startswith(" ")]
-    assert titles == ["Versions", "Machine", "Devices", "Variables", "Disks", "Topology", "Warnings"]
+    assert titles == ["Launcher", "Versions", "Machine", "Devices", "Variables", "Disks", "Topology", "Warnings"]
     for text in ("toolkit ", "torch ", "lightning ", "litdata ", "jsonargparse ", "cgroup limit", "NCCL_DEBUG",
+                 "Kubeflow\n", "rank 0 of 1; node 0 of 1", "PET_NNODES",
                  f"{tmp_path}/runs: ", "/dev/shm: ", "nvidia-smi is missing"):  # fmt: skip
         assert text in shown, text
     assert "hf_secret" not in shown and "\x1b" not in shown

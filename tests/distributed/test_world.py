@@ -3,7 +3,8 @@ import os
 import socket
 import subprocess
 import sys
-from itertools import combinations
+from functools import partial
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from toolkit.distributed.world import WorldInfo, _first_node, cluster_environmen
 from toolkit.errors import UserError
 
 SBATCH = Path(__file__).parents[2] / "scripts" / "slurm" / "pretrain.sbatch"
-LAUNCHERS = ("SLURM", "TORCHELASTIC", "MASTER_", "GROUP_", "LOCAL_", "NODE_")
+LAUNCHERS = ("SLURM", "TORCHELASTIC", "MASTER_", "GROUP_", "LOCAL_", "NODE_", "PET_", "OMPI_", "PMI_", "KUBERNETES_")
 
 
 def clean(**more: object) -> dict[str, str]:
@@ -40,6 +41,40 @@ def manual(**more):
     return {k: str(v) for k, v in ({"LOCAL_RANK": 1, "MASTER_PORT": 29500} | more).items()}
 
 
+def tasks(name: str, rank=0, number=4, per_node=2, **more):
+    """Return what Open MPI, MPICH, Flux or LSF sets."""
+    variables = {
+        "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+                   "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "mpich": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        "jsrun": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+        "flux": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"),
+    }[name]  # fmt: skip
+    last = number // per_node if name == "flux" else per_node
+    values = dict(zip(variables, (number, rank, rank % per_node, last), strict=True)) | NODES
+    return {k: str(v) for k, v in (values | more).items()}
+
+
+def kubeflow(rank=0, nodes=2, per_node="auto", **more):
+    values = {"PET_NNODES": nodes, "PET_NODE_RANK": rank, "PET_NPROC_PER_NODE": per_node, "JOB_COMPLETION_INDEX": rank}
+    values |= {"PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": 29400}
+    return {k: str(v) for k, v in (values | more).items()}
+
+
+def skypilot(rank=0, nodes=2, **more):
+    values = {"SKYPILOT_NUM_NODES": nodes, "SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    return {k: str(v) for k, v in (values | {"SKYPILOT_NUM_GPUS_PER_NODE": 8} | more).items()}
+
+
+def pytorch_job(rank=0, pods=2, **more):
+    values = {"KUBERNETES_SERVICE_HOST": "10.0.0.9", "WORLD_SIZE": pods, "RANK": rank} | NODES
+    return {k: str(v) for k, v in (values | more).items()}
+
+
+def without(environ, *names):
+    return {k: v for k, v in environ.items() if k not in names}
+
+
 NODES = {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
 TWO = {"NODE_RANK": "1", **NODES}
 # devices, num_nodes, available, environment -> devices, nodes, node rank, local rank, launcher, starts processes
@@ -55,16 +90,16 @@ READ = {
     "torchrun and the same flags": (2, 2, None, torchrun(2), (2, 2, 1, 0, "torchrun", False)),
     "torchrun, one process": ("auto", "auto", 4, torchrun(0, 1, 1), (1, 1, 0, 0, "torchrun", False)),
     "torchrun in a SLURM task": ("auto", "auto", None, slurm(1, 2, 2) | torchrun(3), (2, 2, 1, 1, "torchrun", False)),
-    "srun": (2, 2, 2, slurm(3), (2, 2, 1, 1, "slurm", False)),
-    "srun, auto": ("auto", "auto", 2, slurm(2), (2, 2, 1, 0, "slurm", False)),
-    "srun, wrapper sets LOCAL_RANK": (2, "auto", None, slurm(3, LOCAL_RANK=1), (2, 2, 1, 1, "slurm", False)),
+    "srun": (2, 2, 2, slurm(3), (2, 2, 1, 1, "SLURM", False)),
+    "srun, auto": ("auto", "auto", 2, slurm(2), (2, 2, 1, 0, "SLURM", False)),
+    "srun, wrapper sets LOCAL_RANK": (2, "auto", None, slurm(3, LOCAL_RANK=1), (2, 2, 1, 1, "SLURM", False)),
     "srun, a launcher in a task": (2, "auto", None, slurm(0, 2, 1) | manual(), (2, 1, 0, 1, "manual", False)),
-    "srun in a batch script": (2, "auto", None, slurm(3, ENVIRONMENT="BATCH"), (2, 2, 1, 1, "slurm", False)),
-    "srun in salloc": (2, "auto", None, slurm(3, SLURM_JOB_NAME="interactive"), (2, 2, 1, 1, "slurm", False)),
-    "srun, task per node": (8, 2, 8, slurm(1, 2, 2), (8, 2, 1, 0, "slurm", True)),
-    "srun, one task": (2, "auto", None, slurm(0, 1, 1), (2, 1, 0, 0, "slurm", True)),
-    "srun, task per node, auto": ("auto", "auto", 8, slurm(1, 2, 2), (8, 2, 1, 0, "slurm", True)),
-    "srun, task per node, auto, CPU": ("auto", "auto", None, slurm(1, 2, 2), (1, 2, 1, 0, "slurm", False)),
+    "srun in a batch script": (2, "auto", None, slurm(3, ENVIRONMENT="BATCH"), (2, 2, 1, 1, "SLURM", False)),
+    "srun in salloc": (2, "auto", None, slurm(3, SLURM_JOB_NAME="interactive"), (2, 2, 1, 1, "SLURM", False)),
+    "srun, task per node": (8, 2, 8, slurm(1, 2, 2), (8, 2, 1, 0, "SLURM", True)),
+    "srun, one task": (2, "auto", None, slurm(0, 1, 1), (2, 1, 0, 0, "SLURM", True)),
+    "srun, task per node, auto": ("auto", "auto", 8, slurm(1, 2, 2), (8, 2, 1, 0, "SLURM", True)),
+    "srun, task per node, auto, CPU": ("auto", "auto", None, slurm(1, 2, 2), (1, 2, 1, 0, "SLURM", False)),
     "a child of such a task": (
         "auto", "auto", 2, slurm(1, 2, 2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4, **TWO),
         (2, 2, 1, 1, "manual", False),
@@ -75,7 +110,7 @@ READ = {
     ),
     "batch script of one task": (
         2, "auto", None, {k: v for k, v in slurm(0, 1, 1, ENVIRONMENT="BATCH").items() if k != "SLURM_STEP_ID"},
-        (2, 1, 0, 0, "slurm", True),
+        (2, 1, 0, 0, "SLURM", True),
     ),
     "loop in a batch script": (
         8, "auto", 8, {k: v for k, v in slurm(0, 8, 1, ENVIRONMENT="BATCH").items() if k != "SLURM_STEP_ID"}
@@ -90,6 +125,47 @@ READ = {
     "manual, nodes": (2, 2, None, manual(**TWO), (2, 2, 1, 1, "manual", False)),
     "manual, node from RANK": (2, "auto", None, manual(RANK=3, WORLD_SIZE=4, **NODES), (2, 2, 1, 1, "manual", False)),
     "manual, alone": ("auto", "auto", None, {"LOCAL_RANK": "0", "WORLD_SIZE": "1"}, (1, 1, 0, 0, "manual", False)),
+    "mpirun": ("auto", "auto", 2, tasks("mpirun", 3), (2, 2, 1, 1, "Open MPI", False)),
+    "mpirun, a task per node": ("auto", "auto", 8, tasks("mpirun", 1, 2, 1), (8, 2, 1, 0, "Open MPI", True)),
+    "a child of such a task of mpirun": (
+        8, "auto", 8, tasks("mpirun", 1, 2, 1, LOCAL_RANK=5, LOCAL_WORLD_SIZE=8, WORLD_SIZE=16, NODE_RANK=1),
+        (8, 2, 1, 5, "manual", False),
+    ),
+    "mpirun, one task": (2, "auto", 2, tasks("mpirun", 0, 1, 1), (2, 1, 0, 0, "toolkit", True)),
+    "mpirun in a batch script": (
+        2, 2, None, slurm(0, 2, 2, ENVIRONMENT="BATCH") | tasks("mpirun", 3), (2, 2, 1, 1, "Open MPI", False),
+    ),
+    "mpiexec": (2, "auto", None, tasks("mpich", 3), (2, 2, 1, 1, "MPICH or Intel MPI", False)),
+    "mpiexec, its tasks set LOCAL_RANK": (
+        2, "auto", None, tasks("mpich", 3, LOCAL_RANK=1, WORLD_SIZE=4, RANK=3), (2, 2, 1, 1, "manual", False),
+    ),
+    "jsrun": ("auto", 2, 2, tasks("jsrun", 2), (2, 2, 1, 0, "LSF", False)),
+    "flux run": ("auto", "auto", None, tasks("flux", 3), (2, 2, 1, 1, "Flux", False)),
+    "flux run, one node": (
+        "auto", "auto", None, without(tasks("flux", 1, 2, 2), "MASTER_ADDR"), (2, 1, 0, 1, "Flux", False),
+    ),
+    "Kubeflow": ("auto", "auto", 4, kubeflow(1), (4, 2, 1, 0, "Kubeflow", True)),
+    "Kubeflow, CPUs": ("auto", 2, None, kubeflow(1, 2, 3), (3, 2, 1, 0, "Kubeflow", True)),
+    "Kubeflow, one node": (2, "auto", 4, {"PET_NNODES": "1"}, (2, 1, 0, 0, "Kubeflow", True)),
+    "a child of Kubeflow's": (
+        2, "auto", 4, kubeflow(1, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4, **TWO),
+        (2, 2, 1, 1, "manual", False),
+    ),
+    "torchrun in Kubeflow": ("auto", "auto", None, kubeflow(1) | torchrun(3), (2, 2, 1, 1, "torchrun", False)),
+    "torchrun in Kubeflow, 1 to 4 nodes": (
+        "auto", "auto", None, kubeflow(1, "1:4") | torchrun(3), (2, 2, 1, 1, "torchrun", False),
+    ),
+    "torchrun reads PET_NPROC_PER_NODE": (
+        "auto", "auto", None, {"PET_NPROC_PER_NODE": "2"} | torchrun(3), (2, 2, 1, 1, "torchrun", False),
+    ),
+    "PyTorchJob": ("auto", "auto", 4, pytorch_job(1), (4, 2, 1, 0, "Kubeflow's PyTorchJob", True)),
+    "PyTorchJob, a newer one": (1, "auto", None, pytorch_job(1) | kubeflow(1), (1, 2, 1, 0, "Kubeflow", False)),
+    "SkyPilot": ("auto", "auto", 8, skypilot(1), (8, 2, 1, 0, "SkyPilot", True)),
+    "SkyPilot, as users wrote it": (8, 2, 8, skypilot(1) | TWO, (8, 2, 1, 0, "SkyPilot", True)),
+    "a Kubernetes Job": (
+        2, 2, 2, {"JOB_COMPLETION_INDEX": "1", **NODES}, (2, 2, 1, 0, "toolkit", True),
+    ),
+    "a Kubernetes Job, alone": (2, 1, 2, {"JOB_COMPLETION_INDEX": "1"}, (2, 1, 0, 0, "toolkit", True)),
 }  # fmt: skip
 
 
@@ -100,10 +176,6 @@ def test_variables_of_each_launcher_are_read(case):
     assert world == WorldInfo(*expected)
     assert world.world_size == expected[0] * expected[1]
     assert world.global_rank == expected[2] * expected[0] + expected[3]
-
-
-def without(environ, *names):
-    return {k: v for k, v in environ.items() if k not in names}
 
 
 BATCH = without(slurm(0, 16, 2, ENVIRONMENT="BATCH"), "SLURM_STEP_ID")
@@ -134,7 +206,7 @@ REFUSED = {
         4, "auto", None, slurm(0, 2, 1), ["--devices 4", "2 tasks on 1 node", "SLURM_NTASKS=2", "--ntasks-per-node 4"],
     ),
     "srun, --devices 1": (1, "auto", None, slurm(0, 2, 1), ["--devices 1", "SLURM_NTASKS=2", "drop --devices"]),
-    "srun, nodes": (2, 1, None, slurm(), ["--num_nodes 1", "4 tasks on 2 nodes", "SLURM_NNODES=2", "--nodes 1"]),
+    "srun, nodes": (2, 1, None, slurm(), ["--num_nodes 1", "4 tasks on 2 nodes", "SLURM_NNODES=2", "drop --num_nodes"]),
     "srun, uneven": ("auto", "auto", None, slurm(0, 3, 2), ["SLURM_NTASKS=3: SLURM", "NNODES=2", "--ntasks-per-node"]),
     "srun, cyclic distribution": (
         2, "auto", None, slurm(1, SLURM_LOCALID=0, SLURM_NODEID=1), ["SLURM_PROCID=1", "--distribution block"],
@@ -157,7 +229,8 @@ REFUSED = {
     "manual, no port": (2, "auto", None, {"LOCAL_RANK": "1"}, ["MASTER_PORT: not set"]),
     "manual, no node": (2, 2, None, manual(**NODES), ["--num_nodes 2: NODE_RANK is not set"]),
     "manual, no address": (2, 2, None, manual(NODE_RANK=0), ["--num_nodes 2: MASTER_ADDR is not set"]),
-    "RANK alone": (1, "auto", None, {"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "WORLD_SIZE=2", "LOCAL_RANK is not"]),
+    "RANK alone": (2, "auto", None, {"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "LOCAL_RANK is not", "unset RANK"]),
+    "WORLD_SIZE alone": (1, "auto", None, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "LOCAL_RANK is not"]),
     "nodes, no launcher": (
         8, 2, None, {},
         ["--num_nodes 2: NODE_RANK is not set; on every node, start the same command with NODE_RANK=0 (the others: 1), "
@@ -171,6 +244,42 @@ REFUSED = {
     "nodes, bad port": (2, 2, None, TWO | {"MASTER_PORT": "70000"}, ["MASTER_PORT=70000", "less than 65536"]),
     "a node of one": (
         2, "auto", None, {"NODE_RANK": "1"}, ["NODE_RANK=1", "--num_nodes 1; unset NODE_RANK, or use --num_nodes 2"],
+    ),
+    "mpirun, devices": (
+        4, "auto", None, tasks("mpirun"), ["--devices 4: Open MPI started 4 tasks on 2 nodes (OMPI_COMM_WORLD_SIZE=4, "
+        "OMPI_COMM_WORLD_LOCAL_SIZE=2); drop --devices, or use mpirun --map-by ppr:4:node"],
+    ),
+    "mpirun, ranks across nodes": (
+        "auto", "auto", None, tasks("mpirun", 1, OMPI_COMM_WORLD_LOCAL_RANK=0),
+        ["_RANK=1: task 0 of node 0", "ppr:2:node"],
+    ),
+    "mpirun, address": (
+        "auto", "auto", None, without(tasks("mpirun"), *NODES),
+        ["MASTER_ADDR and MASTER_PORT: not set", "the first node and a free port"],
+    ),
+    "mpirun, port": (2, "auto", None, without(tasks("mpirun", 0, 2, 2), *NODES), ["MASTER_PORT: not set", "a free"]),
+    "mpiexec of Cray": (
+        1, "auto", None, {"PMI_SIZE": "2", "PMI_RANK": "1"},
+        ["MPI_LOCALRANKID: not set, but MPICH or Intel MPI sets it together with PMI_SIZE", "unset PMI_SIZE and PMI_"],
+    ),
+    "mpirun of torchrun, alone": (
+        "auto", "auto", None, tasks("mpirun", 1, 2, 1) | torchrun(0, 1, 1),
+        ["OMPI_COMM_WORLD_SIZE=2", "1 node of 1 process (by torchrun); to train one model per task, unset"],
+    ),
+    "Kubeflow, nodes": ("auto", 1, 4, kubeflow(), ["--num_nodes 1: Kubeflow started 2 nodes (PET_NNODES=2)"]),
+    "Kubeflow, devices": (4, "auto", 4, kubeflow(0, 2, 2), ["--devices 4", "PET_NPROC_PER_NODE=2"]),
+    "Kubeflow, 1 to 4 nodes": ("auto", "auto", 4, kubeflow(0, "1:4"), ["PET_NNODES=1:4", "torchrun -m toolkit"]),
+    "Kubeflow, another rank": ("auto", "auto", 4, kubeflow(1, NODE_RANK=0), ["PET_NODE_RANK=1", "this is node 0"]),
+    "Kubeflow, half": (4, "auto", 4, {"PET_NODE_RANK": "0"}, ["PET_NNODES: not set, but Kubeflow", "PET_NODE_RANK"]),
+    "Kubeflow, no address": (4, "auto", 4, without(kubeflow(), "PET_MASTER_ADDR"), ["MASTER_ADDR is not set"]),
+    "torchrun in Kubeflow, alone": (
+        "auto", "auto", None, kubeflow(1) | torchrun(0, 2, 2), ["PET_NNODES=2", "1 node of 2 processes (by torchrun)"],
+    ),
+    "SkyPilot, too few": (8, 2, 8, skypilot(0, 4), ["--num_nodes 2: SkyPilot started 4 nodes (SKYPILOT_NUM_NODES=4)"]),
+    "SkyPilot, manual": (2, "auto", None, skypilot(0, 4) | manual(), ["SKYPILOT_NUM_NODES=4", "1 node of 2 processes"]),
+    "a Kubernetes Job": (2, "auto", 2, {"JOB_COMPLETION_INDEX": "0"}, ["JOB_COMPLETION_INDEX=0", "use --num_nodes"]),
+    "two launchers": (
+        2, "auto", 2, skypilot(1) | kubeflow(1, 3), ["SKYPILOT_NUM_NODES=2", "3 nodes of 2 processes (by Kubeflow)"],
     ),
     "address in brackets": (2, 2, None, TWO | {"MASTER_ADDR": "[::1]"}, ["MASTER_ADDR=[::1]: must be", "::1"]),
     "address and port": (2, 2, None, TWO | {"MASTER_ADDR": "gpu07:29500"}, ["MASTER_ADDR=gpu07:29500: must be"]),
@@ -190,48 +299,42 @@ def test_contradictions_are_one_line_errors(case):
         position = message.index(word, position)
 
 
-UNREAD = {
-    "PET_NNODES": "Kubeflow .*; start torchrun -m toolkit",
-    "SKYPILOT_NUM_NODES": r"SkyPilot .*; use --num_nodes \$SKYPILOT_NUM_NODES, NODE_RANK=\$SKYPILOT_NODE_RANK, MASTER_",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI .*; start one process per node with --num_nodes, NODE_RANK, MASTER_ADDR and MAST",
-    "PMI_SIZE": "MPICH .*; start one process per node with --num_nodes, NODE_RANK, MASTER_ADDR and MASTER_PORT",
+DESCRIPTIONS = {
+    "torchrun": lambda rank: torchrun(rank),
+    "slurm": lambda rank: slurm(rank),
+    "manual": lambda rank: manual(LOCAL_RANK=rank % 2, RANK=rank, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2, **NODES),
+    "kubeflow": lambda rank: kubeflow(rank % 2, 2, 2),
+    "skypilot": lambda rank: skypilot(rank % 2),
+    "PyTorchJob": lambda rank: pytorch_job(rank % 2),
+    **{name: partial(tasks, name) for name in ("mpirun", "mpich", "jsrun", "flux")},
 }
-SUBSETS = [names for n in range(1, len(UNREAD) + 1) for names in combinations(UNREAD, n)]
+"""What launchers set for two nodes of two devices."""
 
 
-def test_launchers_that_are_not_read_are_refused_where_they_started_several_processes():
-    def check(case, names, number):
-        devices, num_nodes, available, environ, expected = READ[case]
-        world, environ = WorldInfo(*expected), environ | dict.fromkeys(names, number)
-        unread = [name for name in names if not is_read(world, name, int(number))]
-        if not unread:
-            assert detect_world(devices, num_nodes, available, environ) == world
-            return
-        with pytest.raises(UserError, match=UNREAD[unread[0]]) as refusal:
-            detect_world(devices, num_nodes, available, environ)
-        assert f"unset {unread[0]}" in str(refusal.value) and "\n" not in str(refusal.value)
+def test_no_subset_of_variables_describes_a_smaller_world():
+    """Whatever is missing: a world of less than a variable says would train several models."""
 
-    def is_read(world, name, number):
-        counts_ranks = name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") and not world.starts_processes
-        sizes = (1, world.num_nodes, world.world_size) if counts_ranks else (1, world.num_nodes)
-        return number in sizes or world.launcher == "torchrun"
+    def check(name, rank, devices, num_nodes):
+        complete = DESCRIPTIONS[name](rank)
+        optional = [v for v in complete if v not in NODES]
+        for dropped in chain.from_iterable(combinations(optional, n) for n in range(len(optional) + 1)):
+            environ = without(complete, *dropped)
+            try:
+                world = detect_world(devices, num_nodes, 2, environ)
+            except UserError:
+                continue
+            says = [int(environ[v]) for v in environ if v in sizes and environ[v].isdecimal()]
+            assert world.world_size >= max(says, default=1), (dropped, world)
+            says = [int(environ[v]) for v in environ if v in ranks]
+            assert max(says, default=0) in (0, world.global_rank, world.node_rank), (dropped, world)
 
-    cases = [case for case in READ if not case.startswith(("srun", "such", "batch", "loop", "shell", "a child"))]
-    check_each(check, [(case, names, number) for case in cases for names in SUBSETS for number in "123"])
-
-
-def test_processes_of_such_launchers_start_if_the_usual_variables_describe_them():
-    """One process per device with LOCAL_RANK, WORLD_SIZE; torchrun; and srun, which sets PMI variables, too."""
-    environ = {"OMPI_COMM_WORLD_SIZE": "4", "PMI_SIZE": "4"} | manual(RANK=3, WORLD_SIZE=4, **NODES)
-    assert detect_world(2, "auto", None, environ) == WorldInfo(2, 2, 1, 1, "manual", False)
-    environ = {"PET_NNODES": "1:4", "SKYPILOT_NUM_NODES": "8"} | torchrun(3)
-    assert detect_world("auto", "auto", None, environ) == WorldInfo(2, 2, 1, 1, "torchrun", False)
-    assert detect_world(1, "auto", None, {"PMI_SIZE": "4"} | slurm(0, 1, 1)) == WorldInfo(1, 1, 0, 0, "slurm", False)
-    for name in ("SKYPILOT_NUM_NODES", "OMPI_COMM_WORLD_SIZE"):  # 4 nodes, or 4 processes that start 4 each
-        with pytest.raises(UserError, match=name):
-            detect_world(4, "auto", 4, {name: "4"})
-    with pytest.raises(UserError, match="PET_NNODES=1:4"):
-        detect_world("auto", "auto", 4, {"PET_NNODES": "1:4"})
+    sizes = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE", "PMI_SIZE",
+             "SKYPILOT_NUM_NODES", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "FLUX_JOB_SIZE",
+             "FLUX_JOB_NNODES", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE", "MPI_LOCALNRANKS"}  # fmt: skip
+    ranks = {"RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "PET_NODE_RANK",
+             "SKYPILOT_NODE_RANK"}  # fmt: skip
+    options = [("auto", "auto"), (2, "auto"), (1, "auto"), (2, 2), (1, 1), (2, 1)]
+    check_each(check, [(name, rank, *each) for name in DESCRIPTIONS for rank in (0, 3) for each in options])
 
 
 def fabric_environment(monkeypatch, layout_of, **variables):
@@ -344,6 +447,28 @@ def test_two_slurm_tasks_with_two_processes_each_form_one_run_of_four(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["Kubeflow", "SkyPilot", "PyTorchJob", "Open MPI"])
+def test_nodes_of_other_launchers_form_one_run(tmp_path, name):
+    """Two nodes with two processes each; toolkit starts them all, or, for Open MPI, the second of each node."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environments = {
+        "Kubeflow": lambda rank: kubeflow(rank, 2, 2, **{f"PET_{k}": v for k, v in address.items()}),
+        "SkyPilot": lambda rank: skypilot(rank, SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.2"),
+        "PyTorchJob": lambda rank: pytorch_job(rank, **address),
+        "Open MPI": lambda rank: tasks("mpirun", rank, 2, 1, **address),
+    }
+    ranks = run_workers(tmp_path, 2, [environments[name](rank) for rank in range(2)])
+    assert ranks == {rank: [4, rank // 2, rank % 2, 15.0] for rank in range(4)}
+
+
+@pytest.mark.slow
+def test_tasks_of_mpi_form_one_run(tmp_path):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = run_workers(tmp_path, "auto", [tasks("mpirun", rank, 2, 1, **address) for rank in range(2)])
+    assert ranks == {rank: [2, rank, 0, 3.0] for rank in range(2)}
+
+
+@pytest.mark.slow
 def test_torchrun_without_devices_flag_forms_one_run(tmp_path):
     prefix = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port())
     assert run_workers(tmp_path, "auto", [{}], prefix) == {0: [2, 0, 0, 3.0], 1: [2, 0, 1, 3.0]}
@@ -396,4 +521,4 @@ def test_slurm_script_requests_match_toolkit_flags():
     assert (requested["nodes"], requested["ntasks-per-node"], requested["gpus-per-node"]) == ("2", "8", "8")
     assert requested["signal"] == "USR1@120" and requested["job-name"] not in ("bash", "interactive")
     tasks = slurm(9, 16, 2, SLURM_JOB_NAME=requested["job-name"])
-    assert detect_world(8, 2, 8, tasks) == WorldInfo(8, 2, 1, 1, "slurm", False)
+    assert detect_world(8, 2, 8, tasks) == WorldInfo(8, 2, 1, 1, "SLURM", False)

@@ -26,6 +26,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import count_devices, pick_accelerator
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
+from toolkit.distributed.launchers import read_variables
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, detect_world
@@ -62,7 +63,9 @@ def examine(
     has_effect = check_grads or strategy == "auto"
     require_option(has_effect, "strategy", strategy, "has no effect without --check_grads")
     minutes = 5.0 if timeout == AUTO else timeout
-    environment = describe_environment(out_dir)
+    place = f"rank {world.global_rank} of {world.world_size}; node {world.node_rank} of {world.num_nodes}"
+    launcher = {"started by": world.launcher, "this process": place} | read_variables(world.launcher)
+    environment = {"Launcher": launcher} | describe_environment(out_dir)
     warnings = find_problems(environment)
     _print(world, format_sections(environment))
     if topology:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.diagnostics.single_process import is_launcher_variable
+from toolkit.distributed.launchers import is_launcher_variable
 from toolkit.errors import CommandError, one_line
 from toolkit.ui.loggers import read_metrics
 

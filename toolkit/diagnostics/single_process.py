@@ -3,7 +3,6 @@
 import io
 import multiprocessing
 import os
-import re
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -12,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from toolkit.data.loader import exit_with_parent
 from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
+from toolkit.distributed.launchers import is_launcher_variable
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CommandError
 from toolkit.planning.auto import resolve_auto
@@ -20,8 +20,6 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.engine import start
 from toolkit.training.short_run import short_run_args, single_process_args
-
-_LAUNCHERS = re.compile("(SLURM|TORCHELASTIC|MASTER|LOCAL|GROUP|ROLE)_.*|TOOLKIT_PARENT_PID|RANK|NODE_RANK|WORLD_SIZE")
 
 
 def run_single_process(
@@ -41,11 +39,6 @@ def run_single_process(
         except BrokenProcessPool as error:
             hint = "possibly out of memory (see troubleshooting: out of memory)"
             raise CommandError(f"one process: was killed or crashed; {hint}") from error
-
-
-def is_launcher_variable(name: str) -> bool:
-    """Whether a launcher such as torchrun or SLURM sets this environment variable for its processes."""
-    return _LAUNCHERS.fullmatch(name) is not None
 
 
 def _train(args: RunArgs, steps: int, device: str, micro_batch_size: int | None, quiet: bool) -> list[StepRecord]:

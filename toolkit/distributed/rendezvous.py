@@ -19,7 +19,8 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.config import AUTO, Auto
-from toolkit.distributed.world import Environ, cluster_environment, detect_world
+from toolkit.distributed.launchers import Environ, find_launchers
+from toolkit.distributed.world import cluster_environment, detect_world
 from toolkit.errors import TerminatedError, UserError, is_reported
 from toolkit.io.threads import call_with_timeout
 
@@ -157,9 +158,9 @@ def _publish(store: Store, peer: _FailedProcess, text: str, code: int) -> None:
 def _locate_this_process(environ: Environ = os.environ) -> _FailedProcess | None:
     """Return this process's rank and store address in a multi-process run; None for one process or if unknown."""
     is_manual = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()  # at least two nodes
-    has_launcher = bool({"LOCAL_RANK", "SLURM_NTASKS"} & environ.keys())
     try:
-        if has_launcher and {"RANK", "WORLD_SIZE"} <= environ.keys() and "LOCAL_WORLD_SIZE" not in environ:
+        has_launcher = bool({"LOCAL_RANK", "SLURM_NTASKS"} & environ.keys() or find_launchers(environ))
+        if "LOCAL_RANK" in environ and {"RANK", "WORLD_SIZE"} <= environ.keys() and "LOCAL_WORLD_SIZE" not in environ:
             # mpirun and the like: --devices specifies how many of the processes are on this node
             environ = {**environ, "LOCAL_WORLD_SIZE": environ["WORLD_SIZE"], "LOCAL_RANK": environ["RANK"]}
             environ.pop("NODE_RANK", None)

@@ -1,4 +1,4 @@
-"""Detection of world size and ranks from the launcher: toolkit, torchrun, SLURM, or manual environment variables.
+"""Detection of world size and ranks from the variables of a launcher, see :mod:`toolkit.distributed.launchers`.
 
 Fabric detects these too, but with "auto" devices under torchrun, or with one SLURM task and two devices, its processes
 silently train independently. So detection happens here, before Fabric is built, and contradictions are errors.
@@ -10,32 +10,16 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from toolkit.config import AUTO, Accelerator, Auto
+from toolkit.distributed.launchers import PYTORCH_JOB, SLURM, Environ, Launcher, find_launchers
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
-Environ = Mapping[str, str]
-
-_MPI = (
-    "start one process per node with --num_nodes, NODE_RANK, MASTER_ADDR and MASTER_PORT, or on a single node only "
-    "toolkit with --devices"
-)
-_UNREAD = {
-    "PET_NNODES": ("Kubeflow", "start torchrun -m toolkit, which reads PET_*"),
-    "SKYPILOT_NUM_NODES": (
-        "SkyPilot",
-        "use --num_nodes $SKYPILOT_NUM_NODES, NODE_RANK=$SKYPILOT_NODE_RANK, MASTER_PORT=29500 and "
-        'MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-    ),
-    "OMPI_COMM_WORLD_SIZE": ("Open MPI", _MPI),
-    "PMI_SIZE": ("MPICH or Intel MPI", _MPI),
-}
-"""The variables in which other launchers set their number of nodes or processes: launcher, and how to start there."""
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _LOCALHOST = "127.0.0.1"
 
@@ -44,8 +28,8 @@ _LOCALHOST = "127.0.0.1"
 class WorldInfo:
     """Number of processes of a run, one per device, and the ranks of this process.
 
-    ``launcher`` is what set the ranks. "manual" is anything else that sets LOCAL_RANK: the user, an unknown launcher,
-    and toolkit for the processes that it launches.
+    ``launcher`` is what set the ranks: torchrun, SLURM, the name of another one, or toolkit if there is none. "manual"
+    is anything else that sets LOCAL_RANK: the user, an unknown launcher, toolkit for the processes that it launches.
     """
 
     devices: int
@@ -53,9 +37,11 @@ class WorldInfo:
     num_nodes: int
     node_rank: int
     local_rank: int
-    launcher: Literal["toolkit", "torchrun", "slurm", "manual"]
+    launcher: str
     starts_processes: bool
     """Whether this process launches the other ``devices - 1`` of its node."""
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What the launcher's variables say, in the variables that torch and Fabric read."""
 
     @property
     def world_size(self) -> int:
@@ -86,16 +72,22 @@ def detect_world(
     _number("MASTER_PORT", environ, 1, below=65536, default=1)
     if not re.fullmatch(r"[\w.-]*|[\da-fA-F:.]+(%[\w.-]+)?", address := environ.get("MASTER_ADDR", "")):
         raise UserError(f"MASTER_ADDR={address}: must be a host name or an IP address alone, such as gpu07 or ::1")
-    if "TORCHELASTIC_RUN_ID" in environ:
+    launchers = find_launchers(environ)
+    of_tasks = next((each for each in launchers if each.starts_tasks and each.count(environ) > 1), None)
+    of_nodes = next((each for each in launchers if not each.starts_tasks), None)
+    if {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} & environ.keys():
         world = _read_torchrun(devices, num_nodes, environ)
-    elif _is_slurm_task(environ):
+    elif of_tasks is not None and "LOCAL_RANK" not in environ:
+        world = _read_tasks(of_tasks, devices, num_nodes, available, environ)
+    elif of_tasks is None and _is_slurm_task(environ):
         world = _read_slurm(devices, num_nodes, available, environ)
     elif "LOCAL_RANK" in environ:
         world = _read_manual(devices, num_nodes, environ)
     else:
-        world = _read_no_launcher(devices, num_nodes, available, environ)
+        world = _read_node(of_nodes, devices, num_nodes, available, environ)
     _check_available(world, available, environ)
-    _check_unread(world, environ)
+    for launcher in launchers:
+        _check_agrees(launcher, world, environ)
     return world
 
 
@@ -119,7 +111,7 @@ def cluster_environment(world: WorldInfo) -> ClusterEnvironment:
 
     if world.launcher == "torchrun":
         return TorchElasticEnvironment()
-    if world.launcher == "slurm":
+    if world.launcher == SLURM.name:
         return _slurm_environment(world)
     if world.world_size > 1:
         _set_node(world)
@@ -174,36 +166,59 @@ def _read_slurm(devices: int | Auto, num_nodes: int | Auto, available: int | Non
             f"SLURM_NTASKS={tasks}: toolkit was started by the batch script, as a single task; start it with srun "
             "toolkit ..., or submit the job with --ntasks=1"
         )
-    variables = f"SLURM_NTASKS={tasks}, SLURM_NNODES={nodes}"
-    started = f"SLURM started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({variables})"
-    if num_nodes not in (AUTO, nodes):
-        raise UserError(f"--num_nodes {num_nodes}: {started}; drop --num_nodes, or use srun --nodes {num_nodes}")
-    if devices == AUTO:
-        if tasks % nodes:
-            raise UserError(f"SLURM_NTASKS={tasks}: {started}, unevenly; use srun --ntasks-per-node")
-        devices = available if tasks == nodes and available else tasks // nodes
     if nodes > 1 and not any(environ.get(name) for name in ("MASTER_ADDR", *_NODE_LISTS)):
         raise UserError(f"SLURM_NNODES={nodes}: SLURM_JOB_NODELIST is not set; set MASTER_ADDR to the first node")
-    if tasks == devices * nodes:
-        return _slurm_task(devices, nodes, environ)
-    if tasks != nodes:
-        raise UserError(f"--devices {devices}: {started}; drop --devices, or use srun --ntasks-per-node {devices}")
-    if "LOCAL_RANK" in environ:  # the first process of a node, after it launched the others
-        return _read_manual(devices, nodes, environ)
-    node_rank = _number("SLURM_NODEID", environ, 0, below=nodes)
-    return WorldInfo(devices, nodes, node_rank, 0, "slurm", starts_processes=True)
-
-
-def _slurm_task(devices: int, nodes: int, environ: Environ) -> WorldInfo:
-    """Read the ranks with one task per device. Reject cyclic distributions: shard groups would span all nodes."""
-    rank, local_rank = _number("SLURM_PROCID", environ, 0), _number("SLURM_LOCALID", environ, 0)
-    world = WorldInfo(devices, nodes, _number("SLURM_NODEID", environ, 0, below=nodes), local_rank, "slurm", False)
-    if local_rank >= devices or rank != world.global_rank:
-        raise UserError(
-            f"SLURM_PROCID={rank}: task {local_rank} of node {world.node_rank} (SLURM_LOCALID, SLURM_NODEID), but "
-            f"each node must run {devices} consecutive tasks; use srun --ntasks-per-node {devices} --distribution block"
-        )
+    world = _read_tasks(SLURM, devices, num_nodes, available, environ)
+    if world.starts_processes and "LOCAL_RANK" in environ:  # the first process of a node, after it launched the others
+        return _read_manual(world.devices, world.num_nodes, environ)
     return world
+
+
+def _read_tasks(
+    launcher: Launcher, devices: int | Auto, num_nodes: int | Auto, available: int | None, environ: Environ
+) -> WorldInfo:
+    """Read the ranks of a launcher of tasks: one per device, or one per node, which launches the others."""
+    tasks = _number(launcher.size, environ, 1)
+    if launcher.nodes:
+        nodes = _number(launcher.nodes, environ, 1, default=1 if num_nodes == AUTO else num_nodes)
+    else:
+        nodes = tasks // _number(launcher.local_size, environ, 1, below=tasks + 1)
+    counts = [name for name in (launcher.size, launcher.nodes, launcher.local_size) if environ.get(name)]
+    shown = ", ".join(f"{name}={environ[name]}" for name in counts)
+    started = f"{launcher.name} started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({shown})"
+    if num_nodes not in (AUTO, nodes):
+        hint = f"drop --num_nodes, or start {_count(num_nodes, 'node')}"
+        raise UserError(f"--num_nodes {num_nodes}: {started}; {hint}")
+    if devices == AUTO:
+        devices = available if tasks == nodes and available else tasks // nodes
+    hint = launcher.per_node.format(devices)
+    if tasks % nodes:
+        raise UserError(f"{launcher.size}={tasks}: {started}, unevenly; use {hint}")
+    if tasks not in (nodes, devices * nodes):
+        raise UserError(f"--devices {devices}: {started}; drop --devices, or use {hint}")
+    rank, local_rank = _number(launcher.rank, environ, 0, below=tasks), _number(launcher.local_rank, environ, 0)
+    starts = tasks < devices * nodes
+    node_rank = _number("SLURM_NODEID", environ, 0, below=nodes) if launcher is SLURM else rank * nodes // tasks
+    world = WorldInfo(devices, nodes, node_rank, 0 if starts else local_rank, launcher.name, starts)
+    # Shard groups of tasks that are numbered across the nodes would span all nodes.
+    if local_rank >= tasks // nodes or rank != node_rank * (tasks // nodes) + local_rank:
+        block = " --distribution block" if launcher is SLURM else ""
+        raise UserError(
+            f"{launcher.rank}={rank}: task {local_rank} of node {node_rank}, but each node must run "
+            f"{tasks // nodes} consecutive tasks; use {launcher.per_node.format(tasks // nodes)}{block}"
+        )
+    if launcher is SLURM:
+        return world
+    needed = ["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"] * (nodes > 1 or not starts)
+    if missing := [name for name in needed if not environ.get(name)]:
+        what = "the first node and a free port" if nodes > 1 else "a free port"
+        raise UserError(
+            f"{' and '.join(missing)}: not set; {launcher.name} does not tell tasks how to connect, so start all with "
+            f"the same values ({what})"
+        )
+    variables = {"NODE_RANK": str(node_rank)}
+    variables |= {} if starts else {"LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(tasks)}
+    return replace(world, variables=variables)
 
 
 def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -> WorldInfo:
@@ -233,17 +248,55 @@ def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -
     return _check_rank(WorldInfo(devices, nodes, node_rank, local_rank, "manual", False), environ)
 
 
-def _read_no_launcher(devices: int | Auto, num_nodes: int | Auto, available: int | None, environ: Environ) -> WorldInfo:
-    """Return the ranks without a launcher: this process is the first of its node."""
+def _read_node(
+    launcher: Launcher | None, devices: int | Auto, num_nodes: int | Auto, available: int | None, environ: Environ
+) -> WorldInfo:
+    """Return the ranks of the first process of a node, of a launcher of nodes or without one."""
+    variables: dict[str, str] = {}
+    index = environ.get("JOB_COMPLETION_INDEX", "0")
+    if launcher is not None:
+        devices, num_nodes, variables = _read_nodes(launcher, devices, num_nodes, environ)
+    elif "JOB_COMPLETION_INDEX" in environ and "NODE_RANK" not in environ:
+        if num_nodes == AUTO:
+            raise UserError(
+                f"JOB_COMPLETION_INDEX={index}: a pod of a Kubernetes Job, which does not say how many there are; use "
+                "--num_nodes (1: this pod trains alone)"
+            )
+        variables = {"NODE_RANK": index} if num_nodes > 1 else {}
+    environ = {**variables, **environ}
     devices = (available or 1) if devices == AUTO else devices
     nodes = 1 if num_nodes == AUTO else num_nodes
-    if "RANK" in environ and (world_size := _number("WORLD_SIZE", environ, 1, default=1)) > 1:
-        hint = "set it to the rank within the node, or unset RANK if toolkit starts the processes"
-        raise UserError(f"RANK={environ['RANK']}: one of WORLD_SIZE={world_size}, but LOCAL_RANK is not set; {hint}")
     node_rank = _node_rank(nodes, environ)
     if nodes > 1:
         _require(["MASTER_ADDR", "MASTER_PORT"], nodes, environ)
-    return WorldInfo(devices, nodes, node_rank, 0, "toolkit", starts_processes=devices > 1)
+    for name, limit in (("WORLD_SIZE", devices * nodes), ("LOCAL_WORLD_SIZE", devices), ("RANK", 0)):
+        if launcher is None and (number := _number(name, environ, 0, default=0)) > limit:
+            hint = f"set it to the rank within the node, or unset {name} if toolkit starts the processes"
+            raise UserError(f"{name}={number}: one of several processes, but LOCAL_RANK is not set; {hint}")
+    name = "toolkit" if launcher is None else launcher.name
+    return WorldInfo(devices, nodes, node_rank, 0, name, starts_processes=devices > 1, variables=variables)
+
+
+def _read_nodes(
+    launcher: Launcher, devices: int | Auto, num_nodes: int | Auto, environ: Environ
+) -> tuple[int | Auto, int, dict[str, str]]:
+    """Return devices, nodes, and this node's rank and the address of the first, of a launcher of nodes."""
+    if ":" in environ[launcher.size]:
+        hint = "start torchrun -m toolkit, which connects as many as there are"
+        raise UserError(f"{launcher.size}={environ[launcher.size]}: a number of nodes that changes; {hint}")
+    nodes = _number(launcher.size, environ, 1)
+    if num_nodes not in (AUTO, nodes):
+        started = f"{launcher.name} started {_count(nodes, 'node')} ({launcher.size}={nodes})"
+        raise UserError(f"--num_nodes {num_nodes}: {started}; drop --num_nodes")
+    if (per_node := environ.get(launcher.local_size, "")).isdecimal():
+        if devices not in (AUTO, int(per_node)):
+            raise UserError(f"--devices {devices}: not equal to {launcher.local_size}={per_node}; drop --devices")
+        devices = int(per_node)
+    if nodes == 1:
+        return devices, 1, {}
+    addresses = environ.get(launcher.address, "").split()
+    variables = {"NODE_RANK": environ[launcher.rank], "MASTER_PORT": environ.get(launcher.port) or "29500"}
+    return devices, nodes, variables | ({"MASTER_ADDR": addresses[0]} if addresses else {})
 
 
 def _node_rank(nodes: int, environ: Environ, default: int | None = None) -> int:
@@ -275,26 +328,28 @@ def _check_available(world: WorldInfo, available: int | None, environ: Environ) 
         return
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     count = _count(available, "device") + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
-    if world.launcher == "slurm" and not world.starts_processes:
+    if world.launcher == SLURM.name and not world.starts_processes:
         hint = "every task must see all devices of its node: use srun --gpus-per-node, not --gpus-per-task"
         raise UserError(f"--devices {world.devices}: this task sees {count}; {hint}")
     hint = f"torchrun --nproc_per_node {available}" if world.launcher == "torchrun" else f"--devices {available}"
     raise UserError(f"--devices {world.devices}: this machine has {count}; use {hint}")
 
 
-def _check_unread(world: WorldInfo, environ: Environ) -> None:
-    """Reject a launcher that started several processes if this run does not contain them: each would train alone."""
-    for name, (launcher, hint) in _UNREAD.items():
-        number = environ.get(name, "").rpartition(":")[2]  # PET_NNODES may be 1:4
-        is_from_srun = name == "PMI_SIZE" and "SLURM_STEP_ID" in environ
-        if is_from_srun or world.launcher == "torchrun" or not number.isdecimal():
-            continue
-        counts_ranks = hint == _MPI and not world.starts_processes
-        if int(number) not in (0, 1, world.num_nodes, world.world_size if counts_ranks else 1):
-            raise UserError(
-                f"{name}={environ[name]}: {launcher} started several processes, but toolkit does not read its "
-                f"variables; {hint}. To train one model per process, unset {name}"
-            )
+def _check_agrees(launcher: Launcher, world: WorldInfo, environ: Environ) -> None:
+    """Reject a launcher that started tasks or nodes which this run does not contain: each would train alone."""
+    if (number := launcher.count(environ)) <= 1:
+        return
+    is_of_tasks = launcher.starts_tasks and not world.starts_processes and number == world.world_size
+    what = "task" if launcher.starts_tasks else "node"
+    started = f"{launcher.name} started {_count(number, what)}"
+    hint = f"to train one model per {what}, unset {launcher.size}"
+    if number != world.num_nodes and not is_of_tasks:
+        run = f"{_count(world.num_nodes, 'node')} of {_count(world.devices, 'process')} (by {world.launcher})"
+        raise UserError(f"{launcher.size}={number}: {started}, but this run has {run}; {hint}")
+    expected = world.global_rank if is_of_tasks else world.node_rank
+    if (rank := _number(launcher.rank, environ, 0, default=expected)) != expected:
+        here = f"this is {what} {expected} (by {world.launcher})"
+        raise UserError(f"{launcher.rank}={rank}: {started}, but {here}; let both agree, or {hint}")
 
 
 def _check_rank(world: WorldInfo, environ: Environ) -> WorldInfo:
@@ -351,4 +406,8 @@ def _first_node(nodes: str) -> str:
 
 def _set_node(world: WorldInfo) -> None:
     """Set the variables that launched processes inherit. LOCAL_WORLD_SIZE is the resolved value of --devices."""
+    if world.launcher == PYTORCH_JOB.name:  # they count pods
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    for name, value in world.variables.items():
+        os.environ.setdefault(name, value)
     os.environ["NODE_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(world.node_rank), str(world.devices)

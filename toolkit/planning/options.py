@@ -3,7 +3,6 @@
 import glob
 import importlib.util
 import math
-import os
 from pathlib import Path
 
 from toolkit.checkpoints.remote.run import check_out_dir
@@ -13,6 +12,7 @@ from toolkit.config.classes import classes_of
 from toolkit.data import DataModule, HuggingFaceText
 from toolkit.data.chat.template import require_style
 from toolkit.data.sft.datasets import InstructionData
+from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option
@@ -96,11 +96,6 @@ def require_profiled_steps(profiler: ProfilerArgs, total_steps: int | None) -> N
             f"--profiler.wait {profiler.wait}: with --profiler.warmup {profiler.warmup}, profiling begins after step "
             f"{before}, but the run has only {total_steps}; lower them, or train longer"
         )
-
-
-def is_launched() -> bool:
-    """Whether a launcher started this process."""
-    return bool({"LOCAL_RANK", "RANK", "SLURM_PROCID"} & os.environ.keys())
 
 
 def _known_batch(args: RunArgs) -> BatchPlan | None:

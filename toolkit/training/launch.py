@@ -21,10 +21,10 @@ from toolkit.data.base import PreparedData, Report
 from toolkit.distributed.device import count_devices, deterministic_algorithms, fp32_reductions, pick_accelerator
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
+from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.io.paths import is_url
 from toolkit.models.block import Block
-from toolkit.planning.options import is_launched
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.data import prepare_data, uses_old_ends, with_length
