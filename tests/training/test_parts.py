@@ -27,12 +27,12 @@ def server():
         yield server
 
 
-def start(server, corpus: Path, out_dir: object, folder: Path, n_machines: int = 2) -> list:
-    """Start a run on machines of one rank, each with a home and a staging folder, or on one machine with two ranks."""
+def start(server, corpus: Path, out_dir: object, folder: Path, n_machines: int = 2, *, swapped: bool = False) -> list:
+    """Start a run on machines of one rank, each with a home and a staging folder. ``swapped``: rank 0 on the last."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = []
     for node in range(n_machines):
-        machine = folder / str(node)
+        machine = folder / str(n_machines - 1 - node if swapped else node)
         words = [*flags_for(corpus, str(out_dir).format(node=node), **TRAIN), *SHARDED]
         words += ["--devices", "1", "--num_nodes", str(n_machines)]
         if str(out_dir).startswith("s3:"):
@@ -115,23 +115,27 @@ def test_s2_parts_resume_on_clean_machines_and_on_one_rank(server, corpus, undis
     require_equal(server, "resumed", tmp_path / "local", tmp_path / "downloaded again")
 
 
+@pytest.mark.parametrize("killed", [1, 0])
 def test_s1_machine_killed_before_its_part_is_uploaded_leaves_the_previous_checkpoint(
-    server, corpus, undisturbed, tmp_path
+    server, corpus, undisturbed, tmp_path, killed
 ):
-    url, part = f"s3://{BUCKET}/killed", "step-00000008/lit_model.pth/__1_"
-    server.faults = Faults(cut_uploads_of=part)
+    """The run continues, also with rank 0 on the other machine, at another address, and a new disk on this one."""
+    run = f"killed-{killed}"
+    url = f"s3://{BUCKET}/{run}"
+    server.faults = Faults(cut_uploads_of=f"step-00000008/lit_model.pth/__{killed}_")
     processes = start(server, corpus, url, tmp_path / "first")
     while not server.faults.done["cut_uploads_of"]:
         time.sleep(0.05)
-    os.killpg(processes[1].pid, signal.SIGKILL)
-    _, err = finish(processes[0])
-    finish(processes[1])
-    assert processes[0].returncode == 1 and "rank 1" in err, err
+    os.killpg(processes[killed].pid, signal.SIGKILL)
+    _, err = finish(processes[1 - killed])
+    finish(processes[killed])
+    assert processes[1 - killed].returncode == 1 and f"rank {killed}" in err, err
     server.faults = Faults()
-    assert server.checkpoints("killed") == {"step-00000004"} and server.objects("killed/step-00000008/")
-    outputs = end(start(server, corpus, url, tmp_path / "second"))
+    assert server.checkpoints(run) == {"step-00000004"} and server.objects(f"{run}/step-00000008/")
+    shutil.rmtree(tmp_path / "first" / str(killed))
+    outputs = end(start(server, corpus, url, tmp_path / "first", swapped=killed == 0))
     assert all("downloading" in out and "step-00000004" in out for out, _ in outputs)
-    require_equal(server, "killed", undisturbed, tmp_path / "downloaded")
+    require_equal(server, run, undisturbed, tmp_path / "downloaded")
 
 
 @pytest.mark.parametrize("damage", ["missing", "checksum mismatch"])
