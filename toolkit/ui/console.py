@@ -60,7 +60,7 @@ class PlainProgress(ProgressDisplay):
         self._announced: set[str] = set()
 
     def phase(self, text: str) -> None:
-        self._pace.phase(text)
+        super().phase(text)
         # after the first step, phases only alternate, and validation and saving print lines
         if self._printed_at < 0 and text not in self._announced:
             self._print(capitalized(text))
@@ -71,7 +71,7 @@ class PlainProgress(ProgressDisplay):
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._unprinted = step, metrics
-        self._pace.step(step, metrics)
+        super().step(step, metrics)
         elapsed = self._pace.elapsed()
         if elapsed - self._printed_at >= (1 if elapsed < 60 else 10) or step == self.total_steps:
             self._print_step()
@@ -89,7 +89,7 @@ class PlainProgress(ProgressDisplay):
     def _print_step(self) -> None:
         assert self._unprinted is not None
         step, metrics = self._unprinted
-        elapsed, seconds_left = self._pace.elapsed(), self._pace.seconds_left(step, self.total_steps)
+        elapsed, seconds_left = self._pace.elapsed(), self.seconds_left(step)
         labels = [f"{label} {value}" for label, value in label_values(metrics, STEP_METRICS)]
         remaining = f"{format_seconds(seconds_left)} left" if seconds_left else ""
         times = f"elapsed {format_seconds(elapsed)}", remaining, self._pace.bottleneck()

@@ -59,14 +59,14 @@ class LiveProgress(ProgressDisplay):
         os.register_at_fork(after_in_child=self._live._disable_redirect_io)
 
     def phase(self, text: str) -> None:
-        self._pace.phase(text)
+        super().phase(text)
         self._phase, self._phase_since = capitalized(text), self._pace.elapsed()
 
     def _print(self, text: str) -> None:
         self.console.print(Text(text))
 
     def step(self, step: int, metrics: Metrics) -> None:
-        self._pace.step(step, metrics)
+        super().step(step, metrics)
         self._step, self._metrics = step, metrics
 
     def validation(self, step: int, metrics: Metrics) -> None:
@@ -89,7 +89,7 @@ class LiveProgress(ProgressDisplay):
             done = f"{self._step:,}/{total:,}  {self._step * 100 // total:>3}%" if total else f"step {self._step:,}"
             cells = [*label_values(self._metrics, STEP_METRICS), ("elapsed", format_seconds(elapsed))]
             if total:
-                seconds_left = self._pace.seconds_left(self._step, total)
+                seconds_left = self.seconds_left(self._step)
                 cells.append(("left", "..." if seconds_left is None else format_seconds(seconds_left)))
             lines = [Columns(map(_draw_cell, cells + self._saved), padding=(0, 2)), self._validation]
             lines.append(Text(self._pace.bottleneck(), style="yellow"))

@@ -54,6 +54,7 @@ class ProgressDisplay:
 
     def phase(self, text: str) -> None:
         """Set the current phase, for example "preparing data" or "training"."""
+        self._pace.phase(text)
         self.event("phase", phase=text)
 
     def message(self, text: str) -> None:
@@ -68,7 +69,12 @@ class ProgressDisplay:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Show a completed optimizer step, counted from 1. :data:`STEP_METRICS` may be missing or None."""
+        self._pace.step(step, metrics)
         self.event("step", **{**metrics, "step": step, "total_steps": self.total_steps})
+
+    def seconds_left(self, step: int) -> float | None:
+        """Estimate the seconds from ``step`` to the end of the run. Return ``None`` while unknown."""
+        return self._pace.seconds_left(step, self.total_steps)
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Show a validation result: ``val_loss``, and optionally val_ppl, val_bpb and val_loss_<source>."""

@@ -1,5 +1,6 @@
 """The callbacks of a run: built-in ones by its options, and the user's."""
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -20,6 +21,7 @@ from toolkit.objectives.inputs import original_module
 from toolkit.reporting.page import REPORT, write_report
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
+from toolkit.training.callbacks.kubeflow import SERVER, KubeflowStatus
 from toolkit.training.callbacks.metrics import (
     ExternalLoggers,
     MetricsFile,
@@ -76,6 +78,7 @@ def build_callbacks(
         callbacks.append(start_uploads(launch.remote, launch, stack, leaders))
     if ranks.global_rank() == 0:
         callbacks.append(Console())  # after the uploads, because it prints the final summary
+        callbacks += [KubeflowStatus()] if os.environ.get(f"{SERVER}_URL") else []
     if sampler is not None:
         callbacks.append(sampler)
     if args.train.patience is not None:
