@@ -23,7 +23,7 @@ BUDGET = {
     "checkpoints": 46_800,
     "planning": 15_500,
     "measure": 15_700,
-    "training": 39_500,
+    "training": 39_600,
     "distributed": 26_200,
     "diagnostics": 14_400,
     "config": 11_800,
