@@ -91,7 +91,7 @@ CASES = [pytest.param(block, id=re.sub(r"\W+", "-", block)[:60]) for block in BL
 @pytest.mark.parametrize("block", CASES)
 def test_commands_of_the_tutorial(block, workplace):
     run(block, workplace)
-    for out_dir in re.findall(r"--out_dir (\S+)", block):
+    for out_dir in re.findall(r"--out_dir (?!/|s3:)(\S+)", block):
         assert (workplace / out_dir / "final" / "COMPLETE").exists()
 
 
@@ -121,6 +121,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
         "prepare_data",
         "generate",
         "serve",
+        "launch",
         "report",
         "consolidate",
         "verify",
@@ -151,7 +152,7 @@ def test_commands_for_users_of_other_tools_run(page, tmp_path):
     for block in blocks:
         block = re.sub(r"^toolkit download .*\n", "", block.replace("2000", "200"), flags=re.M)
         run(block, tmp_path, CUDA_VISIBLE_DEVICES="")
-        for out_dir in re.findall(r"--out_dir (\S+)", block):
+        for out_dir in re.findall(r"--out_dir (?!/|s3:)(\S+)", block):
             assert (tmp_path / out_dir / "final" / "COMPLETE").exists()
 
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from functools import partial
 from itertools import chain, combinations
-from pathlib import Path
 
 import pytest
 from helpers.cases import check_each
@@ -13,7 +12,6 @@ from helpers.cases import check_each
 from toolkit.distributed.world import WorldInfo, _first_node, cluster_environment, detect_world
 from toolkit.errors import UserError
 
-SBATCH = Path(__file__).parents[2] / "scripts" / "slurm" / "pretrain.sbatch"
 LAUNCHERS = ("SLURM", "TORCHELASTIC", "MASTER_", "GROUP_", "LOCAL_", "NODE_", "PET_", "OMPI_", "PMI_", "KUBERNETES_")
 
 
@@ -472,53 +470,3 @@ def test_tasks_of_mpi_form_one_run(tmp_path):
 def test_torchrun_without_devices_flag_forms_one_run(tmp_path):
     prefix = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port())
     assert run_workers(tmp_path, "auto", [{}], prefix) == {0: [2, 0, 0, 3.0], 1: [2, 0, 1, 3.0]}
-
-
-def run_sbatch(tmp_path, code: int, *arguments: str, **variables: str):
-    """Run the SLURM script with an srun that exits with ``code``; return its exit code and the commands it called."""
-    programs, log = tmp_path / "bin", tmp_path / "log"
-    programs.mkdir()
-    for name, ends in (("srun", code), ("scontrol", 0)):
-        text = f'#!/bin/bash\necho "{name} $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS $*" >> "{log}"\nexit {ends}\n'
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "6"}
-    done = subprocess.run(["bash", str(SBATCH), *arguments], env=environment | variables, capture_output=True)
-    return done.returncode, log.read_text().splitlines()
-
-
-def test_slurm_script_launches_the_run_and_forwards_arguments(tmp_path):
-    assert subprocess.run(["bash", "-n", str(SBATCH)]).returncode == 0
-    code, calls = run_sbatch(tmp_path, 0, "--train.max_steps", "10", "--log.run", "two words")
-    assert code == 0 and len(calls) == 1
-    assert calls[0].startswith("srun 6 6 toolkit pretrain ")
-    assert " --devices 8 --num_nodes 2 " in calls[0]
-    assert calls[0].endswith("--resume auto --train.max_steps 10 --log.run two words")
-
-
-def test_s3_slurm_script_requeues_after_the_time_limit_signal(tmp_path):
-    code, calls = run_sbatch(tmp_path, 138)
-    assert code == 0
-    assert calls[1:] == ["scontrol 6 6 requeue 77"]
-
-
-@pytest.mark.parametrize("end", [1, 2, 3, 130, 137, 143])
-def test_slurm_script_forwards_other_exit_codes(tmp_path, end):
-    code, calls = run_sbatch(tmp_path, end)
-    assert code == end and len(calls) == 1
-
-
-def test_slurm_script_limits_restarts(tmp_path):
-    code, calls = run_sbatch(tmp_path, 138, SLURM_RESTART_COUNT="50")
-    assert code == 138 and len(calls) == 1
-
-
-def test_slurm_script_requests_match_toolkit_flags():
-    options = [
-        line.removeprefix("#SBATCH --") for line in SBATCH.read_text().splitlines() if line.startswith("#SBATCH")
-    ]
-    requested = dict(option.split("=") for option in options if "=" in option)
-    assert (requested["nodes"], requested["ntasks-per-node"], requested["gpus-per-node"]) == ("2", "8", "8")
-    assert requested["signal"] == "USR1@120" and requested["job-name"] not in ("bash", "interactive")
-    tasks = slurm(9, 16, 2, SLURM_JOB_NAME=requested["job-name"])
-    assert detect_world(8, 2, 8, tasks) == WorldInfo(8, 2, 1, 1, "SLURM", False)

@@ -21,11 +21,11 @@ from toolkit.extension import registered
 from toolkit.io.paths import is_path_option
 
 NO_PATHS = {
-    "command",
-    "base_model", "callbacks", "checkpoint_dirs", "columns", "compiler", "family", "family_options", "group", "host",
-    "latent_attention", "logger_name", "model_name", "name", "options", "part", "project", "prompt", "prompt_style",
-    "push_to_hub", "repo_id", "revision", "rope_adjustments", "run", "run_dirs", "shell", "sources", "split",
-    "split_names", "strategy", "subset", "system", "tasks", "text_column", "val_split", "wrap_classes",
+    "command", "base_model", "callbacks", "checkpoint_dirs", "claim", "columns", "compiler", "family",
+    "family_options", "gpu", "group", "host", "image", "latent_attention", "logger_name", "model_name", "name",
+    "options", "part", "project", "prompt", "prompt_style", "push_to_hub", "repo_id", "revision", "rope_adjustments",
+    "run", "run_dirs", "secrets", "shell", "sources", "split", "split_names", "strategy", "subset", "system", "tasks",
+    "text_column", "time", "val_split", "wrap_classes",
 }  # fmt: skip
 
 

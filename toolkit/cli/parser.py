@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands import COMMANDS, LISTS, TRAINING, WRAPPING
+from toolkit.commands import COMMANDS, LAUNCH, LISTS, TRAINING, WRAPPING
 from toolkit.config import AUTO
 from toolkit.config.checks import note
 from toolkit.config.classes import class_path
@@ -24,6 +24,7 @@ from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import add_extensions, split_names
 from toolkit.io.paths import require_local
 from toolkit.io.safe_parse import parse_yaml, read_yaml
+from toolkit.launching.job import CommandLine
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "null", "1", "0")
 Layer = dict[str, OptionValue]
@@ -37,6 +38,10 @@ def parse(
     ``positionals`` are the parameters whose flag may be omitted; ``argv`` are the words after the subcommand ``name``.
     """
     functions: tuple[Callable[..., None], ...] = (setup,)
+    training: list[str] = []
+    if name == LAUNCH and "--" in argv:
+        at = argv.index("--")
+        argv, training = argv[:at], argv[at + 1 :]
     if name in WRAPPING and argv[:1] not in (["--help"], ["-h"], ["compatibility"]):
         wrapped = _wrapped_command(name, argv)
         functions = (setup, importlib.import_module(COMMANDS[wrapped][0]).setup)
@@ -60,7 +65,9 @@ def parse(
     options, common = command.options(), dict(words)
     shown = [p.upper() if options[p].is_required else f"[{p.upper()}]" for p in positionals]
     shown += ["..." for p in positionals if p in LISTS]
-    usage = " ".join([f"toolkit {name}", *shown, "[--option value ...]"])
+    usage = " ".join(
+        [f"toolkit {name}", *shown, "[--option value ...]", *(["-- COMMAND ..."] if name == LAUNCH else [])]
+    )
     if "help" in common:
         from toolkit.cli.help import format_help
 
@@ -72,7 +79,22 @@ def parse(
     if "print_config" in common:
         print(dump(command, values, extensions), end="")
         return None
-    return command.arguments(values)
+    arguments = command.arguments(values)
+    if name == LAUNCH:
+        line = _parse_training(training)
+        return None if line is None else arguments | {"training": line}
+    return arguments
+
+
+def _parse_training(words: list[str]) -> CommandLine | None:
+    """Parse the training command that `toolkit launch` writes. Return None after printing its help."""
+    if not words:
+        raise UserError("--: must be given before the training command, as in toolkit launch slurm -- pretrain ...")
+    words = words[words[0] == "toolkit" :]
+    name = _wrapped_command(LAUNCH, words)
+    module, positionals, _ = COMMANDS[name]
+    arguments = parse(name, importlib.import_module(module).setup, positionals, words[1:])
+    return None if arguments is None else CommandLine(words, arguments["options"])
 
 
 def _wrapped_command(name: str, argv: list[str]) -> str:

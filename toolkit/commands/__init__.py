@@ -23,6 +23,7 @@ _COMMANDS = {
     "convert_to_litgpt": ("checkpoint_dir out_dir", "export for LitGPT"),
     "merge_lora": ("checkpoint_dir", "merge adapters into the weights"),
     "plan": ("command", "show batch, parameters and memory of a run"),
+    "launch": ("format", "write a file that starts a training command on a cluster"),
     "report": ("run_dirs", "write a page about one or several runs"),
     "doctor": ("", "print the environment, check communication and gradients"),
     "verify_parallel": ("command", "compare a run with a single process"),
@@ -43,6 +44,8 @@ DISTRIBUTED = (*TRAINING, "doctor", "verify_parallel")
 """Commands that can run on several processes."""
 WRAPPING = ("plan", "verify_parallel")
 """Commands that take a training command and its options."""
+LAUNCH = "launch"
+"""The command that takes a training command after ``--``."""
 
 LISTS = ("run_dirs",)
 """Positional parameters that take several words, joined by commas."""

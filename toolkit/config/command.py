@@ -44,14 +44,15 @@ class CommandOptions:
     """The options of a command, the selected classes, and the user's values.
 
     With two ``functions``, the first takes the second's ``options`` as ``run``. If both have a parameter with the same
-    name, the first function's is used. Parameters are scalars, dataclasses (option groups; fields of flat groups have
+    name, the first function's is used. A parameter ``training`` is a command line of its own, which the caller adds to
+    the arguments. Other parameters are scalars, dataclasses (option groups; fields of flat groups have
     no prefix), and abstract base classes (class options).
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         self.functions = functions
         # parameters that hold options, but are not options; a data class may have an option named "run"
-        self.holders = ("run", "groups") if functions[1:] else ("groups",)
+        self.holders = ("run", "groups") if functions[1:] else ("training", "groups")
         self.parameters: dict[str, Option] = {}
         owners: list[Any] = [*reversed(functions)]
         for owner in owners:  # grows by the flat groups
@@ -230,7 +231,7 @@ class CommandOptions:
                     arguments[name] = {group: ready[group] for group in self.extension_groups}
                 elif is_flat(parameter):
                     arguments[name] = parameter.kind(**arguments_of(parameter.kind))
-                else:
+                elif name in ready:
                     arguments[name] = ready[name]
             return arguments
 

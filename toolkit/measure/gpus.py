@@ -97,13 +97,13 @@ GPUS = _read_table()
 """GPUs by name. The first name found in ``torch.cuda.get_device_name()`` applies, so longer names come first."""
 
 
-def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
-    """Return the table name and specs of a GPU, given its name as a user, vendor or driver writes it.
+def find_gpu(name: str, accelerator: str = "cuda", option: str = "--speed") -> tuple[str, GpuSpec]:
+    """Return the table name and specs of the GPU in ``option``, by its name as a user, vendor or driver writes it.
 
     Case, spaces, hyphens, NVIDIA, GeForce, RTX, SXM and the memory type are ignored. The memory size must match.
     """
     if accelerator in ("cpu", "mps"):
-        raise UserError(f"--speed {name}: not supported with --accelerator {accelerator}; remove one of them")
+        raise UserError(f"{option} {name}: not supported with --accelerator {accelerator}; remove one of them")
     size = re.search(r"(\d+)\s*GB", name, re.I)
     matches = [gpu for gpu in GPUS if _key(gpu) == _key(name)]
     fitting = [gpu for gpu in matches if size is None or int(size[1]) == GPUS[gpu].marketed_gb]
@@ -115,7 +115,7 @@ def find_gpu(name: str, accelerator: str = "cuda") -> tuple[str, GpuSpec]:
     near = did_you_mean(key, series or GPUS, normalize=_key)
     if matches:
         near = f"; with other memory: {' or '.join(matches)}"
-    raise UserError(f"--speed {name}: unknown GPU{near} ({', '.join(GPUS)})")
+    raise UserError(f"{option} {name}: unknown GPU{near} ({', '.join(GPUS)})")
 
 
 def _key(name: str) -> str:

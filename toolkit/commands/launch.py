@@ -1,0 +1,132 @@
+"""`toolkit launch`: a file that starts a training command on a cluster."""
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from toolkit.config import AUTO
+from toolkit.errors import UserError
+from toolkit.io.paths import is_url
+from toolkit.launching import FORMATS
+from toolkit.launching.job import CommandLine, Job
+from toolkit.measure.gpus import find_gpu
+from toolkit.planning.training_options import TrainingOptions
+
+
+def setup(
+    format: Literal["slurm", "kubeflow", "jobset", "skypilot", "docker"],
+    training: CommandLine,
+    out: str | None = None,
+    name: str | None = None,
+    gpu: str | None = None,
+    shared_dir: str | None = None,
+    claim: str | None = None,
+    image: str | None = None,
+    secrets: str | None = None,
+    time: str | None = None,
+    spot: bool = False,
+) -> None:
+    """Write a file that starts a training command on a cluster. Starts nothing.
+
+    Put the command after two dashes:
+
+    toolkit launch slurm --shared_dir /shared -- pretrain pythia-160m --devices 8 --num_nodes 2 --out_dir /shared/run
+
+    The command is checked as toolkit plan checks it. Its --num_nodes and --devices are the size of the job. The file's
+    command has --resume auto: started again, it continues from the latest checkpoint.
+
+    Args:
+        format: The system that starts the job.
+        training: The training command.
+        out: The file. Default: standard output.
+        name: Name of the job. Default: the name of the training command.
+        gpu: GPU, such as H100. The planned memory must fit, and SkyPilot requests it.
+        shared_dir: Folder on storage that all nodes share. Containers see it under the same path.
+        claim: Persistent volume claim of Kubernetes that is mounted as --shared_dir.
+        image: Container image that has toolkit.
+        secrets: Names of environment variables that the job needs, separated by commas, such as HF_TOKEN.
+        time: Time limit of SLURM, after which the job is requeued. Default: 24:00:00.
+        spot: Use machines that may be preempted, and continue on others.
+    """
+    given = {"image": image, "shared_dir": shared_dir, "claim": claim, "secrets": secrets, "time": time, "spot": spot}
+    for option, value in given.items():
+        if value and option not in FORMATS[format].options:
+            raise UserError(f"--{option} {value}: has no effect with {format}; remove it")
+        if not value and option in FORMATS[format].required:
+            raise UserError(f"--{option}: must be given with {format}")
+    if time is not None and not re.fullmatch(r"[\d:-]+", time):
+        raise UserError(f"--time {time}: must be a time of SLURM, such as 24:00:00 or 2-00:00:00")
+    shared, command = training.options.shared, training.options.command
+    name = name or command.replace("_", "-")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
+        raise UserError(f"--name {name}: must be up to 40 lowercase letters, digits and hyphens, such as my-run")
+    names = [] if secrets is None else secrets.split(",")
+    if not all(re.fullmatch(r"[A-Za-z_]\w*", secret) for secret in names):  # do not show it: it may be a value
+        raise UserError("--secrets: must be names of environment variables, such as HF_TOKEN,WANDB_API_KEY")
+    has_gpus = shared.accelerator != "cpu"
+    if has_gpus and shared.devices == AUTO:
+        raise UserError("--devices auto: the file needs the GPUs per node; add --devices 8 to the training command")
+    if has_gpus and gpu is None and format == "skypilot":
+        raise UserError("--gpu: must be given with skypilot, such as --gpu H100")
+    if shared.resume not in (False, AUTO) or shared.dry_run:
+        flag = "dry_run true" if shared.dry_run else f"resume {shared.resume}"
+        raise UserError(f"--{flag}: not supported in a launch file, which continues by --resume auto; remove it")
+    if "claim" in FORMATS[format].options and (claim is None) != (shared_dir is None):
+        raise UserError("--shared_dir PATH, --claim NAME: must be given together; add the other one")
+    _check_out_dir(training.options.out_dir, shared_dir, format)
+    nodes, devices = (1 if value == AUTO else value for value in (shared.num_nodes, shared.devices))
+    job = Job(
+        name,
+        ("toolkit", *training.words, *([] if shared.resume else ["--resume", AUTO])),
+        nodes,
+        devices,
+        has_gpus,
+        f"{nodes} x {devices} {'GPUs' if has_gpus else 'processes on CPUs'}, {_planned_memory(training.options, gpu)}",
+        gpu,
+        image,
+        time,
+        shared_dir,
+        claim,
+        tuple(names),
+        spot,
+    )
+    text = FORMATS[format].render(job)
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        Path(out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}") from error
+
+
+def _check_out_dir(out_dir: str, shared_dir: str | None, format: str) -> None:
+    """Check that a run that starts again, on any nodes, finds its checkpoints."""
+    if is_url(out_dir):
+        return
+    if shared_dir is None:
+        local = ", or give --shared_dir PATH and an --out_dir in it" * ("shared_dir" in FORMATS[format].options)
+        raise UserError(f"--out_dir {out_dir}: may be lost with its machine; use a URL such as s3://bucket/run{local}")
+    if not shared_dir.startswith("/"):
+        raise UserError(f"--shared_dir {shared_dir}: must be an absolute path, such as /shared")
+    if not Path(os.path.normpath(out_dir)).is_relative_to(shared_dir):
+        raise UserError(f"--out_dir {out_dir}: must be in --shared_dir {shared_dir}, such as {shared_dir}/run")
+
+
+def _planned_memory(options: TrainingOptions, gpu: str | None) -> str:
+    """Return the planned memory per device as text, after the checks of `toolkit plan`."""
+    start = options.initial_checkpoint_dir
+    if start is not None and (is_url(start) or (Path(start).is_absolute() and not Path(start).exists())):
+        return f"memory unknown: {start} is not on this machine"
+    from toolkit.planning.plan import device_spec_of, format_memory, plan_run, run_args_of
+
+    card = None if gpu is None else find_gpu(gpu, options.shared.accelerator, "--gpu")[1]
+    with run_args_of(options) as args:
+        memory = plan_run(args, device_spec_of(args, card and card.memory / 1e9)).memory
+    if card is not None and memory.total > card.memory:
+        raise UserError(
+            f"--gpu {gpu}: has {card.memory / 1e9:.0f} GB, but the run needs about {format_memory(memory)}; see "
+            f"`toolkit plan --device_memory_gb {card.memory / 1e9:.0f}` for changes that make it fit"
+        )
+    return f"about {memory.total / 1e9:,.1f} GB of memory each (toolkit plan)"
