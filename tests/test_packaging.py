@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 60_800,
+    "data": 60_900,
     "models": 58_900,
     "checkpoints": 46_800,
     "planning": 15_500,

@@ -11,7 +11,7 @@ from toolkit.cli import main
 from toolkit.cli.parser import dump, parse
 from toolkit.commands.pretrain import setup
 from toolkit.config.command import CommandOptions
-from toolkit.data import Mixture, SyntheticTokens, TextFiles
+from toolkit.data import LitData, Mixture, SyntheticTokens, TextFiles
 from toolkit.errors import UserError
 
 
@@ -119,6 +119,10 @@ def test_all_sources_use_one_tokenizer(corpus, tmp_path):
     mixed = prepare({"noise": noise, "one": sources["one"]}, tokenizer=prepared.tokenizer)
     assert mixed.val_sources.keys() == {"one"}
     assert prepare({"a": noise, "b": noise}).vocab_size == 500
+    TextFiles(str(files[0]), vocab_size=300, cache_dir=str(tmp_path)).prepare(tokenizer=None, max_seq_length=32)
+    tokens = {"weight": 0.5, "data": LitData(str(next(tmp_path.glob("text_files-*"))))}
+    for other in (tokens, sources["two"]):  # the tokenizer that prepare_data has written
+        assert prepare({"tokens": tokens, "other": other}).tokenizer.files == prepared.tokenizer.files
 
 
 def test_content_key_is_of_the_sources_and_not_of_the_weights(corpus):

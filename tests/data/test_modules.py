@@ -13,6 +13,7 @@ from toolkit.data import CharText, HuggingFaceText, LitData, PythonStdlib, Synth
 from toolkit.data.text import python_stdlib
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
+from toolkit.training.hyperparameters import keep_old_ends
 
 MODULES = [CharText, LitData, PythonStdlib, SyntheticTokens, TextFiles]
 
@@ -157,10 +158,14 @@ def test_litdata_reads_prepared_and_plain_chunks(prepared, plain):
         assert f"{data.train.tail_tokens + data.val.tail_tokens} leftover tokens at chunk ends" in lines[-1]
         assert any("not verified" in line for line in lines) == (path is not folder)
         assert again.vocab_size <= data.tokenizer.vocab_size and data.vocab_size is None
-    for alone in (LitData(str(folder / "tokens"), split_names=None), LitData(str(folder), split_names=None)):
-        alone = alone.prepare(tokenizer=None, max_seq_length=32, report=lines.append)
-        assert len(alone.train) == data.train.store.n_tokens // 33 and alone.val is None and alone.tokenizer is None
+    for path, has_tokenizer in ((folder / "tokens", False), (folder, True)):
+        alone = LitData(str(path), split_names=None).prepare(tokenizer=None, max_seq_length=32, report=lines.append)
+        assert len(alone.train) == data.train.store.n_tokens // 33 and alone.val is None
+        assert (alone.tokenizer and alone.tokenizer.files) == (data.tokenizer.files if has_tokenizer else None)
         assert alone.content_key != again.content_key
+    resumed = LitData(str(folder))
+    keep_old_ends(resumed)  # the model of an older run has the vocabulary of the tokens
+    assert resumed.prepare(tokenizer=None, max_seq_length=32, report=lines.append).tokenizer is None
 
 
 def test_s2_key_of_plain_chunks_is_that_of_earlier_versions(plain):

@@ -160,7 +160,8 @@ def test_folder_of_prepare_data_keeps_its_splits_on_storage(tmp_path, capsys):
     assert main(words) == 0
     module = LitData(str(tmp_path / "out"))
     here = module.prepare(tokenizer=None, max_seq_length=T, report=lambda line: None)
-    there = prepared_from(f"file://{tmp_path}/out", tmp_path / "b")
+    there = prepared_from(f"file://{tmp_path}/out", tmp_path / "b", lines := [])
+    assert there.tokenizer.files == here.tokenizer.files and f"tokenizer of the data, file://{tmp_path}/out" in lines[0]
     assert there.train.epoch_rows == len(here.train) and abs(len(there.val) - len(here.val)) <= 1
     assert sorted(read_epoch(there)) == sorted(map(tokens_of, map(here.train.__getitem__, range(len(here.train)))))
     stop_workers(stream_of(there).folder)

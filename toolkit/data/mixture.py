@@ -110,7 +110,7 @@ class Mixture(DataModule):
             if source_tokenizer is None:
                 continue
             if tokenizer is None:
-                tokenizer, trained = source_tokenizer, name
+                tokenizer, trained = source_tokenizer, name * (parts[name].vocab_size is None)
                 report(f"Data: all sources use the tokenizer of {name}")
             elif source_tokenizer.fingerprint != tokenizer.fingerprint:
                 raise UserError(

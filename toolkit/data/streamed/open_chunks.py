@@ -18,11 +18,17 @@ from toolkit.data.streamed.open import require_budget
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows
 from toolkit.data.streamed.reader import StreamReader
 from toolkit.data.streamed.stream import Stream
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import INDEX
 from toolkit.data.tokens.store import SPLITS, TOKENS, TokenStore
 from toolkit.errors import UserError
 from toolkit.io.atomic import write_atomic
 from toolkit.io.safe_parse import MAX_BYTES, parse_json
+
+_TOKENIZER_FILES = (  # by name, as some storage cannot be listed
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 
 
 class ChunkRows(NamedTuple):
@@ -99,6 +105,19 @@ def open_chunks(options: Any, folders: list[str], block_size: int, report: Repor
         f"{n_train:,} train rows of {block_size - 1:,} tokens in {len(numbers):,} chunks, read ahead of the run; "
         f"{'no val rows' if val_rows is None else f'{len(val_rows):,} val rows'}",
     )
+
+
+def read_tokenizer(folder: str, where: str, report: Report) -> Tokenizer | None:
+    """Return the tokenizer that prepare_data has written with the tokens; None if there is none."""
+    url = f"{folder}/tokenizer"
+    files = {name: content for name in _TOKENIZER_FILES if (content := _fetch(where, f"{url}/{name}", required=False))}
+    if not files:
+        return None
+    report(f"Data: checkpoints get the tokenizer of the data, {url}")
+    try:
+        return Tokenizer(files, url)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _open_splits(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from toolkit.config import AUTO
 from toolkit.config.checks import require_positive
 from toolkit.data.base import DataModule, PreparedData, Report, require
 from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, MANIFEST, verify
@@ -44,6 +45,7 @@ class LitData(DataModule):
     num_workers: int = 0
 
     takes_urls: ClassVar[tuple[str, ...]] = ("data_path",)
+    add_bos = AUTO  # no option; None if an older version began the run, whose model has no tokenizer: keep_old_ends()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,10 +60,12 @@ class LitData(DataModule):
         return True
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        from toolkit.data.streamed.open_chunks import find_folders, open_chunks
+        from toolkit.data.streamed.open_chunks import find_folders, open_chunks, read_tokenizer
 
         where, block_size = f"--data.data_path {self.data_path}", max_seq_length + 1
         folders = find_folders(self.data_path)
+        if tokenizer is None and self.add_bos == AUTO:
+            tokenizer = read_tokenizer(folders[0], where, report)
         if "://" in folders[0] or any(map(self._is_compressed, folders)):
             opened = open_chunks(self, folders, block_size, report)
         else:

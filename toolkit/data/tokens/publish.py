@@ -48,7 +48,7 @@ def publish_tokens(prepared: PreparedData, out_dir: str, report: Report) -> None
     """
     rows = prepared.train
     with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
-        if isinstance(rows, StreamedRows) and prepared.tokenizer is not None:
+        if isinstance(rows, StreamedRows) and rows.segments.reader.stream.tokenizer is not None:
             files = _files_of_stream(rows, prepared.val, Path(scratch))
         elif isinstance(rows, BlockDataset) and (rows.store.folder / MANIFEST).is_file():
             folder = rows.store.folder
@@ -105,9 +105,9 @@ def _files_of_stream(rows: StreamedRows, val: TokenDataset | None, scratch: Path
         files[f"{split}/{CRC_FILE}"] = packed.getvalue()
         files[f"{split}/{INDEX}"] = json.dumps({"chunks": chunks, "config": config}, sort_keys=True).encode()
     folder = stream.folder / "tokenizer"
-    first = {f"tokenizer/{file.name}": file for file in sorted(folder.iterdir())}
+    tokenizer = {f"tokenizer/{file.name}": file for file in sorted(folder.iterdir())}
     files[MANIFEST] = json.dumps({"largest_token": largest}).encode()  # last: without it, a folder is not complete
-    return first | files
+    return tokenizer | files
 
 
 def _token_folders(part: RowSpans, scratch: Path) -> Iterator[Path]:
