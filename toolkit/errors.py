@@ -136,6 +136,11 @@ def option_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def count_of(count: int, noun: str) -> str:
+    """Return such as ``1 chunk`` or ``2,000 chunks``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def join_first(items: Sequence[str], shown: int = 5) -> str:
     """Join the first ``shown`` items and count the rest: ``a, b and 3 more``."""
     return ", ".join(items[:shown]) + (f" and {len(items) - shown} more" if len(items) > shown else "")

@@ -228,6 +228,12 @@ def test_mistakes_are_one_line(dataset, tmp_path):
     (tmp_path / "x" / "train").mkdir(parents=True)
     (tmp_path / "x" / "train" / "index.json").write_text('{"chunks": [], "config": {"data_format": ["pickle"]}}')
     url = f"file://{folder}"
+    for name in ("train", "val"):
+        write_chunks(tmp_path / "small" / name, 3, 300)
+    small = prepared_from(f"file://{tmp_path}/small", tmp_path / "cache", max_cache_gb=3e-6)  # bytes of three chunks
+    assert "in 1 chunk," in small.summary
+    for rows in (small.train, small.val):
+        stop_workers(rows.segments.reader.stream.folder)
 
     def prepare(data_path: object, **options) -> None:
         prepared_from(data_path, tmp_path / "cache", **options)
@@ -241,7 +247,8 @@ def test_mistakes_are_one_line(dataset, tmp_path):
             (url, {"split_names": ("train", "test")}, r"test/index.json \(see --data.split_names.*: no such file"),
             ("s3://key:secret@bucket/x", {}, "contains credentials"),
             ("abc://x", {}, "unknown kind of storage"),
-            (url, {"max_cache_gb": 1e-6}, "a run needs 5 segments at a time"),
+            (url, {"max_cache_gb": 1e-6}, "a run needs 5 chunks at a time"),
+            (f"file://{tmp_path}/small", {"max_cache_gb": 1e-7}, "a run needs 1 chunk at a time"),
             (folder, {"max_cache_gb": 1.0}, "has no effect"),
         ],
     )

@@ -58,8 +58,8 @@ def test_metrics_have_the_shares_and_the_loss_of_each_source(corpus, tmp_path, c
     assert rows[-1]["val_loss_web"] != rows[-1]["val_loss_code"]
     printed = capsys.readouterr().out
     n_rows = len(prepared.train.sources[1].rows)
-    assert f"Source code: 25.00% of the tokens; {n_rows} rows of 32 tokens, {8 / n_rows:.2f} epochs in this" in printed
-    assert f"source code: 25.000% of the tokens, weight 25.000%; read {8 / n_rows:.2f} times" in printed
+    assert f"Source code: 25.00% of the tokens; {n_rows} rows of 32 tokens, {8 / n_rows:.4g} epochs in this" in printed
+    assert f"source code: 25.000% of the tokens, weight 25.000%; read {8 / n_rows:.4g} times" in printed
     again = Mixture(**yaml.safe_load((out / "final/hyperparameters.yaml").read_text())["data"]["init_args"])
     assert again == text_mixture(corpus)
 

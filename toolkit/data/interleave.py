@@ -239,7 +239,7 @@ class MixtureOrder:
                     "shorten the run, or raise max_epochs"
                 )
             rows = "an unknown number of rows" if size is None else f"{size:,} rows"
-            often = "" if epochs is None else f", {epochs:.2f} epochs in this run"
+            often = "" if epochs is None else f", {epochs:.4g} epochs in this run"
             lines.append(
                 f"Source {source.name}: {source.weight:.2%} of the tokens; {rows} of "
                 f"{source.mean_length:,.4g} tokens{often}"

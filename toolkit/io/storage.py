@@ -40,7 +40,7 @@ _REASONS = (
     (
         "Denied|InvalidAccessKey|SignatureDoesNotMatch|Token|401|403|Permission",
         "access denied",
-        "check the key, and that it may list, read, write and delete there",
+        "check the key, and that it may list and read there, and for --out_dir also write and delete",
     ),
     ("BucketName|ParamValidation", "invalid bucket name", "check it"),
     (

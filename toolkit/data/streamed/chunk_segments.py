@@ -31,6 +31,8 @@ class ChunkSegments(Source):
         urls: Folders of the chunks: URLs, or local folders of compressed chunks.
     """
 
+    noun = "chunk"
+
     def __init__(self, indexes: Path, urls: list[str]) -> None:
         self.urls, self.origin = urls, f"{hash_inputs(urls)[:8]}-"
         self.indexes = [ChunkIndex(indexes / str(i)) for i in range(len(urls))]

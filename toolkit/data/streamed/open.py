@@ -19,7 +19,7 @@ from toolkit.data.streamed.source import SegmentCounts, TextSegments, segment_te
 from toolkit.data.streamed.stream import SOURCE, Stream
 from toolkit.data.text.documents import TAIL, added_bos, choose_ends, train_tokenizer
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import DataError, UserError
+from toolkit.errors import DataError, UserError, count_of
 from toolkit.io.locks import file_lock
 from toolkit.io.storage import StorageError
 
@@ -119,7 +119,7 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
     source, tokenizer, skips = stream.source, stream.tokenizer, text.options.skips_broken
     assert isinstance(source, TextSegments) and tokenizer is not None
     if not skips and (n := stream.discard_broken()):
-        report(f"Data: reading the files of {n} segments again that could not be read before")
+        report(f"Data: reading the files of {count_of(n, 'segment')} again that could not be read before")
     first, counts = _prepare_first(stream, block_size, skips, text.where, report)
     n_rows = counts.tokens // block_size
     max_bytes = require_budget(text.options.max_cache_gb, stream, first)
@@ -130,10 +130,9 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
     elif text.options.val_rows and n_rows > 1:
         held_out = min(text.options.val_rows, max(1, n_rows // 10))
         val = RowSpans(rows, [(first, n_rows - held_out, n_rows)])
-    of_val = None if val is None else [val.segments.reader.stream.folder.name.removesuffix(_OLD_RULE), val.spans]
-    content = [source.key(tokenizer.fingerprint), block_size, of_val]
-    files, n_segments = source.files, len(source.segments)
-    size = sum(file.size for file in files) / 1e6
+    val_content = None if val is None else [val.segments.reader.stream.folder.name.removesuffix(_OLD_RULE), val.spans]
+    content = [source.key(tokenizer.fingerprint), block_size, val_content]
+    size = sum(file.size for file in source.files) / 1e6
     return PreparedData(
         train=StreamedRows(rows, first, n_rows - held_out, {first: held_out} if held_out else {}, skips),  # type: ignore[arg-type]
         val=val,
@@ -141,9 +140,9 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
         added_bos=added_bos(source.ends, tokenizer),
         content_key=hash_inputs(content),
         summary=(
-            f"{len(files):,} file{'s' if len(files) > 1 else ''}, {size:,.1f} MB in {n_segments:,} "
-            f"segment{'s' if n_segments > 1 else ''}, tokenized while they are read; the first has {n_rows:,} rows of "
-            f"{block_size - 1:,} tokens, {'no rows' if val is None else f'{len(val):,} rows'} to validate on"
+            f"{count_of(len(source.files), 'file')}, {size:,.1f} MB in {count_of(len(source.segments), 'segment')}, "
+            f"tokenized while they are read; the first has {n_rows:,} rows of {block_size - 1:,} tokens, "
+            f"{'no rows' if val is None else f'{len(val):,} rows'} to validate on"
         ),
     )
 
@@ -175,12 +174,13 @@ def require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> in
     if max_cache_gb is None:
         return None
     source = stream.source
+    n_segments = min(_MIN_SEGMENTS, len(source.segments))
     size = folder_bytes(stream.segment_folder(first))
     largest = max(map(source.expected_bytes, range(len(source.segments)))) / max(1, source.expected_bytes(first))
-    needed = _MIN_SEGMENTS * size * max(1.0, largest)
+    needed = n_segments * size * max(1.0, largest)
     if max_cache_gb * 1e9 < needed:
         raise UserError(
-            f"--data.max_cache_gb {max_cache_gb:g}: a run needs {_MIN_SEGMENTS} segments at a time, about "
+            f"--data.max_cache_gb {max_cache_gb:g}: a run needs {count_of(n_segments, source.noun)} at a time, about "
             f"{needed / 1e9:.2g} GB; set at least that"
         )
     return int(max_cache_gb * 1e9)
@@ -210,7 +210,8 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
     """Tokenize the segments of a part in ``workers`` processes. ``part`` is (number from 1, total)."""
     assert isinstance(rows, StreamedRows)
     stream = rows.segments.reader.stream
-    unprepared = [n for n in range(part[0] - 1, len(stream.source.segments), part[1]) if stream.ready(n) is None]
+    numbers = range(part[0] - 1, len(stream.source.segments), part[1])
+    unprepared = [number for number in numbers if stream.ready(number) is None]
     reader, total, size = StreamReader(stream, workers, None, report), len(unprepared), 0
     start, report_progress = time.perf_counter(), throttle(report)
     for number in unprepared:
@@ -238,4 +239,4 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
         stop_workers(stream.folder)
     speed = f", {size / 1e6 / (time.perf_counter() - start):.1f} MB of text per second" if total else ""
     used = folder_bytes(stream.folder / "units")
-    report(f"Data: {total:,} segments prepared in {stream.folder}, {used / 1e9:.2f} GB{speed}")
+    report(f"Data: {count_of(len(numbers), 'segment')} prepared in {stream.folder}, {used / 1e9:.2f} GB{speed}")

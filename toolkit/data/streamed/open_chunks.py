@@ -21,7 +21,7 @@ from toolkit.data.streamed.stream import Stream
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import INDEX
 from toolkit.data.tokens.store import SPLITS, TOKENS, TokenStore
-from toolkit.errors import UserError
+from toolkit.errors import UserError, count_of
 from toolkit.io.atomic import write_atomic
 from toolkit.io.safe_parse import MAX_BYTES, parse_json
 
@@ -80,30 +80,30 @@ def open_chunks(options: Any, folders: list[str], block_size: int, report: Repor
         train, val, splits, facts = _open_splits(options, where, folders, report)
         train_spans = train.require_rows(where, splits["train"], block_size)
         val_spans = [] if val is None else val.require_rows(where, splits["val"], block_size)
-        first, _, n_first = train_spans[0]
-        train.wait(first)
+        (segment, _, n_rows), *_ = train_spans
+        train.wait(segment)
         if val is not None:  # a mistake in either shows before the first step
             val.wait(val_spans[0][0])
-        largest = int(facts["largest_token"]) if facts else train.largest_token(first)
-        train.reader.max_bytes = require_budget(options.max_cache_gb, train.stream, first)
+        largest = int(facts["largest_token"]) if facts else train.largest_token(segment)
+        train.reader.max_bytes = require_budget(options.max_cache_gb, train.stream, segment)
     except DAMAGE_ERRORS as error:
         raise error if isinstance(error, UserError) else UserError(f"{where}: {error}") from error
     rows, n_train = SegmentRows(train.reader, block_size), sum(stop - start for _, start, stop in train_spans)
     sizes = [size // block_size for size in train.source.sizes]
-    held_out = {segment: sizes[segment] - stop for segment, _, stop in train_spans if stop < sizes[segment]}
+    held_out = {number: sizes[number] - stop for number, _, stop in train_spans if stop < sizes[number]}
     val_rows, keys = None, [train.key]
     if val is not None:
         val_rows = RowSpans(rows if val is train else SegmentRows(val.reader, block_size), val_spans)
         keys.append(val.key)
-    numbers = [segment for segment, _, _ in train_spans]
+    numbers = [number for number, _, _ in train_spans]
     return ChunkRows(
-        StreamedRows(rows, first, n_first, held_out, numbers=numbers, epoch_rows=n_train),  # type: ignore[arg-type]
+        StreamedRows(rows, segment, n_rows, held_out, numbers=numbers, epoch_rows=n_train),  # type: ignore[arg-type]
         val_rows,
         hash_inputs([splits, facts, *keys]).encode(),
         largest,
         bool(facts),
-        f"{n_train:,} train rows of {block_size - 1:,} tokens in {len(numbers):,} chunks, read ahead of the run; "
-        f"{'no val rows' if val_rows is None else f'{len(val_rows):,} val rows'}",
+        f"{n_train:,} train rows of {block_size - 1:,} tokens in {count_of(len(numbers), 'chunk')}, read ahead of the "
+        f"run; {'no val rows' if val_rows is None else f'{len(val_rows):,} val rows'}",
     )
 
 
@@ -193,10 +193,10 @@ class _Chunks:
         """Return (segment, first row, end row) of the rows whose tokens are all in [start, stop), at least one."""
         spans, begin = list[tuple[int, int, int]](), 0
         for segment, size in enumerate(self.source.sizes):
-            first = max(0, -(-(tokens[0] - begin) // block_size))
+            start = max(0, -(-(tokens[0] - begin) // block_size))
             end = (min(size, tokens[1] - begin)) // block_size
-            if first < end:
-                spans.append((segment, first, end))
+            if start < end:
+                spans.append((segment, start, end))
             begin += size
         if not spans:
             raise UserError(

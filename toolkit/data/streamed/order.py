@@ -94,33 +94,34 @@ class StreamedRows:
     """The training rows of a stream. ``len()`` does not work, as row ids have gaps.
 
     Args:
-        first: Number of the first segment with rows. ``rows[0]`` is row 0 of this segment.
-        n_first: Number of training rows in segment ``first``.
+        first_segment: Number of the first segment with rows. ``rows[0]`` is row 0 of this segment.
+        preview_rows: Number of training rows in this segment.
         held_out: {segment: number of validation rows at its end}.
         skips_broken: Whether to skip the rest of unreadable files instead of raising DataError.
         numbers: The segments to read; by default all.
         epoch_rows: Number of training rows, if known.
 
     Attributes:
-        preview: The training rows of segment ``first``.
+        preview: The training rows of the first segment.
     """
 
     def __init__(
         self,
         segments: SegmentRows,
-        first: int,
-        n_first: int,
+        first_segment: int,
+        preview_rows: int,
         held_out: dict[int, int],
         skips_broken: bool = False,
         numbers: Sequence[int] | None = None,
         epoch_rows: int | None = None,
     ) -> None:
-        self.segments, self.first, self.held_out, self.skips_broken = segments, first, held_out, skips_broken
+        self.segments, self.held_out, self.skips_broken = segments, held_out, skips_broken
+        self.first_segment = first_segment
         self.numbers = range(len(segments.reader.stream.source.segments)) if numbers is None else numbers
-        self.epoch_rows, self.preview = epoch_rows, RowSpans(segments, [(first, 0, n_first)])
+        self.epoch_rows, self.preview = epoch_rows, RowSpans(segments, [(first_segment, 0, preview_rows)])
 
     def __getitem__(self, row_id: int) -> Row:
-        segment, row = (row_id >> ROW_BITS, row_id & ((1 << ROW_BITS) - 1)) if row_id else (self.first, 0)
+        segment, row = (row_id >> ROW_BITS, row_id & ((1 << ROW_BITS) - 1)) if row_id else (self.first_segment, 0)
         return self.segments.read(segment, row)
 
     def order(self, seed: int, state: State) -> StreamOrder:

@@ -100,7 +100,7 @@ class StreamReader:
                 raise DataError(error.read_text(encoding="utf-8"))
             self.request(self.latest_request)
             waited = time.monotonic() - started
-            report_progress(f"Data: waiting for segment {number:,} ({waited:.0f} s)")
+            report_progress(f"Data: waiting for {self.stream.source.noun} {number:,} ({waited:.0f} s)")
         self.reset_starts()
         self.request(SegmentRequest(keep, ahead))
         return counts

@@ -38,9 +38,10 @@ class Source(ABC):
 
     Attributes:
         origin: Where the same segments are read from, if that may differ: a prefix of names of files in the cache.
+        noun: What users call a segment.
     """
 
-    origin = ""
+    origin, noun = "", "segment"
 
     @property
     @abstractmethod

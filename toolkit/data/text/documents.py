@@ -18,7 +18,7 @@ from toolkit.data.base import AUTO, AddBos, AddedBos, Report, file_errors, requi
 from toolkit.data.cache import throttle
 from toolkit.data.tokenizer import END_OF_TEXT, Tokenizer, is_parallel, one_thread_per_call, train_bpe
 from toolkit.data.tokens.store import TokenWriter
-from toolkit.errors import UserError
+from toolkit.errors import UserError, count_of
 
 _READ_SIZE = 1 << 20
 _BPE_SAMPLE = 8_000_000  # characters for tokenizer training
@@ -98,7 +98,7 @@ def describe_changes(documents: list[Document]) -> str | None:
     """Describe normalized line endings and dropped byte order marks, or return None."""
     crlf, boms = sum(d.crlf for d in documents), sum(d.has_bom for d in documents)
     parts = [f"normalized {crlf:,} \\r\\n line endings to \\n"] if crlf else []
-    parts += [f"dropped {boms:,} byte order mark{'s' if boms > 1 else ''}"] if boms else []
+    parts += [f"dropped {count_of(boms, 'byte order mark')}"] if boms else []
     return ", ".join(parts) or None
 
 

@@ -140,8 +140,8 @@ class ChunkedArray(ChunkIndex):
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """Yield the values in [start, stop) in large blocks."""
         stop = len(self) if stop is None else stop
-        for first in range(start, stop, _BLOCK):
-            yield self.read(first, min(first + _BLOCK, stop))
+        for begin in range(start, stop, _BLOCK):
+            yield self.read(begin, min(begin + _BLOCK, stop))
 
     def survey(self, start: int = 0, stop: int | None = None) -> tuple[bytes, int]:
         """Scan the values in [start, stop) once.
@@ -169,8 +169,8 @@ class ChunkedArray(ChunkIndex):
             if end - begin <= _SAMPLES * _SAMPLE:
                 yield from self.blocks(begin, end)
                 continue
-            for first in (begin + i * (end - begin - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)):
-                yield self.read(first, first + _SAMPLE)
+            for sample in (begin + i * (end - begin - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)):
+                yield self.read(sample, sample + _SAMPLE)
 
     def __getstate__(self) -> State:
         return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_verified")}
@@ -187,12 +187,12 @@ class ChunkedArray(ChunkIndex):
 
     def _verify(self, chunk: int, start: int, stop: int, checksums: np.ndarray) -> None:
         """Verify the pieces of a chunk that cover [start, stop), unless already verified."""
-        for first in range(start // PIECE * PIECE, stop, PIECE):
-            piece = self._pieces[chunk] + first // PIECE
+        for begin in range(start // PIECE * PIECE, stop, PIECE):
+            piece = self._pieces[chunk] + begin // PIECE
             if not self._verified[piece]:
-                values = self._read(chunk, first, min(first + PIECE, self.sizes[chunk]))
+                values = self._read(chunk, begin, min(begin + PIECE, self.sizes[chunk]))
                 if zlib.crc32(values.data) != checksums[piece]:
-                    raise self._error(chunk, f"checksum mismatch (after token {first:,})")
+                    raise self._error(chunk, f"checksum mismatch (after token {begin:,})")
                 self._verified[piece] = True
 
     def _read(self, chunk: int, start: int, stop: int) -> np.ndarray:

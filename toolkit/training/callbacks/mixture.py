@@ -21,5 +21,5 @@ class MixtureShares(Callback):
         if not shares:
             return  # the run has ended before its first step with these weights
         for name, weight in self.order.weights.items():
-            often = "" if epochs[name] is None else f"; read {epochs[name]:.2f} times in this run"
+            often = "" if epochs[name] is None else f"; read {epochs[name]:.4g} times in this run"
             trainer.display.message(f"source {name}: {shares[name]:.3%} of the tokens, weight {weight:.3%}{often}")
