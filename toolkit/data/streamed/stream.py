@@ -55,7 +55,7 @@ class Stream:
                 sync_tree(temporary)  # the source, which says that it is complete, must not survive without it
                 shutil.rmtree(tokenizer, ignore_errors=True)
                 temporary.rename(tokenizer)
-            if not exists or getattr(self.source, "ends", ""):
+            if not exists or getattr(self.source, "ends", False):
                 write_json(saved, self.source.to_json())
 
     @classmethod
