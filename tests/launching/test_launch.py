@@ -3,6 +3,8 @@
 import re
 import shlex
 import subprocess
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -19,6 +21,7 @@ OPTIONS = {
     "kubeflow": [*IMAGE, *SHARED, *CLAIM, *SECRET],
     "jobset": [*IMAGE, *SHARED, *CLAIM, *SECRET],
     "skypilot": ["--gpu", "H100", *SECRET],
+    "ray": [*SHARED, *SECRET],
     "docker": [*IMAGE, *SHARED, *SECRET],
 }
 OUT = {format: "s3://bucket/run" if format == "skypilot" else "/shared/run" for format in OPTIONS}
@@ -36,6 +39,8 @@ def command_of(format: str, text: str) -> list[str]:
     if format == "docker":
         words = shlex.split(text)
         return ["toolkit", *words[words.index("hub/toolkit:1") + 1 :]]
+    if format == "ray":
+        return ["toolkit", *run_driver(text)["options"]]
     if format == "slurm":
         return shlex.split(re.search(r"^srun (toolkit .*) \"\$@\"", text, re.M)[1])
     *_, document = yaml.safe_load_all(text)
@@ -45,6 +50,19 @@ def command_of(format: str, text: str) -> list[str]:
         return document["spec"]["trainer"]["command"]
     pod = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     return pod["containers"][0]["command"]
+
+
+def run_driver(text: str) -> dict:
+    """Execute a driver script without Ray; return what it calls toolkit_ray.train with."""
+    calls: list[dict] = []
+    train = SimpleNamespace(
+        __name__="toolkit_ray", train=lambda options, **others: calls.append({"options": options} | others)
+    )
+    stub = SimpleNamespace(init=lambda **options: calls.append(options))
+    parts = SimpleNamespace(FailureConfig=dict, RunConfig=dict)
+    with patch.dict("sys.modules", {"ray": stub, "ray.train": parts, "toolkit_ray": train}):
+        exec(text, {})
+    return calls[0] | calls[1]
 
 
 @pytest.mark.parametrize("format", OPTIONS)
@@ -101,6 +119,14 @@ def test_kubernetes_repeats_no_user_error(capsys):
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy requires it
     address = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}["MASTER_ADDR"]
     assert address == f"{job_set['metadata']['name']}-{job['name']}-0-0.{job_set['metadata']['name']}"
+
+
+def test_ray_reserves_one_gpu_per_process_and_passes_secrets_on(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    call = run_driver(render(capsys, "ray"))
+    assert (call["num_workers"], call["resources"]) == (16, {"GPU": 1})
+    assert call["runtime_env"] == {"env_vars": {"HF_TOKEN": "hf_secret"}}
+    assert call["run_config"] == {"failure_config": {"max_failures": 50}}
 
 
 def test_skypilot_reads_its_task(capsys, tmp_path):

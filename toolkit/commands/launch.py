@@ -15,7 +15,7 @@ from toolkit.planning.training_options import TrainingOptions
 
 
 def setup(
-    format: Literal["slurm", "kubeflow", "jobset", "skypilot", "docker"],
+    format: Literal["slurm", "kubeflow", "jobset", "skypilot", "ray", "docker"],
     training: CommandLine,
     out: str | None = None,
     name: str | None = None,

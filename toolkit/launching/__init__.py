@@ -6,6 +6,7 @@ from typing import NamedTuple
 from toolkit.launching.docker import docker
 from toolkit.launching.job import Job
 from toolkit.launching.kubernetes import jobset, kubeflow
+from toolkit.launching.ray import ray
 from toolkit.launching.skypilot import skypilot
 from toolkit.launching.slurm import slurm
 
@@ -29,5 +30,6 @@ FORMATS = {
     "kubeflow": Format(kubeflow, {"image", "shared_dir", "claim", "secrets"}, {"image"}),
     "jobset": Format(jobset, {"image", "shared_dir", "claim", "secrets"}, {"image"}),
     "skypilot": Format(skypilot, {"image", "spot", "secrets"}),
+    "ray": Format(ray, {"shared_dir", "secrets"}),
     "docker": Format(docker, {"image", "shared_dir", "secrets"}, {"image"}),
 }
