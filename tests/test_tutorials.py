@@ -35,7 +35,7 @@ def commands_of(*names: str) -> list[str]:
 
 
 BLOCKS = commands_of(
-    "distributed", "launching", "strategies", "plans", "predicted_speed", "sharded_checkpoints", "cluster",
+    "distributed", "launching", "elastic", "strategies", "plans", "predicted_speed", "sharded_checkpoints", "cluster",
     "parallelism", "context_parallel", "pipeline_parallel", "troubleshooting", "slow", "prove", "precision",
 )  # fmt: skip
 FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert", "export")
@@ -48,12 +48,30 @@ for word; do
 done"""
 
 
+# the programs of clusters: each resolves the options of the command in its file
+CLUSTERS = {
+    "sbatch": 'exec bash "$@"',
+    "srun": 'exec "$@" --print_config',
+    "kubectl": """exec python - "$3" <<'END'
+import subprocess, sys, yaml
+*_, job = yaml.safe_load_all(open(sys.argv[1]))
+subprocess.run([*job["spec"]["trainer"]["command"], "--print_config"], check=True)
+END""",
+    "sky": """exec python - "${@: -1}" <<'END'
+import subprocess, sys, yaml
+command = yaml.safe_load(open(sys.argv[1]))["run"].rstrip()
+subprocess.run(f"{command} --print_config", shell=True, check=True)
+END""",
+    "docker": 'until [ "$1" = --entrypoint=toolkit ]; do shift; done; shift 2; exec toolkit "$@" --print_config',
+}
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-    """A folder with scripts/ and stubs of SLURM's commands: srun checks what it would launch."""
+    """A folder with scripts/ and stubs of the clusters' programs."""
     folder = tmp_path_factory.mktemp("tutorial")
     (folder / "scripts").symlink_to(ROOT / "scripts")
-    add_commands(folder, {"sbatch": 'exec bash "$@"', "srun": 'exec "$@" --print_config'})
+    add_commands(folder, CLUSTERS)
     page = (ROOT / "tutorials" / "distributed.md").read_text()
     (folder / "guide.yaml").write_text(re.search(r"```yaml\n(distributed:.*?)```", page, re.S)[1])
     return folder
