@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from helpers.cases import check_each
 from helpers.groups import losses, read_until
 from helpers.hub_stub import Hub
@@ -120,13 +121,20 @@ def test_s5_epoch_has_every_row_once_and_copies_have_one_key(dataset, tmp_path):
             stop_workers(rows.segments.reader.stream.folder)
 
 
-def test_s5_other_tokens_under_an_equal_index_have_another_key(tmp_path):
-    """LitData's own chunks have no checksums, and equal lengths give an equal index."""
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_s5_other_tokens_under_an_equal_index_have_another_key(tmp_path, monkeypatch, is_listed):
+    """LitData's own chunks have no checksums, and equal lengths give an equal index. Storage may refuse to list."""
+
+    def refuse(*args, **options):
+        raise PermissionError
+
     opened = []
     for seed in (1, 2):
         for name in ("train", "val"):
             write_chunks(tmp_path / f"{seed}" / name, seed, 500)
             (tmp_path / f"{seed}" / name / "crc32.npy").unlink()
+        if not is_listed:
+            monkeypatch.setattr(LocalFileSystem, "find", refuse)
         opened.append(prepared_from(f"file://{tmp_path}/{seed}", tmp_path / "cache"))
         stop_workers(stream_of(opened[-1]).folder)
         stop_workers(opened[-1].val.segments.reader.stream.folder)
@@ -223,13 +231,19 @@ def test_bad_chunks_are_one_line_and_never_used(dataset, tmp_path, monkeypatch):
             write(change)
 
 
-def test_mistakes_are_one_line(dataset, tmp_path):
+def test_mistakes_are_one_line(dataset, tmp_path, monkeypatch):
     folder, _ = dataset
     (tmp_path / "x" / "train").mkdir(parents=True)
     (tmp_path / "x" / "train" / "index.json").write_text('{"chunks": [], "config": {"data_format": ["pickle"]}}')
     url = f"file://{folder}"
     for name in ("train", "val"):
         write_chunks(tmp_path / "small" / name, 3, 300)
+    shutil.copytree(folder, tmp_path / "packed")
+    compress(tmp_path / "packed" / "train")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        for path in (tmp_path / "packed", f"file://{tmp_path}/packed"):
+            _raises(lambda path=path: prepared_from(path, tmp_path / "c"), "zstd: needs pyarrow; run: pip install")
     small = prepared_from(f"file://{tmp_path}/small", tmp_path / "cache", max_cache_gb=3e-6)  # bytes of three chunks
     assert "in 1 chunk," in small.summary
     for rows in (small.train, small.val):

@@ -396,7 +396,7 @@ def test_missing_extras_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"^--data: Parquet and .zst files: needs pyarrow; run: pip install 'pyarrow"):
+    with pytest.raises(UserError, match=r"^--data: Parquet and zstd: needs pyarrow; run: pip install 'pyarrow"):
         read(tmp_path / "a.parquet", PARQUET_KINDS)
     with pytest.raises(UserError, match=r"pip install 'datasets"):
         load_hub_split("x", None, "train", "--data.repo_id x")

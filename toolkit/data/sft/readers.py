@@ -272,7 +272,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def require_pyarrow() -> None:
-    require_package("--data: Parquet and .zst files", "pyarrow", "17")
+    require_package("--data: Parquet and zstd", "pyarrow", "17")
 
 
 def drop_nulls(value: Any) -> Any:
