@@ -118,14 +118,14 @@ def _config(repository: Repository, subset: str | None) -> Values:
 
 def _globs_by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
     """Normalize ``data_files`` (a glob, a list of globs, or splits with globs) to {split: globs}."""
-    of_split: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
     try:
         if all(isinstance(item, str) for item in files) and not isinstance(files, dict):
             files = {"train": files}
         pairs = files.items() if isinstance(files, dict) else [(item["split"], item["path"]) for item in files]
         for split, globs in pairs:
-            of_split.setdefault(str(split), []).extend([globs] if isinstance(globs, str) else globs)
-        return of_split
+            patterns.setdefault(str(split), []).extend([globs] if isinstance(globs, str) else globs)
+        return patterns
     except (TypeError, KeyError) as error:
         problem = "the data_files of its README are malformed"
         raise UserError(f"--data.repo_id {repository.repo_id}: {problem}; {_USE_PATH}") from error
@@ -134,12 +134,12 @@ def _globs_by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
 def _split_by_name(files: SourceFiles) -> dict[str, SourceFiles]:
     """Group files by split, from words in file names. Without such words, all files are training files."""
     supported = [file for file in files if is_supported(file.name)]
-    files_of_split: dict[str, SourceFiles] = {}
+    files_by_split: dict[str, SourceFiles] = {}
     for split, words in _SPLITS.items():
         pattern = re.compile(rf"(^|[-._ /0-9])({'|'.join(words)})([-._ /0-9]|$)", re.IGNORECASE)
         if matching := [file for file in supported if pattern.search(file.name)]:
-            files_of_split[split] = matching
-    return files_of_split or ({"train": supported} if supported else {})
+            files_by_split[split] = matching
+    return files_by_split or ({"train": supported} if supported else {})
 
 
 def _find(repository: Repository, globs: Sequence[str]) -> SourceFiles:
@@ -151,10 +151,10 @@ def _find(repository: Repository, globs: Sequence[str]) -> SourceFiles:
 
     def find() -> dict[str, Values]:
         fs: Any = HfFileSystem(skip_instance_cache=True)
-        found: dict[str, Values] = {}
+        infos: dict[str, Values] = {}
         for glob in globs:
-            found |= fs.glob(f"{root}/{glob.removeprefix('./')}", detail=True, expand_info=False)
-        return found
+            infos |= fs.glob(f"{root}/{glob.removeprefix('./')}", detail=True, expand_info=False)
+        return infos
 
     with _hub_errors(repository.repo_id, repository.revision):
         infos = sorted(call_with_timeout(_LISTING_TIMEOUT, find).items())
