@@ -6,5 +6,5 @@ WORKDIR /opt/toolkit
 COPY pyproject.toml README.md LICENSE constraints.txt overrides.txt ./
 COPY toolkit ./toolkit
 RUN pip install --no-cache-dir uv \
-    && uv pip install --system --no-cache --compile-bytecode -c constraints.txt --override overrides.txt '.[plot,hf,peft,bnb,eval]'
+    && uv pip install --system --no-cache --compile-bytecode -c constraints.txt --override overrides.txt '.[plot,hf,peft,bnb,eval,remote]'
 ENTRYPOINT ["toolkit"]
