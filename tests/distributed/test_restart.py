@@ -5,10 +5,15 @@ import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers.groups import read_until
-from helpers.processes import ended, failing, finish, flags_for, folders, group_members, pretrain
+from helpers.processes import PRETRAIN, ended, failing, finish, flags_for, folders, group_members, pretrain, start
+
+from tests.training.test_run import assert_same_weights
+from toolkit.distributed import restarts
+from toolkit.distributed.signals import restore_handlers_on_exit
 
 
 def wait_until(condition, seconds: float = 300) -> bool:
@@ -55,3 +60,58 @@ def test_out_dir_removed_during_the_run_is_an_error(corpus, tmp_path):
     ended(process, 2, f"--out_dir {out}: ", "was deleted")
     (kept,) = folders(out)  # the weights are not lost
     assert kept.startswith("step-")
+
+
+@pytest.mark.parametrize(
+    ("codes", "exit_code", "texts"),
+    [
+        ([-9, 0], 0, ["was killed by SIGKILL; restart 1 of 2"]),
+        ([1, -11, 1], 1, ["failed with exit code 1; restart 1 of 2", "was killed by SIGSEGV; restart 2 of 2"]),
+        ([-9, -9, -9], 137, ["restart 1 of 2", "restart 2 of 2"]),
+        *(([code], code, []) for code in (0, 2, 3, 130, 143)),
+    ],
+)
+def test_only_crashes_restart_a_command(codes, exit_code, texts, monkeypatch, capsys):
+    commands = []
+
+    def start(command, env):
+        commands.append(list(command))
+        return SimpleNamespace(wait=lambda: codes[len(commands) - 1], send_signal=None)
+
+    monkeypatch.setattr(restarts.subprocess, "Popen", start)
+    with restore_handlers_on_exit():
+        assert restarts.supervise(["pretrain", "--max_restarts", "2", "--resume", "false"], 2) == exit_code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(texts) and all(map(str.__contains__, lines, texts)) and len(commands) == len(codes)
+    once = ["-m", "toolkit", "pretrain", "--max_restarts", "2"]
+    assert [c[1:] for c in commands] == [[*once, "--resume", "false"], *[[*once, "--resume", "auto"]] * len(texts)]
+
+
+@pytest.mark.slow
+def test_s2_command_restarts_after_a_killed_rank_and_ends_equal(corpus, tmp_path):
+    """Not after SIGTERM; and the run ends with the process that watches it."""
+
+    def flags(folder):
+        return [*flags_for(corpus, folder, max_steps=40, save_interval=4), "--devices", "2", "--max_restarts", "2"]
+
+    process = start(*PRETRAIN, *flags(tmp_path / "killed"))
+    read_until(process, "step-00000008")
+    watched, last = group_members(process)[0], group_members(process)[-1]
+    assert watched == process.pid
+    os.kill(last, signal.SIGKILL)
+    out, err = finish(process)
+    assert process.returncode == 0, err
+    assert "killed by SIGKILL" in err and "failed with exit code 1; restart 1 of 2" in err and "resum" in out, err
+    process = start(*PRETRAIN, *flags(tmp_path / "undisturbed"))
+    read_until(process, "step-00000008")
+    process.send_signal(signal.SIGTERM)
+    ended(process, 128 + signal.SIGTERM, "is saved; resume with --resume auto")
+    process = start(*PRETRAIN, *flags(tmp_path / "undisturbed"))
+    read_until(process, "step 20/")
+    process.kill()
+    assert wait_until(lambda: not group_members(process)), "the run outlived the process that watches it"
+    process.communicate()
+    end = pretrain(*flags(tmp_path / "undisturbed")[:-2])
+    _, err = finish(end)
+    assert end.returncode == 0, err
+    assert_same_weights(tmp_path / "killed" / "final", tmp_path / "undisturbed" / "final")

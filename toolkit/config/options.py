@@ -303,6 +303,8 @@ class RunOptions:
         callbacks: Class paths of callbacks, separated by commas, such as my_module.MyCallback; in YAML also a list of
             class_path and init_args. See tutorials/extend_callback.md.
         timeout: Minutes before an unresponsive process aborts the run. auto: 30 until the first step, then 5.
+        max_restarts: How often the command starts a run again after a crash, such as a process that was killed, with
+            --resume auto. A wrong option, a guard or a signal ends it.
         seed: Random seed of initial weights or adapters, and of the data order.
         dry_run: Do everything up to the first step, print sample rows, the plan and the files that the run would write,
             and exit. Writes nothing to out_dir.
@@ -333,12 +335,14 @@ class RunOptions:
     profiler: ProfilerArgs = ProfilerArgs()
     callbacks: str | list[Any] | None = None
     timeout: float | Auto = AUTO
+    max_restarts: int = 0
     seed: int = DEFAULT_SEED
     dry_run: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
             require_option(getattr(self, name) > 0, name, getattr(self, name), "must be at least 1")
+        require_option(self.max_restarts >= 0, "max_restarts", self.max_restarts, "must be at least 0")
         require_option(0 <= self.seed < 2**32, "seed", self.seed, f"must be from 0 to {2**32 - 1}")
         require_option(self.timeout == AUTO or self.timeout > 0, "timeout", self.timeout, "must be greater than zero")
         require_one_of("strategy", self.strategy, STRATEGIES, "strategies")

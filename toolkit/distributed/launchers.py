@@ -13,6 +13,7 @@ from typing import NamedTuple
 from toolkit.errors import UserError
 
 Environ = Mapping[str, str]
+PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
 
 
 class Launcher(NamedTuple):

@@ -11,7 +11,8 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl as Backwar
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.wrappers import _FabricModule as FabricModule
 
-from toolkit.distributed.shutdown import PARENT, children, wait_for_children
+from toolkit.distributed.launchers import PARENT
+from toolkit.distributed.shutdown import children, wait_for_children
 
 __all__ = ["BackwardSyncControl", "FabricModule", "with_launcher"]
 

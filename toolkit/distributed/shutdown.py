@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 from torch import distributed as dist
 
 from toolkit.distributed import ranks
+from toolkit.distributed.launchers import PARENT
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import FAILED
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CallbackError, CommandError, PeerLostError, PeerShutdownError, first_line, mark_reported
 from toolkit.io.threads import call_with_timeout
 
-PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
 EXIT_TIMEOUT_S = 5.0  # for the processes of a failed run to exit
 KILL_AFTER_S = 30.0  # then a hanging process of a failed run is killed
 _ABORTING = "; aborting (see troubleshooting: hanging)"

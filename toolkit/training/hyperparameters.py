@@ -38,7 +38,7 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
     if args.lora is not None:
         lora = args.lora if args.from_peft is None else LoRAConfig()  # --from_peft defines the values
         values |= lora.to_options() | {n: getattr(args, n) for n in ("loraplus_lr_ratio", "from_peft", "quantize")}
-    shared = [f.name for f in fields(RunOptions) if f.name != "dry_run"]
+    shared = [f.name for f in fields(RunOptions) if f.name not in ("dry_run", "max_restarts")]
     names = ["data", "train", "eval", "optimizer", "out_dir", "precision", *shared]
     values |= {name: getattr(args, name) for name in names} | {"resume": False}
     values |= {name: group for name, group in args.groups.items() if group != type(group)()}

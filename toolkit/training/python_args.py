@@ -21,7 +21,7 @@ from toolkit.data.tokens.iterable import IN_ORDER, is_iterable, is_loader, itera
 from toolkit.data.tokens.rows import InMemoryDataset, PythonData
 from toolkit.distributed import ranks
 from toolkit.distributed.signals import restore_handlers_on_exit
-from toolkit.errors import PeerShutdownError, UserError
+from toolkit.errors import PeerShutdownError, UserError, require_option
 from toolkit.io.paths import require_local
 from toolkit.io.streams import open_missing_streams
 from toolkit.models.block import Block
@@ -117,6 +117,8 @@ def run_from_python(
             name = getattr(callback, "__name__", type(callback).__name__)
             raise UserError(f"callbacks {name}: must be objects of a class of toolkit.Callback")
     check_start(args)
+    hint = "only the command line starts a run again; start the script with torchrun --max_restarts"
+    require_option(args.max_restarts == 0, "max_restarts", args.max_restarts, hint)
     _require_script(args)
     try:
         with restore_handlers_on_exit():

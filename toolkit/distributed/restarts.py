@@ -1,0 +1,55 @@
+"""``--max_restarts``: a command in a child process, started again after a crash. Imports no torch."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+from toolkit.distributed.launchers import PARENT
+from toolkit.distributed.signals import SIGNALS
+from toolkit.errors import UserError
+
+_FINAL = (0, 2, 3)  # done, a user's mistake, a guard: again the same
+
+
+def is_supervised() -> bool:
+    """Whether this process is the child of :func:`supervise`, or a rank that it launched."""
+    return os.environ.get(PARENT) == str(os.getppid())
+
+
+def supervise(words: list[str], max_restarts: int) -> int:
+    """Run ``toolkit WORDS``, after a crash again with ``--resume auto``, and return its exit code.
+
+    A run that saved and ended on a signal (128 + signal) does not start again. On several nodes each restarts its own
+    processes; all of a run end with the code of its root cause.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(f"--max_restarts {max_restarts}: torchrun started this process; use torchrun --max_restarts")
+    command = [sys.executable, "-m", "toolkit", *words]
+    child: subprocess.Popen | None = None
+    is_stopped = False
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+        if child is not None:
+            child.send_signal(number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # set by nohup
+            signal.signal(number, forward)
+    for restart in range(max_restarts + 1):
+        # a run of several processes ends if this one is killed
+        child = subprocess.Popen(command, env=os.environ | {PARENT: str(os.getpid())})
+        code = child.wait()
+        if code in _FINAL or code > 128 or is_stopped or restart == max_restarts:
+            break
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+        print(f"toolkit {words[0]}: {how}; restart {restart + 1} of {max_restarts}", file=sys.stderr, flush=True)
+        kept = [
+            word for i, word in enumerate(words) if not re.match("--resume(=|$)", word) and words[i - 1] != "--resume"
+        ]
+        command = [*command[:3], *kept, "--resume", "auto"]
+    return 128 - code if code < 0 else code
