@@ -40,7 +40,7 @@ BLOCKS = commands_of(
 )  # fmt: skip
 FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert", "export")
 PREFERENCES = commands_of("preferences")
-OTHER_TOOLS = [f"from_{tool}" for tool in ("litgpt", "trl", "axolotl", "nanogpt", "torchtitan")]
+OTHER_TOOLS = [f"from_{tool}" for tool in ("litgpt", "trl", "axolotl", "nanogpt", "torchtitan", "torchtune")]
 # installs nothing: what the page installs must be there
 PIP = """\
 for word; do

@@ -1,4 +1,4 @@
-"""Map option names of transformers, TRL, Lightning, LitGPT, Axolotl, DeepSpeed and other tools to toolkit's options.
+"""Map option names of transformers, TRL, Lightning, LitGPT, Axolotl, torchtune and other tools to toolkit's options.
 
 A line is ``name name ... = option value; note``. The option must exist in the command; ``-`` means no option, and
 the line is for training commands, or after ``-NAME`` for commands with that option.
@@ -14,9 +14,12 @@ fp16 = precision 16-mixed
 bf16 = precision bf16-mixed
 mixed_precision dtype = precision
 wandb use_wandb wandb_log enable_wandb = logger_name wandb
-report_to = logger_name
+report_to metric_logger = logger_name
 target_modules lora_target_modules lora_target = lora_query; choose the layers with --lora_query, --lora_key, \
 --lora_value, --lora_projection, --lora_mlp, --lora_head
+lora_attn_modules = lora_query; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection
+apply_lora_to_mlp = lora_mlp true
+apply_lora_to_output = lora_head true
 lora_rank = lora_r
 use_rslora = lora_rslora true
 use_dora peft_use_dora = lora_dora true
@@ -27,28 +30,32 @@ loraplus_lr_ratio from_peft quantize = -; use `toolkit finetune_lora`, or lora=T
 load_in_4bit quantization_bit qlora = quantize bnb.nf4
 load_in_4bit quantization_bit qlora load_in_8bit = -; 4-bit weights require adapters: toolkit finetune_lora \
 --quantize bnb.nf4
-gradient_checkpointing use_gradient_checkpointing activation_checkpointing = train.activation_checkpointing full
-save_steps save_interval save_every = train.save_interval
+gradient_checkpointing use_gradient_checkpointing activation_checkpointing enable_activation_checkpointing = \
+train.activation_checkpointing full
+save_steps save_interval save_every save_every_n_steps = train.save_interval
 save_strategy = train.save_interval; it counts steps
-eval_steps eval_interval eval_strategy evaluation_strategy val_check_interval = eval.interval; it counts steps
+eval_steps eval_interval eval_strategy evaluation_strategy val_check_interval run_val_every_n_steps = \
+eval.interval; it counts steps
 logging_steps log_every_n_steps log_interval = train.log_interval
-max_iters max_steps num_steps steps = train.max_steps
+max_iters max_steps max_steps_per_epoch num_steps steps = train.max_steps
 num_train_epochs num_epochs max_epochs epochs = train.epochs
 gradient_accumulation_steps accumulate_grad_batches gradient_accumulation_iters grad_accum_steps = \
 train.global_batch_size; it counts the sequences of an optimizer step over all devices
 per_device_train_batch_size per_device_eval_batch_size micro_batch_size local_batch_size batch_size = \
 train.micro_batch_size
-save_total_limit keep_latest_k = train.keep_last
+save_total_limit keep_latest_k keep_last_n_checkpoints = train.keep_last
 load_best_model_at_end = train.keep_best true
 early_stopping_patience = train.patience
+enable_async_checkpointing = train.async_save true
 resume_from_checkpoint auto_resume_from_checkpoints = resume
 optim optimizer_type optimizer.class_path = optimizer.name
+optimizer_in_bwd = optimizer.in_backward true
 optimizer.init_args = optimizer.options; the learning rate is train.learning_rate
 lr_scheduler lr_scheduler_type = train.lr_schedule
-warmup_steps warmup_iters = train.lr_warmup_steps
+warmup_steps warmup_iters num_warmup_steps = train.lr_warmup_steps
 eval_iters = eval.max_iters
 warmup_ratio = train.lr_warmup_fraction
-max_grad_norm gradient_clip_val grad_clip = train.max_norm
+max_grad_norm gradient_clip_val grad_clip clip_grad_norm = train.max_norm
 hidden_dim hidden_size embed_dim d_model = model_config.n_embd
 num_layers n_layers num_hidden_layers = model_config.n_layer
 num_heads n_heads num_attention_heads = model_config.n_head
@@ -59,14 +66,15 @@ base_model model_name_or_path model = checkpoint_dir
 base_model model_name_or_path model = initial_checkpoint_dir
 dataset_name = data HuggingFace; with --data.repo_id NAME
 dataset datasets dataset_path = data JSON; with --data.json_path FILE
-assistant_only_loss completion_only_loss train_on_inputs train_on_prompt = data.train_on
+assistant_only_loss completion_only_loss train_on_input train_on_inputs train_on_prompt = data.train_on
 mask_history = data.train_on last_answer
-sample_packing packing neat_packing = data.packing best_fit
-torch_compile = compiler torch
+sample_packing packing packed neat_packing = data.packing best_fit
+torch_compile compile = compiler torch
 use_fsdp = strategy fsdp
-tp tp_size tensor_parallel_degree tensor_model_parallel_size = tensor_parallel_size
+tp tp_size tensor_parallel_dim tensor_parallel_degree tensor_model_parallel_size = tensor_parallel_size
 pp pp_size pipeline_parallel_degree pipeline_model_parallel_size = pipeline_parallel_size
-cp cp_size context_parallel_degree sequence_parallel_degree sequence_parallel_size = context_parallel_size
+cp cp_size context_parallel_dim context_parallel_degree sequence_parallel_degree sequence_parallel_size = \
+context_parallel_size
 ep ep_size expert_parallel_size expert_parallel_degree expert_model_parallel_size = -; experts are sharded as all \
 weights are (--strategy fsdp), and not divided by expert
 zero_stage deepspeed = strategy fsdp; ZeRO 3 is the default, ZeRO 2 --fsdp.sharding_strategy SHARD_GRAD_OP
