@@ -247,6 +247,7 @@ REFUSED = {
         4, "auto", None, tasks("mpirun"), ["--devices 4: Open MPI started 4 tasks on 2 nodes (OMPI_COMM_WORLD_SIZE=4, "
         "OMPI_COMM_WORLD_LOCAL_SIZE=2); drop --devices, or use mpirun --map-by ppr:4:node"],
     ),
+    "mpirun, uneven": ("auto", "auto", None, tasks("mpirun", 0, 3), ["_SIZE=3", "unevenly; use mpirun"]),
     "mpirun, ranks across nodes": (
         "auto", "auto", None, tasks("mpirun", 1, OMPI_COMM_WORLD_LOCAL_RANK=0),
         ["_RANK=1: task 0 of node 0", "ppr:2:node"],

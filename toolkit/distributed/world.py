@@ -181,8 +181,9 @@ def _read_tasks(
     tasks = _number(launcher.size, environ, 1)
     if launcher.nodes:
         nodes = _number(launcher.nodes, environ, 1, default=1 if num_nodes == AUTO else num_nodes)
+        left_over = tasks % nodes
     else:
-        nodes = tasks // _number(launcher.local_size, environ, 1, below=tasks + 1)
+        nodes, left_over = divmod(tasks, _number(launcher.local_size, environ, 1, below=tasks + 1))
     counts = [name for name in (launcher.size, launcher.nodes, launcher.local_size) if environ.get(name)]
     shown = ", ".join(f"{name}={environ[name]}" for name in counts)
     started = f"{launcher.name} started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({shown})"
@@ -192,7 +193,7 @@ def _read_tasks(
     if devices == AUTO:
         devices = available if tasks == nodes and available else tasks // nodes
     hint = launcher.per_node.format(devices)
-    if tasks % nodes:
+    if left_over:
         raise UserError(f"{launcher.size}={tasks}: {started}, unevenly; use {hint}")
     if tasks not in (nodes, devices * nodes):
         raise UserError(f"--devices {devices}: {started}; drop --devices, or use {hint}")
