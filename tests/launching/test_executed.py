@@ -25,7 +25,7 @@ from tests.training.test_run import assert_same_weights
 from toolkit.cli import main
 
 pytestmark = pytest.mark.slow
-FORMATS = ("slurm", "kubeflow", "skypilot", "docker")
+FORMATS = ("slurm", "kubeflow", "jobset", "skypilot", "docker")
 KILLED_RANK = 1
 # Starts its command on every node, as srun does, and ends with the exit code of the first that fails.
 SRUN = """\
@@ -53,6 +53,7 @@ def run_words(corpus: Path, name: str) -> list[str]:
     train = {"max_steps": 150, "save_interval": 50, "keep_last": 2, "log_interval": 10}
     flags = [*text_data(corpus), *common_flags(Path("out"), **train)]
     flags[flags.index("--out_dir") + 1] = f"s3://{BUCKET}/{name}"
+    del flags[(at := flags.index("--resume")) : at + 2]  # the file adds it
     return ["pretrain", "pico-llama", "--accelerator", "cpu", "--devices", "1", "--num_nodes", "2", *flags]
 
 
@@ -91,6 +92,14 @@ class Nodes:
             environ |= {"PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": self.port}
             environ |= {"JOB_COMPLETION_INDEX": str(rank)} | {key: self.secrets[key] for key in keys}
             self.start(rank, trainer["command"], environ)
+
+    def jobset(self, text: str) -> None:
+        job = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]
+        container = job["template"]["spec"]["containers"][0]
+        environ = {entry["name"]: entry.get("value") or self.secrets[entry["name"]] for entry in container["env"]}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}  # there is no name server
+        for rank in range(job["completions"]):
+            self.start(rank, container["command"], environ | {"JOB_COMPLETION_INDEX": str(rank)})
 
     def skypilot(self, text: str) -> None:
         task = yaml.safe_load(text)
@@ -131,6 +140,7 @@ def execute(format: str, corpus: Path, server, name: str, folder: Path, *, is_ki
         getattr(nodes, format)(file.read_text())
         while not server.checkpoints(name) and all(process.poll() is None for process in nodes.processes):
             time.sleep(0.05)
+        assert server.checkpoints(name), nodes.end()
         nodes.kill(format)
         codes, output = nodes.end()
         assert 0 not in codes, f"not killed in time: {output}"
