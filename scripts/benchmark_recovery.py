@@ -3,8 +3,9 @@
     python scripts/benchmark_recovery.py --rounds 3
 
 A run of two processes on the CPU is hurt at a step halfway between two saves, and started again with `--resume auto`.
-Reported per kind of failure, as medians: the seconds from the failure to the end of all processes; from the start of
-the next run to its first step; and the steps that it repeats.
+Reported per kind of failure, as medians: the seconds from the failure to the end of all processes; from there to the
+first new step of the next run, which starts at once; and the steps that it repeats. With `--max_restarts` the command
+itself starts it.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,17 +24,19 @@ from tempfile import TemporaryDirectory
 SAVE_INTERVAL, AT = 50, 75
 KINDS = {  # signal, which processes
     "SIGKILL of one process": (signal.SIGKILL, "one"),
+    "the same, --max_restarts 1": (signal.SIGKILL, "last"),
     "SIGKILL of all (a machine is lost)": (signal.SIGKILL, "all"),
     "SIGTERM (a spot machine's notice)": (signal.SIGTERM, "first"),
     "Ctrl-C": (signal.SIGINT, "all"),
 }
 
 
-def start(model: str, out_dir: Path) -> subprocess.Popen:
+def start(model: str, out_dir: Path, restarts: int = 0) -> subprocess.Popen:
     words = (
         f"pretrain {model} --data SyntheticTokens --accelerator cpu --devices 2 --train.max_seq_length 64 "
         f"--train.global_batch_size 4 --train.max_steps 100000 --train.save_interval {SAVE_INTERVAL} "
-        "--train.log_interval 1 --eval.interval 0 --eval.final_validation false --resume auto"
+        "--train.log_interval 1 --eval.interval 0 --eval.final_validation false --resume auto "
+        f"--max_restarts {restarts}"
     )
     command = [sys.executable, "-m", "toolkit", *words.split(), "--out_dir", str(out_dir)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -57,25 +61,39 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None
 
 def measure(model: str, kind: str, out_dir: Path) -> tuple[float, float, int]:
     number, which = KINDS[kind]
-    process = start(model, out_dir)
+    process = start(model, out_dir, restarts=int(which == "last"))
     wait_until(lambda: step_of(out_dir) >= AT, process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    group = members(process.pid)
     began = time.monotonic()
     if which == "all":
         os.killpg(process.pid, number)
     else:
-        os.kill(process.pid if which == "first" else int(children[0]), number)
-    process.wait()
-    ended = time.monotonic() - began
-    reached = step_of(out_dir)
+        os.kill(process.pid if which == "first" else group[-1], number)
+    if which == "last":
+        wait_until(lambda: not set(group[1:]) & set(members(process.pid)), process)
+    else:
+        process.wait()
+    ended, reached = time.monotonic() - began, step_of(out_dir)
     saved = max(int(path.name.split("-")[1]) for path in out_dir.glob("step-*") if (path / "COMPLETE").exists())
-    process, began = start(model, out_dir), time.monotonic()
+    if which != "last":
+        process = start(model, out_dir)
     wait_until(lambda: step_of(out_dir) != reached, process)  # a resumed run first cuts its log after the checkpoint
     wait_until(lambda: step_of(out_dir) > saved, process)
-    started = time.monotonic() - began
+    started = time.monotonic() - began - ended
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     return ended, started, reached - saved
+
+
+def members(leader: int) -> list[int]:
+    """Return the running processes of a process group, oldest first."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 def main() -> None:
