@@ -154,7 +154,9 @@ of answers
 export upload = convert_to_gguf writes a file for llama.cpp, convert_to_hf a folder for `vllm serve`, or for the hub \
 with --push_to_hub
 env info = use doctor
-list models = `toolkit pretrain list` prints the architectures
+list ls models = `toolkit pretrain list` prints the architectures
+cp = COMMAND --print_config prints a configuration to edit
+validate = COMMAND --dry_run checks a configuration, its data and its model
 eval test = use evaluate
 webui ui = there is no web page; use chat
 convert_from_litgpt = LitGPT's checkpoint folders are read directly; convert_to_litgpt writes them

@@ -32,12 +32,16 @@ KILL = textwrap.dedent("""
     import signal
     from pathlib import Path
 
+    import torch
+
     import toolkit
+
+    HAD_GROUP = torch.distributed.is_initialized()  # when the options are read
 
     class KillOnce(toolkit.Callback):
         def on_train_start(self, trainer):
             with open(f"attempts{trainer.fabric.global_rank}", "a") as file:
-                print(trainer.progress.step, file=file)
+                print(trainer.progress.step, HAD_GROUP, file=file)
 
         def on_step_end(self, trainer, metrics):
             first = Path("attempts1").read_text().count("\\n") == 1
@@ -83,7 +87,7 @@ def test_s2_a_killed_worker_restarts_and_the_run_ends_equal(whole, tmp_path, mon
     words = [*WORDS, "run", "--callbacks", "kill_once.KillOnce"]
     run_config = RunConfig(failure_config=FailureConfig(max_failures=1))
     result = toolkit_ray.train(words, num_workers=2, run_config=run_config)
-    assert Path("attempts0").read_text() == Path("attempts1").read_text() == "0\n2\n"
+    assert Path("attempts0").read_text() == Path("attempts1").read_text() == "0 False\n2 False\n"
     assert run_config.name != "run" and result.checkpoint.path == str(tmp_path / "run" / "final")
     weights, expected = load_weights(tmp_path / "run" / "final"), load_weights(whole[1] / "final")
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)

@@ -97,7 +97,7 @@ class Report(toolkit.Callback):
         ray.train.report(dict(self.row))
 
 
-class VariablesBackend(Backend):  # Ray's own would create the process group, which toolkit does
+class VariablesBackend(Backend):  # Ray's own creates a process group; toolkit's has gloo beside NCCL
     share_cuda_visible_devices = True  # toolkit picks the device by LOCAL_RANK
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
