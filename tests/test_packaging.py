@@ -29,7 +29,7 @@ BUDGET = {
     "config": 11_800,
     "inference": 8_200,
     "ui": 8_100,
-    "commands": 9_200,
+    "commands": 9_300,
     "optim": 8_500,
     "reporting": 7_300,
     "io": 5_200,

@@ -144,9 +144,12 @@ def test_out_writes_the_file(capsys, tmp_path):
     assert subprocess.run(["bash", "-n", tmp_path / "job.sbatch"]).returncode == 0
 
 
-def test_checkpoint_of_the_cluster_only_is_not_planned(capsys):
-    run = ["finetune_lora", "/shared/model", *SIZE, "--data", "JSON", "--data.json_path", "/shared/chats.json"]
-    assert "memory unknown: /shared/model is not" in render(capsys, "slurm", run=[*run, "--out_dir", "/shared/run"])
+def test_checkpoints_of_the_cluster_only_are_not_planned(capsys):
+    end = [*SIZE, "--out_dir", "/shared/run"]
+    run = ["finetune_lora", "/shared/model", "--data", "JSON", "--data.json_path", "/shared/chats.json", *end]
+    assert "memory unknown: /shared/model is not" in render(capsys, "slurm", run=run)
+    run = [*RUN, "--objective", "Distillation", "--objective.teacher_dir", "/shared/teacher", *end]
+    assert "memory unknown: /shared/teacher is not" in render(capsys, "slurm", run=run)
 
 
 def test_mistakes_are_one_line(capsys):
@@ -161,6 +164,8 @@ def test_mistakes_are_one_line(capsys):
         "auto": (["slurm", *SHARED, "--", *RUN, "--out_dir", "/shared/run"], "add --devices 8"),
         "relative": (["slurm", *SHARED, "--", *RUN, *SIZE], "--out_dir out/pretrain: must be in --shared_dir /shared"),
         "no disk": (["slurm", "--", *run], "use a URL such as s3://bucket/run, or give --shared_dir PATH"),
+        "temporary": (["slurm", "--", *RUN, *SIZE, "--out_dir", "/tmp/run"], "--out_dir /tmp/run: may be lost"),
+        "local URL": (["slurm", "--", *RUN, *SIZE, "--out_dir", "file:///tmp/run"], "may be lost with its machine"),
         "out of it": (["slurm", *SHARED, "--", *RUN, *SIZE, "--out_dir", "/shared/../tmp"], "must be in --shared_dir"),
         "relative disk": (["slurm", "--shared_dir", "x", "--", *run], "--shared_dir x: must be an absolute path"),
         "no claim": (["jobset", *IMAGE, *SHARED, "--", *run], "--claim NAME: must be given together"),

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from toolkit.config import AUTO
+from toolkit.config import AUTO, RunOptions
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
 from toolkit.launching import FORMATS
@@ -55,25 +55,21 @@ def setup(
             raise UserError(f"--{option} {value}: has no effect with {format}; remove it")
         if not value and option in FORMATS[format].required:
             raise UserError(f"--{option}: must be given with {format}")
+    if "claim" in FORMATS[format].options and (claim is None) != (shared_dir is None):
+        raise UserError("--shared_dir PATH, --claim NAME: must be given together; add the other one")
     if time is not None and not re.fullmatch(r"[\d:-]+", time):
         raise UserError(f"--time {time}: must be a time of SLURM, such as 24:00:00 or 2-00:00:00")
-    shared, command = training.options.shared, training.options.command
-    name = name or command.replace("_", "-")
+    name = name or training.options.command.replace("_", "-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise UserError(f"--name {name}: must be up to 40 lowercase letters, digits and hyphens, such as my-run")
     names = [] if secrets is None else secrets.split(",")
     if not all(re.fullmatch(r"[A-Za-z_]\w*", secret) for secret in names):  # do not show it: it may be a value
         raise UserError("--secrets: must be names of environment variables, such as HF_TOKEN,WANDB_API_KEY")
+    shared = training.options.shared
     has_gpus = shared.accelerator != "cpu"
-    if has_gpus and shared.devices == AUTO:
-        raise UserError("--devices auto: the file needs the GPUs per node; add --devices 8 to the training command")
     if has_gpus and gpu is None and format == "skypilot":
         raise UserError("--gpu: must be given with skypilot, such as --gpu H100")
-    if shared.resume not in (False, AUTO) or shared.dry_run:
-        flag = "dry_run true" if shared.dry_run else f"resume {shared.resume}"
-        raise UserError(f"--{flag}: not supported in a launch file, which continues by --resume auto; remove it")
-    if "claim" in FORMATS[format].options and (claim is None) != (shared_dir is None):
-        raise UserError("--shared_dir PATH, --claim NAME: must be given together; add the other one")
+    _check_training(shared, has_gpus)
     _check_out_dir(training.options.out_dir, shared_dir, format)
     nodes, devices = (1 if value == AUTO else value for value in (shared.num_nodes, shared.devices))
     job = Job(
@@ -101,24 +97,33 @@ def setup(
         raise UserError(f"--out {out}: {error.strerror}") from error
 
 
+def _check_training(shared: RunOptions, has_gpus: bool) -> None:
+    """Check that the command has the size of the job, and that the file can continue it."""
+    if has_gpus and shared.devices == AUTO:
+        raise UserError("--devices auto: the file needs the GPUs per node; add --devices 8 to the training command")
+    if shared.resume not in (False, AUTO) or shared.dry_run:
+        flag = "dry_run true" if shared.dry_run else f"resume {shared.resume}"
+        raise UserError(f"--{flag}: not supported in a launch file, which continues by --resume auto; remove it")
+
+
 def _check_out_dir(out_dir: str, shared_dir: str | None, format: str) -> None:
     """Check that a run that starts again, on any nodes, finds its checkpoints."""
-    if is_url(out_dir):
+    if shared_dir is not None and not shared_dir.startswith("/"):
+        raise UserError(f"--shared_dir {shared_dir}: must be an absolute path, such as /shared")
+    if is_url(out_dir) and not out_dir.startswith(("file:", "memory:")):
         return
     if shared_dir is None:
         local = ", or give --shared_dir PATH and an --out_dir in it" * ("shared_dir" in FORMATS[format].options)
         raise UserError(f"--out_dir {out_dir}: may be lost with its machine; use a URL such as s3://bucket/run{local}")
-    if not shared_dir.startswith("/"):
-        raise UserError(f"--shared_dir {shared_dir}: must be an absolute path, such as /shared")
     if not Path(os.path.normpath(out_dir)).is_relative_to(shared_dir):
         raise UserError(f"--out_dir {out_dir}: must be in --shared_dir {shared_dir}, such as {shared_dir}/run")
 
 
 def _planned_memory(options: TrainingOptions, gpu: str | None) -> str:
     """Return the planned memory per device as text, after the checks of `toolkit plan`."""
-    start = options.initial_checkpoint_dir
-    if start is not None and (is_url(start) or (Path(start).is_absolute() and not Path(start).exists())):
-        return f"memory unknown: {start} is not on this machine"
+    for value in (options.initial_checkpoint_dir, *vars(options.objective).values()):
+        if isinstance(value, str) and (is_url(value) or (value.startswith("/") and not Path(value).exists())):
+            return f"memory unknown: {value} is not on this machine"
     from toolkit.planning.plan import device_spec_of, format_memory, plan_run, run_args_of
 
     card = None if gpu is None else find_gpu(gpu, options.shared.accelerator, "--gpu")[1]
