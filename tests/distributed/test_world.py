@@ -187,16 +187,16 @@ REFUSED = {
     "torchrun, too many": ("auto", "auto", 1, torchrun(), ["--devices 2: this machine has 1", "--nproc_per_node 1"]),
     "torchrun, devices": (
         3, "auto", None, torchrun(),
-        ["--devices 3: torchrun started 2 processes on this node (LOCAL_WORLD_SIZE=2); drop --devices, or use "
-         "torchrun --nproc_per_node 3"],
+        ["--devices 3: torchrun started 4 tasks on 2 nodes", "LOCAL_WORLD_SIZE=2); drop --devices, or use torchrun "
+         "--nproc_per_node 3"],
     ),
-    "torchrun, nodes": ("auto", 3, None, torchrun(), ["--num_nodes 3", "2 nodes", "WORLD_SIZE=4", "--nnodes 3"]),
+    "torchrun, nodes": ("auto", 3, None, torchrun(), ["--num_nodes 3", "2 nodes", "WORLD_SIZE=4", "start 3 nodes"]),
     "torchrun, --devices 1": (1, "auto", None, torchrun(), ["--devices 1", "LOCAL_WORLD_SIZE=2"]),
     "torchrun, uneven": ("auto", "auto", None, torchrun(0, 3, 2), ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=2"]),
     "torchrun, uneven but divisible": (
         "auto", "auto", None, torchrun(0, 3, 1, GROUP_WORLD_SIZE=2), ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=1"],
     ),
-    "torchrun, RANK": ("auto", "auto", None, torchrun(0, RANK=1), ["RANK=1", "has rank 0"]),
+    "torchrun, RANK": ("auto", "auto", None, torchrun(0, RANK=1), ["RANK=1: task 0 of node 0", "2 consecutive"]),
     "torchrun, missing variable": (
         "auto", "auto", None, without(torchrun(), "LOCAL_WORLD_SIZE"), ["LOCAL_WORLD_SIZE: not set"],
     ),

@@ -58,6 +58,8 @@ class Launcher(NamedTuple):
         return int(number) if number.isdecimal() else 0
 
 
+TORCHRUN = Launcher("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                    per_node="torchrun --nproc_per_node {}")  # fmt: skip
 SLURM = Launcher("SLURM", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NNODES",
                  per_node="srun --ntasks-per-node {}")  # fmt: skip
 PYTORCH_JOB = Launcher("Kubeflow's PyTorchJob", "WORLD_SIZE", "RANK", address="MASTER_ADDR", port="MASTER_PORT")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from toolkit.config import AUTO, Accelerator, Auto
-from toolkit.distributed.launchers import PYTORCH_JOB, SLURM, Environ, Launcher, find_launchers
+from toolkit.distributed.launchers import PYTORCH_JOB, SLURM, TORCHRUN, Environ, Launcher, find_launchers
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def detect_world(
     of_tasks = next((each for each in launchers if each.starts_tasks and each.count(environ) > 1), None)
     of_nodes = next((each for each in launchers if not each.starts_tasks), None)
     if {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} & environ.keys():
-        world = _read_torchrun(devices, num_nodes, environ)
+        world = _read_tasks(TORCHRUN, devices, num_nodes, available, environ)
     elif of_tasks is not None and "LOCAL_RANK" not in environ:
         world = _read_tasks(of_tasks, devices, num_nodes, available, environ)
     elif of_tasks is None and _is_slurm_task(environ):
@@ -109,32 +109,13 @@ def cluster_environment(world: WorldInfo) -> ClusterEnvironment:
     """
     from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-    if world.launcher == "torchrun":
+    if world.launcher == TORCHRUN.name:
         return TorchElasticEnvironment()
     if world.launcher == SLURM.name:
         return _slurm_environment(world)
     if world.world_size > 1:
         _set_node(world)
     return LightningEnvironment()
-
-
-def _read_torchrun(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -> WorldInfo:
-    world_size, per_node = _number("WORLD_SIZE", environ, 1), _number("LOCAL_WORLD_SIZE", environ, 1)
-    nodes = world_size // per_node
-    started = f"torchrun started {_count(per_node, 'process')} on this node (LOCAL_WORLD_SIZE={per_node})"
-    if world_size % per_node or nodes != _number("GROUP_WORLD_SIZE", environ, 1, default=nodes):
-        raise UserError(f"WORLD_SIZE={world_size}: {started}; use the same torchrun --nproc_per_node on every node")
-    if devices not in (AUTO, per_node):
-        raise UserError(f"--devices {devices}: {started}; drop --devices, or use torchrun --nproc_per_node {devices}")
-    if num_nodes not in (AUTO, nodes):
-        raise UserError(
-            f"--num_nodes {num_nodes}: torchrun started {_count(world_size, 'process')} on "
-            f"{_count(nodes, 'node')} (WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={per_node}); drop --num_nodes, or use "
-            f"torchrun --nnodes {num_nodes}"
-        )
-    local_rank = _number("LOCAL_RANK", environ, 0, below=per_node)
-    node_rank = _number("GROUP_RANK", environ, 0, below=nodes, default=0 if nodes == 1 else None)
-    return _check_rank(WorldInfo(per_node, nodes, node_rank, local_rank, "torchrun", False), environ)
 
 
 def _is_slurm_task(environ: Environ) -> bool:
@@ -179,11 +160,12 @@ def _read_tasks(
 ) -> WorldInfo:
     """Read the ranks of a launcher of tasks: one per device, or one per node, which launches the others."""
     tasks = _number(launcher.size, environ, 1)
-    if launcher.nodes:
+    if launcher.local_size:
+        nodes, left_over = divmod(tasks, _number(launcher.local_size, environ, 1, below=tasks + 1))
+        left_over = left_over or nodes - _number(launcher.nodes, environ, 1, default=nodes)
+    else:
         nodes = _number(launcher.nodes, environ, 1, default=1 if num_nodes == AUTO else num_nodes)
         left_over = tasks % nodes
-    else:
-        nodes, left_over = divmod(tasks, _number(launcher.local_size, environ, 1, below=tasks + 1))
     counts = [name for name in (launcher.size, launcher.nodes, launcher.local_size) if environ.get(name)]
     shown = ", ".join(f"{name}={environ[name]}" for name in counts)
     started = f"{launcher.name} started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({shown})"
@@ -191,11 +173,11 @@ def _read_tasks(
         hint = f"drop --num_nodes, or start {_count(num_nodes, 'node')}"
         raise UserError(f"--num_nodes {num_nodes}: {started}; {hint}")
     if devices == AUTO:
-        devices = available if tasks == nodes and available else tasks // nodes
+        devices = available if tasks == nodes and available and launcher is not TORCHRUN else tasks // nodes
     hint = launcher.per_node.format(devices)
     if left_over:
         raise UserError(f"{launcher.size}={tasks}: {started}, unevenly; use {hint}")
-    if tasks not in (nodes, devices * nodes):
+    if tasks != devices * nodes and (tasks != nodes or launcher is TORCHRUN):
         raise UserError(f"--devices {devices}: {started}; drop --devices, or use {hint}")
     rank, local_rank = _number(launcher.rank, environ, 0, below=tasks), _number(launcher.local_rank, environ, 0)
     starts = tasks < devices * nodes
@@ -208,7 +190,7 @@ def _read_tasks(
             f"{launcher.rank}={rank}: task {local_rank} of node {node_rank}, but each node must run "
             f"{tasks // nodes} consecutive tasks; use {launcher.per_node.format(tasks // nodes)}{block}"
         )
-    if launcher is SLURM:
+    if launcher in (SLURM, TORCHRUN):
         return world
     needed = ["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"] * (nodes > 1 or not starts)
     if missing := [name for name in needed if not environ.get(name)]:
@@ -332,7 +314,7 @@ def _check_available(world: WorldInfo, available: int | None, environ: Environ) 
     if world.launcher == SLURM.name and not world.starts_processes:
         hint = "every task must see all devices of its node: use srun --gpus-per-node, not --gpus-per-task"
         raise UserError(f"--devices {world.devices}: this task sees {count}; {hint}")
-    hint = f"torchrun --nproc_per_node {available}" if world.launcher == "torchrun" else f"--devices {available}"
+    hint = f"torchrun --nproc_per_node {available}" if world.launcher == TORCHRUN.name else f"--devices {available}"
     raise UserError(f"--devices {world.devices}: this machine has {count}; use {hint}")
 
 
