@@ -89,7 +89,7 @@ def test_only_crashes_restart_a_command(codes, exit_code, texts, monkeypatch, ca
 
 @pytest.mark.slow
 def test_s2_command_restarts_after_a_killed_rank_and_ends_equal(corpus, tmp_path):
-    """Not after SIGTERM; and the run ends with the process that watches it."""
+    """Not after SIGTERM."""
 
     def flags(folder):
         return [*flags_for(corpus, folder, max_steps=40, save_interval=4), "--devices", "2", "--max_restarts", "2"]
@@ -106,12 +106,18 @@ def test_s2_command_restarts_after_a_killed_rank_and_ends_equal(corpus, tmp_path
     read_until(process, "step-00000008")
     process.send_signal(signal.SIGTERM)
     ended(process, 128 + signal.SIGTERM, "is saved; resume with --resume auto")
-    process = start(*PRETRAIN, *flags(tmp_path / "undisturbed"))
-    read_until(process, "step 20/")
-    process.kill()
-    assert wait_until(lambda: not group_members(process)), "the run outlived the process that watches it"
-    process.communicate()
     end = pretrain(*flags(tmp_path / "undisturbed")[:-2])
     _, err = finish(end)
     assert end.returncode == 0, err
     assert_same_weights(tmp_path / "killed" / "final", tmp_path / "undisturbed" / "final")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_command_that_restarts_saves_and_ends_if_its_watching_process_is_killed(corpus, tmp_path, devices):
+    process = start(*PRETRAIN, *flags_for(corpus, tmp_path), "--devices", devices, "--max_restarts", "2")
+    read_until(process, "step 1/")
+    process.kill()
+    assert wait_until(lambda: not group_members(process), 60)
+    assert [name for name in folders(tmp_path) if name.startswith("step-")]
+    process.communicate()

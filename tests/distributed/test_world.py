@@ -228,6 +228,12 @@ REFUSED = {
     "manual, no node": (2, 2, None, manual(**NODES), ["--num_nodes 2: NODE_RANK is not set"]),
     "manual, no address": (2, 2, None, manual(NODE_RANK=0), ["--num_nodes 2: MASTER_ADDR is not set"]),
     "RANK alone": (2, "auto", None, {"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "LOCAL_RANK is not", "unset RANK"]),
+    "RANK in one SkyPilot node": (
+        1, "auto", None, skypilot(0, 1, RANK=0, WORLD_SIZE=2), ["WORLD_SIZE=2: one of several processes", "LOCAL_RANK"],
+    ),
+    "RANK in one Kubeflow node": (
+        2, "auto", None, {"PET_NNODES": "1", "RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1: one of several processes"],
+    ),
     "WORLD_SIZE alone": (1, "auto", None, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "LOCAL_RANK is not"]),
     "nodes, no launcher": (
         8, 2, None, {},
@@ -270,7 +276,7 @@ REFUSED = {
     "Kubeflow, 1 to 4 nodes": ("auto", "auto", 4, kubeflow(0, "1:4"), ["PET_NNODES=1:4", "torchrun -m toolkit"]),
     "Kubeflow, another rank": ("auto", "auto", 4, kubeflow(1, NODE_RANK=0), ["PET_NODE_RANK=1", "this is node 0"]),
     "Kubeflow, half": (4, "auto", 4, {"PET_NODE_RANK": "0"}, ["PET_NNODES: not set, but Kubeflow", "PET_NODE_RANK"]),
-    "Kubeflow, no address": (4, "auto", 4, without(kubeflow(), "PET_MASTER_ADDR"), ["MASTER_ADDR is not set"]),
+    "Kubeflow, no address": (4, "auto", 4, without(kubeflow(), "PET_MASTER_ADDR"), ["PET_MASTER_ADDR: not"]),
     "torchrun in Kubeflow, alone": (
         "auto", "auto", None, kubeflow(1) | torchrun(0, 2, 2), ["PET_NNODES=2", "1 node of 2 processes (by torchrun)"],
     ),

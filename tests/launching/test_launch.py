@@ -152,7 +152,9 @@ def test_checkpoints_of_the_cluster_only_are_not_planned(capsys):
     assert "memory unknown: /shared/teacher is not" in render(capsys, "slurm", run=run)
 
 
-def test_mistakes_are_one_line(capsys):
+def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more.yaml").write_text("seed: 1")
     run = [*RUN, *SIZE, "--out_dir", "/shared/run"]
     cases = {
         "no command": (["slurm"], "--: must be given before the training command"),
@@ -162,6 +164,10 @@ def test_mistakes_are_one_line(capsys):
         "flag of the other part": (["slurm", "--devices", "8", "--", *run], "--devices: no such option"),
         "batch": (["slurm", *SHARED, "--", *run, "--train.global_batch_size", "31"], "--train.global_batch_size 16"),
         "auto": (["slurm", *SHARED, "--", *RUN, "--out_dir", "/shared/run"], "add --devices 8"),
+        "local file": (
+            ["docker", "--image", "toolkit", *SHARED, "--", *run, "--config", "more.yaml"],
+            "--config more.yaml: a path of this machine, which the job does not have; give a URL",
+        ),
         "relative": (["slurm", *SHARED, "--", *RUN, *SIZE], "--out_dir out/pretrain: must be in --shared_dir /shared"),
         "no disk": (["slurm", "--", *run], "use a URL such as s3://bucket/run, or give --shared_dir PATH"),
         "temporary": (["slurm", "--", *RUN, *SIZE, "--out_dir", "/tmp/run"], "--out_dir /tmp/run: may be lost"),

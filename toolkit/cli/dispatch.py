@@ -17,7 +17,7 @@ from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
 from toolkit.config import other_tools
 from toolkit.config.checks import print_once
 from toolkit.distributed.rendezvous import report_failure
-from toolkit.distributed.restarts import is_supervised, supervise
+from toolkit.distributed.restarts import end_with_parent, is_supervised, supervise
 from toolkit.distributed.signals import hold_signals, ignore_until_exit
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
 from toolkit.io.atomic import NO_SPACE
@@ -77,8 +77,10 @@ def run(name: str, argv: list[str]) -> int:
         if (arguments := parse(name, setup, positionals, argv)) is not None:
             _check_before_torch(name, arguments)
             shared = getattr(arguments.get("options"), "shared", None)
-            if shared is not None and shared.max_restarts and not is_supervised():
-                return supervise([name, *argv], shared.max_restarts)
+            if shared is not None and shared.max_restarts:
+                if not is_supervised():
+                    return supervise([name, *argv], shared.max_restarts)
+                end_with_parent()
             if "torch" not in sys.modules:
                 sys.meta_path.insert(0, _BeforeTorchImport())
             setup(**arguments)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.config import AUTO, RunOptions
+from toolkit.distributed.restarts import resuming
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
 from toolkit.launching import FORMATS
@@ -71,10 +72,12 @@ def setup(
         raise UserError("--gpu: must be given with skypilot, such as --gpu H100")
     _check_training(shared, has_gpus)
     _check_out_dir(training.options.out_dir, shared_dir, format)
+    if format in ("kubeflow", "jobset", "skypilot", "docker"):  # the others start the command in this folder
+        _check_paths(training.words)
     nodes, devices = (1 if value == AUTO else value for value in (shared.num_nodes, shared.devices))
     job = Job(
         name,
-        ("toolkit", *training.words, *([] if shared.resume else ["--resume", AUTO])),
+        ("toolkit", *resuming(training.words)),
         nodes,
         devices,
         has_gpus,
@@ -117,6 +120,15 @@ def _check_out_dir(out_dir: str, shared_dir: str | None, format: str) -> None:
         raise UserError(f"--out_dir {out_dir}: may be lost with its machine; use a URL such as s3://bucket/run{local}")
     if not Path(os.path.normpath(out_dir)).is_relative_to(shared_dir):
         raise UserError(f"--out_dir {out_dir}: must be in --shared_dir {shared_dir}, such as {shared_dir}/run")
+
+
+def _check_paths(words: list[str]) -> None:
+    """Check that the command names no files of this folder, which the job lacks."""
+    for before, word in zip(words, words[1:], strict=False):
+        flag, _, value = word.partition("=") if "=" in word else (before, "", word)
+        if not Path(value).is_absolute() and Path(value).exists():
+            hint = "give a URL, or the absolute path in the image or in --shared_dir"
+            raise UserError(f"{flag} {value}: a path of this machine, which the job does not have; {hint}")
 
 
 def _planned_memory(options: TrainingOptions, gpu: str | None) -> str:

@@ -252,10 +252,12 @@ def _read_node(
     node_rank = _node_rank(nodes, environ)
     if nodes > 1:
         _require(["MASTER_ADDR", "MASTER_PORT"], nodes, environ)
-    for name, limit in (("WORLD_SIZE", devices * nodes), ("LOCAL_WORLD_SIZE", devices), ("RANK", 0)):
-        if launcher is None and (number := _number(name, environ, 0, default=0)) > limit:
-            hint = f"set it to the rank within the node, or unset {name} if toolkit starts the processes"
-            raise UserError(f"{name}={number}: one of several processes, but LOCAL_RANK is not set; {hint}")
+    if launcher is not PYTORCH_JOB:  # its RANK and WORLD_SIZE count pods
+        pod = 0 if launcher is None else node_rank  # a newer PyTorchJob also sets PET_*
+        for name, limit in (("WORLD_SIZE", devices * nodes), ("LOCAL_WORLD_SIZE", devices), ("RANK", pod)):
+            if (number := _number(name, environ, 0, default=0)) > limit:
+                hint = f"set it to the rank within the node, or unset {name} if toolkit starts the processes"
+                raise UserError(f"{name}={number}: one of several processes, but LOCAL_RANK is not set; {hint}")
     name = "toolkit" if launcher is None else launcher.name
     return WorldInfo(devices, nodes, node_rank, 0, name, starts_processes=devices > 1, variables=variables)
 
@@ -277,9 +279,11 @@ def _read_nodes(
         devices = int(per_node)
     if nodes == 1:
         return devices, 1, {}
-    addresses = environ.get(launcher.address, "").split()
+    addresses = (environ.get("MASTER_ADDR") or environ.get(launcher.address, "")).split()
+    if not addresses:
+        raise UserError(f"{launcher.address}: not set; it must be the address of the first of {nodes} nodes")
     variables = {"NODE_RANK": environ[launcher.rank], "MASTER_PORT": environ.get(launcher.port) or "29500"}
-    return devices, nodes, variables | ({"MASTER_ADDR": addresses[0]} if addresses else {})
+    return devices, nodes, variables | {"MASTER_ADDR": addresses[0]}
 
 
 def _node_rank(nodes: int, environ: Environ, default: int | None = None) -> int:

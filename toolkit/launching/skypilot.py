@@ -7,7 +7,9 @@ from toolkit.version import __version__
 
 def skypilot(job: Job) -> str:
     """Return the task. toolkit reads the nodes from SKYPILOT_*."""
-    resources: dict[str, object] = {"accelerators": f"{job.gpu}:{job.devices}"} if job.has_gpus else {}
+    resources: dict[str, object] = {}
+    if job.has_gpus and job.gpu is not None:
+        resources["accelerators"] = f"{job.gpu.replace(' ', '')}:{job.devices}"  # such as RTX4090
     if job.image is not None:
         resources["image_id"] = f"docker:{job.image}"
     if job.spot:
