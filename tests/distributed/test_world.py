@@ -45,6 +45,8 @@ def tasks(name: str, rank=0, number=4, per_node=2, **more):
         "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
                    "OMPI_COMM_WORLD_LOCAL_SIZE"),
         "mpich": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        "mvapich": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
+                    "MV2_COMM_WORLD_LOCAL_SIZE"),
         "jsrun": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
         "flux": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"),
     }[name]  # fmt: skip
@@ -137,6 +139,7 @@ READ = {
     "mpiexec, its tasks set LOCAL_RANK": (
         2, "auto", None, tasks("mpich", 3, LOCAL_RANK=1, WORLD_SIZE=4, RANK=3), (2, 2, 1, 1, "manual", False),
     ),
+    "mpiexec of MVAPICH": (2, 2, None, tasks("mvapich", 3), (2, 2, 1, 1, "MVAPICH", False)),
     "jsrun": ("auto", 2, 2, tasks("jsrun", 2), (2, 2, 1, 0, "LSF", False)),
     "flux run": ("auto", "auto", None, tasks("flux", 3), (2, 2, 1, 1, "Flux", False)),
     "flux run, one node": (
@@ -311,7 +314,7 @@ DESCRIPTIONS = {
     "kubeflow": lambda rank: kubeflow(rank % 2, 2, 2),
     "skypilot": lambda rank: skypilot(rank % 2),
     "PyTorchJob": lambda rank: pytorch_job(rank % 2),
-    **{name: partial(tasks, name) for name in ("mpirun", "mpich", "jsrun", "flux")},
+    **{name: partial(tasks, name) for name in ("mpirun", "mpich", "mvapich", "jsrun", "flux")},
 }
 """What launchers set for two nodes of two devices."""
 
@@ -335,8 +338,10 @@ def test_no_subset_of_variables_describes_a_smaller_world():
 
     sizes = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE", "PMI_SIZE",
              "SKYPILOT_NUM_NODES", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "FLUX_JOB_SIZE",
-             "FLUX_JOB_NNODES", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE", "MPI_LOCALNRANKS"}  # fmt: skip
+             "FLUX_JOB_NNODES", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE", "MPI_LOCALNRANKS",
+             "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"}  # fmt: skip
     ranks = {"RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "PET_NODE_RANK",
+             "MV2_COMM_WORLD_RANK",
              "SKYPILOT_NODE_RANK"}  # fmt: skip
     options = [("auto", "auto"), (2, "auto"), (1, "auto"), (2, 2), (1, 1), (2, 1)]
     check_each(check, [(name, rank, *each) for name in DESCRIPTIONS for rank in (0, 3) for each in options])

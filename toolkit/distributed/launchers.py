@@ -68,6 +68,8 @@ _MPICH = Launcher("MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID
 _LAUNCHERS = [
     Launcher("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "",
              "OMPI_COMM_WORLD_LOCAL_SIZE", per_node="mpirun --map-by ppr:{}:node"),
+    Launcher("MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "",
+             "MV2_COMM_WORLD_LOCAL_SIZE", per_node="mpiexec -ppn {}"),
     Launcher("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES",
              per_node="flux run --tasks-per-node {}"),
     Launcher("LSF", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "",
