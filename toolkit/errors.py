@@ -137,8 +137,8 @@ def option_text(value: object) -> str:
 
 
 def count_of(count: int, noun: str) -> str:
-    """Return such as ``1 chunk`` or ``2,000 chunks``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Return such as ``1 chunk``, ``2,000 chunks`` or ``2 processes``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 
 def join_first(items: Sequence[str], shown: int = 5) -> str:

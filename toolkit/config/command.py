@@ -44,9 +44,9 @@ class CommandOptions:
     """The options of a command, the selected classes, and the user's values.
 
     With two ``functions``, the first takes the second's ``options`` as ``run``. If both have a parameter with the same
-    name, the first function's is used. A parameter ``training`` is a command line of its own, which the caller adds to
-    the arguments. Other parameters are scalars, dataclasses (option groups; fields of flat groups have
-    no prefix), and abstract base classes (class options).
+    name, the first function's is used. A parameter ``training`` is another command line, which the caller adds to the
+    arguments. Other parameters are scalars, dataclasses (option groups; fields of flat groups have no prefix), and
+    abstract base classes (class options).
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.config import AUTO, Accelerator, Auto
 from toolkit.distributed.launchers import PYTORCH_JOB, SLURM, TORCHRUN, Environ, Launcher, find_launchers
-from toolkit.errors import UserError
+from toolkit.errors import UserError, count_of
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -168,9 +168,9 @@ def _read_tasks(
         left_over = tasks % nodes
     counts = [name for name in (launcher.size, launcher.nodes, launcher.local_size) if environ.get(name)]
     shown = ", ".join(f"{name}={environ[name]}" for name in counts)
-    started = f"{launcher.name} started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({shown})"
+    started = f"{launcher.name} started {count_of(tasks, 'task')} on {count_of(nodes, 'node')} ({shown})"
     if num_nodes not in (AUTO, nodes):
-        hint = f"drop --num_nodes, or start {_count(num_nodes, 'node')}"
+        hint = f"drop --num_nodes, or start {count_of(num_nodes, 'node')}"
         raise UserError(f"--num_nodes {num_nodes}: {started}; {hint}")
     if devices == AUTO:
         devices = available if tasks == nodes and available and launcher is not TORCHRUN else tasks // nodes
@@ -271,7 +271,7 @@ def _read_nodes(
         raise UserError(f"{launcher.size}={environ[launcher.size]}: a number of nodes that changes; {hint}")
     nodes = _number(launcher.size, environ, 1)
     if num_nodes not in (AUTO, nodes):
-        started = f"{launcher.name} started {_count(nodes, 'node')} ({launcher.size}={nodes})"
+        started = f"{launcher.name} started {count_of(nodes, 'node')} ({launcher.size}={nodes})"
         raise UserError(f"--num_nodes {num_nodes}: {started}; drop --num_nodes")
     if (per_node := environ.get(launcher.local_size, "")).isdecimal():
         if devices not in (AUTO, int(per_node)):
@@ -314,7 +314,7 @@ def _check_available(world: WorldInfo, available: int | None, environ: Environ) 
     if available is None or world.devices <= available:
         return
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    count = _count(available, "device") + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
+    count = count_of(available, "device") + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
     if world.launcher == SLURM.name and not world.starts_processes:
         hint = "every task must see all devices of its node: use srun --gpus-per-node, not --gpus-per-task"
         raise UserError(f"--devices {world.devices}: this task sees {count}; {hint}")
@@ -328,10 +328,10 @@ def _check_agrees(launcher: Launcher, world: WorldInfo, environ: Environ) -> Non
         return
     is_of_tasks = launcher.starts_tasks and not world.starts_processes and number == world.world_size
     what = "task" if launcher.starts_tasks else "node"
-    started = f"{launcher.name} started {_count(number, what)}"
+    started = f"{launcher.name} started {count_of(number, what)}"
     hint = f"to train one model per {what}, unset {launcher.size}"
     if number != world.num_nodes and not is_of_tasks:
-        run = f"{_count(world.num_nodes, 'node')} of {_count(world.devices, 'process')} (by {world.launcher})"
+        run = f"{count_of(world.num_nodes, 'node')} of {count_of(world.devices, 'process')} (by {world.launcher})"
         raise UserError(f"{launcher.size}={number}: {started}, but this run has {run}; {hint}")
     expected = world.global_rank if is_of_tasks else world.node_rank
     if (rank := _number(launcher.rank, environ, 0, default=expected)) != expected:
@@ -361,10 +361,6 @@ def _number(name: str, environ: Environ, at_least: int, *, below: int | None = N
         upper = "" if below is None else f" and less than {below}"
         raise UserError(f"{name}={value}: must be at least {at_least}{upper}")
     return number
-
-
-def _count(count: int, one: str) -> str:
-    return f"{count} {one}" + ("" if count == 1 else "es" if one.endswith("s") else "s")
 
 
 def _slurm_environment(world: WorldInfo) -> ClusterEnvironment:

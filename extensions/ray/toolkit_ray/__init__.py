@@ -33,7 +33,7 @@ def train(
 
     Args:
         options: A training command as words, ``["pretrain", "pico-llama", "--train.max_steps", "100"]``, or the
-            arguments of :func:`toolkit.train`; with ``checkpoint_dir`` those of :func:`toolkit.finetune`. All nodes
+            arguments of :func:`toolkit.train`; with ``checkpoint_dir`` of :func:`toolkit.finetune`. All nodes
             must reach ``out_dir``. ``resume`` is "auto" by default.
         num_workers: Number of processes, over all nodes.
         resources: What Ray reserves per worker, such as ``{"GPU": 1, "CPU": 8}``. Default: one CPU.
@@ -97,7 +97,7 @@ class Report(toolkit.Callback):
         ray.train.report(dict(self.row))
 
 
-class VariablesBackend(Backend):  # Ray's own creates a process group; toolkit's has gloo beside NCCL
+class VariablesBackend(Backend):  # Ray's creates a process group; toolkit's has gloo and NCCL
     share_cuda_visible_devices = True  # toolkit picks the device by LOCAL_RANK
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
