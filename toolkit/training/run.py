@@ -39,9 +39,9 @@ class Callback:
     """Base class of callbacks. Override the hooks you need; the defaults do nothing.
 
     Every rank calls every hook at the same step, so a callback may use collectives. Metrics are plain numbers, the same
-    on every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, validation if due,
-    ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. User callbacks run in the order given, after the run's
-    checks and before its outputs.
+    on every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, validation if due
+    (``validation_metrics``), ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. User callbacks run in the
+    order given, after the run's checks and before its outputs.
 
     ``trainer`` is the :class:`Run`: ``model``, ``optimizer``, ``fabric``, ``data``, ``progress`` (``step``, ``tokens``,
     ``samples``), ``config``, ``args``, ``out_dir``, ``display``, ``callbacks``, ``save(name)``, ``validate()`` and
@@ -66,9 +66,14 @@ class Callback:
         """Called when metrics are logged: every ``--train.log_interval`` steps and with every validation. There is no
         ``loss`` before the first step. Later callbacks see what this callback adds to ``metrics``."""
 
+    def validation_metrics(self, trainer: Run) -> dict[str, float]:
+        """Return further metrics of a validation, the same on every rank; list their names in ``columns``. Called in
+        ``trainer.validate()`` after the validation loss, also without validation data. Weights must not change."""
+        return {}
+
     def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        """Called after a validation. Metrics: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty
-        without validation data."""
+        """Called after a validation. Metrics: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb, unless
+        there is no validation data, and what ``validation_metrics`` returned."""
 
     def on_checkpoint_saved(self, trainer: Run, folder: Path) -> None:
         """Called after a checkpoint is complete on disk; with ``--train.async_save``, some steps after it was taken."""
@@ -139,15 +144,23 @@ class Run(Launch):
             _call(callback, hook, self, *args)
 
     def validate(self) -> dict[str, float]:
-        """Return the validation metrics (N6); empty without validation data. Collective.
+        """Return the validation metrics (N6), the callbacks' included. Collective.
 
         Raises:
             GuardError: the loss is not finite.
         """
+        self.display.phase("validating")
+        metrics = self._validation_loss()
+        for callback in self.callbacks:
+            metrics |= _call(callback, "validation_metrics", self)
+        self.display.phase("training")
+        return metrics
+
+    def _validation_loss(self) -> dict[str, float]:
+        """Return the metrics of the objective; empty without validation data."""
         data, batch, max_iters = self.data, self.config.batch, self.args.eval.max_iters
         if data.val is None or not row_count(data.val):
             return {}
-        self.display.phase("validating")
         self.reader.pause()  # validation and training rows may share a store
         read = partial(
             batches_by_source,
@@ -172,7 +185,6 @@ class Run(Launch):
                 "NaN or Inf; no checkpoint was saved; lower --train.learning_rate and resume with --resume auto "
                 "(see troubleshooting: diverging)"
             )
-        self.display.phase("training")
         return metrics
 
     def save(self, name: str) -> Path:
