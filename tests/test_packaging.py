@@ -24,7 +24,7 @@ BUDGET = {
     "planning": 15_500,
     "measure": 15_700,
     "training": 39_600,
-    "distributed": 26_600,
+    "distributed": 26_700,
     "diagnostics": 14_400,
     "config": 11_800,
     "inference": 8_200,

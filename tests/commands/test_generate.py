@@ -249,7 +249,7 @@ def test_moved_base(folder, adapters, tmp_path, capsys):
         (["DIR", "--prompt", "\udcff"], "toolkit generate: --prompt: is not valid UTF-8"),
         (["DIR", "--base_checkpoint_dir", "x"], "toolkit generate: --base_checkpoint_dir x: has no effect"),
         (["DIR", "--topk", "3"], "toolkit generate: --topk: no such option; did you mean --top_k?"),
-        ([], "toolkit generate: --checkpoint_dir: must be given; usage: toolkit generate CHECKPOINT_DIR"),
+        ([], "toolkit generate: CHECKPOINT_DIR: must be given; usage: toolkit generate CHECKPOINT_DIR"),
     ],
 )
 def test_invalid_arguments_are_rejected(folder, capsys, argv, line):

@@ -421,7 +421,7 @@ def test_missing_positional_shows_the_usage():
     with pytest.raises(UserError) as caught:
         parse("x", setup=setup, positionals=("checkpoint_dir", "out_dir"))
     usage = "toolkit pretrain CHECKPOINT_DIR OUT_DIR [--option value ...]"
-    assert str(caught.value) == f"--out_dir: must be given; usage: {usage}"
+    assert str(caught.value) == f"OUT_DIR: must be given; usage: {usage}"
 
 
 def test_user_provided_data_class(tmp_path, monkeypatch, capsys):

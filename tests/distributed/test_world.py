@@ -166,6 +166,7 @@ READ = {
     "a Kubernetes Job": (
         2, 2, 2, {"JOB_COMPLETION_INDEX": "1", **NODES}, (2, 2, 1, 0, "toolkit", True),
     ),
+    "Open MPI 5, one task": (2, 1, 2, {"PMIX_RANK": "0"} | tasks("mpirun", 0, 1, 1), (2, 1, 0, 0, "toolkit", True)),
     "a Kubernetes Job, alone": (2, 1, 2, {"JOB_COMPLETION_INDEX": "1"}, (2, 1, 0, 0, "toolkit", True)),
 }  # fmt: skip
 
@@ -286,6 +287,8 @@ REFUSED = {
     "SkyPilot, too few": (8, 2, 8, skypilot(0, 4), ["--num_nodes 2: SkyPilot started 4 nodes (SKYPILOT_NUM_NODES=4)"]),
     "SkyPilot, manual": (2, "auto", None, skypilot(0, 4) | manual(), ["SKYPILOT_NUM_NODES=4", "1 node of 2 processes"]),
     "a Kubernetes Job": (2, "auto", 2, {"JOB_COMPLETION_INDEX": "0"}, ["JOB_COMPLETION_INDEX=0", "use --num_nodes"]),
+    "Volcano": (2, "auto", 2, {"VC_TASK_INDEX": "1"}, ["VC_TASK_INDEX=1: a pod of a Volcano job", "--num_nodes"]),
+    "PMIx alone": (2, "auto", 2, {"PMIX_RANK": "1"}, ["PMIX_RANK=1: a task of PMIx, which does not say how many"]),
     "two launchers": (
         2, "auto", 2, skypilot(1) | kubeflow(1, 3), ["SKYPILOT_NUM_NODES=2", "3 nodes of 2 processes (by Kubeflow)"],
     ),

@@ -175,6 +175,12 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch):
         "out of it": (["slurm", *SHARED, "--", *RUN, *SIZE, "--out_dir", "/shared/../tmp"], "must be in --shared_dir"),
         "relative disk": (["slurm", "--shared_dir", "x", "--", *run], "--shared_dir x: must be an absolute path"),
         "no claim": (["jobset", *IMAGE, *SHARED, "--", *run], "--claim NAME: must be given together"),
+        "odd disk": (["slurm", "--shared_dir", "/a b", "--", *run], "--shared_dir /a b: must be an absolute path"),
+        "odd image": (["docker", "--image", "a b", *SHARED, "--", *run], "--image a b: must be the name of an image"),
+        "twice": (
+            ["kubeflow", *IMAGE, *SHARED, *CLAIM, "--", *run, "--max_restarts", "2"],
+            "--max_restarts 2: not supported with kubeflow, which restarts",
+        ),
         "no image": (["kubeflow", *SHARED, *CLAIM, "--", *run], "--image: must be given with kubeflow"),
         "no effect": (["docker", *IMAGE, "--time", "1:00", "--", *run], "--time 1:00: has no effect with docker"),
         "time": (["slurm", *SHARED, "--time", "1h", "--", *run], "--time 1h: must be a time of SLURM"),

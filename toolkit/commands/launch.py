@@ -63,6 +63,8 @@ def setup(
     name = name or training.options.command.replace("_", "-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise UserError(f"--name {name}: must be up to 40 lowercase letters, digits and hyphens, such as my-run")
+    if image is not None and not re.fullmatch(r"[\w./:@+-]+", image):
+        raise UserError(f"--image {image}: must be the name of an image, such as registry/toolkit:1")
     names = [] if secrets is None else secrets.split(",")
     if not all(re.fullmatch(r"[A-Za-z_]\w*", secret) for secret in names):  # do not show it: it may be a value
         raise UserError("--secrets: must be names of environment variables, such as HF_TOKEN,WANDB_API_KEY")
@@ -70,7 +72,7 @@ def setup(
     has_gpus = shared.accelerator != "cpu"
     if has_gpus and gpu is None and format == "skypilot":
         raise UserError("--gpu: must be given with skypilot, such as --gpu H100")
-    _check_training(shared, has_gpus)
+    _check_training(shared, has_gpus, format)
     _check_out_dir(training.options.out_dir, shared_dir, format)
     if format in ("kubeflow", "jobset", "skypilot", "docker"):  # the others start the command in this folder
         _check_paths(training.words)
@@ -100,19 +102,22 @@ def setup(
         raise UserError(f"--out {out}: {error.strerror}") from error
 
 
-def _check_training(shared: RunOptions, has_gpus: bool) -> None:
+def _check_training(shared: RunOptions, has_gpus: bool, format: str) -> None:
     """Check that the command has the size of the job, and that the file can continue it."""
     if has_gpus and shared.devices == AUTO:
         raise UserError("--devices auto: the file needs the GPUs per node; add --devices 8 to the training command")
     if shared.resume not in (False, AUTO) or shared.dry_run:
         flag = "dry_run true" if shared.dry_run else f"resume {shared.resume}"
         raise UserError(f"--{flag}: not supported in a launch file, which continues by --resume auto; remove it")
+    if shared.max_restarts and format in ("kubeflow", "jobset", "ray"):
+        raise UserError(f"--max_restarts {shared.max_restarts}: not supported with {format}, which restarts; remove it")
 
 
 def _check_out_dir(out_dir: str, shared_dir: str | None, format: str) -> None:
     """Check that a run that starts again, on any nodes, finds its checkpoints."""
-    if shared_dir is not None and not shared_dir.startswith("/"):
-        raise UserError(f"--shared_dir {shared_dir}: must be an absolute path, such as /shared")
+    if shared_dir is not None and not re.fullmatch(r"/[\w./@+-]+", shared_dir):
+        hint = "must be an absolute path without spaces, commas or colons, such as /shared"
+        raise UserError(f"--shared_dir {shared_dir}: {hint}")
     if is_url(out_dir) and not out_dir.startswith(("file:", "memory:")):
         return
     if shared_dir is None:

@@ -205,8 +205,9 @@ class CommandOptions:
             self._check(key, options[key].kind)
         for key, option in options.items():
             if option.is_required and key not in self.values:
-                hint = f"; usage: {usage}" if key.upper() in usage.split() else ""
-                raise UserError(f"--{key}: must be given{hint}")
+                if key.upper() in usage.split():
+                    raise UserError(f"{key.upper()}: must be given; usage: {usage}")
+                raise UserError(f"--{key}: must be given")
         converted = {key: self._convert(key, options[key].kind, usage) for key in self.values}
         values: dict[str, Any] = {name: {} for name in self.parameters}
         for key, option in options.items():

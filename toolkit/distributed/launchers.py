@@ -81,10 +81,17 @@ _LAUNCHERS = [
 ]  # fmt: skip
 """The launchers besides torchrun and SLURM. Those that start tasks may run inside the others, so they come first."""
 
+_INDEXES = {
+    "JOB_COMPLETION_INDEX": "a pod of a Kubernetes Job",
+    "VC_TASK_INDEX": "a pod of a Volcano job",
+    "PMIX_RANK": "a task of PMIx",
+}
+"""Variables that number nodes or tasks, of launchers that do not say how many there are."""
+
 COMMON = ["NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 """The variables of torchrun, and of users."""
 _OF_LAUNCHERS = re.compile(
-    "(SLURM|TORCHELASTIC|MASTER|LOCAL|GROUP|ROLE)_.*|TOOLKIT_PARENT_PID|RANK|NODE_RANK|WORLD_SIZE|JOB_COMPLETION_INDEX"
+    "(SLURM|TORCHELASTIC|MASTER|LOCAL|GROUP|ROLE)_.*|TOOLKIT_PARENT_PID|RANK|NODE_RANK|WORLD_SIZE"
 )
 
 
@@ -122,7 +129,13 @@ def read_variables(launcher: str, environ: Environ = os.environ) -> dict[str, st
 def is_launcher_variable(name: str) -> bool:
     """Whether a launcher such as torchrun or SLURM sets this environment variable for its processes."""
     rows = {variable for row in _LAUNCHERS for variable in row.variables}
-    return name in rows or _OF_LAUNCHERS.fullmatch(name) is not None
+    return name in rows or name in _INDEXES or _OF_LAUNCHERS.fullmatch(name) is not None
+
+
+def find_index(environ: Environ = os.environ) -> tuple[str, str] | None:
+    """Return a variable that numbers this process, and what the process is, if nothing else describes it."""
+    is_described = {"NODE_RANK", "LOCAL_RANK", SLURM.size} & environ.keys() or find_launchers(environ)
+    return None if is_described else next((pair for pair in _INDEXES.items() if environ.get(pair[0])), None)
 
 
 def is_launched(environ: Environ = os.environ) -> bool:

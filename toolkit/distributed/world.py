@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from toolkit.config import AUTO, Accelerator, Auto
-from toolkit.distributed.launchers import PYTORCH_JOB, SLURM, TORCHRUN, Environ, Launcher, find_launchers
+from toolkit.distributed.launchers import PYTORCH_JOB, SLURM, TORCHRUN, Environ, Launcher, find_index, find_launchers
 from toolkit.errors import UserError, count_of
 
 if TYPE_CHECKING:
@@ -236,16 +236,14 @@ def _read_node(
 ) -> WorldInfo:
     """Return the ranks of the first process of a node, of a launcher of nodes or without one."""
     variables: dict[str, str] = {}
-    index = environ.get("JOB_COMPLETION_INDEX", "0")
     if launcher is not None:
         devices, num_nodes, variables = _read_nodes(launcher, devices, num_nodes, environ)
-    elif "JOB_COMPLETION_INDEX" in environ and "NODE_RANK" not in environ:
+    elif (index := find_index(environ)) is not None:
+        name, what = index
         if num_nodes == AUTO:
-            raise UserError(
-                f"JOB_COMPLETION_INDEX={index}: a pod of a Kubernetes Job, which does not say how many there are; use "
-                "--num_nodes (1: this pod trains alone)"
-            )
-        variables = {"NODE_RANK": index} if num_nodes > 1 else {}
+            hint = "use --num_nodes (1: this one trains alone)"
+            raise UserError(f"{name}={environ[name]}: {what}, which does not say how many there are; {hint}")
+        variables = {"NODE_RANK": environ[name]} if num_nodes > 1 else {}
     environ = {**variables, **environ}
     devices = (available or 1) if devices == AUTO else devices
     nodes = 1 if num_nodes == AUTO else num_nodes

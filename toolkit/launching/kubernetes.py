@@ -90,5 +90,5 @@ def _job_set(job: Job, template: Values, pods: Values, container: Values) -> Val
 def _header(job: Job) -> str:
     values = "".join(f' --from-literal={name}="${name}"' for name in job.secrets)
     secret = [f"Before: kubectl create secret generic {job.name}{values}"] if values else []
-    logs = f"Watch: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={job.name}"
+    logs = f"Watch: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={job.name} --max-log-requests {job.nodes}"
     return job.header(*secret, "Start: kubectl apply -f FILE", logs)
