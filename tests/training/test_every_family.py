@@ -1,4 +1,4 @@
-"""Every family end to end: import from Hugging Face, one step of full and LoRA finetuning, and export."""
+"""Every family end to end: import from Hugging Face, one step of full and LoRA finetuning, export, learning to stop."""
 
 import json
 import shutil
@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.chatml import CHATML
 from helpers.tiny_configs import HF_CONFIGS
 from helpers.tiny_models import relative_error
+from tokenizers import Tokenizer as Core
 from torch.nn import functional as F
 
 from toolkit.checkpoints.folder import load_model
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
+from toolkit.inference.chat import Conversation, find_template
+from toolkit.inference.load import load_checkpoint
+from toolkit.inference.sampling import GREEDY
 from toolkit.models.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -145,3 +150,45 @@ def test_n9_documents_are_isolated_with_sliding_windows(family, base):
         model.zero_grad()
     # including the embedding: tokens of the first document get no gradient from the others
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+ANSWERS = {"one": "red", "two": "green and blue", "three": "yes"}
+END = "<|im_end|>"  # eos is another token: a model that stops has learned the template's
+
+
+@pytest.mark.parametrize("family", slow_except((), OF_TYPE), scope="module")
+def test_end_of_turn_is_trained_and_generated(family, tiny_models, tokenizer, tmp_path):
+    """Conversations learned by heart: greedy answers end with the end of the turn, here and in transformers."""
+    base, rows, final, out = (tmp_path / name for name in ("base", "rows.jsonl", "run/final", "hf"))
+    shutil.copytree(tiny_models[OF_TYPE[family]].native, base, ignore=shutil.ignore_patterns("COMPLETE"))
+    core = Core.from_str(tokenizer.files["tokenizer.json"].decode())
+    core.add_special_tokens(["<|im_start|>", END])
+    files = {"tokenizer.json": core.to_str().encode(), "chat_template.jinja": CHATML.encode()}
+    tokenizer.with_files(files).save(base)
+    questions = {question: [{"role": "user", "content": question}] for question in ANSWERS}
+    turns = [{"messages": [*asked, {"role": "assistant", "content": ANSWERS[q]}]} for q, asked in questions.items()]
+    rows.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    size = ["--train.global_batch_size", "3", "--train.micro_batch_size", "3", "--train.max_steps", "60"]
+    words = ["--data", "JSON", "--data.json_path", str(rows), "--data.val_split_fraction", "0", "--accelerator", "cpu"]
+    # granite divides logits by 16
+    words += [*size, "--train.learning_rate", "2e-2" if family == "granite" else "3e-3", "--eval.max_new_tokens", "0"]
+    words += ["--train.save_interval", "0", "--out_dir", str(final.parent)]
+    assert main(["finetune_full", str(base), *words]) == 0
+
+    trained = load_checkpoint(str(final), base_checkpoint_dir=None, accelerator="cpu", precision=None)
+    for question, expected in ANSWERS.items():
+        chat = Conversation(
+            trained.model, trained.tokenizer, find_template(trained.tokenizer),
+            system=None, max_new_tokens=16, sampling=GREEDY, seed=0, notice=print,
+        )  # fmt: skip
+        assert "".join(chat.ask(question)) == expected and chat.new_tokens < 16
+
+    assert main(["convert_to_hf", str(final), str(out)]) == 0
+    model, reader = (
+        transformers.AutoModelForCausalLM.from_pretrained(out),
+        transformers.AutoTokenizer.from_pretrained(out),
+    )
+    for question, asked in questions.items():
+        prompt = reader.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        tokens = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].size(1) :]
+        assert reader.decode(tokens) == ANSWERS[question] + END
