@@ -242,6 +242,10 @@ CASES = [
     (IN_BACKWARD | SGD, {}, "--optimizer.in_backward true is not supported with a user-provided"),
     (IN_BACKWARD | {"fsdp.cpu_offload": True}, CUDA,
      "--optimizer.in_backward true is not supported with --fsdp.cpu_offload true"),
+    ({"eval.best_by": "val_bpb"}, {},
+     "--eval.best_by val_bpb has no effect with a run without --train.keep_best true and --train.patience; set one of"),
+    ({"eval.best_mode": "max"}, {},
+     "--eval.best_mode max has no effect with a run without --train.keep_best true and --train.patience; set one of"),
     ({"train.lr_schedule": "constant", "train.min_lr": 1e-5}, {},
      "--train.min_lr 1e-05 has no effect with --train.lr_schedule constant; remove one of them"),
 ]  # fmt: skip

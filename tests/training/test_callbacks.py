@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from helpers.small_runs import text_data
 
+from toolkit.checkpoints.folder import read_model_config
+from toolkit.checkpoints.hf.card import write_model_card
+from toolkit.checkpoints.store import step_of
 from toolkit.cli import main
 from toolkit.errors import CallbackError, UserError
 from toolkit.training.checkpoint_meta import read_callback_states
@@ -85,6 +88,17 @@ MODULE = textwrap.dedent("""
     class Broken(toolkit.Callback):
         def on_step_end(self, trainer, metrics):
             metrics["no such metric"]
+
+    SCORES = {1: float("nan"), 2: 0.2, 3: 0.5, 4: 0.3, 5: float("inf"), 6: 0.9, 7: 0.1}
+
+    class Scores(toolkit.Callback):
+        columns = ("val_my_score", "val_my_score_stderr")
+
+        def __init__(self, prefix="val_"):
+            self.prefix = prefix
+
+        def validation_metrics(self, trainer):
+            return {f"{self.prefix}my_score": SCORES[trainer.progress.step], "val_my_score_stderr": 0.01}
 """)
 
 
@@ -257,6 +271,53 @@ def test_s2_older_checkpoints_have_two_states_in_meta_json(pretrain, tmp_path):
         (folder / "trainer" / "meta.json").write_text(json.dumps(meta | {name: "x"}))
         with pytest.raises(UserError, match="meta.json: .*: .* 'x' is no number; resume from another checkpoint"):
             read_callback_states(folder)
+
+
+def test_metrics_of_callbacks_are_shown_and_decide_and_resume(pretrain, tmp_path, capsys):
+    scores = ["--callbacks", "my_callbacks.Scores", "--data.val_fraction", "0", "--eval.interval", "1"]
+    flags = [*scores, "--train.keep_best", "true", "--train.patience", "2", "--eval.best_by", "my_score"]
+    assert pretrain(*flags, steps=4) == 0  # after the best: one of two validations
+    out = tmp_path / "run"
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" | ")[2] for line in shown if "| validation " in line] == [
+        f"validation my score {score} ± 0.01" for score in ("nan", "0.2", "0.5", "0.3")
+    ]
+    assert [row["val_my_score"] for row in rows(tmp_path)] == ["nan", "0.2", "0.5", "0.3"]
+    assert step_of(out / "best") == 3
+    states = read_callback_states(out / "final")
+    assert states["KeepBest"] == {"val_my_score": 0.5, "is_higher_better": True}
+    page = (out / "report.html").read_text()
+    assert "<dt>my score</dt><dd>0.3 ± 0.01</dd>" in page and '["validation my score","",["val_my_score"]]' in page
+    write_model_card(tmp_path / "README.md", read_model_config(out / "final"), out / "final", has_tokenizer=True)
+    assert "| Validation my score | 0.3 ± 0.01 |" in (tmp_path / "README.md").read_text()
+
+    assert pretrain(*flags, "--resume", "auto", steps=7) == 0
+    assert "stopping after step 5: no higher val_my_score in 2 validations" in capsys.readouterr().out
+    assert step_of(out / "best") == 3  # neither nan nor inf is better
+    by_lowest = [*flags, "--eval.best_mode", "min", "--resume", "auto"]
+    assert pretrain(*by_lowest, steps=7) == 0  # the run stopped early only by the other direction
+    shown = capsys.readouterr().out
+    for name in ("KeepBest", "EarlyStopping"):
+        line = f"callback {name}: the checkpoint has another metric or direction; it starts anew with the lowest val_my"
+        assert shown.count(line) == 1
+    assert step_of(out / "best") == 7 and read_callback_states(out / "final")["KeepBest"] == {"val_my_score": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--eval.best_by", "my_scre"], 2, "--eval.best_by val_my_scre: no metric of this run's validations has this"),
+        (["--eval.best_by", "val_loss"], 2, "--eval.best_by val_loss: no metric"),
+        (["--eval.best_by", "my_score", "--train.keep_best", "false"], 2, "--eval.best_by my_score has no effect with"),
+        ([], 2, "--train.keep_best true: this data has no validation split"),
+        (["--callbacks", '[{"class_path": "my_callbacks.Scores", "init_args": {"prefix": ""}}]', "--eval.best_by",
+          "my_score"], 1, "callback Scores: validation_metrics returns 'my_score'; names must start with val_"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_metrics_are_one_line(pretrain, capsys, flags, code, message):
+    scores = ["--callbacks", "my_callbacks.Scores", "--data.val_fraction", "0", "--train.keep_best", "true"]
+    assert pretrain(*scores, *flags, steps=1) == code
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_patience_without_validations_is_refused(pretrain, capsys):

@@ -96,8 +96,10 @@ class TrainArgs:
             fifth of max_time if that is less, with save_interval auto; otherwise null.
         async_save: Continue training while a step checkpoint is written from a copy of the state in host memory.
         keep_last: Number of step checkpoints to keep; 0 keeps all.
-        keep_best: Also keep the checkpoint with the lowest validation loss, as the folder "best".
-        patience: Stop after this many validations in a row without a new lowest validation loss; null disables.
+        keep_best: Also keep the checkpoint with the lowest validation loss, or the best by eval.best_by, as the folder
+            "best".
+        patience: Stop after this many validations in a row without a new lowest validation loss, or without a new best
+            value of eval.best_by; null disables.
         log_interval: Optimizer steps between rows of metrics.
         tie_embeddings: Tie the weights of embedding and head; null keeps the model's config.
     """
@@ -169,6 +171,10 @@ class EvalArgs:
         final_validation: Validate after the last step.
         max_new_tokens: Tokens to generate from a sample prompt at each validation; 0 disables. auto: 64, at most half
             of the model's context.
+        best_by: Metric of a validation that decides for train.keep_best and train.patience, such as val_bpb or a
+            callback's. auto: val_loss.
+        best_mode: Whether the highest (max) or the lowest (min) value of best_by is the best. auto: min for losses,
+            errors, val_ppl and val_bpb, otherwise max.
     """
 
     interval: int | Auto = AUTO
@@ -176,6 +182,8 @@ class EvalArgs:
     initial_validation: bool = False
     final_validation: bool = True
     max_new_tokens: int | Auto = 0
+    best_by: str = AUTO
+    best_mode: Literal["auto", "max", "min"] = AUTO
 
     def __post_init__(self) -> None:
         require_not_negative("eval", self, "interval", "max_new_tokens")

@@ -92,6 +92,10 @@ _COMPILER = Use("--compiler {compiler:NAME of an extension's compiler}", lambda 
 _OBJECTIVE = Use("--objective {objective_name:NAME}", lambda f: f.objective_name != "NextToken")
 _PREFERENCES = Use("--objective {objective_name:DPO, KTO, ORPO, SimPO}", lambda f: f.objective.row_kind != "answers")
 _FROZEN = Use("--objective {objective_name:Distillation}", lambda f: f.objective.frozen_option)
+_TRACKS_NOTHING = Use(
+    "a run without --train.keep_best true and --train.patience",
+    lambda f: not f.train.keep_best and f.train.patience is None,
+)
 _OTHER_DTYPE = "the weights have another dtype"
 _SET_BLOCK_CLASSES = "set block_classes"
 
@@ -243,6 +247,9 @@ ROWS: tuple[Row, ...] = (
     Row(_IN_BACKWARD, _MIXED_16, "its scaler checks all gradients first", "use bf16-mixed or 32-true"),
     Row(_IN_BACKWARD, _FOREIGN_OPTIMIZER, _NOT_IN_PARTS, "remove it"),
     Row(_IN_BACKWARD, _OFFLOAD, "the gradients are in CPU memory only after the backward pass"),
+    # validation
+    *(_no_effect(_set(f"eval.best_{name}", words), _TRACKS_NOTHING, fix="set one of them or remove it")
+      for name, words in (("by", "NAME"), ("mode", "max, min"))),
     # schedule
     _no_effect(_set("train.min_lr", "RATE"), _is("train.lr_schedule", "constant"), fix="remove one of them"),
 )

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.ui.progress import STDERR
+
 Columns = dict[str, Any]  # name -> array of floats
 Points = tuple[list[Any], list[Any], list[Any]]  # steps, tokens, values
 
@@ -50,7 +52,8 @@ def reduce_lines(columns: Columns, max_points: int) -> dict[str, dict[str, Point
     Of longer columns, the smallest and the largest value of each bucket of rows remain, so that no spike is lost.
     ``smooth`` is only of noisy columns.
     """
-    return {name: _reduce(columns, name, max_points) for name in columns if name not in _HIDDEN}
+    shown = (name for name in columns if name not in _HIDDEN and not name.endswith(STDERR))
+    return {name: _reduce(columns, name, max_points) for name in shown}
 
 
 def _reduce(columns: Columns, name: str, max_points: int) -> dict[str, Points]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.reporting.run import RunFacts
 from toolkit.ui.formats import format_count, format_loss, format_perplexity, format_seconds
-from toolkit.ui.progress import capitalized
+from toolkit.ui.progress import capitalized, format_metric, metric_label, metric_names
 
 Rows = list[list[str]]
 _VERBS = {
@@ -109,6 +109,8 @@ def figures(run: RunFacts) -> dict[str, str]:
         "waiting for data": (median(run, "data_wait_s") / (median(run, "step_s") or math.nan), lambda v: f"{v:.1%}"),
     }
     shown = {label: write(value) for label, (value, write) in values.items() if math.isfinite(value)}
+    metrics = {name: value for name in run.columns if math.isfinite(value := last(run, name))}
+    shown |= {metric_label(name): format_metric(name, metrics) for name in metric_names(metrics)}
     if len(val_losses) and (lowest := val_losses.min()) < val_losses[-1]:
         step = run.columns["step"][run.columns["val_loss"] == lowest][0]
         shown["lowest validation loss"] = f"{format_loss(lowest)} at step {step:,.0f}"

@@ -27,6 +27,7 @@ from toolkit.io.paths import is_url
 from toolkit.models.block import Block
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
+from toolkit.training.best_metric import BestMetric
 from toolkit.training.data import prepare_data, uses_old_ends, with_length
 from toolkit.training.hyperparameters import keep_old_ends
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state
@@ -79,8 +80,12 @@ class Launch:
     def is_finished(self) -> bool:
         """Whether a limit or early stopping is reached and ``final/`` is written."""
         state, patience = self.state, self.args.train.patience
-        stale = state.callbacks.get("EarlyStopping", {}).get("stale_validations", 0)
-        is_stopped_early = patience is not None and stale >= patience
+        stopping = state.callbacks.get("EarlyStopping", {})
+        is_stopped_early = (
+            patience is not None
+            and stopping.get("stale_validations", 0) >= patience
+            and BestMetric.from_options(self.args.eval).is_of(stopping)
+        )
         is_at_end = state.limits.reached(state.progress.step, state.progress.tokens)
         return (is_at_end or is_stopped_early) and state.resume_from == self.out_dir / FINAL
 

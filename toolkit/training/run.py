@@ -24,6 +24,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError, GuardError, UserError
 from toolkit.objectives.base import Objective
+from toolkit.training.best_metric import VAL
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.data_reader import DataReader
 from toolkit.training.garbage import GarbageCollection
@@ -67,8 +68,9 @@ class Callback:
         ``loss`` before the first step. Later callbacks see what this callback adds to ``metrics``."""
 
     def validation_metrics(self, trainer: Run) -> dict[str, float]:
-        """Return further metrics of a validation, the same on every rank; list their names in ``columns``. Called in
-        ``trainer.validate()`` after the validation loss, also without validation data. Weights must not change."""
+        """Return further metrics of a validation, the same on every rank. Their names start with ``val_`` and are in
+        ``columns``; ``NAME_stderr`` is the standard error of ``NAME``. Called in ``trainer.validate()`` after the
+        validation loss, also without validation data. Weights must not change."""
         return {}
 
     def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
@@ -152,7 +154,11 @@ class Run(Launch):
         self.display.phase("validating")
         metrics = self._validation_loss()
         for callback in self.callbacks:
-            metrics |= _call(callback, "validation_metrics", self)
+            for name, value in _call(callback, "validation_metrics", self).items():
+                if name not in callback.columns or not name.startswith(VAL):
+                    owner = f"callback {type(callback).__qualname__}: validation_metrics returns {name!r:.50}"
+                    raise CallbackError(f"{owner}; names must start with {VAL} and be in the callback's columns")
+                metrics[name] = value
         self.display.phase("training")
         return metrics
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint
-from toolkit.config import EvalArgs, TrainArgs
+from toolkit.config import AUTO, EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, row_lengths
 from toolkit.errors import UserError
 from toolkit.measure.flops import flops_per_token
@@ -138,7 +138,7 @@ def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedDa
     """Check that validation is enabled if ``--train.keep_best`` or ``--train.patience`` needs it."""
     flags = {"keep_best true": train.keep_best, f"patience {train.patience}": train.patience is not None}
     for flag in (flag for flag, is_given in flags.items() if is_given):
-        if data.val is None or not len(data.val):
+        if evaluation.best_by == AUTO and (data.val is None or not len(data.val)):
             raise UserError(
                 f"--train.{flag}: this data has no validation split; hold one out "
                 "(such as --data.val_split_fraction 0.05, for text --data.val_fraction), or remove the option"

@@ -77,7 +77,7 @@ class PlainProgress(ProgressDisplay):
             self._print_step()
 
     def validation(self, step: int, metrics: Metrics) -> None:
-        self._line(step, "validation " + ", ".join(validation_labels(metrics)))
+        self._line(step, "validation " + ", ".join(validation_labels(metrics, self.metric_names)))
 
     def checkpoint(self, step: int, path: object) -> None:
         self._line(step, f"saved {path}")

@@ -70,7 +70,7 @@ class LiveProgress(ProgressDisplay):
         self._step, self._metrics = step, metrics
 
     def validation(self, step: int, metrics: Metrics) -> None:
-        labels = "   ".join(validation_labels(metrics))
+        labels = "   ".join(validation_labels(metrics, self.metric_names))
         self._validation = Text.assemble((f"step {step:<7,} ", "dim"), ("validation ", "magenta"), labels)
         self.console.print(self._validation)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.config.checks import take_notes
@@ -33,6 +33,9 @@ STEP_METRICS: Labels = {
 """Label and format of each metric."""
 MIN_SHARE = 0.05
 """Share of the time from which on a part of the run is named, see :meth:`Pace.bottleneck`."""
+STDERR = "_stderr"
+"""End of the name of a metric's standard error."""
+_SOURCE = "val_loss_"
 VALIDATION_METRICS: Labels = {
     "val_loss": ("loss", format_loss),
     "val_ppl": ("perplexity", format_perplexity),
@@ -48,6 +51,8 @@ class ProgressDisplay:
 
     def __init__(self, total_steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
+        self.metric_names: list[str] = []
+        """Metrics of validations that callbacks add, see :func:`metric_names`."""
         self.remarks = take_notes()
         """Notes and warnings that were printed, for the report."""
         self._pace = Pace(clock)
@@ -77,7 +82,7 @@ class ProgressDisplay:
         return self._pace.seconds_left(step, self.total_steps)
 
     def validation(self, step: int, metrics: Metrics) -> None:
-        """Show a validation result: ``val_loss``, and optionally val_ppl, val_bpb and val_loss_<source>."""
+        """Show a validation: what it has of val_loss, val_ppl, val_bpb, val_loss_<source>, ``metric_names``."""
         self.event("validation", step=step, **metrics)
 
     def checkpoint(self, step: int, path: object) -> None:
@@ -112,11 +117,37 @@ def label_values(metrics: Metrics, labels: Labels) -> list[tuple[str, str]]:
     return [(label, write(value)) for key, (label, write) in labels.items() if (value := metrics.get(key)) is not None]
 
 
-def validation_labels(metrics: Metrics) -> list[str]:
-    """Return "label value" strings of a validation: overall metrics, then the loss of each source."""
-    prefix = "val_loss_"
-    sources = {k: (f"{k.removeprefix(prefix)} loss", format_loss) for k in metrics if k.startswith(prefix)}
-    return [f"{label} {value}" for label, value in label_values(metrics, {**VALIDATION_METRICS, **sources})]
+def validation_labels(metrics: Metrics, names: Iterable[str] = ()) -> list[str]:
+    """Return "label value" strings of a validation: overall metrics, the loss of each source, ``names``."""
+    sources = {k: (f"{k.removeprefix(_SOURCE)} loss", format_loss) for k in metrics if k.startswith(_SOURCE)}
+    labels = [f"{label} {value}" for label, value in label_values(metrics, {**VALIDATION_METRICS, **sources})]
+    return labels + [f"{metric_label(name)} {format_metric(name, metrics)}" for name in names if name in metrics]
+
+
+def metric_names(columns: Collection[str]) -> list[str]:
+    """Return the columns of metrics.csv that callbacks add to validations, without standard errors.
+
+    Parts of an objective are not among them: they have a column for training and one for validations.
+    """
+    return [
+        name
+        for name in columns
+        if name.startswith("val_")
+        and not name.startswith(_SOURCE)
+        and not name.endswith(STDERR)
+        and name not in VALIDATION_METRICS
+        and name.removeprefix("val_") not in columns
+    ]
+
+
+def metric_label(name: str) -> str:
+    return name.removeprefix("val_").replace("_", " ")
+
+
+def format_metric(name: str, metrics: Metrics) -> str:
+    """Return a value with its standard error, if there is one."""
+    values = metrics[name], metrics.get(f"{name}{STDERR}")
+    return " ± ".join(f"{value:.4g}" for value in values if value is not None)
 
 
 class Pace:

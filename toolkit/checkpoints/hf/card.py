@@ -14,6 +14,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.gpt import model_on_meta
 from toolkit.ui.loggers import read_metrics
+from toolkit.ui.progress import format_metric, metric_label, metric_names
 
 _POSITIONAL = ("checkpoint_dir", "model_name")
 # Options that only matter where the run was made.
@@ -86,6 +87,7 @@ def _describe_run(checkpoint_dir: Path, settings: dict[str, Any]) -> dict[str, s
         "Data": " ".join(map(str, filter(None, [data.get("class_path"), *source]))),
         "Trained": f"{last['step']:,.0f} steps, {last['tokens']:,.0f} tokens" if last else "",
         **{label: f"{last[name]:.4g}" for name, label in names.items() if name in last},
+        **{f"Validation {metric_label(name)}": format_metric(name, last) for name in metric_names(last)},
     }
 
 

@@ -1,69 +1,87 @@
-"""Keep the checkpoint with the lowest validation loss in ``best/``, and stop early.
+"""Keep the checkpoint with the best validation in ``best/``, and stop early.
 
-Checkpoints store the lowest loss, so a resumed run behaves like an uninterrupted one.
+Checkpoints store the best value, so a resumed run behaves like an uninterrupted one.
 """
 
 from typing import Any
 
 from toolkit.checkpoints.store import BEST, has_best
 from toolkit.distributed import ranks
+from toolkit.training.best_metric import VAL_LOSS, BestMetric
 from toolkit.training.run import Callback, Run
 
 
-class KeepBest(Callback):
-    """Saves ``best/`` after every validation with a new lowest loss, for ``--train.keep_best``."""
+class _TracksBest(Callback):
+    """Tracks the best value of a metric of validations."""
 
-    def __init__(self) -> None:
-        self.val_loss: float | None = None
+    def __init__(self, metric: BestMetric = VAL_LOSS) -> None:
+        self.metric = metric
+        self.best: float | None = None
+        self.restarts = False  # whether the checkpoint has another metric
 
     def on_train_start(self, trainer: Run) -> None:
-        if not ranks.broadcast_from_rank0(has_best(trainer.out_dir)):
-            self.val_loss = (
-                None  # best/ was deleted or damaged, or is in another folder: save it after the next validation
+        if self.restarts:
+            trainer.display.message(
+                f"callback {type(self).__name__}: the checkpoint has another metric or direction; it starts anew with "
+                f"{self.metric}"
             )
 
-    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        if is_lower(metrics, self.val_loss):
-            self.val_loss = metrics["val_loss"]
-            trainer.save(BEST)
+    def is_new_best(self, metrics: dict[str, float]) -> bool:
+        """Whether the metric on rank 0 is a new best value, which is then kept. Collective."""
+        value = metrics.get(self.metric.name)
+        is_new = ranks.broadcast_from_rank0(self.metric.is_better(value, self.best))
+        if is_new:
+            self.best = value
+        return is_new
 
     def state_dict(self) -> dict[str, Any]:
-        return {"val_loss": self.val_loss}
+        return self.metric.to_state(self.best)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.val_loss = state["val_loss"]
+        if self.metric.is_of(state):
+            self.best = state[self.metric.name]
+        else:
+            self.restarts = True
 
 
-class EarlyStopping(Callback):
-    """Ends the run after ``patience`` validations without a new lowest loss, for ``--train.patience``."""
-
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
-        self.val_loss: float | None = None
-        self.stale_validations = 0  # since the lowest loss
+class KeepBest(_TracksBest):
+    """Saves ``best/`` after every validation with a new best value, for ``--train.keep_best``."""
 
     def on_train_start(self, trainer: Run) -> None:
+        super().on_train_start(trainer)
+        if not ranks.broadcast_from_rank0(has_best(trainer.out_dir)):
+            self.best = None  # best/ was deleted or damaged, or is in another folder: save it after the next validation
+
+    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        if self.is_new_best(metrics):
+            trainer.save(BEST)
+
+
+class EarlyStopping(_TracksBest):
+    """Ends the run after ``patience`` validations without a new best value, for ``--train.patience``."""
+
+    def __init__(self, patience: int, metric: BestMetric = VAL_LOSS) -> None:
+        super().__init__(metric)
+        self.patience = patience
+        self.stale_validations = 0  # since the best value
+
+    def on_train_start(self, trainer: Run) -> None:
+        super().on_train_start(trainer)
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        if is_lower(metrics, self.val_loss):
-            self.val_loss, self.stale_validations = metrics["val_loss"], 0
-        else:
-            self.stale_validations += 1
+        self.stale_validations = 0 if self.is_new_best(metrics) else self.stale_validations + 1
         self._stop_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"val_loss": self.val_loss, "stale_validations": self.stale_validations}
+        return super().state_dict() | {"stale_validations": self.stale_validations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.val_loss, self.stale_validations = state["val_loss"], state["stale_validations"]
+        super().load_state_dict(state)
+        self.stale_validations = state["stale_validations"] if self.metric.is_of(state) else 0
 
     def _stop_if_due(self, trainer: Run) -> None:
         if self.stale_validations >= self.patience:
-            trainer.request_stop(f"no lower validation loss in {self.patience} validations (--train.patience)")
-
-
-def is_lower(metrics: dict[str, float], before: float | None) -> bool:
-    """Whether the validation loss on rank 0 is lower than ``before``. Collective."""
-    loss = metrics.get("val_loss")
-    return ranks.broadcast_from_rank0(loss is not None and (before is None or loss < before))
+            name = "validation loss" if self.metric.name == "val_loss" else self.metric.name
+            better = "higher" if self.metric.is_higher_better else "lower"
+            trainer.request_stop(f"no {better} {name} in {self.patience} validations (--train.patience)")

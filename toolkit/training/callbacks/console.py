@@ -10,6 +10,7 @@ from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
 from toolkit.models.families import export_error
 from toolkit.reporting.page import REPORT
+from toolkit.training.best_metric import VAL
 from toolkit.training.evaluate import option_to_trust
 from toolkit.training.run import Callback, Run
 
@@ -29,9 +30,9 @@ class Console(Callback):
     def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
         step = trainer.progress.step
         if "loss" in metrics:
-            trainer.display.step(step, {k: v for k, v in metrics.items() if not k.startswith("val_")})
-        if "val_loss" in metrics:
-            trainer.display.validation(step, {k: v for k, v in metrics.items() if k.startswith("val_")})
+            trainer.display.step(step, {k: v for k, v in metrics.items() if not k.startswith(VAL)})
+        if validation := {k: v for k, v in metrics.items() if k.startswith(VAL)}:
+            trainer.display.validation(step, validation)
 
     def on_checkpoint_saved(self, trainer: Run, folder: Path) -> None:
         trainer.display.checkpoint(trainer.progress.step, trainer.address(folder))

@@ -9,6 +9,8 @@ from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import rename_damaged
+from toolkit.config import AUTO
+from toolkit.data.base import row_count
 from toolkit.data.interleave import MixtureOrder
 from toolkit.data.order import SampleOrder
 from toolkit.distributed import ranks
@@ -19,6 +21,7 @@ from toolkit.measure.flops import peak_flops
 from toolkit.objectives.base import LOSS, checked_parts
 from toolkit.objectives.inputs import original_module
 from toolkit.reporting.page import REPORT, write_report
+from toolkit.training.best_metric import VAL, BestMetric
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
 from toolkit.training.callbacks.kubeflow import SERVER, KubeflowStatus
@@ -39,6 +42,7 @@ from toolkit.training.launch import Launch
 from toolkit.training.run import Callback
 from toolkit.training.throughput import Throughput
 from toolkit.ui.loggers import MetricsCSV, make_loggers, rows_crc
+from toolkit.ui.progress import metric_names
 
 
 def build_callbacks(
@@ -67,10 +71,19 @@ def build_callbacks(
     if isinstance(order, MixtureOrder):
         callbacks.append(MixtureShares(order))
     callbacks += user_callbacks
-    columns = [f"val_loss_{name}" for name in launch.data.val_sources]
-    columns += [name for callback in callbacks for name in callback.columns]
+    columns = [name for callback in callbacks for name in callback.columns]
+    validated = [name for name in columns if name.startswith(VAL)]
+    of_data = [f"val_loss_{name}" for name in launch.data.val_sources]
     parts = [part.name for part in checked_parts(args.objective, original_module(model)) if part.name != LOSS]
-    columns += [f"{prefix}{name}" for prefix in ("", "val_") for name in parts]
+    columns = [*of_data, *columns, *parts, *(of_parts := [f"{VAL}{name}" for name in parts])]
+    best = BestMetric.from_options(args.eval)
+    if args.eval.best_by != AUTO:
+        is_likelihood = args.objective.is_likelihood
+        if launch.data.val is not None and row_count(launch.data.val):
+            validated += ["val_loss", *of_data, *of_parts, *["val_ppl"] * is_likelihood]
+            validated += ["val_bpb"] * (is_likelihood and launch.data.tokenizer is not None)
+        best.require_one_of(validated)
+    launch.display.metric_names = metric_names(columns)
     wait_reporter = ranks.WaitReporter(f"open {launch.out_dir}", launch.display.message)
     csv = ranks.run_on_rank0(lambda: open_metrics(launch, columns, stack), wait_reporter)
     callbacks += ranks.run_on_rank0(lambda: log_to(launch, csv)) or []
@@ -82,9 +95,9 @@ def build_callbacks(
     if sampler is not None:
         callbacks.append(sampler)
     if args.train.patience is not None:
-        callbacks.append(EarlyStopping(args.train.patience))
+        callbacks.append(EarlyStopping(args.train.patience, best))
     if args.train.keep_best:
-        callbacks.append(KeepBest())
+        callbacks.append(KeepBest(best))
     return callbacks
 
 
