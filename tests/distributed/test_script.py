@@ -12,6 +12,7 @@ from helpers.groups import free_port, start_ranks
 from torch import distributed as dist
 
 import toolkit
+from toolkit.distributed import script
 from toolkit.errors import UserError
 
 RESULTS = """
@@ -85,6 +86,24 @@ def test_helpers_on_two_ranks_and_alone():
         toolkit.all_reduce(torch.ones(1), "avg")
 
 
+def test_a_second_group_does_not_read_addresses_of_the_first(monkeypatch):
+    """torchrun's store outlives a group: a rank could connect to the closed port of the other's first group."""
+    stores, shared = [], dist.HashStore()
+    monkeypatch.setattr(script, "open_store", lambda *args, **options: shared)
+    monkeypatch.setattr(script, "create_process_group", lambda store, *args: stores.append(store))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2"),
+                        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    toolkit.setup_distributed()
+    toolkit.setup_distributed()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(script, "_setups", iter([0]))  # another attempt's process
+    toolkit.setup_distributed()
+    stores[0].set("address", "closed")
+    assert [store.check(["address"]) for store in stores] == [True, False, False]
+
+
 TRAIN = """
 toolkit.setup_distributed()
 rows = torch.arange(2000).unfold(0, 9, 9) % 50
@@ -100,14 +119,14 @@ toolkit.rank_print(json.dumps([seen, toolkit.get_rank(), toolkit.get_world_size(
 @pytest.mark.parametrize("launcher", ["torchrun", "srun", "toolkit"])
 def test_helpers_under_every_launcher_and_around_a_run(launcher, tmp_path):
     """toolkit's own launcher connects the processes in train(); before, each is on its own."""
-    script = tmp_path / "script.py"
+    file = tmp_path / "script.py"
     is_builtin = launcher == "toolkit"
     text = (RESULTS.replace("toolkit.setup_distributed()\n", "") if is_builtin else RESULTS) + TRAIN
-    script.write_text(text.replace("DEVICES", "2" if is_builtin else "'auto'"))
-    commands = [[sys.executable, script.name]]
+    file.write_text(text.replace("DEVICES", "2" if is_builtin else "'auto'"))
+    commands = [[sys.executable, file.name]]
     environments = [os.environ]
     if launcher == "torchrun":
-        commands = [[sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", script.name]]
+        commands = [[sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", file.name]]
     if launcher == "srun":
         slurm = {
             "SLURM_NTASKS": "2",

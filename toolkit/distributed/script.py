@@ -5,6 +5,7 @@ Under torchrun and srun all processes exist from the start, and :func:`setup_dis
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -17,13 +18,14 @@ from toolkit.config import AUTO
 from toolkit.distributed import ranks
 from toolkit.distributed.launch import create_process_group, leave_process_group
 from toolkit.distributed.launchers import PARENT
-from toolkit.distributed.rendezvous import open_store
+from toolkit.distributed.rendezvous import open_store, run_key_prefix
 from toolkit.distributed.world import WorldInfo, cluster_environment, detect_world
 from toolkit.errors import UserError, did_you_mean
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _OPERATIONS = ("sum", "mean", "min", "max", "product")
+_setups = itertools.count()
 
 
 def setup_distributed(timeout_minutes: float = 30) -> None:
@@ -47,7 +49,8 @@ def setup_distributed(timeout_minutes: float = 30) -> None:
         store = open_store(host, port, seconds, is_host=world.global_rank == 0)
     except (TimeoutError, dist.DistError) as error:
         raise UserError(f"MASTER_ADDR {host}, MASTER_PORT {port}: no answer from rank 0 ({error})") from None
-    create_process_group(dist.PrefixStore("setup", store), world, device, seconds)
+    prefix = f"setup-{run_key_prefix(next(_setups))}"  # the store may outlive a group, whose addresses are stale
+    create_process_group(dist.PrefixStore(prefix, store), world, device, seconds)
 
 
 def cleanup_distributed() -> None:
