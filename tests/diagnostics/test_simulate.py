@@ -112,6 +112,10 @@ CASES = {
     "offloaded, one device": ("FULL_SHARD", Layout(), {"offloads": True}),
     "fp8": (*FULL, {"fp8": "tensorwise"}),
     "fp8, rows": (*FULL, {"fp8": "rowwise", "activation_checkpointing": "none"}),
+    "average": (*FULL, {"ema": 0.99, "precision": "bf16-true"}),
+    "average, one device": (*SINGLE, {"ema": 0.99, "accumulation": 2}),
+    "average, offloaded": (*FULL, {"ema": 0.99, "offloads": True}),
+    "average, adapters": (*FULL, {"ema": 0.99, "lora": LoRAConfig()}),
     "long context": ("FULL_SHARD", Layout(shard=4, context=2), {"seq_length": 131072, "config": LONG}),
     "zbv, fp32": (
         "FULL_SHARD",

@@ -59,6 +59,8 @@ KINDS = {
     ),
     "muon": Kind(options=("--optimizer.name", "Muon")),
     "bf16 moments": Kind(options=("--optimizer.state_dtype", "bf16")),
+    "ema": Kind(options=("--train.ema", "0.8")),
+    "ema sharded": Kind(n_ranks=2, options=(*SHARDED, "--train.ema", "0.8", "--train.async_save", "true")),
     "streamed": Kind(data="streamed"),
     "streamed workers": Kind(data="streamed", options=("--data.num_workers", "2")),
     "mixture": Kind(data="mixture"),

@@ -12,6 +12,7 @@ from tests.faults.ways import WAYS, make
 TRIALS = [
     Trial("kill-calls", "ordinary", 300),
     Trial("kill-random", "ordinary", 3),
+    *(Trial("kill-random", "ema sharded", seed) for seed in range(3)),  # up to a dozen kills each
     Trial("kill-commands", "prepare_data streamed", 15),  # a file of the cached tokenizer
     Trial("resume", "LoRA", 0),
     Trial("elastic", "fsdp to ordinary", 0),

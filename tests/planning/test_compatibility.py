@@ -229,6 +229,7 @@ CASES = [
      "--optimizer.state_dtype bf16 is not supported with --optimizer.name AdamW8bit: its moments are 8-bit"),
     (BF16 | {"optimizer.name": "SGD"}, {"has_moments": False},
      "--optimizer.state_dtype bf16 has no effect with --optimizer.name SGD: it has no moments with these options"),
+    ({"train.ema": 0.99}, EXTENSION, "--train.ema 0.99 is not supported with --strategy thunder_fsdp: it may hold"),
     (IN_BACKWARD | LORA, {}, "--optimizer.in_backward true has no effect with finetune_lora"),
     (IN_BACKWARD, {"devices": 2}, "--optimizer.in_backward true is not supported with 2 devices"),
     (IN_BACKWARD, {"micro": 32}, "--optimizer.in_backward true is not supported with accumulation (global batch 64 = "),

@@ -102,6 +102,8 @@ class TrainArgs:
             value of eval.best_by; null disables.
         log_interval: Optimizer steps between rows of metrics.
         tie_embeddings: Tie the weights of embedding and head; null keeps the model's config.
+        ema: Decay rate per step of an exponential moving average of the weights, such as 0.999. Validation, samples
+            and checkpoints use the average; null disables.
     """
 
     global_batch_size: int = PRETRAIN.global_batch_size
@@ -131,6 +133,7 @@ class TrainArgs:
     patience: int | None = None
     log_interval: int = 1
     tie_embeddings: bool | None = None
+    ema: float | None = None
 
     @property
     def peak_learning_rate(self) -> float:
@@ -154,6 +157,8 @@ class TrainArgs:
         name, base = "train.lr_base_batch", self.lr_base_batch
         is_used = base == AUTO or self.lr_scaling != "none"
         require_option(is_used, name, base, "has no effect without --train.lr_scaling sqrt or linear")
+        name, ema = "train.ema", self.ema
+        require_option(ema is None or 0 < ema < 1, name, ema, "must be between 0 and 1, such as 0.999")
         saves_steps = self.save_interval != 0 or self.save_every_minutes not in (None, AUTO)
         hint = "has no effect, because only the end of the run is saved; set --train.save_interval"
         require_option(not self.async_save or saves_steps, "train.async_save", "true", hint)

@@ -48,6 +48,7 @@ from toolkit.models.labels import TOKENS
 from toolkit.models.quantize import Quantize, reserve_quantized
 from toolkit.objectives.inputs import original_module
 from toolkit.optim.classes import build_optimizer
+from toolkit.optim.evaluation_weights import EvaluationWeights
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.update import Update, choose_update
 from toolkit.planning.plan import RunPlan
@@ -198,8 +199,12 @@ def _simulate(inputs: MemoryInputs, rank: int) -> Simulation:
         run = train_step if layout.pipeline == 1 else pipeline_step
         step = partial(run, fabric, objective_of(frozen), update, batches, {TOKENS: inputs.tokens})
         step()  # creates the optimizer state, and receive buffers
-        recorder.start(nn.ModuleList(filter(None, [module, frozen])), optimizer)
+        averages = EvaluationWeights(optimizer, inputs.ema)
+        averages.update()
+        with averages.active():  # they are in the optimizer's state
+            recorder.start(nn.ModuleList(filter(None, [module, frozen])), optimizer)
         step()
+        averages.update()
     memory, phase = recorder.peak()
     return Simulation(rank, memory, phase, recorder.collectives(), time.monotonic() - started)
 

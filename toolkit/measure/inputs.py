@@ -55,6 +55,7 @@ class MemoryInputs:
         async_save: Whether checkpoints are written from a copy of the state.
         schedule: The pipeline schedule, see :class:`toolkit.config.PipelineArgs`.
         frozen: The architecture of the objective's frozen model; None if it needs none.
+        ema: Decay rate of the moving average of the weights; None without one.
     """
 
     config: ModelConfig
@@ -77,13 +78,15 @@ class MemoryInputs:
     async_save: bool = False
     schedule: str = "1f1b"
     frozen: ModelConfig | None = None
+    ema: float | None = None
 
     def of_micro_batch(self, frozen: ModelConfig | None = None) -> MemoryInputs:
         """Return what the passes of a micro-batch on one device depend on, with another frozen model; others unset."""
         layout = Layout(context=self.strategy.layout.context, tensor=self.tensor)
         strategy = StrategyPlan("fsdp" if self.strategy.kind == "fsdp" else "single", None, layout, "")
         unset: dict[str, Any] = {"optimizer": {}, "optimizer_class": None, "async_save": False, "schedule": "1f1b"}
-        return replace(self, strategy=strategy, accumulation=1, fsdp=FSDPArgs(), ddp=DDPArgs(), frozen=frozen, **unset)
+        unset |= {"accumulation": 1, "fsdp": FSDPArgs(), "ddp": DDPArgs(), "ema": None}
+        return replace(self, strategy=strategy, frozen=frozen, **unset)
 
     @property
     def tensor(self) -> int:

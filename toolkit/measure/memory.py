@@ -46,7 +46,7 @@ class Memory:
         adapters: LoRA parameters.
         frozen_model: Weights of the objective's frozen model.
         gradients: Gradients of trainable parameters, in the dtype of the parameters; bf16-master accumulates in fp32.
-        optimizer: Optimizer state, including bf16-master's fp32 masters.
+        optimizer: Optimizer state, including bf16-master's fp32 masters and averaged weights.
         update: Temporary tensors of an optimizer step: fp32 copies of bf16 gradients and moments, and Muon's matrices.
         cast_weights: Autocast's 16-bit copies of the block weights.
         unsharded_unit: All-gathered FSDP root unit and two blocks, plus the gradients of the root and one block.

@@ -24,7 +24,7 @@ LOOKUP_TABLES_8BIT = 2 * 256 * FP32
 
 
 def optimizer_bytes(inputs: MemoryInputs, parameters: Iterable[StoredParameter]) -> float:
-    """Return the bytes of the optimizer state of some parameters, including bf16-master's masters."""
+    """Return the bytes of the optimizer state of some parameters, including masters and averaged weights."""
     total, has_main = 0.0, False
     for p in parameters:
         if p.is_trained:
@@ -32,6 +32,7 @@ def optimizer_bytes(inputs: MemoryInputs, parameters: Iterable[StoredParameter])
             shape = (-(-p.parameter.shape[0] // p.shards), *p.parameter.shape[1:])
             total += state_bytes(inputs.optimizer, dtype, shape, inputs.optimizer_class, p.is_main)
             total += FP32 * p.numel if inputs.has_masters else 0
+            total += FP32 * math.prod(shape) if inputs.ema is not None else 0
             has_main |= p.is_main
     return total + (LOOKUP_TABLES_8BIT if has_main and inputs.optimizer["name"] == AdamW8bit.__name__ else 0)
 

@@ -82,6 +82,7 @@ _QUANTIZE = _set("quantize", "bnb.nf4, bnb.nf4-dq")
 _LORA = Use("finetune_lora", lambda f: f.lora is not None)
 _IN_BACKWARD = _is("optimizer.in_backward", True)
 _MOMENTS = _is("optimizer.state_dtype", "bf16")
+_EMA = _set("train.ema", "DECAY")
 _FOREIGN_OPTIMIZER = Use("a user-provided or extension optimizer", lambda f: not f.is_builtin)
 _NOT_IN_PARTS = "it may not update each weight independently of the others"
 _USER_MODULE = Use("a user-provided module", lambda f: f.module is not None)
@@ -234,6 +235,8 @@ ROWS: tuple[Row, ...] = (
     Row(_MOMENTS, _optimizer("AdamW8bit"), "its moments are 8-bit"),
     _no_effect(_MOMENTS, Use("--optimizer.name {optimizer.name:NAME}", lambda f: not f.has_moments),
                "it has no moments with these options"),
+    # averaged weights
+    Row(_EMA, _EXTENSION_STRATEGY, "it may hold the weights in other copies", "use --strategy fsdp or ddp"),
     # the update in the backward pass
     _no_effect(_IN_BACKWARD, _LORA, "the gradients of adapters are small"),
     Row(_IN_BACKWARD, _SEVERAL_DEVICES,

@@ -232,6 +232,7 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
         async_save=args.train.async_save,
         schedule=args.pipeline.schedule,
         frozen=config.frozen,
+        ema=args.train.ema,
     )
 
 

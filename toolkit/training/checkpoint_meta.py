@@ -86,6 +86,8 @@ def values_by_flag(fingerprint: Fields) -> Fields:
     optimizer = dict(fingerprint.get("optimizer", {}))
     if (ratio := optimizer.pop("loraplus_lr_ratio", None)) is not None:
         values["--loraplus_lr_ratio"] = ratio
+    if (ema := optimizer.pop("ema", None)) is not None:
+        values["--train.ema"] = ema
     flags = {item.name for item in fields(OptimizerArgs)}
     for name, value in sorted(optimizer.items()):
         values[f"--optimizer.{name}" if name in flags else f"--optimizer.options {name}"] = value

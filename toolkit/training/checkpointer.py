@@ -36,6 +36,7 @@ from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
 from toolkit.io.threads import run_in_thread
 from toolkit.models.lora import is_adapter
+from toolkit.optim.evaluation_weights import EvaluationWeights
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
 from toolkit.training.hyperparameters import data_modules, resolved_hyperparameters
 from toolkit.training.launch import Launch
@@ -57,6 +58,7 @@ class Checkpointer:
         optimizer: The optimizer before Fabric wraps it.
 
     Attributes:
+        evaluation_weights: The weights to save, if they are not the trained ones.
         pending: The save in progress; None to give it up.
         leaders: For each rank, the rank that publishes checkpoints on its disk; see
             :func:`~toolkit.training.rank_consistency.disk_leaders`.
@@ -64,6 +66,7 @@ class Checkpointer:
 
     def __init__(self, launch: Launch, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.launch, self.module, self.optimizer = launch, module, optimizer
+        self.evaluation_weights = EvaluationWeights(optimizer, launch.args.train.ema)
         self.scaler: Any | None = getattr(launch.fabric.strategy.precision, "scaler", None)  # of 16-mixed
         self._train, self._display = launch.args.train, launch.display
         self._copies = HostCopies() if self._train.async_save else None
@@ -87,14 +90,14 @@ class Checkpointer:
         Args:
             callbacks: Returns the callbacks' states by name. It may be collective, and take as long as the save.
         """
-        with self._saving():
+        with self._saving(), self.evaluation_weights.active():
             pending = self._begin(name, callbacks())
             pending.write_on_all_ranks()
             return pending.commit(self._train.keep_last)
 
     def start(self, name: str, callbacks: Callable[[], State]) -> None:
         """Start to write ``out_dir/name`` concurrently with training; arguments as in :meth:`save`."""
-        with self._saving():
+        with self._saving(), self.evaluation_weights.active():
             self.pending = self._begin(name, callbacks(), self._copies)
             self._written = run_in_thread(self.pending.write, name="checkpoint")
 
@@ -218,9 +221,9 @@ class Checkpointer:
                 raise UserError(f"{file}: {name}: is missing or not a {kind.__name__}; resume from another checkpoint")
         may_be_empty = step == 0 or self.scaler is not None  # the scaler may have skipped all steps
         shards = folder / TRAINER / OPTIMIZER
-        load_optimizer(
-            self.module, self.optimizer, state["optimizer"], file, shards, may_be_empty, weights=folder / WEIGHTS
-        )
+        weights, averaged = folder / WEIGHTS, self.evaluation_weights
+        load_optimizer(self.module, self.optimizer, state["optimizer"], file, shards, may_be_empty, weights, averaged)
+        averaged.restore()
         rank, name = ranks.global_rank(), "scaler"
         try:
             if self.scaler is not None:

@@ -196,6 +196,8 @@ class Engine:
             learning_rate = run.state.schedule.learning_rate(progress.step)
             counts = {name: totals[f"normalizer {name}"] for name in run.objective.normalizers}
             result = self._step(micro_batches, counts, learning_rate)
+            if not result.skipped:
+                run.checkpointer.evaluation_weights.update()
             run.count_skipped(result)
             run.advance(totals["n_inputs"])
             self.ready_at = time.perf_counter()

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -152,15 +153,23 @@ class Run(Launch):
             GuardError: the loss is not finite.
         """
         self.display.phase("validating")
-        metrics = self._validation_loss()
-        for callback in self.callbacks:
-            for name, value in _call(callback, "validation_metrics", self).items():
-                if name not in callback.columns or not name.startswith(VAL):
-                    owner = f"callback {type(callback).__qualname__}: validation_metrics returns {name!r:.50}"
-                    raise CallbackError(f"{owner}; names must start with {VAL} and be in the callback's columns")
-                metrics[name] = value
+        with self.evaluation_weights():
+            metrics = self._validation_loss()
+            for callback in self.callbacks:
+                for name, value in _call(callback, "validation_metrics", self).items():
+                    if name not in callback.columns or not name.startswith(VAL):
+                        owner = f"callback {type(callback).__qualname__}: validation_metrics returns {name!r:.50}"
+                        raise CallbackError(f"{owner}; names must start with {VAL} and be in the callback's columns")
+                    metrics[name] = value
         self.display.phase("training")
         return metrics
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the weights of checkpoints, such as the average of --train.ema.
+
+        ``validation_metrics`` is called in it.
+        """
+        return self.checkpointer.evaluation_weights.active()
 
     def _validation_loss(self) -> dict[str, float]:
         """Return the metrics of the objective; empty without validation data."""

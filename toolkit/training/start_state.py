@@ -77,7 +77,7 @@ def prepare_start_state(
         global_batch_size=resolved.batch.global_batch_size,
         seed=args.seed,
         precision=resolved.precision + f" --train.fp8 {fp8}" * (fp8 != "none"),
-        optimizer=resolved.optimizer,
+        optimizer=resolved.optimizer | ({} if args.train.ema is None else {"ema": args.train.ema}),
         objective=objective_fingerprint(args),
         adapters=adapters,
     )

@@ -28,6 +28,7 @@ from toolkit.distributed.shards import is_shared_state, shard_of
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
+from toolkit.optim.evaluation_weights import AVERAGE, TRAINED, EvaluationWeights
 from toolkit.optim.groups import GROUP_KEY, group_keys
 from toolkit.private_torch import local_parts, local_shard
 
@@ -117,6 +118,7 @@ def load_optimizer(
     folder: Path,
     may_be_empty: bool,
     weights: Path | None = None,
+    evaluation_weights: EvaluationWeights | None = None,
 ) -> None:
     """Restore optimizer state. Each rank loads its own shards.
 
@@ -130,6 +132,7 @@ def load_optimizer(
         folder: Folder of optimizer shards, used if ``saved`` contains no tensors.
         may_be_empty: Whether the checkpoint may predate the first optimizer step.
         weights: Weight file or folder of shards, for an optimizer with fp32 masters.
+        evaluation_weights: Takes the trained weights from the restored state.
     """
     parts = _local_parameters(module, optimizer)
     by_name = {name: part for part in parts for name in part.names}
@@ -149,11 +152,15 @@ def load_optimizer(
     missing: list[_LocalParameter] = []
     for part in parts:
         state = _create_state(optimizer, part)
+        if evaluation_weights is not None:
+            state |= evaluation_weights.saved_state(part.parameter)
         entry = next((entries[name] for name in part.names if name in entries), None)
         if entry is None:
             if state:
                 missing.append(part)
             continue
+        if entry.keys() <= {TRAINED, AVERAGE}:  # it has had no gradient
+            state = {key: state[key] for key in entry if key in state}
         if MASTER in state:
             assert weights is not None
             masters = _saved_weights(weights) if masters is None else masters

@@ -40,7 +40,8 @@ class Sampler(Callback):
     tokenizer: Tokenizer | None
 
     def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        prompt, answer = self.show(trainer.model, trainer.progress.step, trainer.display)
+        with trainer.evaluation_weights():
+            prompt, answer = self.show(trainer.model, trainer.progress.step, trainer.display)
         if ranks.global_rank() == 0:
             write_event(trainer.out_dir, "sample", step=trainer.progress.step, prompt=prompt, text=answer)
 
