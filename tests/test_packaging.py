@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
     "data": 60_900,
-    "models": 58_900,
+    "models": 59_500,
     "checkpoints": 46_900,
-    "planning": 15_600,
+    "planning": 15_700,
     "measure": 15_700,
     "training": 40_500,
     "distributed": 26_700,

@@ -47,6 +47,14 @@ CASES = {
         {"config": replace(LARGE, vocab_size=8000, padded_vocab_size=8000, tie_embeddings=True)},
     ),
     "experts": (*FULL, {"config": replace(get_config("OLMoE-1B-7B-0924"), n_layer=4)}),
+    "experts, adapters": (
+        *FULL,
+        {
+            "config": replace(get_config("OLMoE-1B-7B-0924"), n_layer=4),
+            "precision": "bf16-true",
+            "lora": LoRAConfig(experts=True, router=True),
+        },
+    ),
     "replicas": ("NO_SHARD", Layout(replicate=8), {}),
     "accumulating replicas": ("NO_SHARD", Layout(replicate=2), {"accumulation": 2}),
     "context": ("FULL_SHARD", Layout(shard=2, context=4), {"activation_checkpointing": "none"}),

@@ -7,6 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from toolkit.measure.flops import flops_per_token, matmul_parameters, peak_flops
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
+from toolkit.models.lora import adapted_on_meta
+from toolkit.models.lora_config import LoRAConfig
 
 
 def test_n8_only_active_experts_count():
@@ -19,6 +21,12 @@ def test_n8_only_active_experts_count():
     assert matmul_parameters(other) - matmul_parameters(one) == router_and_shared_expert  # 2 x 24 = 48
     more = flops_per_token(other, sparse, 64) - flops_per_token(one, dense, 64)
     assert more == 6 * router_and_shared_expert
+
+    adapters = adapted_on_meta(sparse, LoRAConfig(r=4, query=False, value=False, experts=True, router=True))
+    active = matmul_parameters(adapters) - matmul_parameters(other)
+    assert active == 4 * ((64 + 8) + 2 * 3 * (64 + 24))  # of the router and two experts
+    trained = sum(p.numel() for p in adapters.parameters() if p.requires_grad)
+    assert trained == 4 * ((64 + 8) + 8 * 3 * (64 + 24))
 
 
 @pytest.mark.parametrize("name", ["pico-llama", "pythia-14m", "gpt2"])

@@ -99,6 +99,14 @@ LORAS = {
 }
 
 
+def lora_of(family: str, name: str) -> LoRAConfig | None:
+    """Return adapters; on all layers, with experts and routers. Those have no magnitudes."""
+    lora = LORAS[name]
+    if lora is None or not CONFIGS[family].n_moe_layer:
+        return lora
+    return replace(lora, mlp=False) if lora.dora else replace(lora, experts=lora.mlp, router=lora.mlp)
+
+
 def setup_of(family: str, precision: str, lora: LoRAConfig | None = None, **other) -> MemoryInputs:
     values = {"strategy": SINGLE, "micro_batch_size": 2, "accumulation": 1, "seq_length": 128, "optimizer": ADAMW}
     return MemoryInputs(CONFIGS[family], precision, device="cpu", lora=lora, **(values | other))
@@ -205,8 +213,7 @@ def lora_cases() -> list:
 @pytest.mark.parametrize(("family", "lora", "precision"), lora_cases())
 def test_activations_of_lora_training_match_autograd(family, lora, precision):
     """The first block saves slightly less than the formula: nothing before it is trainable."""
-    adapters = replace(LORAS[lora], mlp=False) if CONFIGS[family].n_moe_layer else LORAS[lora]
-    setup = setup_of(family, precision, adapters)
+    setup = setup_of(family, precision, lora_of(family, lora))
     memory = plan_memory(setup)
     assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.1)
 
@@ -297,10 +304,7 @@ def checkpointing_cases() -> list:
 
 @pytest.mark.parametrize(("family", "lora", "precision", "mode"), checkpointing_cases())
 def test_checkpointed_activations_match_counted_bytes(family, lora, precision, mode):
-    adapters = LORAS[lora]
-    if adapters is not None and CONFIGS[family].n_moe_layer:
-        adapters = replace(adapters, mlp=False)
-    setup = setup_of(family, precision, adapters, activation_checkpointing=mode)
+    setup = setup_of(family, precision, lora_of(family, lora), activation_checkpointing=mode)
     memory = plan_memory(setup)
     assert memory.activations + memory.cast_weights == pytest.approx(kept_bytes(setup), rel=0.02)
 
@@ -318,6 +322,7 @@ PEAKS = [  # family, adapters, precision, checkpointing, micro-batches per step,
     ("gemma3", "full", "bf16-true", "selective", 1, "backward"),
     ("shared expert", "full", "32-true", "full", 1, "backward"),
     ("phi", "lora all", "bf16-mixed", "none", 1, "head"),
+    ("shared expert", "lora all", "bf16-mixed", "full", 1, "backward"),
 ]
 
 
@@ -326,7 +331,7 @@ def test_the_peak_of_a_micro_batch_is_the_counted_one(case):
     """In the forward and the backward pass of all layers, of which the plan has recorded one of each kind."""
     family, lora, precision, mode, accumulation, where = case
     values = {"activation_checkpointing": mode, "accumulation": accumulation}
-    setup = setup_of(family, precision, LORAS[lora], **values, micro_batch_size=8)
+    setup = setup_of(family, precision, lora_of(family, lora), **values, micro_batch_size=8)
     setup = replace(setup, config=replace(setup.config, n_layer=6) if family == "llama" else setup.config)
     model = build(setup).train()
     checkpoint_blocks(model, (Block,), mode)
@@ -382,7 +387,7 @@ def test_cuda_saves_no_attention_matrix(precision, request):
 
 OPTIMIZERS = {"AdamW": ADAMW, "SGD": {"name": "SGD"}, "momentum": {"name": "SGD", "momentum": 0.9},
               "Adafactor": {"name": "Adafactor"}}  # fmt: skip
-MODELS = [("llama", "full"), ("llama", "lora all"), ("experts", "full")]
+MODELS = [("llama", "full"), ("llama", "lora all"), ("experts", "full"), ("experts", "lora all")]
 EXACT = [("bf16-mixed", *MODELS[0], optimizer) for optimizer in OPTIMIZERS]
 EXACT += [("bf16-mixed", *model, "AdamW") for model in MODELS[1:]]
 
@@ -395,7 +400,7 @@ EXACT += [("bf16-mixed", *model, "AdamW") for model in MODELS[1:]]
 def test_weights_gradients_and_optimizer_are_exact(case):
     precision, family, lora, name = case
     optimizer = OPTIMIZERS[name]
-    setup = setup_of(family, precision, LORAS[lora], optimizer=optimizer)
+    setup = setup_of(family, precision, lora_of(family, lora), optimizer=optimizer)
     model, memory = build(setup), plan_memory(setup)
     loss_of(model, setup).backward()
     built = build_optimizer(model, optimizer, 1e-3, precision, no_decay_params(model))

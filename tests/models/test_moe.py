@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.initialize import add_lora, initialize
+from helpers.initialize import initialize
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
@@ -13,7 +13,6 @@ from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT
 from toolkit.models.init import STD, draw
 from toolkit.models.labels import IGNORE_INDEX
-from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.moe import LLaMAMoE, load_balancing_loss, mask_until_last_label
 from toolkit.models.quantize import quantize_linears
 from toolkit.optim.groups import no_decay_params
@@ -292,16 +291,6 @@ def test_n5_experts_and_router_have_weight_decay():
     assert {name for name in spared if ".h.0.mlp." in name} == {
         f"transformer.h.0.mlp.{part}.bias" for part in ("gate", "experts.fc_1", "experts.fc_2", "experts.proj")
     }
-
-
-def test_adapters_on_experts_are_rejected_and_on_attention_work():
-    model = make("mixtral")
-    add_lora(model, LoRAConfig(r=4, projection=True))
-    ids, labels = batch([16, 16], 16)
-    model(ids, labels)[0].backward()
-    assert all((p.grad is not None) == (".lora." in name) for name, p in model.named_parameters())
-    with pytest.raises(UserError, match="--lora_mlp true: .* experts"):
-        add_lora(make("mixtral"), LoRAConfig(mlp=True))
 
 
 def test_quantization_of_experts_is_rejected():

@@ -212,6 +212,12 @@ CASES = [
      "--fsdp.state_dict_type sharded has no effect with finetune_lora"),
     ({"train.tie_embeddings": True, **LORA}, {},
      "--train.tie_embeddings true is not supported with finetune_lora: the base model is frozen; remove it"),
+    ({"lora": LoRAConfig(experts=True)}, {"model": LLAMA},
+     "--lora_experts true has no effect with a model without experts (MoE); remove it"),
+    ({"lora": LoRAConfig(router=True)}, {"model": LLAMA},
+     "--lora_router true has no effect with a model without experts (MoE); remove it"),
+    ({"lora": LoRAConfig(mlp=True)}, {"model": get_config("Mixtral-8x7B-v0.1")},
+     "--lora_mlp true has no effect with a model whose MLPs are all experts (MoE); use --lora_experts true"),
     (LORA, {"precision": "bf16-master"},
      "--precision bf16-master is not supported with finetune_lora: adapters are already fp32 and their base is bf16; "
      "use bf16-true"),

@@ -31,8 +31,7 @@ OF_TYPE = NAMED | {
 }
 FAST = ("gemma3_text", "qwen3_moe")  # the others with the slow tests; test_parity.py has all
 CLOSE = 2e-5  # fp32, relative to the largest logit
-PARTS = ("query", "key", "value", "projection", "mlp", "head")
-# families with adapters in attention and head only
+PARTS = ("query", "key", "value", "projection", "head")
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmoe", "ernie4_5_moe"}
 RUN = ["--data", "JSON", "--data.prompt_style", "plain", "--accelerator", "cpu", "--train.global_batch_size", "2",
        "--train.micro_batch_size", "2", "--train.max_steps", "1", "--train.learning_rate", "1e-2",
@@ -110,7 +109,9 @@ def test_full_finetuning_and_export(family, base, hf_base_logits, rows, tmp_path
 @pytest.mark.parametrize("family", slow_except(FAST, OF_TYPE), scope="module")
 def test_lora_finetuning_merge_and_peft_export(family, hf_dir, base, hf_base_logits, rows, tmp_path, recwarn):
     final, merged, out = (tmp_path / name for name in ("run/final", "merged", "out"))
-    parts = [part for part in PARTS if part != "mlp" or family not in EXPERTS]
+    parts = (*PARTS, *(("experts", "router") if family in EXPERTS else ()))
+    if family not in {"mixtral", "gpt_oss", "olmoe", "qwen3_moe"}:  # whose MLPs are all experts
+        parts += ("mlp",)
     adapted = [word for part in parts for word in (f"--lora_{part}", "true")]
     words = ["--data.json_path", str(rows), "--out_dir", str(final.parent), "--lora_r", "4", *adapted, *RUN]
     assert main(["finetune_lora", str(base), *words]) == 0

@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.io.paths import require_inside
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import adapted_on_meta, add_lora
-from toolkit.models.lora_layers import LoRAMixin
+from toolkit.models.lora_layers import AdaptedLayer
 from toolkit.models.moe import resolve_weight_dtype
 
 
@@ -46,7 +46,9 @@ class MergedWeights(Mapping[str, Tensor]):
         model = adapted_on_meta(self.config, self.info.lora)
         self._weights = load_compatible_weights(self.info.base, model)
         model.load_state_dict(load_adapters(folder, model), strict=False, assign=True)
-        self._layers = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoRAMixin)}
+        self._layers = {
+            f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, AdaptedLayer)
+        }
         if self.info.lora.head:
             self.config = replace(self.config, tie_embeddings=False)
 

@@ -16,7 +16,8 @@ mixed_precision dtype = precision
 wandb use_wandb wandb_log enable_wandb = logger_name wandb
 report_to metric_logger = logger_name
 target_modules lora_target_modules lora_target = lora_query; choose the layers with --lora_query, --lora_key, \
---lora_value, --lora_projection, --lora_mlp, --lora_head
+--lora_value, --lora_projection, --lora_mlp, --lora_head, --lora_experts
+target_parameters lora_target_parameters = lora_experts true
 lora_attn_modules = lora_query; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection
 apply_lora_to_mlp = lora_mlp true
 apply_lora_to_output = lora_head true
@@ -25,7 +26,8 @@ use_rslora = lora_rslora true
 use_dora peft_use_dora = lora_dora true
 lora_plus loraplus use_loraplus = loraplus_lr_ratio
 outtype quantize = -out_path; the types are --dtype F32, F16, BF16 and Q8_0; llama-quantize makes smaller files of it
-lora_r lora_alpha lora_dropout lora_query lora_key lora_value lora_projection lora_mlp lora_head lora_rslora lora_dora \
+lora_r lora_alpha lora_dropout lora_query lora_key lora_value lora_projection lora_mlp lora_head \
+lora_experts lora_router lora_rslora lora_dora \
 loraplus_lr_ratio from_peft quantize = -; use `toolkit finetune_lora`, or lora=True in Python
 load_in_4bit quantization_bit qlora = quantize bnb.nf4
 load_in_4bit quantization_bit qlora load_in_8bit = -; 4-bit weights require adapters: toolkit finetune_lora \

@@ -26,7 +26,8 @@ def _matmul_sizes(model: nn.Module) -> Iterator[tuple[int, bool]]:
         if isinstance(module, nn.Linear):
             yield module.weight.numel(), module.weight.requires_grad
         elif isinstance(module, StackedLinear):
-            yield module.weight.numel() * module.active // module.weight.size(0), module.weight.requires_grad
+            stacks = (p for p in module.parameters() if p.ndim == 3)  # weights and adapters
+            yield from ((p.numel() * module.active // p.size(0), p.requires_grad) for p in stacks)
     yield from (
         (p.numel(), p.requires_grad) for name, p in model.named_parameters() if is_adapter(name) and p.ndim == 2
     )

@@ -7,15 +7,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import UserError
+from toolkit.models.aligned import AlignedLinear
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.head import Head, LoRAHead
 from toolkit.models.init import ParameterValue, parameter_generator
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.lora_layers import Adapter, LoRALinear, LoRAMixin, replace_linear
+from toolkit.models.lora_layers import AdaptedLayer, Adapter, LoRAAlignedLinear, LoRALinear, replace_linear
+from toolkit.models.moe import LLaMAMoE, LoRAStackedLinear, StackedLinear
 
 _ALL_ROWS = "whole"  # adapter name of unfused layers in files
+_CLASSES: dict[type[nn.Module], type[AdaptedLayer]] = {
+    Head: LoRAHead, AlignedLinear: LoRAAlignedLinear, nn.Linear: LoRALinear, StackedLinear: LoRAStackedLinear,
+}  # fmt: skip
+"""Layers with adapters, by the layers without; the first that a layer is an instance of."""
 
 
 def adapted_on_meta(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
@@ -32,16 +37,18 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
     The adapters are on the weights' device, with A and B zero and magnitudes one. Initialize them with
     :func:`adapter_values` or from a checkpoint.
     """
-    if config.mlp and model.config.n_moe_layer:
-        raise UserError("--lora_mlp true: adapters on experts are not supported; remove it")
     model.requires_grad_(False)
     for block in model.blocks:
         for name, rows_of in attention_rows(model.config).items():
             _adapt(block.attn, name, config, {part: rows for part, rows in rows_of.items() if part in config.parts})
         _adapt(block.attn, "proj", config, {_ALL_ROWS: config.projection})
-        for name, layer in list(block.mlp.named_children()):
-            if isinstance(layer, nn.Linear):
-                _adapt(block.mlp, name, config, {_ALL_ROWS: config.mlp})
+        dense: nn.Module | None = block.mlp
+        if isinstance(dense, LLaMAMoE):
+            _adapt(dense, "gate", config, {_ALL_ROWS: config.router})
+            _adapt_all(dense.experts, StackedLinear, config, config.experts)
+            dense = dense.shared_expert
+        if dense is not None:
+            _adapt_all(dense, nn.Linear, config, config.mlp)
     _adapt(model, "lm_head", config, {_ALL_ROWS: config.head})
 
 
@@ -51,13 +58,13 @@ def is_adapter(name: str) -> bool:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    return any(isinstance(layer, LoRAMixin) for layer in model.modules())
+    return any(isinstance(layer, AdaptedLayer) for layer in model.modules())
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Compute as the base model."""
-    layers = [layer for layer in model.modules() if isinstance(layer, LoRAMixin)]
+    layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLayer)]
     for layer in layers:
         layer.adapters_off = True
     try:
@@ -77,7 +84,7 @@ def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> T
     assert kind in ("A", "B"), f"{name}: a magnitude is computed from the base weight, see adapter_values"
     if kind == "B":
         return torch.zeros(shape, device="cpu")
-    bound = 1 / math.sqrt(shape[1])
+    bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=parameter_generator(name, seed))
 
 
@@ -114,6 +121,13 @@ def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
     return {"qkv": {"query": range(q), "key": range(q, q + kv), "value": range(q + kv, q + 2 * kv)}}
 
 
+def _adapt_all(owner: nn.Module, kind: type[nn.Module], config: LoRAConfig, is_adapted: bool) -> None:
+    """Replace all layers of a class."""
+    for name, layer in list(owner.named_children()):
+        if isinstance(layer, kind):
+            _adapt(owner, name, config, {_ALL_ROWS: is_adapted})
+
+
 def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, range | bool]) -> None:
     """Replace ``owner.name`` with a layer that has adapters for ``parts``: row ranges, or True for all rows."""
     linear = getattr(owner, name)
@@ -121,5 +135,5 @@ def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, ran
     adapted = {part: value if isinstance(value, range) else rows for part, value in parts.items() if value}
     if not adapted:
         return
-    layer_class = LoRAHead if isinstance(linear, Head) else LoRALinear
-    replace_linear(owner, name, layer_class).add_adapters(config, adapted)
+    new_class = next(new for kind, new in _CLASSES.items() if isinstance(linear, kind))
+    replace_linear(owner, name, new_class).add_adapters(config, adapted)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from toolkit.errors import UserError, require_option
 
 # The parts of the model that can have adapters, each a field of LoRAConfig.
-PARTS = ("query", "key", "value", "projection", "mlp", "head")
+PARTS = ("query", "key", "value", "projection", "mlp", "head", "experts", "router")
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,10 @@ class LoRAConfig:
         key: Adapt the key projection.
         value: Adapt the value projection.
         projection: Adapt the attention output projection.
-        mlp: Adapt all linear layers of the MLP.
+        mlp: Adapt all linear layers of the MLPs: of dense layers and shared experts.
         head: Adapt the LM head.
+        experts: Adapt all linear layers of the experts, with an adapter per expert.
+        router: Adapt the router of the experts.
         rslora: Rank-stabilized LoRA (Kalajdzievski 2023): scaling is alpha / sqrt(r).
         dora: Weight-decomposed LoRA (DoRA, Liu et al. 2024): train magnitude and direction separately.
     """
@@ -40,6 +42,8 @@ class LoRAConfig:
     projection: bool = False
     mlp: bool = False
     head: bool = False
+    experts: bool = False
+    router: bool = False
     rslora: bool = False
     dora: bool = False
 
@@ -54,6 +58,12 @@ class LoRAConfig:
             raise UserError(
                 "--lora_head true: cannot be combined with --lora_dora true, which would need the logits of a complete "
                 "batch; choose one of the two"
+            )
+        part = "experts" if self.experts else "router"
+        if self.dora and (self.experts or self.router):
+            raise UserError(
+                f"--lora_{part} true: cannot be combined with --lora_dora true, which would need every expert's dense "
+                "weights in each step, and which peft does not load; choose one of the two"
             )
 
     @property
@@ -91,8 +101,10 @@ class LoRAOptions:
         lora_key: Adapt the key projections.
         lora_value: Adapt the value projections.
         lora_projection: Adapt the attention output projections.
-        lora_mlp: Adapt all linear layers of the MLP.
+        lora_mlp: Adapt all linear layers of the MLPs; with experts: of dense layers and shared experts.
         lora_head: Adapt the language model head.
+        lora_experts: Adapt all linear layers of the experts, with an adapter per expert.
+        lora_router: Adapt the router of the experts.
         lora_rslora: Rank-stabilized LoRA: scaling is lora_alpha / sqrt(lora_r).
         lora_dora: DoRA: also train the magnitude of each row.
         loraplus_lr_ratio: LoRA+ (Hayou et al. 2024): ratio of the learning rates of B and A, such as 16.
@@ -111,6 +123,8 @@ class LoRAOptions:
     lora_projection: bool = False
     lora_mlp: bool = False
     lora_head: bool = False
+    lora_experts: bool = False
+    lora_router: bool = False
     lora_rslora: bool = False
     lora_dora: bool = False
     loraplus_lr_ratio: float = 1.0

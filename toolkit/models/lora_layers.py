@@ -8,6 +8,7 @@ The frozen ``weight`` and ``bias`` keep their names. Trainable parameters are un
 | ``transformer.h.0.attn.qkv.lora.query.B`` | (rows of that part, r) | 0 |
 | ``transformer.h.0.attn.q_b.lora.query.A``, ``kv_b.lora.key.A`` ... (latent attention) | as above | as above |
 | ``transformer.h.0.mlp.proj.lora.whole.A``, ``.B`` (every other layer) | (r, in), (out, r) | as above |
+| ``transformer.h.0.mlp.experts.fc_1.lora.whole.A``, ``.B`` | (n_expert, r, in), (n_expert, out, r) | as above |
 | ``....magnitude`` (DoRA) | (rows of that part,) | the norms of the rows of ``weight`` |
 
 Adapters are fp32 for any base dtype; matmuls run in the base's compute dtype. A fused layer combines its adapters into
@@ -29,26 +30,25 @@ from toolkit.models.mixed_mm import matmul_dtype
 
 
 class Adapter(nn.Module):
-    """Trainable fp32 low-rank factors for a range of weight rows."""
+    """Trainable fp32 low-rank factors for a range of weight rows. ``stack``: the number of experts, if any."""
 
-    def __init__(self, r: int, in_features: int, rows: range, dora: bool, device: torch.device) -> None:
+    def __init__(
+        self, r: int, in_features: int, rows: range, dora: bool, device: torch.device, stack: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
         self.rows = rows
-        self.A = nn.Parameter(torch.zeros(r, in_features, dtype=torch.float32, device=device))
-        self.B = nn.Parameter(torch.zeros(len(rows), r, dtype=torch.float32, device=device))
+        self.A = nn.Parameter(torch.zeros(*stack, r, in_features, dtype=torch.float32, device=device))
+        self.B = nn.Parameter(torch.zeros(*stack, len(rows), r, dtype=torch.float32, device=device))
         if dora:
             self.magnitude = nn.Parameter(torch.ones(len(rows), dtype=torch.float32, device=device))
 
 
-class LoRAMixin(nn.Module):
-    """Adds adapters to a linear layer class, which provides the attributes below and follows in the MRO."""
+class AdaptedLayer(nn.Module):
+    """A layer with adapters. The layer class provides the attributes below and follows in the MRO."""
 
     in_features: int
     out_features: int
-    weight: Tensor  # (out, in)
-    bias: nn.Parameter  # or None, as in nn.Linear
-    project: Callable[[Tensor], Tensor]  # forward without bias and adapters: (..., in) -> (..., out)
-    base_weight: Callable[[], Tensor]  # the weight in a floating-point dtype
+    weight: Any  # Tensor, (out, in) or (experts, out, in)
     lora: nn.ModuleDict
     adapters_off = False
     """Whether the layer computes without its adapters."""
@@ -61,10 +61,25 @@ class LoRAMixin(nn.Module):
     def add_adapters(self, config: LoRAConfig, parts: dict[str, range]) -> None:
         """Create adapters. ``parts`` maps adapter names to weight rows, in ascending order."""
         self.scaling, self.dropout, self.dora = config.scaling, config.dropout, config.dora
-        device = self.weight.device
-        self.lora = nn.ModuleDict(
-            {name: Adapter(config.r, self.in_features, rows, config.dora, device) for name, rows in parts.items()}
-        )
+        *stack, _, n = self.weight.shape
+        kind = config.dora, self.weight.device, tuple(stack)
+        self.lora = nn.ModuleDict({name: Adapter(config.r, n, rows, *kind) for name, rows in parts.items()})
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` with the adapters merged, in fp32."""
+        raise NotImplementedError
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.training and self.dropout else x
+
+
+class LoRAMixin(AdaptedLayer):
+    """Adds adapters to a linear layer class."""
+
+    weight: Tensor  # (out, in)
+    bias: nn.Parameter  # or None, as in nn.Linear
+    project: Callable[[Tensor], Tensor]  # forward without bias and adapters: (..., in) -> (..., out)
+    base_weight: Callable[[], Tensor]  # the weight in a floating-point dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -109,9 +124,6 @@ class LoRAMixin(nn.Module):
     def _row_norms(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.addmm(self.base_weight().float(), b, a, alpha=self.scaling).norm(dim=1)
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout) if self.training and self.dropout else x
-
     def _hidden(self, dropped: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
         return F.linear(dropped.to(dtype), a.to(dtype)) * self.scaling
 
@@ -150,12 +162,21 @@ class LoRALinear(LoRAMixin, nn.Linear):
         return self.weight
 
 
-def replace_linear(owner: nn.Module, name: str, new_class: type[nn.Linear]) -> Any:
-    """Put a ``new_class`` in the place of a linear layer, with the same parameters, which preserves ties."""
+class LoRAAlignedLinear(LoRALinear, AlignedLinear):
+    """A router with adapters."""
+
+
+def replace_linear(owner: nn.Module, name: str, new_class: type[nn.Module]) -> Any:
+    """Put a ``new_class`` in the place of a linear layer, with the same parameters, which preserves ties.
+
+    Layers of other sizes than (in, out), such as stacked ones, have their constructor's arguments in ``sizes``.
+    """
     old = getattr(owner, name)
-    new: Any = new_class(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
+    with torch.device("meta"):
+        sizes = getattr(old, "sizes", None) or (old.in_features, old.out_features)
+        new: Any = new_class(*sizes, bias=old.bias is not None)
     new.weight, new.bias = old.weight, old.bias
-    if isinstance(old, LoRAMixin):
+    if isinstance(old, AdaptedLayer):
         new.lora, new.scaling, new.dropout, new.dora = old.lora, old.scaling, old.dropout, old.dora
     new.train(old.training)
     setattr(owner, name, new)

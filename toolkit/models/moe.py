@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from toolkit.models.aligned import AlignedLinear, aligned_size
 from toolkit.models.config import ModelConfig
 from toolkit.models.labels import IGNORE_INDEX
+from toolkit.models.lora_layers import AdaptedLayer, LoRAMixin
 from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.models.mlp import LLaMAMLP
 
@@ -80,6 +81,8 @@ class StackedLinear(nn.Module):
 
     def __init__(self, n_expert: int, in_features: int, out_features: int, active: int, bias: bool = False) -> None:
         super().__init__()
+        self.sizes = (n_expert, in_features, out_features, active)
+        self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(n_expert, out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(n_expert, out_features)) if bias else None
         self.active = active
@@ -87,12 +90,36 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """(N, in) -> (N, out): expert e computes rows ends[e - 1] to ends[e]; ends: (experts,) int32."""
-        y = grouped_product(x, self.weight.to(x.dtype).transpose(-2, -1), ends)
+        y = self.project(x, ends)
         if self.bias is None:
             return y
         # A matrix product sums the bias gradient deterministically. The minimum width is 8.
         ones = F.pad(x.new_ones(x.size(0), 1), (0, 7))
         return y + grouped_product(ones, F.pad(self.bias.to(x.dtype).unsqueeze(1), (0, 0, 0, 7)), ends)
+
+    def project(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return the output without the biases."""
+        return grouped_product(x, self.weight.to(x.dtype).transpose(-2, -1), ends)
+
+
+class LoRAStackedLinear(AdaptedLayer, StackedLinear):
+    """Stacked linear layers with an adapter per expert. No expert's product of factors is ever computed."""
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """See :class:`StackedLinear`."""
+        y = super().forward(x, ends)
+        if self.adapters_off:
+            return y
+        (adapter,) = self.adapters
+        a, b = adapter.A.to(x.dtype), adapter.B.to(x.dtype)
+        padding = -a.size(1) % 8  # of the rank, see StackedLinear
+        hidden = grouped_product(self._drop(x), F.pad(a, (0, 0, 0, padding)).transpose(-2, -1), ends)
+        return y + grouped_product(hidden * self.scaling, F.pad(b, (0, padding)).transpose(-2, -1), ends)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` (experts, out, in) with the adapters merged, in fp32."""
+        (adapter,) = self.adapters
+        return torch.baddbmm(weight.float(), adapter.B.detach(), adapter.A.detach(), alpha=self.scaling)
 
 
 _EPS = 1e-20  # all sigmoid scores may be zero
@@ -194,8 +221,7 @@ class LLaMAMoE(nn.Module):
             probabilities = scores = choice = self.gate(x).float().softmax(-1)
         else:  # computed in fp32, as these models were trained: their scores are close together
             with torch.autocast(x.device.type, enabled=False):
-                bias = None if self.gate.bias is None else self.gate.bias.float()
-                logits = F.linear(x.float(), self.gate.weight.float(), bias)
+                logits = self._fp32_logits(x.float())
                 scores = logits.sigmoid() if self.has_sigmoid else logits.softmax(-1)
             choice, probabilities = scores + self.correction, scores / scores.sum(-1, keepdim=True)
         topk_indices = self._mask_groups(choice).topk(self.n_expert_per_token).indices
@@ -203,6 +229,13 @@ class LLaMAMoE(nn.Module):
         if self.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + _EPS)
         return probabilities, weights * self.scaling, topk_indices
+
+    def _fp32_logits(self, x: Tensor) -> Tensor:
+        gate = self.gate
+        logits = F.linear(x, gate.weight.float(), None if gate.bias is None else gate.bias.float())
+        if isinstance(gate, LoRAMixin) and not gate.adapters_off:
+            logits = logits + F.linear(*gate.low_rank(x, torch.float32))
+        return logits
 
     def _mask_groups(self, choice: Tensor) -> Tensor:
         """Mask the experts outside the top groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).

@@ -60,6 +60,11 @@ def _is(option: str, *values: Any) -> Use:
     return Use(f"--{option} {{{option}:{words}}}", lambda facts: attrgetter(option)(facts) in values)
 
 
+def _adapters(part: str) -> Use:
+    """Return the use of adapters on a part of the model."""
+    return Use(f"--lora_{part} true", lambda f: f.lora is not None and part in f.lora.parts)
+
+
 def _optimizer(*names: str) -> Use:
     lower = [name.lower() for name in names]
     return Use(
@@ -89,6 +94,7 @@ _USER_MODULE = Use("a user-provided module", lambda f: f.module is not None)
 _FOREIGN_MODEL = Use("a user-provided or extension model", lambda f: f.module is not None or f.is_extension_model)
 _NO_BLOCKS = Use("a module without known blocks", lambda f: f.module is not None and not f.block_classes)
 _EXPERTS = Use("experts (MoE)", lambda f: f.model is not None and f.model.n_moe_layer > 0)
+_NO_EXPERTS = Use("a model without experts (MoE)", lambda f: f.model is not None and f.model.n_moe_layer == 0)
 _COMPILER = Use("--compiler {compiler:NAME of an extension's compiler}", lambda f: f.compiler not in COMPILERS)
 _OBJECTIVE = Use("--objective {objective_name:NAME}", lambda f: f.objective_name != "NextToken")
 _PREFERENCES = Use("--objective {objective_name:DPO, KTO, ORPO, SimPO}", lambda f: f.objective.row_kind != "answers")
@@ -216,6 +222,10 @@ ROWS: tuple[Row, ...] = (
     # adapters
     Row(_QUANTIZE, _MIXED_16, "4-bit layers compute in bf16 or fp32",
         "use bf16-true, or 32-true on a GPU without bfloat16"),
+    _no_effect(_adapters("experts"), _NO_EXPERTS),
+    _no_effect(_adapters("router"), _NO_EXPERTS),
+    _no_effect(_adapters("mlp"), Use("a model whose MLPs are all experts (MoE)", lambda f: f.has_only_experts),
+               fix="use --lora_experts true"),
     _no_effect(_is("fsdp.state_dict_type", "sharded"), _LORA, "adapters are saved in one file"),
     Row(_set("train.tie_embeddings", "true, false"), _LORA, "the base model is frozen", "remove it"),
     Row(_MASTERS, _LORA, "adapters are already fp32 and their base is bf16", "use bf16-true"),

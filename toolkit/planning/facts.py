@@ -50,6 +50,14 @@ class Facts:
         return getattr(self.args, name)
 
     @property
+    def has_only_experts(self) -> bool:
+        """Whether no layer has a dense MLP or a shared expert."""
+        model = self.model
+        if model is None or model.n_moe_layer < model.n_layer:
+            return False
+        return model.shared_expert_intermediate_size is None
+
+    @property
     def strategy_name(self) -> str:
         return "" if self.strategy_plan is None else self.strategy_plan.extension or self.strategy_plan.kind
 

@@ -16,6 +16,7 @@ from toolkit.errors import UserError, one_line, option_text
 from toolkit.io.safe_parse import read_json
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.config_checks import has_type, types_and_choices
+from toolkit.models.lora_config import PARTS
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.frozen import find_frozen
 from toolkit.planning.run_args import RunArgs
@@ -50,6 +51,8 @@ class RunFingerprint:
                 f"--resume {folder}: was written by {command}; resume it with that command, or give another --out_dir"
             )
         saved = saved | {"model_config": _with_new_fields(saved.get("model_config", {}))}
+        if saved.get("adapters"):  # an older version did not have all parts
+            saved["adapters"] = {f"lora_{part}": False for part in PARTS} | saved["adapters"]
         old, new = values_by_flag(saved), values_by_flag(now)
         for flag in new | old:
             _require_equal(flag, old.get(flag), new.get(flag), folder)
