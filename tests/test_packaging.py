@@ -24,7 +24,7 @@ BUDGET = {
     "planning": 15_700,
     "measure": 15_700,
     "training": 40_500,
-    "distributed": 26_700,
+    "distributed": 27_000,
     "diagnostics": 14_500,
     "config": 11_900,
     "inference": 8_200,

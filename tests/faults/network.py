@@ -114,7 +114,7 @@ def start(kind: str, out: Path, names: tuple[str, str], *more: str) -> list[subp
     """Start a node on each host."""
     words = command(kind, out, "--num_nodes", "2", *more)
     words[words.index("--devices") + 1] = "1"
-    where = {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "cable"}
+    where = {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29500"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     return [
         subprocess.Popen(

@@ -22,6 +22,7 @@ from torch import distributed as dist
 
 from toolkit.config import AUTO, Auto
 from toolkit.distributed import lifeline, ranks
+from toolkit.distributed.interfaces import choose_gloo_interface
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import DATA_TIMEOUT_S, STARTUP_TIMEOUT_S, is_in_torchrun, open_store, run_key_prefix
 from toolkit.distributed.shutdown import ShutdownCoordinator, children, name_ranks
@@ -215,6 +216,8 @@ def create_process_group(store: dist.Store, world: WorldInfo, device: torch.devi
     """Create the process group of ranks on ``device``, with a timeout in seconds; it ends with this process."""
     timeout, backends = timedelta(seconds=seconds), choose_backends(device)
     rank, size = world.global_rank, world.world_size
+    if world.num_nodes > 1:
+        choose_gloo_interface()
     dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout, **backends)
     atexit.register(leave_process_group)
 
