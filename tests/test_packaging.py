@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 BUDGET = {
     "data": 60_900,
     "models": 59_500,
-    "checkpoints": 46_900,
-    "planning": 15_700,
+    "checkpoints": 47_000,
+    "planning": 15_900,
     "measure": 15_700,
-    "training": 40_500,
+    "training": 40_600,
     "distributed": 27_000,
     "diagnostics": 14_500,
     "config": 11_900,

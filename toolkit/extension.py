@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, one_line
 
-GROUP = "toolkit.extensions"
+GROUP, TOOLKIT = "toolkit.extensions", "toolkit"
 KINDS = (
     "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "objectives",
     "option_groups",
@@ -66,8 +66,17 @@ class Extension:
                 raise TypeError(f"{kind} {names}: must map names to dotted paths, as strings")
 
 
+LIBRARIES = Extension(
+    optimizers={"AdamWScheduleFree": "schedulefree.AdamWScheduleFree", "SOAP": "pytorch_optimizer.SOAP"}
+)
+"""Classes of optional packages, as an extension would register them."""
+
+
 class Entry(NamedTuple):
-    """A registered name. ``origin`` is the extension's distribution, or its module if it is not installed."""
+    """A registered name. ``origin`` is the extension's distribution, or its module if it is not installed.
+
+    For :data:`LIBRARIES` it is ``toolkit``.
+    """
 
     path: str
     origin: str
@@ -129,10 +138,10 @@ def extensions() -> dict[str, Extension]:
 def registered(kind: str, builtin_names: Collection[str] = ()) -> dict[str, Entry]:
     """Return all extensions' entries of a kind (see :data:`KINDS`) by name. Reject duplicates and ``builtin_names``."""
     entries: dict[str, Entry] = {}
-    for origin, extension in extensions().items():
+    for origin, extension in ({TOOLKIT: LIBRARIES} | extensions()).items():
         for name, path in getattr(extension, kind).items():
             if name in builtin_names or name in entries:
-                other = entries[name].origin if name in entries else "toolkit"
+                other = entries[name].origin if name in entries else TOOLKIT
                 raise UserError(f"extension {origin}: {kind} {name}: {other} already defines this name; rename it")
             entries[name] = Entry(path, origin)
     return entries

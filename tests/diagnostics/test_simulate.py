@@ -123,6 +123,7 @@ CASES = {
     "average": (*FULL, {"ema": 0.99, "precision": "bf16-true"}),
     "average, one device": (*SINGLE, {"ema": 0.99, "accumulation": 2}),
     "average, offloaded": (*FULL, {"ema": 0.99, "offloads": True}),
+    "schedule-free": (*FULL, {"optimizer": {"name": "AdamWScheduleFree"}}),
     "average, adapters": (*FULL, {"ema": 0.99, "lora": LoRAConfig()}),
     "long context": ("FULL_SHARD", Layout(shard=4, context=2), {"seq_length": 131072, "config": LONG}),
     "zbv, fp32": (

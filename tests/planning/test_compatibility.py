@@ -41,7 +41,7 @@ CONTEXT = {"context_parallel_size": 2}
 FP8, BF16_MIXED = {"train.fp8": "tensorwise"}, {"precision": "bf16-mixed"}
 DISTILLATION = {"objective": Distillation("teacher")}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
-EXTENSION = {"devices": 2, "extension": "thunder_fsdp"}
+EXTENSION, SCHEDULE_FREE = {"devices": 2, "extension": "thunder_fsdp"}, {"sets_weights": True}
 PIPELINE, MICRO, LLAMA = {"pipeline_parallel_size": 2}, {"devices": 2, "micro": 8}, get_config("mini-llama")
 
 
@@ -235,6 +235,12 @@ CASES = [
      "--optimizer.state_dtype bf16 is not supported with --optimizer.name AdamW8bit: its moments are 8-bit"),
     (BF16 | {"optimizer.name": "SGD"}, {"has_moments": False},
      "--optimizer.state_dtype bf16 has no effect with --optimizer.name SGD: it has no moments with these options"),
+    ({"optimizer.name": "SOAP"}, FSDP,
+     "--optimizer.name SOAP is not supported with fsdp: it needs complete matrices; use --strategy ddp"),
+    ({}, EXTENSION | SCHEDULE_FREE, "a schedule-free optimizer is not supported with --strategy thunder_fsdp"),
+    ({"train.ema": 0.99}, SCHEDULE_FREE, "--train.ema 0.99 is not supported with a schedule-free optimizer"),
+    ({"train.lr_schedule": "wsd"}, SCHEDULE_FREE,
+     "--train.lr_schedule wsd is not supported with a schedule-free optimizer: the average replaces the decay"),
     ({"train.ema": 0.99}, EXTENSION, "--train.ema 0.99 is not supported with --strategy thunder_fsdp: it may hold"),
     (IN_BACKWARD | LORA, {}, "--optimizer.in_backward true has no effect with finetune_lora"),
     (IN_BACKWARD, {"devices": 2}, "--optimizer.in_backward true is not supported with 2 devices"),

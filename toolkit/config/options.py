@@ -222,8 +222,9 @@ class OptimizerArgs:
     """Optimizer options.
 
     Args:
-        name: Name of a torch.optim class, Muon or AdamW8bit. Muon updates the matrices of the blocks, AdamW the other
-            weights; AdamW8bit has 8-bit moments (bitsandbytes).
+        name: Name of a torch.optim class, Muon, AdamW8bit, AdamWScheduleFree or SOAP. Muon updates the matrices of the
+            blocks, AdamW the other weights; AdamW8bit has 8-bit moments (bitsandbytes); AdamWScheduleFree averages the
+            weights instead of decaying the learning rate (schedulefree); SOAP is pytorch_optimizer's.
         weight_decay: Weight decay of matrices; biases, norms and embeddings do not decay. auto: 0.1 for pretraining and
             0 for finetuning, if the optimizer has it.
         betas: Decay rates of the moments. auto: 0.9 and 0.95 for pretraining, 0.9 and 0.999 for finetuning, if the

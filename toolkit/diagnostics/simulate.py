@@ -198,8 +198,8 @@ def _simulate(inputs: MemoryInputs, rank: int) -> Simulation:
         batches = [micro_batch(inputs, "cpu")] * inputs.accumulation
         run = train_step if layout.pipeline == 1 else pipeline_step
         step = partial(run, fabric, objective_of(frozen), update, batches, {TOKENS: inputs.tokens})
-        step()  # creates the optimizer state, and receive buffers
         averages = EvaluationWeights(optimizer, inputs.ema)
+        step()  # creates the optimizer state, and receive buffers
         averages.update()
         with averages.active():  # they are in the optimizer's state
             recorder.start(nn.ModuleList(filter(None, [module, frozen])), optimizer)

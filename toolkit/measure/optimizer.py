@@ -7,13 +7,14 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.measure.inputs import FP32, MemoryInputs, cached_by_text
 from toolkit.measure.parameters import ADAPTERS, StoredParameter
-from toolkit.measure.recorder import Recorder
+from toolkit.measure.recorder import Recorder, tensors_in
 from toolkit.optim.bf16 import UPDATE_CHUNK, chunks
 from toolkit.optim.classes import optimizer_class
+from toolkit.optim.evaluation_weights import begin_training
 from toolkit.optim.hybrid import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
 from toolkit.optim.muon import STACK_NUMEL, newton_schulz_flops
 
@@ -159,8 +160,9 @@ def state_bytes(
     optimizer = cls(
         [{"params": [parameter]} | ({"main": is_main} if name == Muon.__name__ else {})], lr=1e-3, **arguments
     )
+    begin_training(optimizer)
     with Recorder(None):  # answers ``.item()``
         optimizer.step()
     in_bf16 = "state_dtype" in options  # tensors of the weight's shape
-    state = [v for v in optimizer.state[parameter].values() if isinstance(v, Tensor)]
+    state = tensors_in(optimizer.state[parameter])
     return sum(v.numel() * (BF16 if in_bf16 and v.shape == shape else v.element_size()) for v in state)

@@ -15,6 +15,7 @@ from toolkit.extension import load_registered, registered
 from toolkit.optim import HYBRID_OPTIMIZERS, hybrid
 from toolkit.optim.adafactor import ShardedAdafactor
 from toolkit.optim.bf16 import BF16Optimizer
+from toolkit.optim.evaluation_weights import begin_training
 from toolkit.optim.groups import parameter_groups
 from toolkit.optim.hybrid import HybridOptimizer, Muon
 
@@ -124,5 +125,6 @@ def has_moments(options: dict[str, Any]) -> bool:
     parameter = nn.Parameter(torch.zeros(4, 4))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = cls([parameter], **{k: v for k, v in options.items() if k not in ("name", "state_dtype", "fused")})
+    begin_training(optimizer)
     optimizer.step()
     return any(getattr(value, "shape", None) == parameter.shape for value in optimizer.state[parameter].values())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +29,12 @@ class EvaluationWeights:
     """
 
     def __init__(self, optimizer: Optimizer, decay: float | None = None) -> None:
-        self._optimizer = cast(Any, optimizer)
+        self._optimizer: Any = optimizer
         self._decay, self._sets_weights = decay, sets_weights(type(optimizer))
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._averages: dict[Tensor, Tensor] = {}
         self._depth = 0
-        if self._sets_weights:
-            self._optimizer.train()
+        begin_training(optimizer)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -92,8 +91,7 @@ class EvaluationWeights:
     @torch.no_grad()
     def restore(self) -> None:
         """Give the model the trained weights in the optimizer's state, which may be from a checkpoint."""
-        if self._sets_weights:
-            self._optimizer.train()
+        begin_training(self._optimizer)
         for parameter in self._parameters:
             state = self._optimizer.state.get(parameter, {})
             if (trained := state.pop(TRAINED, None)) is None:
@@ -113,6 +111,12 @@ class EvaluationWeights:
 def sets_weights(cls: type[Optimizer]) -> bool:
     """Whether an optimizer of this class sets the weights to averages in ``eval()``, and back in ``train()``."""
     return all(callable(getattr(cls, name, None)) for name in ("train", "eval"))
+
+
+def begin_training(optimizer: Any) -> None:
+    """Let an optimizer that sets the weights to averages make steps."""
+    if sets_weights(type(optimizer)):
+        optimizer.train()
 
 
 def _swap(weight: Tensor, other: Tensor) -> Tensor:

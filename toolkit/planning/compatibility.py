@@ -89,6 +89,7 @@ _IN_BACKWARD = _is("optimizer.in_backward", True)
 _MOMENTS = _is("optimizer.state_dtype", "bf16")
 _EMA = _set("train.ema", "DECAY")
 _FOREIGN_OPTIMIZER = Use("a user-provided or extension optimizer", lambda f: not f.is_builtin)
+_SCHEDULE_FREE = Use("a schedule-free optimizer", lambda f: f.sets_weights)
 _NOT_IN_PARTS = "it may not update each weight independently of the others"
 _USER_MODULE = Use("a user-provided module", lambda f: f.module is not None)
 _FOREIGN_MODEL = Use("a user-provided or extension model", lambda f: f.module is not None or f.is_extension_model)
@@ -237,6 +238,8 @@ ROWS: tuple[Row, ...] = (
     Row(_MOMENTS, _EXTENSION_STRATEGY, "its shards are not rows of matrices", "use --strategy fsdp or ddp"),
     Row(Use(_FOREIGN_OPTIMIZER.text, lambda f: f.needs_unsharded), Use("{strategy_name:fsdp}", lambda f: f.is_fsdp),
         "its needs_unsharded is True", "use --strategy ddp"),
+    Row(_optimizer("SOAP"), Use("{strategy_name:fsdp}", lambda f: f.is_fsdp),
+        "it needs complete matrices", "use --strategy ddp"),
     Row(_MASTERS, _FOREIGN_OPTIMIZER, _NOT_IN_PARTS, "use bf16-mixed"),
     Row(_MOMENTS, _FOREIGN_OPTIMIZER, _NOT_IN_PARTS, "remove it"),
     Row(_MOMENTS, Use("--precision bf16-true", lambda f: f.precision == "bf16-true" and f.lora is None),
@@ -246,7 +249,10 @@ ROWS: tuple[Row, ...] = (
     _no_effect(_MOMENTS, Use("--optimizer.name {optimizer.name:NAME}", lambda f: not f.has_moments),
                "it has no moments with these options"),
     # averaged weights
-    Row(_EMA, _EXTENSION_STRATEGY, "it may hold the weights in other copies", "use --strategy fsdp or ddp"),
+    *(Row(use, _EXTENSION_STRATEGY, "it may hold the weights in other copies", "use --strategy fsdp or ddp")
+      for use in (_EMA, _SCHEDULE_FREE)),
+    Row(_EMA, _SCHEDULE_FREE, "the optimizer averages the weights itself"),
+    Row(_is("train.lr_schedule", "linear", "wsd"), _SCHEDULE_FREE, "the average replaces the decay", "use constant"),
     # the update in the backward pass
     _no_effect(_IN_BACKWARD, _LORA, "the gradients of adapters are small"),
     Row(_IN_BACKWARD, _SEVERAL_DEVICES,

@@ -33,6 +33,7 @@ class Facts:
         has_moments: Whether the optimizer keeps state with the shape of the weights.
         needs_unsharded: Whether the optimizer's class sets ``needs_unsharded``.
         model: The architecture.
+        sets_weights: Whether the optimizer averages the weights, see :mod:`toolkit.optim.evaluation_weights`.
     """
 
     args: RunArgs
@@ -44,6 +45,7 @@ class Facts:
     has_moments: bool = True
     needs_unsharded: bool = False
     model: ModelConfig | None = None
+    sets_weights: bool = False
 
     def __getattr__(self, name: str) -> Any:
         """Return an option."""

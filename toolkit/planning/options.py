@@ -15,12 +15,12 @@ from toolkit.data.sft.datasets import InstructionData
 from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
-from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option
+from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option, require_package
 from toolkit.extension import add_cwd_to_path, registered
 from toolkit.io.paths import is_url
 from toolkit.io.storage import Storage
 from toolkit.models.families import DEFAULT_MODEL, get_config
-from toolkit.optim import HYBRID_OPTIMIZERS, TORCH_OPTIMIZERS
+from toolkit.optim import HYBRID_OPTIMIZERS, PACKAGES, TORCH_OPTIMIZERS
 from toolkit.planning.batch import UNKNOWN_BATCH, BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
@@ -113,8 +113,8 @@ def _known_batch(args: RunArgs) -> BatchPlan | None:
 
 def _check_optimizer_name(name: str) -> None:
     """Check an optimizer name without importing torch; a newer torch may have other names than these."""
-    if name == "AdamW8bit":
-        require_bitsandbytes("--optimizer.name AdamW8bit")
+    if name in PACKAGES:
+        require_package(f"--optimizer.name {name}", *PACKAGES[name])
     names = {*TORCH_OPTIMIZERS, *HYBRID_OPTIMIZERS, *registered("optimizers")}
     if name.lower() not in map(str.lower, names) and (hint := did_you_mean(name, names)):
         raise UserError(f"--optimizer.name {name}: not in torch.optim{hint}")

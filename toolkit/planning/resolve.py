@@ -28,6 +28,7 @@ from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT
 from toolkit.objectives import Objective
 from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimizer
+from toolkit.optim.evaluation_weights import sets_weights
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
@@ -164,6 +165,8 @@ def resolve(args: RunArgs, devices: DeviceSpec, complete_model: Callable[[], Mod
         require_fp8(args.train.fp8, devices.device, checks_gpu=devices.has_bf16 is None)
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
     cls = args.optimizer_class or optimizer_class(args.optimizer.name)
+    if (is_schedule_free := sets_weights(cls)) and args.train.lr_schedule == TrainArgs.lr_schedule:
+        args = with_options(args, {"train.lr_schedule": "constant"})
     require_compatible(
         Facts(
             args,
@@ -175,6 +178,7 @@ def resolve(args: RunArgs, devices: DeviceSpec, complete_model: Callable[[], Mod
             has_moments="state_dtype" not in optimizer or args.optimizer_class is not None or has_moments(optimizer),
             needs_unsharded=getattr(cls, "needs_unsharded", False),
             model=model,
+            sets_weights=is_schedule_free,
         )
     )
     if (ratio := args.loraplus_lr_ratio) != 1:

@@ -28,6 +28,8 @@ def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
         yield f"Frozen: {describe_model(state.frozen, state.mean_length, forward_only=True)}"
     if (scaled := describe_scaling(args.train, state.schedule, args.defaults)) is not None:
         yield scaled
+    if args.requested is not None and args.train.lr_schedule != args.requested.train.lr_schedule:
+        yield f"LR schedule: {args.train.lr_schedule} after the warm-up, as {config.optimizer['name']} needs it"
     yield from reader.describe()
     if (reason := config.reasons.get("train.micro_batch_size")) is not None:
         yield f"Micro-batch: {config.batch.micro_batch_size} ({reason})"

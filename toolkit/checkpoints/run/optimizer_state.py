@@ -28,7 +28,7 @@ from toolkit.distributed.shards import is_shared_state, shard_of
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
-from toolkit.optim.evaluation_weights import AVERAGE, TRAINED, EvaluationWeights
+from toolkit.optim.evaluation_weights import AVERAGE, TRAINED, EvaluationWeights, begin_training
 from toolkit.optim.groups import GROUP_KEY, group_keys
 from toolkit.private_torch import local_parts, local_shard
 
@@ -143,6 +143,7 @@ def load_optimizer(
     try:
         where, entries = _read_entries(saved, file, folder)
         _load_groups(optimizer, saved, by_name, all_names - by_name.keys(), n_groups, file, is_torch_optimizer)
+        begin_training(optimizer)  # the groups of a schedule-free one say that it was saved in evaluation
         without = {canonical_name(name) for name in saved.get("without_state", [])}
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{file}: optimizer: malformed ({one_line(error)}); resume from another checkpoint") from error
@@ -313,7 +314,13 @@ def _fill(state: State, entry: State, part: _LocalParameter, is_torch_optimizer:
         elif isinstance(value, _LazyTensor | Tensor) or isinstance(target, Tensor):
             raise _MismatchError(f"{key!r:.100} is {_describe(value)}, not {_describe(target)}")
         else:
-            state[key] = value
+            state[key] = _to_device(value, part.parameter.device)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):  # SOAP has lists of matrices
+        return [_to_device(inner, device) for inner in value]
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _describe(value: Any) -> str:
