@@ -23,6 +23,7 @@ LAYERS = [
     {"io"},
     {"extension"},
     {"config"},
+    {"metrics"},
     {"ui"},
     {"models"},
     {"data"},

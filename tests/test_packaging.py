@@ -18,16 +18,17 @@ ROOT = Path(__file__).parents[1]
 # Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 60_900,
+    "data": 62_100,
     "models": 59_500,
     "checkpoints": 47_000,
+    "metrics": 2_700,
     "planning": 15_900,
     "measure": 15_700,
-    "training": 40_600,
+    "training": 42_200,
     "distributed": 27_000,
     "diagnostics": 14_500,
-    "config": 11_900,
-    "inference": 8_200,
+    "config": 12_000,
+    "inference": 9_200,
     "ui": 8_300,
     "commands": 9_400,
     "optim": 9_300,

@@ -39,7 +39,7 @@ BLOCKS = commands_of(
     "parallelism", "context_parallel", "pipeline_parallel", "troubleshooting", "slow", "prove", "precision",
 )  # fmt: skip
 FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert", "export")
-PREFERENCES = commands_of("preferences")
+PREFERENCES, METRIC = commands_of("preferences"), commands_of("metric")
 OTHER_TOOLS = [f"from_{tool}" for tool in ("litgpt", "trl", "axolotl", "nanogpt", "torchtitan", "torchtune")]
 # installs nothing: what the page installs must be there
 PIP = """\
@@ -130,7 +130,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
     record["torchrun"] = 'until [ "$1" = toolkit ]; do shift; done; exec "$@"'
     add_commands(tmp_path, nothing | record)
     (tmp_path / "config_hub").symlink_to(ROOT / "config_hub")
-    for block in FINETUNE + CONVERT + PREFERENCES + commands_of(*OTHER_TOOLS):
+    for block in FINETUNE + CONVERT + PREFERENCES + METRIC + commands_of(*OTHER_TOOLS):
         run(block, tmp_path, ARGUMENTS=str(tmp_path / "arguments"))
     monkeypatch.chdir(tmp_path)
     lines = [line.split("\0") for line in (tmp_path / "arguments").read_text().removesuffix("\0\0").split("\0\0")]
@@ -205,6 +205,20 @@ def test_finetuning_page_runs_from_top_to_bottom(tmp_path):
     with open(tmp_path / "out" / "trivia" / "logs" / "metrics.csv") as file:
         losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
     assert len(losses) == 4 and losses[0] > 6 and max(losses[1:]) < 2.7
+
+
+@pytest.mark.slow
+def test_metric_page(tmp_path):
+    """As it stands, with a tiny model that has a chat template."""
+    make_talker(tmp_path / "checkpoints" / "smollm2", block_size=128)
+    page = (ROOT / "tutorials" / "metric.md").read_text()
+    (tmp_path / "my_metrics.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
+    for block in METRIC:
+        run(block, tmp_path)
+    assert (tmp_path / "out" / "capitals" / "best" / "COMPLETE").exists()
+    last = read_metrics(tmp_path / "out" / "margins" / "logs" / "metrics.csv")[-1]
+    names = ("short", "short_stderr", "longest", "margin", "margin_stderr", "choice", "choice_norm")
+    assert all(last[f"val_{name}"] == last[f"val_{name}"] for name in names) and 0 <= last["val_choice"] <= 1
 
 
 @pytest.mark.slow

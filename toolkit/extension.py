@@ -20,7 +20,7 @@ from toolkit.errors import UserError, one_line
 GROUP, TOOLKIT = "toolkit.extensions", "toolkit"
 KINDS = (
     "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "objectives",
-    "option_groups",
+    "option_groups", "metrics",
 )  # fmt: skip
 """The fields of :class:`Extension` that hold names."""
 Names = Mapping[str, str]
@@ -43,6 +43,7 @@ class Extension:
         optimizers: Classes derived from torch.optim.Optimizer, for ``--optimizer.name``.
         objectives: Classes derived from :class:`toolkit.objectives.Objective`, for ``--objective``.
         option_groups: Frozen dataclasses, whose fields are options of the training commands: ``--GROUP.FIELD``.
+        metrics: Functions of generated answers, see :mod:`toolkit.metrics`, for ``--eval.metric``.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
             UserError if options of the extension have no effect or are incompatible.
     """
@@ -56,6 +57,7 @@ class Extension:
     optimizers: Names = field(default_factory=dict)
     objectives: Names = field(default_factory=dict)
     option_groups: Names = field(default_factory=dict)
+    metrics: Names = field(default_factory=dict)
     check: str | None = None
 
     def __post_init__(self) -> None:

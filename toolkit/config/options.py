@@ -180,6 +180,14 @@ class EvalArgs:
             callback's. auto: val_loss.
         best_mode: Whether the highest (max) or the lowest (min) value of best_by is the best. auto: min for losses,
             errors, val_ppl and val_bpb, otherwise max.
+        metric: Metrics of answers that the model generates at each validation, separated by commas: exact_match,
+            choice, number, regex:PATTERN, json_valid, rouge_l, check:COMMAND, or MODULE:FUNCTION. See
+            tutorials/metric.md.
+        metric_data: Prompts and references for metric: a .json, .jsonl, .csv or .parquet file with rows like those of
+            --data JSON. Default: the held-out rows of instruction data.
+        metric_rows: Maximum number of prompts, evenly spaced in the data; null uses all.
+        metric_new_tokens: Maximum number of tokens of an answer.
+        metric_timeout: Seconds that a metric's function may take per validation.
     """
 
     interval: int | Auto = AUTO
@@ -189,10 +197,19 @@ class EvalArgs:
     max_new_tokens: int | Auto = 0
     best_by: str = AUTO
     best_mode: Literal["auto", "max", "min"] = AUTO
+    metric: str | list[str] | None = None
+    metric_data: str | None = None
+    metric_rows: int | None = 100
+    metric_new_tokens: int = 256
+    metric_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         require_not_negative("eval", self, "interval", "max_new_tokens")
-        require_positive("eval", self, "max_iters")
+        require_positive("eval", self, "max_iters", "metric_rows", "metric_new_tokens", "metric_timeout")
+        for name in ("metric_data", "metric_rows", "metric_new_tokens", "metric_timeout"):
+            value = getattr(self, name)
+            is_used = self.metric is not None or value == getattr(EvalArgs, name)
+            require_option(is_used, f"eval.{name}", value, "has no effect without --eval.metric")
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class Decoder:
         count: Maximum number of new tokens.
         sampling: How to choose the tokens.
         seeds: Sampling seed of each row.
+        width: Minimum number of columns of the prompts.
+        is_alone: Whether other ranks decode other prompts; otherwise all take the tokens of rank 0.
 
     Attributes:
         ids: (B, width + count) int64: the prompts, padded on the left to ``width``, then the new tokens.
@@ -49,10 +51,14 @@ class Decoder:
         count: int,
         sampling: Sampling,
         seeds: Sequence[int | None],
+        width: int = 0,
+        is_alone: bool = False,
     ) -> None:
         self.model, self.cache, self.lengths = model, cache, [len(prompt) for prompt in prompts]
-        self.width, device = max(self.lengths), cache[0].keys.device
-        ids = F.pad(pad_sequence(list(prompts), batch_first=True, padding_side="left"), (0, count))
+        self.is_together = ranks.world_size() > 1 and not is_alone
+        self.width, device = max(width, *self.lengths), cache[0].keys.device
+        ids = pad_sequence(list(prompts), batch_first=True, padding_side="left")
+        ids = F.pad(ids, (self.width - ids.size(1), count))
         self.ids, self.position = ids.to(device), torch.tensor([self.width - 1], device=device)
         starts = [self.width - length for length in self.lengths]
         cache.starts = torch.tensor(starts, device=device) if any(starts) else None
@@ -108,7 +114,7 @@ class Decoder:
         """Wait for new tokens and return them by column, from rank 0. Raise GuardError for nonfinite logits."""
         columns = self.ids[:, self.width + done : self.width + done + count]
         tokens = columns.t().tolist()
-        if ranks.world_size() > 1:
+        if self.is_together:
             tokens = ranks.broadcast_from_rank0(tokens)
             columns.copy_(torch.tensor(tokens).t())
         for column in tokens:
@@ -129,12 +135,12 @@ def has_fixed_shapes(model: GPT, device: torch.device) -> bool:
     """Whether to decode with a KV cache of fixed shape, for a CUDA graph. A growing cache is faster on a CPU."""
     # expert matrix products in other dtypes synchronize with the host (torch 2.13), which cannot be captured
     is_captured = not model.config.n_moe_layer or model.get_parameter("transformer.wte.weight").dtype == torch.bfloat16
-    return device.type == "cuda" and is_captured and model.is_row_independent and ranks.world_size() == 1
+    return device.type == "cuda" and is_captured and model.is_row_independent
 
 
 def tokens_per_read(device: torch.device) -> int:
     """Return the number of tokens per synchronization with the host. Tokens after a stop token are dropped."""
-    return READ_EVERY if device.type == "cuda" and ranks.world_size() == 1 else 1
+    return READ_EVERY if device.type == "cuda" else 1
 
 
 def fix_shapes(decoder: Decoder, done: int, notice: Report) -> Callable[[], object]:
@@ -160,17 +166,19 @@ def decode(
     cache: KVCache | None,
     notice: Report,
     cuda_graph: bool,
+    width: int = 0,
+    is_alone: bool = False,
 ) -> Generator[list[int], None, None]:
     """Yield the next token of each row ``count`` times, without stopping at end-of-sequence tokens.
 
     Arguments: see :class:`Decoder` and :func:`toolkit.inference.generate.generate`. When the caller stops, the KV cache
     holds the yielded tokens except the last.
     """
-    capacity = max(map(len, prompts)) + count
+    capacity = max(width, *map(len, prompts)) + count
     cache = model.make_cache(len(prompts), capacity) if cache is None else cache
     cache.reserve(capacity)
     device = cache[0].keys.device
-    decoder = Decoder(model, cache, prompts, count, sampling, seeds)
+    decoder = Decoder(model, cache, prompts, count, sampling, seeds, width, is_alone)
     step: Callable[[], object] = decoder.step
     done = n_yielded = 0
     try:
@@ -181,11 +189,13 @@ def decode(
                     cache.position, n = None, 1
                     decoder.prefill(done)
                     step, until = decoder.step, min(count - done - 1, decoder.steps_with_fixed_factors(done + 1))
-                    is_worth_it = cuda_graph and until >= _MIN_REPLAYS and model not in _without_graph
+                    is_worth_it = (
+                        cuda_graph and not decoder.is_together and until >= _MIN_REPLAYS and model not in _without_graph
+                    )
                     if is_worth_it and has_fixed_shapes(model, device):
                         step = fix_shapes(decoder, done + 1, notice)
                 else:
-                    n = min(tokens_per_read(device), count - done, until)
+                    n = min(1 if decoder.is_together else tokens_per_read(device), count - done, until)
                     for _ in range(n):
                         step()
                     if cache.position is not None:  # a graph's replay runs no Python code

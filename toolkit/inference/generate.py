@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import cast
 
 from torch import Tensor
 
 from toolkit.data.base import Report
+from toolkit.distributed import ranks
 from toolkit.errors import UserError, require_option
 from toolkit.inference.decode import decode
 from toolkit.inference.sampling import Sampling
@@ -73,6 +74,8 @@ def generate_batch(
     cuda_graph: bool = True,
     names: Sequence[str] = (),
     notice: Report = _print,
+    is_alone: bool = False,
+    lockstep: Sequence[Tensor] = (),
 ) -> Generator[list[int | None], None, None]:
     """Continue several prompts together; yield the next token of each row, None for rows that have ended.
 
@@ -85,6 +88,9 @@ def generate_batch(
         seeds: Sampling seed of each row; None for torch's default generator.
         cache: See :func:`generate`; only with one prompt.
         names: Names of the prompts in notices; by default none.
+        is_alone: Whether this rank generates without the others, with a complete model.
+        lockstep: The prompts of all ranks, if each rank generates its own with sharded weights: all ranks then take
+            equally many forward passes. Not supported with longrope.
 
     Other arguments: see :func:`generate`.
     """
@@ -100,8 +106,16 @@ def generate_batch(
     assert len(prompts) == 1 or model.is_row_independent
     counts = [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
     seeds = [None] * len(prompts) if seeds is None else seeds
-    steps = decode(model, prompts, max(counts), sampling, seeds, cache, notice, cuda_graph)
-    return _ended_rows(model, steps, counts, max_new_tokens, set(eos_ids), names or [""] * len(prompts), notice)
+    lengths = list(map(len, lockstep or prompts))
+    count, is_apart = min(max_new_tokens, limit - min(lengths)), is_alone or bool(lockstep)
+    steps = decode(model, prompts, count, sampling, seeds, cache, notice, cuda_graph, max(lengths), is_apart)
+    is_over = _have_all_ranks_ended if lockstep else all
+    names = names or [""] * len(prompts)
+    return _ended_rows(model, steps, counts, max_new_tokens, set(eos_ids), names, notice, is_over)
+
+
+def _have_all_ranks_ended(has_ended: list[bool]) -> bool:
+    return not ranks.all_reduce_sum(busy=int(not all(has_ended)))["busy"]
 
 
 def _ended_rows(
@@ -112,13 +126,14 @@ def _ended_rows(
     eos_ids: set[int],
     names: Sequence[str],
     notice: Report,
+    is_over: Callable[[list[bool]], bool],
 ) -> Generator[list[int | None], None, None]:
     """Yield the next token of each row, None for rows that have ended. See :func:`generate_batch`."""
     with closing(steps):
         has_ended = [False] * len(counts)
         for step, tokens in enumerate(steps, 1):
             has_ended = [ended or token in eos_ids for ended, token in zip(has_ended, tokens, strict=True)]
-            if all(has_ended):
+            if is_over(has_ended):
                 return
             yield [None if ended else token for ended, token in zip(has_ended, tokens, strict=True)]
             for row, (name, count) in enumerate(zip(names, counts, strict=True)):
@@ -126,5 +141,5 @@ def _ended_rows(
                     context = f"the model's context of {model.config.block_size} tokens is full"
                     notice(f"{name}{': ' if name else ''}stopped after {count} new tokens: {context}")
                 has_ended[row] |= step == count
-            if all(has_ended):
+            if is_over(has_ended):
                 return

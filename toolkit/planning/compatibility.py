@@ -267,6 +267,9 @@ ROWS: tuple[Row, ...] = (
     Row(_IN_BACKWARD, _FOREIGN_OPTIMIZER, _NOT_IN_PARTS, "remove it"),
     Row(_IN_BACKWARD, _OFFLOAD, "the gradients are in CPU memory only after the backward pass"),
     # validation
+    *(Row(_set("eval.metric", "NAME"), other, reason) for other, reason in (
+        (_USER_MODULE, "it may not generate text"), (_PIPELINE, "the stages would wait for each other at every token"),
+        (_CONTEXT, "answers are too short to be split"))),
     *(_no_effect(_set(f"eval.best_{name}", words), _TRACKS_NOTHING, fix="set one of them or remove it")
       for name, words in (("by", "NAME"), ("mode", "max, min"))),
     # schedule

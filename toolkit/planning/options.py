@@ -19,6 +19,8 @@ from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, requir
 from toolkit.extension import add_cwd_to_path, registered
 from toolkit.io.paths import is_url
 from toolkit.io.storage import Storage
+from toolkit.metrics import parse_metrics
+from toolkit.metrics.process import check_metrics
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.optim import HYBRID_OPTIMIZERS, PACKAGES, TORCH_OPTIMIZERS
 from toolkit.planning.batch import UNKNOWN_BATCH, BatchPlan, plan_batch
@@ -34,6 +36,7 @@ def check_options(args: RunArgs) -> None:
     if not args.out_dir:
         raise UserError("--out_dir '': must not be empty; give a folder")
     check_out_dir(args.out_dir, args.staging_dir)
+    parse_metrics(args.eval.metric)
     ratio = args.loraplus_lr_ratio
     require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
     batch = _known_batch(args)
@@ -74,6 +77,7 @@ def check_start(args: RunArgs, *, writes: bool = True) -> None:
         raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; {hint}")
     if is_launched():
         return
+    check_metrics(args.eval)
     check_files(data)
     if writes and isinstance(args.resume, str) and is_url(args.resume):
         Storage(args.resume, "--resume")  # checks that the file system's package is installed

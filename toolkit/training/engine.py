@@ -26,6 +26,7 @@ from toolkit.planning.plan import device_spec_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.build import build_checkpointer, build_models, build_reader
+from toolkit.training.callbacks.answers import make_answer_metrics
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
@@ -107,6 +108,7 @@ def open_run(
     if is_alone(launch.args):
         report_dry_run(launch, build_reader(launch, stack)[1])
         return None
+    answer_metrics = make_answer_metrics(launch, stack)
     launch = replace(launch, config=resolve_compiler(launch.config, launch.state, launch.fabric.device))
     launch = replace(launch, data=with_reference(launch))
     state, display = launch.state, launch.display
@@ -125,6 +127,8 @@ def open_run(
         return None
     if checkpointer.sharded and not launch.is_short:
         checkpointer.leaders = disk_leaders(launch.out_dir, world.local_rank == 0, launch.remote is not None)
+    if answer_metrics is not None:
+        callbacks = [*callbacks, answer_metrics]
     all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack, checkpointer.leaders)
     if state.resume_from is not None:
         load_callback_states(all_callbacks, state.callbacks, display.message)

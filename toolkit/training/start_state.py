@@ -136,6 +136,9 @@ def longest_ragged(data: PreparedData, limit: int | None) -> int:
 
 def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:
     """Check that validation is enabled if ``--train.keep_best`` or ``--train.patience`` needs it."""
+    has_validations = evaluation.interval or evaluation.final_validation or evaluation.initial_validation
+    if evaluation.metric is not None and not has_validations:
+        raise UserError(f"--eval.metric {evaluation.metric}: the run never validates; set --eval.interval")
     flags = {"keep_best true": train.keep_best, f"patience {train.patience}": train.patience is not None}
     for flag in (flag for flag, is_given in flags.items() if is_given):
         if evaluation.best_by == AUTO and (data.val is None or not len(data.val)):
@@ -143,7 +146,7 @@ def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedDa
                 f"--train.{flag}: this data has no validation split; hold one out "
                 "(such as --data.val_split_fraction 0.05, for text --data.val_fraction), or remove the option"
             )
-        if not (evaluation.interval or evaluation.final_validation or evaluation.initial_validation):
+        if not has_validations:
             raise UserError(f"--train.{flag}: the run never validates; set --eval.interval")
     if train.patience is not None and not evaluation.interval:
         raise UserError(f"--train.patience {train.patience}: has no effect without --eval.interval")

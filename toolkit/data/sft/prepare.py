@@ -129,6 +129,11 @@ class PackedDataset:
         inputs = np.diff(self._offsets)[self._members] - 1
         self.lengths: np.ndarray = np.add.reduceat(inputs, self._starts[:-1]) if len(inputs) else inputs
 
+    @property
+    def origins(self) -> set[tuple[int, int]]:
+        """The index of the source and the row number of each sample."""
+        return set(zip(self._sources[self._members].tolist(), self._numbers[self._members].tolist(), strict=True))
+
     def __len__(self) -> int:
         return len(self._starts) - 1
 

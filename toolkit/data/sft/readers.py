@@ -144,7 +144,7 @@ def find_splits(value: str | None, name: str, kinds: dict[str, str]) -> Splits:
     kind = kinds.get(path.suffix.lower())
     if kind is None:
         raise UserError(f"{option}: must end in {' or '.join(kinds)}; other files: --data JSON, CSV or Parquet")
-    return _splits_of_file(path, kind, option)
+    return splits_of_file(path, kind, option)
 
 
 def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
@@ -163,7 +163,7 @@ def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
         if len(names := {(path.stem == split, path.suffix): path.name for path in found[split]}) > 1:
             which = " and ".join(names.values())
             raise UserError(f"{option}: the folder has {which}, which may be duplicates; remove one of them")
-        parts = [_splits_of_file(path, kinds[path.suffix], option) for path in found[split]]
+        parts = [splits_of_file(path, kinds[path.suffix], option) for path in found[split]]
         if any(part.val for part in parts):
             raise UserError(f"{option}: {split}.json contains splits itself; pass the file directly, or a list of rows")
         sources[split] = [source for part in parts for source in part.train]
@@ -173,7 +173,7 @@ def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
     return Splits(sources["train"], sources.get(held_out or ""), (note,) if unread else ())
 
 
-def _splits_of_file(path: Path, kind: str, option: str) -> Splits:
+def splits_of_file(path: Path, kind: str, option: str) -> Splits:
     """Return the splits in a file. A ``.json`` file contains a list, an object of lists, or JSON Lines."""
     if kind != "json":
         return Splits([RowFile(path, kind, option)])

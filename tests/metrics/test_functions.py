@@ -1,0 +1,106 @@
+"""The shipped metrics against libraries that are not ours, and their edge cases."""
+
+import math
+import random
+import sys
+
+import numpy as np
+import pytest
+from helpers.cases import check_each
+
+from toolkit.errors import UserError
+from toolkit.metrics import METRICS, Metric, functions, parse_metrics
+from toolkit.metrics.process import summarize
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat,", "The", "dog!", "isn't", "over-fed", "42", "déjà", "vu"]
+
+
+@pytest.mark.slow  # rouge_score takes 20 s to import
+def test_rouge_l_and_standard_errors_are_those_of_rouge_score_and_lm_eval():
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"])
+    lm_eval_metrics = pytest.importorskip("lm_eval.api.metrics")
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(0, 12))) for _ in range(200)]
+    pairs = list(zip(texts[::2], texts[1::2], strict=True))
+    values = functions.rouge_l(*zip(*pairs, strict=True), rows=[])["rouge_l"]
+    expected = [scorer.score(reference, answer)["rougeL"].fmeasure for answer, reference in pairs]
+    np.testing.assert_allclose(values, expected, atol=1e-12)
+    assert len(set(values)) > 20
+    assert summarize({"m": values})["m_stderr"] == pytest.approx(lm_eval_metrics.mean_stderr(values))
+
+
+def test_summary_is_mean_and_standard_error():
+    values = [1.0, 0.0, 0.0, 1.0, 1.0]
+    # by hand: mean 0.6, squared deviations 3 x 0.16 + 2 x 0.36 = 1.2, variance 1.2 / 4, error sqrt(0.3 / 5)
+    assert summarize({"m": values, "n": 3.0}) == {"m": 0.6, "m_stderr": pytest.approx(math.sqrt(0.06)), "n": 3.0}
+    for unknown in ([0.5], [1.0, math.nan], [1.0, math.inf]):
+        assert math.isnan(summarize({"m": unknown})["m_stderr"])
+
+
+def test_matches():
+    def check(name, argument, answer, reference, expected):
+        arguments = [] if argument is None else [argument]
+        assert getattr(functions, name)([answer], [reference], [{}], *arguments) == {name: [expected]}
+
+    check_each(check, [
+        ("exact_match", None, " Paris\n", "Paris", True),
+        ("exact_match", None, "paris", "Paris", False),
+        ("number", None, "so 1,250 apples", "#### 1250", True),
+        ("number", None, "3 of 5.0", "5", True),
+        ("number", None, "-5", "5", False),
+        ("number", None, "none", "none", False),
+        ("regex", r"answer is (\w+)", "The answer is B.", "B", True),
+        ("regex", r"answer is (\w+)", "The answer is B.", "the answer is C", False),
+        ("regex", r"\d{4}", "in 1789, or 1790", "1789", True),
+        ("regex", r"\d{4}", "unknown", "1789", False),
+        ("regex", r"\d{4}", "in 1789", None, True),
+        ("json_valid", None, ' {"a": [1]}\n', None, True),
+        ("json_valid", None, "```json\n{}\n```", None, False),
+        ("json_valid", None, "[" * 100_000, None, False),
+        # rouge-score: 3 of 4 and 5 words
+        ("rouge_l", None, "The cat, sat down", "a CAT sat down isn't", pytest.approx(0.6)),
+        ("rouge_l", None, "", "", 0.0),
+    ])  # fmt: skip
+
+
+def test_choice_compares_sums_and_sums_per_character():
+    rows = [{"choices": [" yes", " certainly not"]}]
+    for reference, expected in (("yes", (True, False)), (" certainly not", (False, True))):
+        scores = functions.choice([[-2.0, -5.0]], [reference], rows)
+        assert (scores["choice"], scores["choice_norm"]) == ([expected[0]], [expected[1]])
+
+
+def test_check_runs_a_command_with_a_time_limit(tmp_path, monkeypatch):
+    """The command starts a child that would run for ever and would keep the pipe open."""
+    monkeypatch.setattr(functions, "CHECK_SECONDS", 2.0)
+    (tmp_path / "checker.py").write_text(
+        "import json, subprocess, sys\n"
+        "values = json.load(sys.stdin)\n"
+        "print('x' * 1_000_000)\n"
+        "if values['answer'] == 'hang': subprocess.run([sys.executable, '-c', 'while True: pass'])\n"
+        "sys.exit(values['answer'] != values['row']['expected'] + (values['reference'] or ''))\n"
+    )
+    command = f"{sys.executable} {tmp_path / 'checker.py'}"
+    rows = [{"expected": "a"}] * 3
+    assert functions.check(["ab", "a", "hang"], ["b", "b", None], rows, command) == {"check": [True, False, False]}
+    with pytest.raises(FileNotFoundError):
+        functions.check(["a"], [None], rows[:1], "no-such-command")
+
+
+def test_entries_are_parsed():
+    assert parse_metrics(None) == []
+    assert parse_metrics("exact_match, my.module:score") == [
+        Metric("exact_match", METRICS["exact_match"]), Metric("my.module:score", "my.module.score"),
+    ]  # fmt: skip
+    assert parse_metrics(["regex:[a-c,]+:", "check:python c.py"]) == [
+        Metric("regex:[a-c,]+:", METRICS["regex"], "[a-c,]+:"),
+        Metric("check:python c.py", METRICS["check"], "python c.py"),
+    ]  # fmt: skip
+    for entry, hint in (
+        ("exact_mach", "did you mean 'exact_match'"),
+        ("a b", "use exact_match, "),
+        ("", "use "),
+        ("m:f()", "use "),
+    ):
+        with pytest.raises(UserError, match=f"--eval.metric {entry[:1]}.*no such metric.*{hint}"):
+            parse_metrics(entry)

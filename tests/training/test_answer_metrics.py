@@ -1,0 +1,182 @@
+"""`--eval.metric`: generated answers, log-probabilities of choices, several ranks, resuming, and failing functions."""
+
+import csv
+import json
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import processes
+from helpers.groups import Case, run_group
+from helpers.small_runs import write_base
+
+from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.store import step_of
+from toolkit.cli import main
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.inference.generate import generate
+from toolkit.inference.sampling import GREEDY
+
+MODULE = textwrap.dedent("""
+    import time, zlib
+
+    def crc(answers, references, rows):
+        return {"crc": [zlib.crc32(answer.encode()) % 1000 for answer in answers], "rows": len(rows)}
+
+    def log_prob(log_probs, references, rows):
+        return {"first": [values[0] for values in log_probs]}
+
+    log_prob.needs_log_probs = True
+
+    def fails_later(answers, references, rows):
+        if len(answers) > 2:
+            raise ValueError("too many rows")
+        return {"m": 1}
+
+    def renames_later(answers, references, rows):
+        return {"few" if len(answers) <= 2 else "many": 1}
+
+    def loss(answers, references, rows):
+        return {"loss": 1}
+""")
+ROWS = 44
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, corpus) -> Path:
+    folder = write_base(tmp_path_factory.mktemp("base"), corpus)
+    rows = [
+        {"prompt": f"token {i}" + " and" * (i % 7), "completion": f"reads {'a line ' * (1 + i % 4)}", "choices": [
+            f"reads {'a line ' * (1 + i % 4)}", "writes", "sleeps for a while"]}
+        for i in range(ROWS)
+    ]  # fmt: skip
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def flags(base, tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "my_metrics.py").write_text(MODULE)
+    return [
+        str(base), "--accelerator", "cpu", "--data", "JSON", "--data.json_path", str(base / "rows.jsonl"),
+        "--data.prompt_style", "plain", "--data.val_split_fraction", "0.5", "--train.global_batch_size", "4",
+        "--train.micro_batch_size", "2", "--train.max_steps", "4", "--train.learning_rate", "1e-3",
+        "--eval.interval", "2", "--eval.max_new_tokens", "0",
+    ]  # fmt: skip
+
+
+METRIC = ["--eval.metric", "my_metrics:crc,my_metrics:log_prob,choice", "--eval.metric_new_tokens", "12"]
+
+
+def columns(out: Path, *names: str) -> list[tuple[str, ...]]:
+    with open(out / "logs" / "metrics.csv", newline="") as file:
+        return [tuple(row[name] for name in names) for row in csv.DictReader(file)]
+
+
+def measured(out: Path) -> list[tuple[str, ...]]:
+    return columns(out, "step", "val_crc", "val_crc_stderr", "val_first", "val_first_stderr", "val_choice", "val_rows")
+
+
+def answers(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "logs" / "answers.jsonl").read_text().splitlines()]
+
+
+def test_metrics_do_not_affect_training_are_resumed_and_decide(flags, tmp_path, capsys):
+    """With dropout, whose random numbers the answers must not change."""
+    flags = [*flags, "--lora_dropout", "0.2", "--train.keep_best", "true", "--train.save_interval", "3"]
+    assert main(["finetune_lora", *flags, "--out_dir", "without"]) == 0
+    by_metric = [*flags, *METRIC, "--eval.best_by", "first", "--eval.initial_validation", "true"]
+    assert main(["finetune_lora", *by_metric, "--out_dir", "with"]) == 0
+    shown = capsys.readouterr().out
+    assert "first -" in shown and "--eval.metric took " in shown
+    with_, without = tmp_path / "with", tmp_path / "without"
+    losses = ("step", "loss", "val_loss")
+    assert columns(with_, *losses)[1:] == columns(without, *losses)
+    first = {int(step): float(value) for step, value in columns(with_, "step", "val_first") if value}
+    assert list(first) == [0, 2, 4] and step_of(with_ / "best") == max(first, key=first.get)
+
+    shutil.copytree(with_ / "step-00000003", tmp_path / "resumed" / "step-00000003")
+    assert main(["finetune_lora", *by_metric, "--out_dir", "resumed", "--resume", "true"]) == 0
+    assert measured(tmp_path / "resumed")[-1] == measured(with_)[-1]
+    assert answers(tmp_path / "resumed") == answers(with_) and len(answers(with_)) == ROWS // 2
+
+    # the oracles: other code that generates from a checkpoint, and the loss of a row
+    final = tmp_path / "with" / "final"
+    model, tokenizer, line = load_model(final).eval(), Tokenizer.load(final), answers(with_)[5]
+    prompt = torch.tensor(tokenizer.encode(line["prompt"]))
+    tokens = generate(model, prompt, max_new_tokens=12, sampling=GREEDY, eos_ids=[tokenizer.eos_id])
+    assert line["answer"] == tokenizer.decode(list(tokens)) and line["step"] == 4
+    answer = torch.tensor(tokenizer.encode(line["reference"]))
+    with torch.no_grad():
+        logits = model(torch.cat([prompt, answer])[None])[0].log_softmax(-1)
+    values = logits[len(prompt) - 1 : -1].gather(1, answer[:, None]).sum()
+    assert line["first"] == pytest.approx(values.item(), rel=1e-5)
+    assert line["log_probs"][0] == line["first"]
+
+
+def test_pretraining_measures_prompts_of_a_file(base, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
+    flags += ["--train.max_seq_length", "32", "--train.max_steps", "1", "--train.global_batch_size", "4"]
+    flags += ["--accelerator", "cpu", "--data.val_fraction", "0", "--out_dir", "run"]
+    metric = ["--eval.metric", "rouge_l,exact_match", "--eval.metric_new_tokens", "5", "--eval.metric_rows", "3"]
+    path = base / "rows.jsonl"
+    assert main(["pretrain", "pico-llama", *flags, *metric, "--eval.metric_data", str(path)]) == 0
+    assert columns(tmp_path / "run", "val_loss", "val_exact_match") == [("", "0.0")]
+    assert [line["row"] for line in answers(tmp_path / "run")] == [f"{path} line {n}" for n in (1, 15, 30)]
+
+
+def test_mistakes_are_one_line_before_training(flags, capsys):
+    for more, message in (
+        (["my_metrics:none"], "--eval.metric my_metrics:none: AttributeError: my_metrics has no none"),
+        (["rouge_l", "--eval.metric_data", "none.json"], "--eval.metric_data none.json: no such file"),
+        (["my_metrics:loss"], "--eval.metric my_metrics:loss: loss is also another metric; rename it"),
+        (["crc,"], "--eval.metric crc: no such metric"),
+        (["rouge_l", "--eval.interval", "0", "--eval.final_validation", "false"], "rouge_l: the run never validates"),
+        (["rouge_l", "--data.val_split_fraction", "0"], "has no held-out rows with answers; give --eval.metric_data"),
+        (["check:no-such-command"], "--eval.metric check:no-such-command: FileNotFoundError: "),
+    ):  # fmt: skip
+        capsys.readouterr()
+        assert main(["finetune_full", *flags, "--out_dir", "bad", "--eval.metric", *more]) == 2, more
+        error = capsys.readouterr().err.strip().splitlines()
+        assert message in error[-1] and "Traceback" not in "".join(error)
+        assert not Path("bad", "logs").exists()
+    assert main(["finetune_full", *flags, "--out_dir", "bad", "--eval.metric", "my_metrics:renames_later"]) == 2
+    assert "--eval.metric: val_few is returned for some rows only" in capsys.readouterr().err
+
+
+def test_s6_ranks_divide_the_prompts_and_agree_with_one(flags, tmp_path):
+    """ddp: each rank generates alone, in whole batches; fsdp: in lockstep."""
+    assert main(["finetune_full", *flags, *METRIC, "--out_dir", "one"]) == 0
+    strategies = {name: [*METRIC, "--strategy", name] for name in ("ddp", "fsdp")}
+    run_group(tmp_path, 2, [Case(name, more, command="finetune_full") for name, more in strategies.items()], flags)
+    expected = measured(tmp_path / "one")
+    assert len(set(expected[-1])) == len(expected[-1]) and len({a["answer"] for a in answers(tmp_path / "one")}) > 2
+    for name in strategies:
+        for seen, row in zip(measured(tmp_path / name), expected, strict=True):
+            assert seen[:3] == row[:3] and seen[5:] == row[5:]
+            assert [float(v or 0) for v in seen[3:5]] == pytest.approx([float(v or 0) for v in row[3:5]], rel=1e-5)
+        assert [line["answer"] for line in answers(tmp_path / name)] == [a["answer"] for a in answers(tmp_path / "one")]
+
+
+@pytest.mark.slow
+def test_a_function_that_fails_ends_two_ranks(flags):
+    more = ["--eval.metric", "my_metrics:fails_later", "--strategy", "ddp", "--devices", "2", "--out_dir", "fails"]
+    process = processes.Forked(["finetune_full", *flags, *more])
+    _, err = processes.finish(process, 120)
+    assert process.returncode == 2, err
+    last = err.strip().splitlines()[-1]
+    assert last == "toolkit finetune_full: --eval.metric my_metrics:fails_later: ValueError: too many rows"
+
+
+@pytest.mark.slow
+def test_s6_tensor_parallel_ranks_answer_together(flags, tmp_path):
+    assert main(["finetune_full", *flags, *METRIC, "--out_dir", "one"]) == 0
+    tensor = Case("tensor", [*METRIC, "--tensor_parallel_size", "2"], command="finetune_full")
+    run_group(tmp_path, 2, [tensor], flags)
+    assert [line["answer"] for line in answers(tmp_path / "tensor")] == [a["answer"] for a in answers(tmp_path / "one")]

@@ -1,0 +1,136 @@
+"""Prompts for metrics: rows of instruction data, cut before their last answer as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.data.base import Values
+from toolkit.data.chat.template import ChatTemplate
+from toolkit.data.sft.datasets import InstructionData
+from toolkit.data.sft.messages import Conversation
+from toolkit.data.sft.prepare import PackedDataset
+from toolkit.data.sft.readers import KINDS, RowSource, describe_row, splits_of_file
+from toolkit.data.sft.schemas import ANSWER, CONVERSATION, PAIR, Columns, Record, to_completions, to_record
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+
+_PLACEHOLDER = "answer"  # of rows without an answer; the prompt ends before it
+
+
+class Prompt(NamedTuple):
+    """The last question of a row.
+
+    Args:
+        where: File and row.
+        row: The row of the data.
+        reference: The answer in the data; None without one.
+        ids: Token ids that the answer follows.
+        choices: For each of the row's ``choices``, the prompt with the choice, without the end of the turn, and the
+            length of the prompt.
+    """
+
+    where: str
+    row: Values
+    reference: str | None
+    ids: list[int]
+    choices: list[tuple[list[int], int]]
+
+
+def prompt_template(tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template of a run's tokenizer, or for a base model, plain text that eos ends."""
+    try:
+        return ChatTemplate.from_tokenizer(tokenizer, None)
+    except UserError:
+        return ChatTemplate.from_tokenizer(tokenizer, "plain")
+
+
+def read_prompts(
+    data: Any, val: Any, path: str | None, template: ChatTemplate, max_rows: int | None, with_choices: bool
+) -> list[Prompt]:
+    """Return prompts of a file, or of held-out rows, at most ``max_rows``, evenly spaced.
+
+    Args:
+        data: The data module of the run.
+        val: Its held-out rows.
+        path: The file of ``--eval.metric_data``; None for the held-out rows.
+        with_choices: Whether the rows need ``choices``, one of which is the reference.
+    """
+    columns = data.columns if isinstance(data, InstructionData) else None
+    source_rows = _file_rows(path) if path is not None else _held_out_rows(data, val)
+    count = sum(1 for _ in source_rows())
+    n = min(count, max_rows or count)
+    selected = {i * count // n for i in range(n)}
+    picked = ((source, number, row) for i, (source, number, row) in enumerate(source_rows()) if i in selected)
+    return [_make_prompt(row, describe_row(source, n), columns, template, with_choices) for source, n, row in picked]
+
+
+_Rows = Callable[[], Iterator[tuple[RowSource, int, Any]]]
+
+
+def _file_rows(path: str) -> _Rows:
+    option, file = f"--eval.metric_data {path}", Path(path).expanduser()
+    if not file.is_file() or (kind := KINDS.get(file.suffix.lower())) is None:
+        reason = "must end in" if file.is_file() else "no such file; give one that ends in"
+        raise UserError(f"{option}: {reason} {', '.join(KINDS)}")
+    splits = splits_of_file(file, kind, option)
+    return lambda: ((source, number, row) for source in splits.train for number, row in source.rows())
+
+
+def _held_out_rows(data: Any, val: Any) -> _Rows:
+    if not isinstance(val, PackedDataset):
+        reason = "has no held-out rows with answers" if isinstance(data, InstructionData) else "is no instruction data"
+        raise UserError(f"--eval.metric: --data {type(data).__name__} {reason}; give --eval.metric_data FILE")
+    _, splits = data.find_rows()
+    sources, origins = [*splits.train, *(splits.val or [])], val.origins
+    return lambda: (
+        (source, number, row)
+        for position, source in enumerate(sources)
+        for number, row in source.rows()
+        if (position, number) in origins
+    )
+
+
+def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate, with_choices: bool) -> Prompt:
+    record, reference = _read_record(row, where, columns)
+    if record.messages is None:
+        raise UserError(f"{where}: is plain text without a prompt; give --eval.metric_data FILE with prompts")
+    *messages, last = record.messages
+    answer = {name: value for name, value in last.items() if name != "weight"}
+    ids, start = _encode(template, [*messages, answer], record)
+    choices = []
+    if with_choices:
+        texts = row.get("choices")
+        is_valid = isinstance(texts, list) and len(texts) > 1 and all(isinstance(text, str) for text in texts)
+        if not is_valid or reference is None or reference.strip() not in map(str.strip, texts):
+            raise UserError(f"{where}: needs choices, a list of texts, one of which is the row's answer")
+        for text in texts:
+            ended, first = _encode(template, [*messages, {"role": "assistant", "content": text}], record)
+            end = next((i for i in range(first, len(ended)) if ended[i] in template.stop_ids), len(ended))
+            choices.append((ended[:end], first))
+    return Prompt(where, row, reference, ids[:start], choices)
+
+
+def _read_record(row: Any, where: str, columns: Columns) -> tuple[Record, str | None]:
+    """Return a row with an answer, which is a placeholder if the row has none, and its reference."""
+    if isinstance(row, dict) and {*PAIR} <= row.keys() and not columns:
+        record = to_completions(row, where, columns, rated=True)[0]
+    else:
+        has_answer = not isinstance(row, dict) or {*CONVERSATION, *ANSWER, "text", *(columns or {}).values()} & {*row}
+        record = to_record(row if has_answer else row | {"completion": _PLACEHOLDER}, where, columns)
+        if not has_answer:
+            return record, None
+    if record.messages is not None and record.messages[-1]["role"] != "assistant":
+        messages = (*record.messages, {"role": "assistant", "content": _PLACEHOLDER})
+        return Record(messages, None, where, record.tools), None
+    return record, None if record.messages is None else record.messages[-1]["content"]
+
+
+def _encode(template: ChatTemplate, messages: Conversation, record: Record) -> tuple[list[int], int]:
+    """Return the tokens of a conversation, and where its last answer begins."""
+    try:
+        ids, loss_mask = template.encode(messages, "last_answer", record.tools)
+    except UserError as error:
+        raise UserError(f"{record.where}: {error}") from error
+    return ids, loss_mask.index(True)

@@ -1,0 +1,96 @@
+"""Answer many prompts greedily, and compute log-probabilities of answers, with one model or on the ranks of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.data.batch import NO_ROUNDING, Padding, collate
+from toolkit.distributed import ranks
+from toolkit.inference.generate import generate_batch
+from toolkit.inference.sampling import GREEDY
+from toolkit.models.labels import IGNORE_INDEX
+
+BATCH_SIZE = 16
+"""Prompts, or answers, per forward pass. The same on any number of ranks, so that rounding is the same."""
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Answerer(NamedTuple):
+    """A model that answers prompts.
+
+    Args:
+        model: In evaluation mode: complete, or on several ranks sharded or divided.
+        device: Compute device.
+        is_divided: Whether ranks answer different prompts; otherwise all compute all, together.
+        is_sharded: Whether the ranks compute each forward pass together (S6).
+        padding: Padding of batches of answers.
+    """
+
+    model: Any
+    device: torch.device
+    is_divided: bool = False
+    is_sharded: bool = False
+    padding: Padding = NO_ROUNDING
+
+    def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+        """Return the tokens that follow each prompt. ``options``: of :func:`generate_batch`. Collective."""
+
+        def answer(batch: Sequence[Tensor], of_all_ranks: Sequence[Tensor]) -> list[list[int]]:
+            lockstep = of_all_ranks if self.is_divided and self.is_sharded else ()
+            is_alone = self.is_divided and not self.is_sharded
+            more: dict[str, Any] = {"lockstep": lockstep, "is_alone": is_alone, "notice": lambda line: None}
+            columns = list(zip(*generate_batch(self.model, batch, sampling=GREEDY, **more, **options), strict=True))
+            # without columns, all answers are empty
+            return [[token for token in column if token is not None] for column in columns or [()] * len(batch)]
+
+        size = BATCH_SIZE if self.model.is_row_independent else 1
+        return self._map([torch.tensor(ids) for ids in prompts], size, answer)
+
+    def log_probs(self, answers: Sequence[tuple[list[int], int]]) -> list[float]:
+        """Return the log-probability of each answer in nats. Collective.
+
+        Args:
+            answers: Token ids of a prompt with its answer, and the length of the prompt.
+        """
+        return self._map(
+            answers, BATCH_SIZE, lambda batch, _: answer_log_probs(self.model, batch, self.device, self.padding)
+        )
+
+    def _map(self, items: Sequence[T], size: int, compute: Callable[[Sequence[T], Sequence[T]], list[U]]) -> list[U]:
+        """Return the results for all items in order, on every rank.
+
+        ``compute`` takes a batch, and the batches that all ranks compute at the same time.
+        """
+        parts = list(_split(items, size))
+        if not self.is_divided:
+            return [result for part in parts for result in compute(part, part)]
+        rank, n, mine = ranks.global_rank(), ranks.world_size(), []
+        for turn in _split(parts, n):
+            if rank < len(turn) or self.is_sharded:  # a rank without a batch takes part in the forward passes
+                part = turn[rank] if rank < len(turn) else turn[0]
+                mine.append(compute(part, [item for one in turn for item in one]))
+        everywhere = ranks.all_gather_object(mine)
+        return [result for i in range(len(parts)) for result in everywhere[i % n][i // n]]
+
+
+@torch.no_grad()
+def answer_log_probs(
+    model: nn.Module, answers: Sequence[tuple[list[int], int]], device: torch.device, padding: Padding = NO_ROUNDING
+) -> list[float]:
+    """Return the log-probabilities of a batch, see :meth:`Answerer.log_probs`."""
+    rows: list[Any] = []
+    for tokens, start in answers:
+        ids = torch.tensor(tokens)
+        rows.append({"input_ids": ids[:-1], "labels": ids[1:].index_fill(0, torch.arange(start - 1), IGNORE_INDEX)})
+    numbers = list(range(len(rows)))
+    log_probs, _ = model(**collate(rows, numbers, numbers, 0, padding).inputs(device), log_probs=True)
+    return log_probs.sum(1).tolist()
+
+
+def _split(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[i : i + size] for i in range(0, len(items), size))

@@ -1,0 +1,140 @@
+"""The metrics that every run can use. See :mod:`toolkit.metrics` for the arguments.
+
+Each returns one number per row: 1 or 0, or between them for ROUGE-L.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+Rows = Sequence[dict[str, Any]]
+References = Sequence[str | None]
+Scores = dict[str, list[float]]
+
+CHECK_SECONDS = 10.0
+"""Time limit of a checker per answer."""
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def exact_match(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+    """Whether the answer equals the reference, without whitespace around them."""
+    pairs = zip(answers, references, strict=True)
+    return {"exact_match": [answer.strip() == (reference or "").strip() for answer, reference in pairs]}
+
+
+def choice(log_probs: Sequence[Sequence[float]], references: References, rows: Rows) -> Scores:
+    """Whether the reference is the most probable of the row's choices; ``choice_norm``: per character.
+
+    The second divides log-probabilities by the lengths of the choices, as ``acc_norm`` of lm-eval.
+    """
+    scores: Scores = {"choice": [], "choice_norm": []}
+    for values, reference, row in zip(log_probs, references, rows, strict=True):
+        choices = row["choices"]
+        correct = [text.strip() for text in choices].index((reference or "").strip())
+        by_length = [value / max(1, len(text)) for value, text in zip(values, choices, strict=True)]
+        scores["choice"].append(values.index(max(values)) == correct)
+        scores["choice_norm"].append(by_length.index(max(by_length)) == correct)
+    return scores
+
+
+choice.needs_log_probs = True  # type: ignore[attr-defined]
+
+
+def number(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+    """Whether the last number of the answer equals the last number of the reference; 1,000.0 equals 1000."""
+    pairs = zip(answers, references, strict=True)
+    return {"number": [_last_number(answer) == _last_number(reference) is not None for answer, reference in pairs]}
+
+
+def _last_number(text: str | None) -> float | None:
+    numbers = _NUMBER.findall(text or "")
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def regex(answers: Sequence[str], references: References, rows: Rows, pattern: str) -> Scores:
+    """Whether what the pattern finds first in the answer is what it finds in the reference.
+
+    With a group, its text is compared. A reference without a match is compared as it is; without a reference, a match
+    is enough.
+    """
+    compiled = re.compile(pattern)
+
+    def find(text: str) -> str | None:
+        match = compiled.search(text)
+        return None if match is None else (match[1] if compiled.groups else match[0])
+
+    def is_equal(answer: str, reference: str | None) -> bool:
+        text = find(answer)
+        if text is None or reference is None:
+            return text is not None
+        expected = find(reference)
+        return text.strip() == (reference if expected is None else expected).strip()
+
+    return {"regex": [is_equal(*pair) for pair in zip(answers, references, strict=True)]}
+
+
+def json_valid(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+    """Whether the answer is one JSON value."""
+    return {"json_valid": list(map(_is_json, answers))}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def rouge_l(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+    """ROUGE-L: F1 of the longest common subsequence of words (Lin, 2004), as rouge-score without stemmer."""
+    return {
+        "rouge_l": [_rouge_l(answer, reference or "") for answer, reference in zip(answers, references, strict=True)]
+    }
+
+
+def _rouge_l(answer: str, reference: str) -> float:
+    one, other = (re.findall("[a-z0-9]+", text.lower()) for text in (answer, reference))
+    lengths = [0] * (len(other) + 1)  # of the longest common subsequence of the words so far and other[:i]
+    for word in one:
+        previous = 0
+        for i, same in enumerate(other, 1):
+            previous, lengths[i] = lengths[i], previous + 1 if word == same else max(lengths[i], lengths[i - 1])
+    return 2 * lengths[-1] / (len(one) + len(other)) if lengths[-1] else 0.0
+
+
+def check(answers: Sequence[str], references: References, rows: Rows, command: str) -> Scores:
+    """Whether a command accepts the answer with exit code 0 within :data:`CHECK_SECONDS`.
+
+    The command reads one JSON object from standard input: answer, reference and row. Its output is dropped.
+    """
+    words = shlex.split(command)
+
+    def accepts(values: tuple[str, str | None, dict[str, Any]]) -> bool:
+        content = json.dumps(dict(zip(("answer", "reference", "row"), values, strict=True))).encode()
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(content, CHECK_SECONDS)
+            return process.returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(OSError):  # also what the command has started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {"check": list(pool.map(accepts, zip(answers, references, rows, strict=True)))}

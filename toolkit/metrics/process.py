@@ -1,0 +1,128 @@
+"""Call metric functions in processes: they may change global state, exit, hang, or print and return too much."""
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+from toolkit.config import EvalArgs
+from toolkit.errors import UserError, require_option
+from toolkit.extension import add_cwd_to_path
+from toolkit.io.threads import call_with_timeout, run_in_thread
+from toolkit.metrics import Metric, parse_metrics
+
+MAX_BYTES = 1 << 20
+"""Limit of what a function may print in a call, in bytes."""
+_MAX_RESPONSE = 1 << 26
+_CODE = "import json, sys; sys.path = json.loads(sys.argv[1]); from toolkit.metrics.worker import serve; serve()"
+
+
+class MetricProcess:
+    """A process that has loaded a metric function. :meth:`close` ends it.
+
+    Args:
+        metric: The function.
+        seconds: Time limit of each call.
+
+    Raises:
+        UserError: The function cannot be loaded.
+    """
+
+    def __init__(self, metric: Metric, seconds: float) -> None:
+        self.metric, self._seconds, self._printed = metric, seconds, 0
+        add_cwd_to_path()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CODE, json.dumps([str(path) for path in sys.path])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C must not reach it
+        )
+        self._forwarded = run_in_thread(self._forward, daemon=True)
+        loaded = self._request({"path": metric.path, "argument": metric.argument})
+        self.needs_log_probs: bool = loaded["needs_log_probs"]
+
+    def call(
+        self, answers: Sequence[Any], references: Sequence[str | None], rows: Sequence[dict[str, Any]]
+    ) -> dict[str, float | list[float]]:
+        """Return the function's values.
+
+        Raises:
+            UserError: The function failed, or what it returned is not what :mod:`toolkit.metrics` asks for.
+        """
+        return self._request([answers, references, rows])["values"]
+
+    def close(self) -> None:
+        """End the process, and those that the function has started."""
+        self._kill()
+        self._process.wait()
+        wait([self._forwarded], 5)
+
+    def _kill(self) -> None:
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _request(self, value: Any) -> dict[str, Any]:
+        self._printed = 0
+        line = json.dumps(value, default=str).encode() + b"\n"
+        try:
+            answer = call_with_timeout(self._seconds, lambda: self._exchange(line))
+            if answer.endswith(b"\n"):
+                response = json.loads(answer)
+                if "error" not in response:
+                    return response
+                reason = response["error"]
+            elif self._printed > MAX_BYTES:
+                reason = f"printed more than {MAX_BYTES:,} bytes"
+            else:
+                reason = "returned too much" if answer else f"its process ended (exit code {self._process.wait()})"
+        except TimeoutError:
+            reason = f"took longer than {self._seconds:g} s (--eval.metric_timeout)"
+        self.close()
+        raise UserError(f"--eval.metric {self.metric.entry}: {reason}")
+
+    def _exchange(self, line: bytes) -> bytes:
+        stdin, stdout = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)  # both are pipes
+        with suppress(BrokenPipeError):
+            stdin.write(line)
+            stdin.flush()
+        return stdout.readline(_MAX_RESPONSE)
+
+    def _forward(self) -> None:
+        """Write what the function prints to this process's stderr; end the process if it is too much."""
+        pipe = cast(IO[bytes], self._process.stderr)
+        while chunk := os.read(pipe.fileno(), 1 << 16):
+            self._printed += len(chunk)
+            if self._printed > MAX_BYTES:
+                self._kill()
+                return
+            sys.stderr.write(chunk.decode(errors="replace"))
+
+
+def check_metrics(evaluation: EvalArgs) -> None:
+    """Raise UserError if a function of ``--eval.metric`` cannot be loaded, or ``--eval.metric_data`` is missing."""
+    for metric in parse_metrics(evaluation.metric):
+        MetricProcess(metric, evaluation.metric_timeout).close()
+    path = evaluation.metric_data
+    require_option(path is None or Path(path).expanduser().is_file(), "eval.metric_data", path, "no such file")
+
+
+def summarize(values: dict[str, float | list[float]]) -> dict[str, float]:
+    """Return means, with the standard error s / sqrt(n) as NAME_stderr; s is the sample standard deviation."""
+    summary: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            summary[name], n = sum(value) / len(value), len(value)
+            deviation = statistics.stdev(value) if n > 1 and all(map(math.isfinite, value)) else math.nan
+            summary[f"{name}_stderr"] = deviation / math.sqrt(n)
+        else:
+            summary[name] = value
+    return summary
