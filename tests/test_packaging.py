@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 BUDGET = {
     "data": 62_100,
     "models": 59_500,
-    "checkpoints": 47_000,
+    "checkpoints": 48_700,
     "metrics": 2_700,
     "planning": 15_900,
     "measure": 15_700,

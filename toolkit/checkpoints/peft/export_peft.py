@@ -18,6 +18,7 @@ from toolkit.checkpoints.hf.export_hf import write_config, write_safetensors
 from toolkit.checkpoints.hf.origin import hf_origin
 from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import copy_files
+from toolkit.checkpoints.peft.experts import ExpertParameter, expert_parameters
 from toolkit.checkpoints.peft.layers import (
     PREFIX,
     RENAMED,
@@ -87,11 +88,19 @@ def export_peft(
         return base_weights[name]
 
     tensors: Tensors = {}
-    for layer in linear_layers(config):
+    layers, parameters = linear_layers(config), expert_parameters(config)
+    for layer in layers:
         tensors |= dict(_convert_layer(layer, layer.adapters(model), weight_of))
+    if info.lora.dora and info.lora.mlp and parameters:
+        hint = "peft loads no DoRA of the MLPs of a model with experts; use `toolkit merge_lora` instead"
+        raise UserError(f"checkpoint_dir {checkpoint_dir}: {hint}")
+    targets = _targets(info.lora, tensors, layers, parameters)
+    for parameter in parameters:
+        tensors |= {PREFIX + name: tensor for name, tensor in parameter.export(model).items()}
     hf_base = (base_model, None) if base_model else hf_origin(info.base)
     base_name, revision = hf_base or (str(info.base), None)
-    settings = _settings(info.lora, tensors, linear_layers(config), base_name) | {"revision": revision}
+    settings = _settings(info.lora, *targets, base_name) | {"revision": revision}
+    settings["fan_in_fan_out"] = any(layer.is_transposed for layer in layers)
     if (wrapper_type := _wrapper_type(info.base)) is not None:
         tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
         settings["target_modules"] = _text_model_pattern(settings["target_modules"])
@@ -140,26 +149,46 @@ def _magnitudes(layer: Layer, placed: list[PlacedAdapter], weight_of: Callable[[
     return layer.to_hf(full[:, None])
 
 
-def _settings(lora: LoRAConfig, tensors: Tensors, layers: list[Layer], base: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json."""
+def _targets(
+    lora: LoRAConfig, tensors: Tensors, layers: list[Layer], parameters: list[ExpertParameter]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the ranks of target_modules and target_parameters. ``tensors`` are the adapters of ``layers``.
+
+    In transformers 5, routers are not linear layers. In models with experts, peft takes gate_proj in target_modules for
+    an expert's layer of transformers 4, also of a shared expert: all layers of their MLPs are target_parameters.
+    """
     ending = ".lora_A.weight"
     ranks = {n[len(PREFIX) : -len(ending)]: t.size(0) for n, t in tensors.items() if n.endswith(ending)}
-    by_target = _targets(ranks, [module for layer in layers for module in layer.modules])
+    modules = [module for layer in layers for module in layer.modules]
+    in_mlps = {module for module in modules if parameters and ".mlp." in module}
+    by_module = _shortest_targets({m: r for m, r in ranks.items() if m not in in_mlps}, modules)
+    of_parameters = {f"{m}.weight": r for m, r in ranks.items() if m in in_mlps}
+    if lora.experts:
+        of_parameters |= {parameter.name: len(parameter.names) * lora.r for parameter in parameters}
+    return by_module, _shortest_targets(of_parameters, [f"{m}.weight" for m in modules], min_depth=2)
+
+
+def _settings(
+    lora: LoRAConfig, target_modules: dict[str, int], target_parameters: dict[str, int], base: str
+) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    by_target = target_modules | target_parameters
+    parameters = {"target_parameters": sorted(target_parameters)} if target_parameters else {}
     rank = lora.r if lora.r in by_target.values() else min(by_target.values())
     other = {target: r for target, r in by_target.items() if r != rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "target_modules": sorted(by_target),
+        "target_modules": sorted(target_modules),
+        **parameters,
         "r": rank,
         "lora_alpha": _alpha(lora, rank),
         "rank_pattern": other,
         "alpha_pattern": {target: _alpha(lora, r) for target, r in other.items()},
-        "lora_dropout": lora.dropout,
+        "lora_dropout": 0.0 if parameters else lora.dropout,  # peft has none of parameters
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "fan_in_fan_out": any(layer.is_transposed for layer in layers),
         "bias": "none",
         "modules_to_save": None,
         "init_lora_weights": True,
@@ -173,12 +202,12 @@ def _alpha(lora: LoRAConfig, rank: int) -> int | float:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
-def _targets(ranks: dict[str, int], modules: list[str]) -> dict[str, int]:
+def _shortest_targets(ranks: dict[str, int], modules: list[str], min_depth: int = 1) -> dict[str, int]:
     """Return {target: rank}. A target is the shortest name suffix that matches only adapted layers of that rank."""
     targets = {}
     for module, rank in ranks.items():
         parts = module.split(".")
-        for depth in range(1, len(parts) + 1):
+        for depth in range(min_depth, len(parts) + 1):
             target = ".".join(parts[-depth:])
             named = [m for m in modules if m == target or m.endswith(f".{target}")]
             if all(ranks.get(m) == rank for m in named):

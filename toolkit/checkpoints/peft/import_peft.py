@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.hf.import_hf import is_import_of
+from toolkit.checkpoints.peft.experts import ExpertParameter, Factors, expert_parameters, hf_module
 from toolkit.checkpoints.peft.layers import (
     PREFIX,
     RENAMED,
@@ -36,19 +37,20 @@ from toolkit.models.lora_layers import Adapter
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",), "modules_to_save": (None, []), "layers_to_transform": (None, []),
     "layer_replication": (None, []), "lora_bias": (None, False), "use_qalora": (None, False),
-    "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}), "alora_invocation_tokens": (None, []),
 }  # fmt: skip
 # Initializations that also change the base weights, so the adapters alone are not sufficient.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class _PeftAdapters(NamedTuple):
-    """A loaded peft folder: settings, tensors by Hugging Face layer and kind, and the model's layers."""
+    """A loaded peft folder: settings, tensors by Hugging Face layer and kind, and the model's layers and experts."""
 
     folder: Path
     settings: dict[str, Any]
     tensors: dict[str, Tensors]
     layers: list[Layer]
+    experts: list[ExpertParameter]
 
     def pattern_error(self) -> UserError:
         name = "rank_pattern" if self.settings.get("rank_pattern") else "alpha_pattern"
@@ -58,7 +60,10 @@ class _PeftAdapters(NamedTuple):
         )
 
     def rank(self, lora: LoRAConfig, fused: list[Layer]) -> int:
-        """Return the rank of fused layers. Reject patterns that match other layers or change the scaling."""
+        """Return the rank of fused layers. Reject patterns that match other layers or change the scaling.
+
+        The patterns of experts are checked with their tensors.
+        """
         ranks, alphas = (self.settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
         pattern_ranks = set()
         try:
@@ -69,6 +74,10 @@ class _PeftAdapters(NamedTuple):
                     layer for layer in self.layers if any(f".{module}".endswith(f".{key}") for module in layer.modules)
                 ]
                 is_same_scaling = math.isclose(replace(lora, r=rank, alpha=alphas[key]).scaling, lora.scaling)
+                # peft's keys are regular expressions, such as those that it writes itself
+                suffix = "." + key.removeprefix(r".*\.").replace(r"\.", ".")
+                if is_same_scaling and any(expert.name.endswith(suffix) for expert in self.experts):
+                    continue
                 if not (is_same_scaling and type(rank) is int and matches and all(map(_is_fused, matches))):
                     raise self.pattern_error()
                 pattern_ranks |= {rank for layer in matches if layer in fused}
@@ -118,8 +127,11 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, Te
     for old, new in RENAMED.items():
         if any(old in layer.modules for layer in layers) and new in tensors:
             tensors[old] = tensors.pop(new)
-    peft = _PeftAdapters(folder, settings, tensors, layers)
-    lora = _lora_config(folder, settings, _adapted_parts(layers, tensors, config))
+    experts = expert_parameters(config)
+    peft = _PeftAdapters(folder, settings, tensors, layers, experts)
+    selected = _adapted_parts(layers, tensors, config)
+    selected |= {"experts" for expert in experts if expert.module in tensors}
+    lora = _lora_config(folder, settings, selected)
     hf_fused = _split_hf_fused(peft, lora)
     lora, qkv = _detect_fused_parts(peft, lora, config)
     model = adapted_on_meta(replace(config, tie_embeddings=False), lora)
@@ -130,12 +142,14 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, Te
         placed = layer.adapters(model)
         adapters |= _convert_layer(layer, placed, peft, fused)
         if len(placed) > 1 and not fused.parts and _is_fused(layer):
-            n, module = len(placed), layer.modules[0].rpartition(".")[2]
-            note = (
-                f"--from_peft {folder}: each of the {n} parts of {module} gets a copy of its adapter, so "
-                f"training will diverge from peft's, and an export will have rank {n * lora.r}"
-            )
-    used = {module for layer in layers for module in layer.modules}
+            note = _copy_note(folder, layer.modules[0], len(placed), lora)
+    for expert in experts if lora.experts else ():
+        factors = _split_experts(expert, peft, lora)
+        adapters |= {f"{name}.A": a for name, (a, _) in factors.items()}
+        adapters |= {f"{name}.B": b for name, (_, b) in factors.items()}
+        if len(factors) > 1 and len(peft.tensors[expert.peft_module]["lora_A"]) == expert.sizes[0] * lora.r:
+            note = _copy_note(folder, expert.name, len(factors), lora)
+    used = {module for layer in layers for module in layer.modules} | {expert.peft_module for expert in experts}
     if unknown := sorted(tensors.keys() - used):
         raise UserError(f"--from_peft {folder}: adapts {unknown[0]}, which is not supported for this model")
     return lora, adapters, note
@@ -205,7 +219,7 @@ def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, Tensors]:
             continue  # base weights: peft adds them if the head is adapted, in case they were resized
         if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
             raise UserError(f"{path}: holds {name}, which is not an adapter of a linear layer")
-        by_layer.setdefault(module.replace(TEXT_MODEL, "", 1), {})[kind] = tensor.float()
+        by_layer.setdefault(hf_module(module.replace(TEXT_MODEL, "", 1)), {})[kind] = tensor.float()
     return by_layer
 
 
@@ -224,7 +238,8 @@ def _parts(layer: Layer, config: ModelConfig) -> dict[str, range]:
     name = layer.names[0].rpartition(".")[2]
     if ".attn." in layer.names[0] and name != "proj":
         return attention_rows(config).get(name, {})
-    kind = "head" if name == "lm_head" else "mlp" if ".mlp." in layer.names[0] else "projection"
+    kinds = {"lm_head": "head", "gate": "router"}  # of a model with experts
+    kind = kinds.get(name) or ("mlp" if ".mlp." in layer.names[0] else "projection")
     return {kind: range(layer.out_features)}
 
 
@@ -271,7 +286,7 @@ def _detect_fused_parts(peft: _PeftAdapters, lora: LoRAConfig, config: ModelConf
     n = max(1, len(parts))
     if rank not in (lora.r, n * lora.r):
         raise peft.pattern_error()
-    if not parts or (rank != n * lora.r and (lora.projection or lora.mlp or lora.head)):
+    if not parts or (rank != n * lora.r and set(lora.parts) - {"query", "key", "value"}):
         return lora, _Fused(rank)
     if rank == lora.r:
         alpha = float(f"{lora.alpha / (math.sqrt(n) if lora.rslora else n):.12g}")  # removes rounding errors
@@ -320,6 +335,29 @@ def _convert_layer(layer: Layer, placed: list[PlacedAdapter], peft: _PeftAdapter
     return adapters
 
 
+def _copy_note(folder: Path, module: str, n: int, lora: LoRAConfig) -> str:
+    return (
+        f"--from_peft {folder}: each of the {n} parts of {module.rpartition('.')[2]} gets a copy of its adapter, so "
+        f"training will diverge from peft's, and an export will have rank {n * lora.r}"
+    )
+
+
+def _split_experts(expert: ExpertParameter, peft: _PeftAdapters, lora: LoRAConfig) -> dict[str, Factors]:
+    """Return the factors of a parameter of the experts by native adapter name."""
+    tensors = peft.tensors.get(expert.peft_module)
+    if tensors is None or not expert.has_both(peft.tensors):
+        raise UserError(
+            f"--from_peft {peft.folder}: {expert.module}: must have adapters on gate_up_proj and down_proj in every "
+            "layer with experts"
+        )
+    rows = tensors["lora_A"].size(0) if "lora_A" in tensors else lora.r
+    _require_shapes(tensors, expert.peft_module, expert.shapes(rows), peft.folder)
+    factors = expert.split(tensors["lora_A"], tensors["lora_B"], lora.r)
+    if factors is None:
+        raise peft.pattern_error()
+    return {f"{name}.lora.whole": one for name, one in factors.items()}
+
+
 def _part_to_native(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Tensor:
     """Return a native tensor (out, k) with the rows of the i-th Hugging Face layer, zeros elsewhere."""
     return layer.to_native([tensor if k == i else tensor.new_zeros(out, tensor.size(1)) for k, out in enumerate(outs)])
@@ -330,6 +368,10 @@ def _require_adapter(tensors: Tensors, module: str, out: int, adapter: Adapter, 
     shapes: dict[str, tuple[int, ...]] = {"lora_A": (r, in_features), "lora_B": (out, r)}
     if hasattr(adapter, "magnitude"):
         shapes["lora_magnitude_vector"] = (out,)
+    _require_shapes(tensors, module, shapes, folder)
+
+
+def _require_shapes(tensors: Tensors, module: str, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     for kind, shape in shapes.items():
         if kind not in tensors:
             raise UserError(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from toolkit.checkpoints.peft.experts import hf_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
@@ -70,7 +71,7 @@ class Layer:
     @property
     def modules(self) -> list[str]:
         """Names of the corresponding Hugging Face layers."""
-        return [name.removesuffix(".weight") for name in self.entry.hf]
+        return [hf_module(name.removesuffix(".weight")) for name in self.entry.hf]
 
     def adapters(self, model: GPT) -> list[PlacedAdapter]:
         """Return the layer's adapters in ``model``, ordered by rows. If several layers are fused, each is a part."""
@@ -110,7 +111,8 @@ def linear_layers(config: ModelConfig) -> list[Layer]:
     for entry in family_of(config).weight_map(config):
         names = tuple(name.rpartition(".")[0] for name in entry.native)
         sizes = [part.out_features for name in names if isinstance(part := model.get_submodule(name), nn.Linear)]
-        if entry.native[0].endswith(".weight") and len(sizes) == len(names):
+        is_adaptable = not names[0].endswith(".shared_expert_gate")
+        if is_adaptable and entry.native[0].endswith(".weight") and len(sizes) == len(names):
             layers.append(Layer(names, tuple(sizes), entry))
     return layers
 
