@@ -201,7 +201,7 @@ def test_names_of_other_tools_get_a_hint(capsys):
         (["finetune_lora", "x", "--load_in_4bit", "true"], ["did you mean --quantize bnb.nf4?"]),
         (["finetune_full", "x", "--load_in_4bit", "true"], ["finetune_lora --quantize bnb.nf4"]),
         (["finetune_lora", "x", "--assistant_only_loss", "true"], ["did you mean --data.train_on?"]),
-        (["pretrain", "--neftune_noise_alpha", "5"], ["NEFTune is not available"]),
+        (["pretrain", "--neftune_noise_alpha", "5"], ["--train.neftune_alpha"]),
         (["pretrain", "--use-fsdp"], ["did you mean --strategy fsdp?"]),
         (["pretrain", "--parallelism.tensor_parallel_degree", "2"], ["did you mean --tensor_parallel_size?"]),
         (["pretrain", "--expert_parallel_size", "2"], ["no such option; experts are sharded"]),

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[1]
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
     "data": 62_100,
-    "models": 59_500,
+    "models": 59_800,
     "checkpoints": 48_700,
     "metrics": 2_700,
-    "planning": 15_900,
+    "planning": 16_000,
     "measure": 15_700,
     "training": 42_200,
     "distributed": 27_000,
@@ -36,7 +36,7 @@ BUDGET = {
     "io": 5_200,
     "serving": 5_200,
     "(top level)": 5_300,
-    "objectives": 4_200,
+    "objectives": 4_300,
     "launching": 2_000,
     "cli": 4_300,
 }

@@ -205,6 +205,11 @@ CASES = [
      "--train.activation_checkpointing full is not supported with a module without known blocks"),
     ({"optimizer.name": "Muon", **MODULE}, {},
      "--optimizer.name Muon is not supported with a module without known blocks"),
+    ({"train.neftune_alpha": 5.0}, {},
+     "--train.neftune_alpha 5.0 is not supported with pretrain: it regularizes finetuning; remove it"),
+    ({"train.neftune_alpha": 5.0, "command": "finetune_full", **MODULE}, {},
+     "--train.neftune_alpha 5.0 is not supported with a user-provided or extension model"),
+    (PAIRS | {"train.neftune_alpha": 5.0}, {}, "--train.neftune_alpha 5.0 is not supported with --objective DPO"),
     ({**NF4, **LORA}, CUDA | MIXED,
      "--quantize bnb.nf4 is not supported with --precision 16-mixed: 4-bit layers compute in bf16 or fp32; use "
      "bf16-true, or 32-true on a GPU without bfloat16"),

@@ -104,6 +104,8 @@ class TrainArgs:
         tie_embeddings: Tie the weights of embedding and head; null keeps the model's config.
         ema: Decay rate per step of an exponential moving average of the weights, such as 0.999. Validation, samples
             and checkpoints use the average; null disables.
+        neftune_alpha: Add uniform noise to the embeddings in finetuning, of at most alpha / sqrt(T * n_embd) for a
+            sample of T tokens, such as 5; null disables.
     """
 
     global_batch_size: int = PRETRAIN.global_batch_size
@@ -134,6 +136,7 @@ class TrainArgs:
     log_interval: int = 1
     tie_embeddings: bool | None = None
     ema: float | None = None
+    neftune_alpha: float | None = None
 
     @property
     def peak_learning_rate(self) -> float:
@@ -145,7 +148,7 @@ class TrainArgs:
         require_positive(
             "train", self, "global_batch_size", "micro_batch_size", "max_steps", "max_tokens", "epochs", "max_time",
             "max_seq_length", "learning_rate", "lr_base_batch", "save_every_minutes", "log_interval", "patience",
-            "skip_spikes",
+            "skip_spikes", "neftune_alpha",
         )  # fmt: skip
         require_not_negative(
             "train", self, "lr_warmup_steps", "min_lr", "max_norm", "max_skipped", "save_interval", "keep_last"

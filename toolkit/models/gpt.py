@@ -29,6 +29,7 @@ from toolkit.models.masks import (
     MaskBuilder,
 )
 from toolkit.models.moe import mask_until_last_label
+from toolkit.models.neftune import EmbeddingNoise
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies, query_scale
 
@@ -150,6 +151,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         documents: Tensor | Documents | None = None,
         kv_cache: KVCache | None = None,
         logits_to_keep: int = 0,
+        noise: EmbeddingNoise | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the logits, or the loss.
 
@@ -163,6 +165,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
                 supported with a KV cache.
             kv_cache: One cache per block; the new keys and values are appended to it.
             logits_to_keep: Compute logits only for this many last positions; 0 for all.
+            noise: Added to the embeddings.
 
         Returns:
             Logits (B, T or ``logits_to_keep``, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the
@@ -175,7 +178,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
         """
-        rows: dict[str, Any] = {"positions": positions, "documents": documents, "kv_cache": kv_cache}
+        rows: dict[str, Any] = {"positions": positions, "documents": documents, "kv_cache": kv_cache, "noise": noise}
         if self.execution.pipeline is not None:
             return self.execution.pipeline.forward(input_ids, labels, logits_to_keep=logits_to_keep, **rows)
         labels, head = labels if isinstance(labels, Targets) else (labels, None)
@@ -209,6 +212,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         kv_cache: KVCache | None = None,
         sequence_length: int | Tensor | None = None,
         x: Tensor | None = None,
+        noise: EmbeddingNoise | None = None,
     ) -> tuple[Tensor, BlockInputs]:
         """Return the first block's input, (B, T, n_embd), and the shared block inputs.
 
@@ -226,10 +230,14 @@ class GPT(nn.Module, metaclass=InitializedModel):
         original_max = self.config.original_max_position
         if original_max is not None and kv_cache is None and max(T, uniform_length) > original_max:
             lengths = document_lengths(input_ids, documents, labels)
+        noisy = None
+        if noise is not None and x is None:
+            noisy = noise.draw(document_lengths(input_ids, documents, labels), self.config.n_embd)
+            noisy = noisy if context is None else context.split(noisy.mT).mT
         if context is not None:
             input_ids, positions = context.split(input_ids), context.split(positions)
             lengths = context.split(lengths) if isinstance(lengths, Tensor) else lengths
-        x = self._embed_tokens(input_ids, positions) if x is None else x
+        x = self._embed_tokens(input_ids, positions, noisy) if x is None else x
         kernel, starts = None, None if kv_cache is None else kv_cache.starts
         if self.execution.uses_kernels and kv_cache is None:
             has = (documents is not None, bounds is not None, context is not None)
@@ -315,8 +323,9 @@ class GPT(nn.Module, metaclass=InitializedModel):
         x = self.transformer.ln_f(x)
         return x if self.config.logits_scaling == 1.0 else x / self.config.logits_scaling
 
-    def _embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def _embed_tokens(self, input_ids: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
         x = self.transformer.wte(input_ids)
+        x = x if noise is None else x + noise.to(x.dtype)
         if self.config.position_embedding == "learned":
             x = x + self.transformer.wpe(positions)
         if self.config.scale_embeddings:  # with the factor rounded to the weights' dtype, as these models were trained

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from toolkit.data.batch import Batch
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.models.gpt import GPT, Targets
+from toolkit.models.neftune import EmbeddingNoise
 
 
 def original_module(model: nn.Module) -> nn.Module:
@@ -21,10 +22,16 @@ def original_module(model: nn.Module) -> nn.Module:
 def forward_inputs(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Any]:
     """Return the arguments of the model's forward, on ``device``.
 
-    Models with random numbers in forward get ``sample_keys``; GPT, which has attention kernels, gets document bounds.
+    Models with random numbers in forward get ``sample_keys``. GPT, which has attention kernels, gets document bounds,
+    and in training the noise of ``--train.neftune_alpha``.
     """
-    forward = type(original_module(model)).forward
-    return batch.inputs(device, "sample_keys" in _parameters(forward), with_bounds=forward is GPT.forward)
+    module: Any = original_module(model)
+    forward = type(module).forward
+    is_gpt = forward is GPT.forward
+    inputs = batch.inputs(device, "sample_keys" in _parameters(forward), with_bounds=is_gpt)
+    if is_gpt and module.training and (alpha := module.execution.neftune_alpha):
+        return inputs | {"noise": EmbeddingNoise(alpha, module.seed, tuple(batch.sample_keys))}
+    return inputs
 
 
 def run_with_head(

@@ -104,6 +104,7 @@ _TRACKS_NOTHING = Use(
     "a run without --train.keep_best true and --train.patience",
     lambda f: not f.train.keep_best and f.train.patience is None,
 )
+_NEFTUNE, _PRETRAIN = _set("train.neftune_alpha", "ALPHA"), Use("pretrain", lambda f: not f.is_finetune)
 _OTHER_DTYPE = "the weights have another dtype"
 _SET_BLOCK_CLASSES = "set block_classes"
 
@@ -206,7 +207,7 @@ ROWS: tuple[Row, ...] = (
     Row(_CHECKPOINTING, _NO_BLOCKS, "the blocks are recomputed", _SET_BLOCK_CLASSES),
     Row(_optimizer("Muon"), _NO_BLOCKS, "Muon updates the matrices of blocks", _SET_BLOCK_CLASSES),
     # preferences
-    Row(_PREFERENCES, Use("pretrain", lambda f: not f.is_finetune), fix="use finetune_lora or finetune_full"),
+    Row(_PREFERENCES, _PRETRAIN, fix="use finetune_lora or finetune_full"),
     Row(_PREFERENCES, Use("--data {data_name:that has no answers}",
                           lambda f: not isinstance(f.data, InstructionData)),
         "it compares completions", "use --data Preference"),
@@ -220,6 +221,10 @@ ROWS: tuple[Row, ...] = (
             lambda f: f.objective.has_reference and not getattr(f.objective, "reference_dir", None)),
         _set("from_peft", "FOLDER"),
         "the model without adapters is not the initial model", "set --objective.reference_dir"),
+    # noise on the embeddings
+    Row(_NEFTUNE, _PRETRAIN, "it regularizes finetuning", "remove it"),
+    Row(_NEFTUNE, _FOREIGN_MODEL, "only toolkit's GPT adds it", "remove it"),
+    Row(_NEFTUNE, _OBJECTIVE, "it is for the next-token loss", "remove it"),
     # adapters
     Row(_QUANTIZE, _MIXED_16, "4-bit layers compute in bf16 or fp32",
         "use bf16-true, or 32-true on a GPU without bfloat16"),

@@ -154,7 +154,7 @@ def build_model(
     if isinstance(module, GPT):
         pad_head(module)
         context = ContextGroup.of(ranks.group("context")) if ranks.layout().context > 1 else None
-        module.execute_with(seed=args.seed, context=context)
+        module.execute_with(seed=args.seed, context=context, neftune_alpha=args.train.neftune_alpha or 0.0)
     checkpoint_blocks(module, spec.blocks, args.train.activation_checkpointing)
     if args.compiler == "torch":
         compile_blocks(module, spec.blocks, longest_ragged)

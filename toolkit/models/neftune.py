@@ -1,0 +1,36 @@
+"""NEFTune: uniform noise on the embeddings in finetuning (Jain et al. 2023, arXiv 2310.05914)."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens that are drawn at once. CUDA's numbers depend on the shape, and must not depend on a row's padding."""
+
+
+class EmbeddingNoise(NamedTuple):
+    """The noise of a micro-batch. A row's noise depends on its key only, not on the other rows.
+
+    Args:
+        alpha: The noise of a document of T tokens is at most alpha / sqrt(T * n_embd).
+        seed: The run's seed.
+        keys: ``sample_keys`` of the rows.
+    """
+
+    alpha: float
+    seed: int
+    keys: tuple[int, ...]
+
+    def draw(self, lengths: Tensor, width: int) -> Tensor:
+        """Return noise, (B, T, width) fp32, for tokens in documents of ``lengths`` tokens, (B, T)."""
+        noise = torch.stack([self._draw_row(key, lengths.size(1), width, lengths.device) for key in self.keys])
+        bound = self.alpha / (lengths.clamp(min=1) * width).sqrt()
+        return (2 * noise - 1) * bound[..., None]
+
+    def _draw_row(self, key: int, n_tokens: int, width: int, device: torch.device) -> Tensor:
+        seed = int(np.random.SeedSequence((self.seed, key + 1)).generate_state(1)[0])
+        generator = torch.Generator(device).manual_seed(seed)
+        chunks = [torch.rand(CHUNK, width, generator=generator, device=device) for _ in range(0, n_tokens, CHUNK)]
+        return torch.cat(chunks)[:n_tokens]
