@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from helpers.cases import slow_except
-from helpers.corpus import WORDS
+from helpers.lm_eval_tasks import write_tasks
 from helpers.sealing import seal
 from helpers.talker import make_talker
 from helpers.tiny_configs import PHI3, longrope
@@ -27,8 +27,6 @@ from toolkit.inference.tasks import load_lm, run_tasks
 from toolkit.models.lora import LoRAConfig, add_lora, is_adapter
 from toolkit.training.evaluate import data_of_run
 
-METRICS = ("acc", "acc_norm")
-
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory) -> Path:
@@ -38,29 +36,7 @@ def talker(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
     """A folder with a multiple-choice task and one that is answered in words."""
-    folder = tmp_path_factory.mktemp("tasks")
-    rows = [
-        {"n": n, "choices": list(c), "label": 1 + n % 2} for n, c in enumerate(zip(*[iter(WORDS)] * 3, strict=False))
-    ]
-    rows += [{"n": n, "choices": ["drei", "eins", "zwei 🎉"], "label": n % 3} for n in (1, 2, 3)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"n": str(row["n"])}) + "\n" for row in rows))
-    shared = {
-        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test", "fewshot_split": "test", "doc_to_text": "{{n}}", "target_delimiter": "",
-    }  # fmt: skip
-    choose = {
-        "task": "choose", "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label",
-        "doc_to_text": "{{n}}?",
-        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in METRICS],
-    }  # fmt: skip
-    say = {
-        "task": "say", "output_type": "generate_until", "doc_to_target": "{{choices[label]}}",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 12},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }  # fmt: skip
-    for one in (choose, say):
-        (folder / f"{one['task']}.yaml").write_text(yaml.safe_dump(shared | one))
-    return folder
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(autouse=True)

@@ -263,6 +263,8 @@ CASES = [
     (MODULE | {"eval.metric": "rouge_l"}, {}, "--eval.metric rouge_l is not supported with a user-provided module"),
     (PIPELINE | {"eval.metric": "rouge_l"}, MICRO, "--eval.metric rouge_l is not supported with --pipeline_parallel_"),
     (CONTEXT | {"eval.metric": "rouge_l"}, MICRO, "--eval.metric rouge_l is not supported with --context_parallel_siz"),
+    (MODULE | {"eval.tasks": "mmlu"}, {}, "--eval.tasks mmlu is not supported with a user-provided module: it cannot"),
+    (PIPELINE | {"eval.tasks": "mmlu"}, MICRO, "--eval.tasks mmlu is not supported with --pipeline_parallel_size 2: "),
     ({"eval.best_by": "val_bpb"}, {},
      "--eval.best_by val_bpb has no effect with a run without --train.keep_best true and --train.patience; set one of"),
     ({"eval.best_mode": "max"}, {},

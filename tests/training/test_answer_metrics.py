@@ -11,7 +11,9 @@ import pytest
 import torch
 from helpers import processes
 from helpers.groups import Case, run_group
+from helpers.lm_eval_tasks import write_tasks
 from helpers.small_runs import write_base
+from helpers.talker import make_talker
 
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.store import step_of
@@ -180,3 +182,49 @@ def test_s6_tensor_parallel_ranks_answer_together(flags, tmp_path):
     tensor = Case("tensor", [*METRIC, "--tensor_parallel_size", "2"], command="finetune_full")
     run_group(tmp_path, 2, [tensor], flags)
     assert [line["answer"] for line in answers(tmp_path / "tensor")] == [a["answer"] for a in answers(tmp_path / "one")]
+
+
+@pytest.mark.slow
+def test_tasks_of_lm_eval_are_metrics_and_agree_with_ours(tmp_path, monkeypatch, capsys):
+    """On the same chat prompts: acc is choice, exact_match is ours, with the same standard errors."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    talker, tasks = make_talker(tmp_path / "talker", block_size=128), write_tasks(tmp_path)
+    questions = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    for name, mark in (("say", ""), ("choose", "?")):
+        rows = [
+            {"prompt": q["n"] + mark, "completion": q["choices"][q["label"]], "choices": q["choices"]}
+            for q in questions
+        ]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [
+        str(talker), "--accelerator", "cpu", "--data", "JSON", "--data.json_path", "say.jsonl",
+        "--train.max_steps", "1", "--train.global_batch_size", "4", "--eval.max_new_tokens", "0",
+        "--data.val_split_fraction", "0", "--train.learning_rate", "1e-4", "--eval.interval", "1", "--train.keep_best", "true",
+        "--eval.metric_rows", "null", "--eval.tasks", "say,choose", "--eval.tasks_path", str(tasks),
+    ]  # fmt: skip
+    runs = {
+        "say": ["exact_match", "--eval.metric_new_tokens", "12", "--eval.best_by", "say_exact_match"],
+        "choose": ["choice", "--eval.best_by", "choose_acc"],
+    }
+    for name, metric in runs.items():
+        more = ["--eval.metric_data", f"{name}.jsonl", "--out_dir", name, "--eval.metric", *metric]
+        assert main(["finetune_lora" if name == "say" else "finetune_full", *flags, *more]) == 0
+        assert "--eval.tasks took " in capsys.readouterr().out
+    for name, ours, theirs in (("say", "exact_match", "say_exact_match"), ("choose", "choice", "choose_acc")):
+        names = [f"val_{each}{end}" for end in ("", "_stderr") for each in (ours, theirs)]
+        for mine, other, *errors in columns(tmp_path / name, *names):
+            assert float(mine) == pytest.approx(float(other)) and 0 < float(mine) < 1
+            assert float(errors[0]) == pytest.approx(float(errors[1]))
+        assert (tmp_path / name / "best" / "COMPLETE").is_file()
+    for more, message in (
+        (["--eval.best_by", "say_f1"], "--eval.best_by val_say_f1: no metric"),
+        (["--eval.best_by", "say_f1", "--eval.tasks", "sa"], "--eval.tasks sa: no such task; did you mean 'say'"),
+    ):
+        assert main(["finetune_full", *flags, *more, "--out_dir", "bad"]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    assert main(["finetune_full", *flags, "--out_dir", "bad"]) == 2
+    assert "--eval.tasks say,choose: needs lm_eval; run: pip install 'lm_eval>=0.4.9.2'" in capsys.readouterr().err

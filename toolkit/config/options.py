@@ -188,9 +188,12 @@ class EvalArgs:
             tutorials/metric.md.
         metric_data: Prompts and references for metric: a .json, .jsonl, .csv or .parquet file with rows like those of
             --data JSON. Default: the held-out rows of instruction data.
-        metric_rows: Maximum number of prompts, evenly spaced in the data; null uses all.
+        metric_rows: Maximum number of prompts, evenly spaced in the data, and of questions per task; null uses all.
         metric_new_tokens: Maximum number of tokens of an answer.
         metric_timeout: Seconds that a metric's function may take per validation.
+        tasks: lm-eval tasks to run at each validation, separated by commas, in a process with transformers on a
+            temporary export of the model.
+        tasks_path: A folder with custom task files.
     """
 
     interval: int | Auto = AUTO
@@ -205,14 +208,17 @@ class EvalArgs:
     metric_rows: int | None = 100
     metric_new_tokens: int = 256
     metric_timeout: float = 300.0
+    tasks: str | None = None
+    tasks_path: str | None = None
 
     def __post_init__(self) -> None:
         require_not_negative("eval", self, "interval", "max_new_tokens")
         require_positive("eval", self, "max_iters", "metric_rows", "metric_new_tokens", "metric_timeout")
-        for name in ("metric_data", "metric_rows", "metric_new_tokens", "metric_timeout"):
-            value = getattr(self, name)
-            is_used = self.metric is not None or value == getattr(EvalArgs, name)
-            require_option(is_used, f"eval.{name}", value, "has no effect without --eval.metric")
+        users = dict.fromkeys(("metric_data", "metric_new_tokens", "metric_timeout"), ("metric",))
+        for name, used_by in {**users, "metric_rows": ("metric", "tasks"), "tasks_path": ("tasks",)}.items():
+            value, needed = getattr(self, name), " or ".join(f"--eval.{user}" for user in used_by)
+            is_used = value == getattr(EvalArgs, name) or any(getattr(self, user) is not None for user in used_by)
+            require_option(is_used, f"eval.{name}", value, f"has no effect without {needed}")
 
 
 @dataclass(frozen=True)

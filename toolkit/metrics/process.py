@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from toolkit.config import EvalArgs
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, require_option, require_package
 from toolkit.extension import add_cwd_to_path
 from toolkit.io.threads import call_with_timeout, run_in_thread
 from toolkit.metrics import Metric, parse_metrics
@@ -108,11 +108,13 @@ class MetricProcess:
 
 
 def check_metrics(evaluation: EvalArgs) -> None:
-    """Raise UserError if a function of ``--eval.metric`` cannot be loaded, or ``--eval.metric_data`` is missing."""
+    """Raise UserError if a function of ``--eval.metric``, a file or a package cannot be used."""
     for metric in parse_metrics(evaluation.metric):
         MetricProcess(metric, evaluation.metric_timeout).close()
     path = evaluation.metric_data
     require_option(path is None or Path(path).expanduser().is_file(), "eval.metric_data", path, "no such file")
+    if evaluation.tasks is not None:
+        require_package(f"--eval.tasks {evaluation.tasks}", "lm_eval", "0.4.9.2")
 
 
 def summarize(values: dict[str, float | list[float]]) -> dict[str, float]:

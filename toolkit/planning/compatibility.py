@@ -275,6 +275,8 @@ ROWS: tuple[Row, ...] = (
     *(Row(_set("eval.metric", "NAME"), other, reason) for other, reason in (
         (_USER_MODULE, "it may not generate text"), (_PIPELINE, "the stages would wait for each other at every token"),
         (_CONTEXT, "answers are too short to be split"))),
+    *(Row(_set("eval.tasks", "NAMES"), other, reason) for other, reason in (
+        (_USER_MODULE, "it cannot be exported"), (_PIPELINE, "no rank has a complete model"))),
     *(_no_effect(_set(f"eval.best_{name}", words), _TRACKS_NOTHING, fix="set one of them or remove it")
       for name, words in (("by", "NAME"), ("mode", "max, min"))),
     # schedule

@@ -26,7 +26,7 @@ from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.remote.uploader import PARTS
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
-from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, sharded_state
+from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, full_weights, sharded_state
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, save_state
 from toolkit.data.base import State
@@ -135,6 +135,15 @@ class Checkpointer:
         if (seconds := time.perf_counter() - started) > REPORT_WAITS_OVER_S:
             self._display.message(f"waited {seconds:.1f} s until {pending.folder} was written")
 
+    def export(self, folder: Path) -> None:
+        """Write the model into an empty folder, complete or as adapters, on rank 0. Collective."""
+        state = self.launch.state
+        if state.base is not None:
+            weights = adapter_state(self.module, self.optimizer)[0]
+        else:
+            weights = full_weights(self.module, state.model.tied)
+        ranks.run_on_rank0(lambda: self._write_model(folder, weights))
+
     @contextmanager
     def _saving(self) -> Iterator[None]:
         self._display.phase("saving")
@@ -182,15 +191,7 @@ class Checkpointer:
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write everything except the shards."""
         state, args = self.launch.state, self.launch.args
-        if state.base is not None:
-            write_adapter_files(folder, snapshot.weights, state.base)
-        write_model_files(
-            folder,
-            state_dict=None if self.sharded or state.base is not None else snapshot.weights,
-            config=state.model.config,
-            hyperparameters=resolved_hyperparameters(self.launch.config) if args.is_repeatable else None,
-            tokenizer=self.launch.data.tokenizer,
-        )
+        self._write_model(folder, None if self.sharded else snapshot.weights)
         (folder / TRAINER).mkdir(exist_ok=True)  # other ranks' shards may have created it
         rows = snapshot.progress.logged_rows
         snapshot.progress.metrics_crc = rows_crc(args.run_dir / "logs" / "metrics.csv", rows)
@@ -208,6 +209,20 @@ class Checkpointer:
         save_state(trainer_state, folder / TRAINER / STATE)
         if snapshot.callbacks:
             save_state(snapshot.callbacks, folder / TRAINER / CALLBACKS)
+
+    def _write_model(self, folder: Path, weights: Tensors | None) -> None:
+        """Write complete weights or adapters, if given, and the files of the model."""
+        state = self.launch.state
+        if state.base is not None:
+            assert weights is not None  # adapters are not sharded
+            write_adapter_files(folder, weights, state.base)
+        write_model_files(
+            folder,
+            state_dict=None if state.base is not None else weights,
+            config=state.model.config,
+            hyperparameters=resolved_hyperparameters(self.launch.config) if self.launch.args.is_repeatable else None,
+            tokenizer=self.launch.data.tokenizer,
+        )
 
     def restore(self, folder: Path, step: int) -> None:
         """Restore optimizer, scaler and random generators. The model already has its weights.

@@ -31,6 +31,7 @@ from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.standard import build_callbacks, finish_run
+from toolkit.training.callbacks.tasks import TaskMetrics
 from toolkit.training.callbacks.upload import uploads
 from toolkit.training.compiler import resolve_compiler
 from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
@@ -129,6 +130,8 @@ def open_run(
         checkpointer.leaders = disk_leaders(launch.out_dir, world.local_rank == 0, launch.remote is not None)
     if answer_metrics is not None:
         callbacks = [*callbacks, answer_metrics]
+    if launch.args.eval.tasks is not None and not is_short:
+        callbacks = [*callbacks, TaskMetrics(launch, checkpointer)]
     all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack, checkpointer.leaders)
     if state.resume_from is not None:
         load_callback_states(all_callbacks, state.callbacks, display.message)

@@ -9,7 +9,7 @@ from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.config import AUTO, EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, row_lengths
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 from toolkit.measure.flops import flops_per_token
 from toolkit.models.config import ModelConfig
 from toolkit.optim.schedule import Schedule, build_schedule
@@ -136,9 +136,11 @@ def longest_ragged(data: PreparedData, limit: int | None) -> int:
 
 def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:
     """Check that validation is enabled if ``--train.keep_best`` or ``--train.patience`` needs it."""
-    has_validations = evaluation.interval or evaluation.final_validation or evaluation.initial_validation
-    if evaluation.metric is not None and not has_validations:
-        raise UserError(f"--eval.metric {evaluation.metric}: the run never validates; set --eval.interval")
+    has_validations = any([evaluation.interval, evaluation.final_validation, evaluation.initial_validation])
+    for name in ("metric", "tasks"):
+        value = getattr(evaluation, name)
+        hint = "the run never validates; set --eval.interval"
+        require_option(value is None or has_validations, f"eval.{name}", value, hint)
     flags = {"keep_best true": train.keep_best, f"patience {train.patience}": train.patience is not None}
     for flag in (flag for flag, is_given in flags.items() if is_given):
         if evaluation.best_by == AUTO and (data.val is None or not len(data.val)):

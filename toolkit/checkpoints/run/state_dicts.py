@@ -47,11 +47,7 @@ def full_state(
     """
     is_staged = ranks.layout().pipeline > 1  # every stage needs its tensors, to send them to rank 0
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload and _on_cuda(module) and not is_staged)
-    if cuts := cuts_of(module):
-        named = {canonical_name(name): value for name, value in module.state_dict().items()}
-        weights = {name: _gather(value, options, cuts.get(name)) for name, value in _untied(named, tied).items()}
-    else:
-        weights = _without_warnings(get_model_state_dict, module, options=options)
+    weights = _full_weights(module, tied, options)
     state: State = {}
     if not _has_no_state(optimizer):
         state = _optimizer_state(module, optimizer, options)
@@ -60,6 +56,20 @@ def full_state(
         weights, state = gather_stages(_untied(weights, tied)), gather_stages(state)
     weights |= {second: weights[first] for second, first in tied.items() if first in weights}
     return weights, {"state": state, **_group_state(module, optimizer, state)}
+
+
+def full_weights(module: nn.Module, tied: dict[str, str]) -> Tensors:
+    """Return the weights as :func:`full_state` with ``offload``, without masters. Not for pipeline parallelism."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=_on_cuda(module))
+    weights = _full_weights(module, tied, options)
+    return weights | {second: weights[first] for second, first in tied.items() if first in weights}
+
+
+def _full_weights(module: nn.Module, tied: dict[str, str], options: StateDictOptions) -> Tensors:
+    if not (cuts := cuts_of(module)):
+        return _without_warnings(get_model_state_dict, module, options=options)
+    named = {canonical_name(name): value for name, value in module.state_dict().items()}
+    return {name: _gather(value, options, cuts.get(name)) for name, value in _untied(named, tied).items()}
 
 
 def require_complete(saved: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:

@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -40,38 +40,55 @@ class MetricSetup(NamedTuple):
     needs_log_probs: bool
 
 
-class AnswerMetrics(Callback):
+class TimedMetrics(Callback):
+    """Metrics of validations whose share of the time is printed at the end."""
+
+    option: str
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def timed(self, display: Any) -> Iterator[None]:
+        start = time.perf_counter()
+        display.phase(f"measuring {self.option}")
+        yield
+        self.seconds += time.perf_counter() - start
+
+    def on_train_end(self, trainer: Run) -> None:
+        share = self.seconds / (time.perf_counter() - trainer.launched_at)
+        trainer.display.message(f"{self.option} took {self.seconds:,.1f} s, {100 * share:.0f} % of this launch")
+
+
+class AnswerMetrics(TimedMetrics):
     """Generates answers on all ranks and calls the metric functions, on rank 0.
 
     Draws no random numbers and does not change training.
 
     Args:
+        setup: Prompts and columns.
         processes: The metric functions; on rank 0 only.
         tokenizer: Decodes the answers.
     """
 
+    option = "--eval.metric"
+
     def __init__(self, setup: MetricSetup, processes: list[MetricProcess], tokenizer: Tokenizer) -> None:
+        super().__init__()
         self.setup, self.processes, self.tokenizer = setup, processes, tokenizer
         self.columns = setup.columns
-        self.seconds = 0.0
 
     def validation_metrics(self, trainer: Run) -> dict[str, float]:
-        start = time.perf_counter()
-        trainer.display.phase("measuring answers")
-        was_training = trainer.model.training
-        trainer.model.eval()
-        # the cache length changes with every token, so compiled blocks would recompile
-        with torch.compiler.set_stance("force_eager"), trainer.fabric.autocast():
-            answers, log_probs = self._answer(trainer)
-        trainer.model.train(was_training)
-        waiting = ranks.WaitReporter("measure answers", trainer.display.message)
-        summary = ranks.run_on_rank0(lambda: self._measure(trainer, answers, log_probs), waiting)
-        self.seconds += time.perf_counter() - start
-        return ranks.broadcast_from_rank0(summary)
-
-    def on_train_end(self, trainer: Run) -> None:
-        share = self.seconds / (time.perf_counter() - trainer.launched_at)
-        trainer.display.message(f"--eval.metric took {self.seconds:,.1f} s, {100 * share:.0f} % of this launch")
+        with self.timed(trainer.display):
+            was_training = trainer.model.training
+            trainer.model.eval()
+            # the cache length changes with every token, so compiled blocks would recompile
+            with torch.compiler.set_stance("force_eager"), trainer.fabric.autocast():
+                answers, log_probs = self._answer(trainer)
+            trainer.model.train(was_training)
+            waiting = ranks.WaitReporter("measure answers", trainer.display.message)
+            summary = ranks.run_on_rank0(lambda: self._measure(trainer, answers, log_probs), waiting)
+            return ranks.broadcast_from_rank0(summary)
 
     def _answer(self, trainer: Run) -> tuple[list[str], list[list[float]]]:
         """Return the answer to each prompt, and the log-probability of each of its choices. Collective (S6)."""

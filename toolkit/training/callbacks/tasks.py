@@ -1,0 +1,78 @@
+"""Run lm-eval tasks at each validation, for ``--eval.tasks``, as ``toolkit evaluate`` does."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from toolkit.distributed import ranks
+from toolkit.distributed.launchers import is_launcher_variable
+from toolkit.errors import UserError
+from toolkit.io.tempfiles import temporary_prefix
+from toolkit.training.best_metric import VAL
+from toolkit.training.callbacks.answers import TimedMetrics
+from toolkit.training.checkpointer import Checkpointer
+from toolkit.training.launch import Launch
+from toolkit.training.run import Run
+from toolkit.ui.progress import STDERR
+
+_TRIAL_QUESTIONS = 2  # one has no standard error
+
+
+class TaskMetrics(TimedMetrics):
+    """Exports the model to a temporary folder and runs tasks in a process of rank 0.
+
+    lm-eval seeds all random generators, so it must not run in the training process. The constructor tries two questions
+    of each task. Collective.
+    """
+
+    option = "--eval.tasks"
+
+    def __init__(self, launch: Launch, checkpointer: Checkpointer) -> None:
+        super().__init__()
+        self._launch, self._checkpointer = launch, checkpointer
+        self.columns = tuple(self._evaluate(_TRIAL_QUESTIONS))
+
+    def validation_metrics(self, trainer: Run) -> dict[str, float]:
+        with self.timed(trainer.display):
+            return self._evaluate(trainer.args.eval.metric_rows)
+
+    def _evaluate(self, limit: int | None) -> dict[str, float]:
+        self._launch.display.phase("running lm-eval tasks")
+        with TemporaryDirectory(prefix=temporary_prefix()) as parent:  # empty on the other ranks
+            folder = Path(parent) / "model"
+            folder.mkdir()
+            self._checkpointer.export(folder)
+            waiting = ranks.WaitReporter("run lm-eval tasks", self._launch.display.message)
+            return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: self._run(folder, limit), waiting))
+
+    def _run(self, folder: Path, limit: int | None) -> dict[str, float]:
+        evaluation = self._launch.args.eval
+        words = [str(folder), "--tasks", str(evaluation.tasks), "--format", "json", "--micro_batch_size", "16"]
+        words += ["--accelerator", self._launch.fabric.device.type, "--verify_checkpoint", "false"]
+        words += [] if limit is None else ["--limit", str(limit)]
+        words += [] if evaluation.tasks_path is None else ["--include_path", evaluation.tasks_path]
+        environ = {name: value for name, value in os.environ.items() if not is_launcher_variable(name)}
+        command = [sys.executable, "-m", "toolkit", "evaluate", *words]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            option = f"tasks {evaluation.tasks}: "
+            reason = reason.removeprefix("toolkit evaluate: ").removeprefix(f"--{option}")
+            raise UserError(f"--eval.{option}{reason}")
+        return _columns(json.loads(done.stdout.splitlines()[-1])["tasks"])
+
+
+def _columns(results: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of tasks as columns: val_TASK_METRIC, with the name of a filter of answers, and _stderr."""
+    columns = {}
+    for task, values in results.items():
+        for key in values.keys() - {"num_fewshot", "samples"}:
+            metric, _, answer_filter = key.partition(",")
+            words = filter(None, [task, metric.removesuffix(STDERR), answer_filter])
+            name = re.sub(r"[^\w.@-]", "_", "_".join(words))
+            columns[f"{VAL}{name}{STDERR * metric.endswith(STDERR)}"] = float(values[key])
+    return dict(sorted(columns.items()))
