@@ -112,7 +112,8 @@ def test_what_functions_may_return():
     check_each(check, [
         (None, not_a_dictionary), (0.5, not_a_dictionary), ({}, not_a_dictionary),
         ({f"m{i}": 1 for i in range(101)}, not_a_dictionary), ({"m": "1"}, "m is str, not a number"),
-        ({"m": [1, [2]]}, "must be a string or a real"), ({"m": [1]}, length), ({"m": [1, 2, 3]}, length), ({"m": iter(int, 1)}, length),
+        ({"m": [1, [2]]}, "must be a string or a real"),
+        ({"m": [1]}, length), ({"m": [1, 2, 3]}, length), ({"m": iter(int, 1)}, length),
         ({"a,b": 1}, "returns the name 'a,b'"), ({1: 1}, "returns the name 1"),
     ])  # fmt: skip
     values = {

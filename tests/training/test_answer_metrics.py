@@ -202,7 +202,8 @@ def test_tasks_of_lm_eval_are_metrics_and_agree_with_ours(tmp_path, monkeypatch,
     flags = [
         str(talker), "--accelerator", "cpu", "--data", "JSON", "--data.json_path", "say.jsonl",
         "--train.max_steps", "1", "--train.global_batch_size", "4", "--eval.max_new_tokens", "0",
-        "--data.val_split_fraction", "0", "--train.learning_rate", "1e-4", "--eval.interval", "1", "--train.keep_best", "true",
+        "--data.val_split_fraction", "0", "--train.learning_rate", "1e-4", "--eval.interval", "1",
+        "--train.keep_best", "true",
         "--eval.metric_rows", "null", "--eval.tasks", "say,choose", "--eval.tasks_path", str(tasks),
     ]  # fmt: skip
     runs = {
