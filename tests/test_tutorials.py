@@ -39,7 +39,7 @@ BLOCKS = commands_of(
     "parallelism", "context_parallel", "pipeline_parallel", "troubleshooting", "slow", "prove", "precision",
 )  # fmt: skip
 FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert", "export")
-PREFERENCES, METRIC = commands_of("preferences"), commands_of("metric")
+PREFERENCES, METRIC = commands_of("preferences", "heads"), commands_of("metric")
 OTHER_TOOLS = [f"from_{tool}" for tool in ("litgpt", "trl", "axolotl", "nanogpt", "torchtitan", "torchtune")]
 # installs nothing: what the page installs must be there
 PIP = """\

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.checkpoints.folder import find_model, load_model
+from toolkit.checkpoints.folder import find_model, load_model, require_language_model
 from toolkit.commands import generate as generate_command
 from toolkit.commands.inference_options import InferenceOptions
 from toolkit.config.command import parse_object
@@ -115,6 +115,7 @@ def generate(
         raise UserError(f"batch_size {values['batch_size']}: has no effect with a single sample; remove it")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, "tokenizer_dir")
     if isinstance(model, GPT):
+        require_language_model(model.config, "model")
         for name in options.keys() & shared.loading.keys():
             raise UserError(f"{name}: has no effect on a loaded model; remove it")
         if tokenizer is None:

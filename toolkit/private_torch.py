@@ -157,8 +157,8 @@ def prebuild_ddp_buckets(module: Any) -> None:
         return
     weights = [(name, weight) for name, weight in reversed(list(module.named_parameters())) if weight.requires_grad]
     weights.sort(
-        key=lambda named: "lm_head" not in named[0]
-    )  # lm_head is stored first and is the first to have a gradient
+        key=lambda named: "lm_head" not in named[0] and "score." not in named[0]
+    )  # the head is stored first and is the first to have a gradient
     module.reducer.prepare_for_forward()
     module.reducer.prepare_for_backward([])
     for _, weight in weights:

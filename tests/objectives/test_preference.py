@@ -291,4 +291,4 @@ def test_mistakes_are_one_line(base, capsys):
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
     assert main(["evaluate", "base", "--data", "Preference", "--data.json_path", "pairs.jsonl"]) == 2
-    assert "evaluate needs answers, not preferences" in capsys.readouterr().err
+    assert "evaluate needs answers, not preferences or labels" in capsys.readouterr().err

@@ -10,13 +10,14 @@ from torch import nn
 
 from toolkit.cli import main
 from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
-from toolkit.data import Preference, PythonStdlib, SyntheticTokens
+from toolkit.data import Classification, Preference, PythonStdlib, SyntheticTokens
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.objectives import DPO, KTO, Distillation, NextToken
+from toolkit.objectives import DPO, KTO, Distillation, NextToken, Reward
+from toolkit.objectives import Classification as Classify
 from toolkit.planning import facts
 from toolkit.planning.batch import plan_batch
 from toolkit.planning.compatibility import ROWS, find_conflicts, require_compatible
@@ -46,6 +47,7 @@ PIPELINE, MICRO, LLAMA = {"pipeline_parallel_size": 2}, {"devices": 2, "micro": 
 
 
 PAIRS = {"command": "finetune_lora", "data": Preference(), "objective": DPO(), "lora": LoRAConfig()}
+HEAD = {"command": "finetune_full", "data": Classification(), "objective": Classify()}
 
 
 class Preferences(NextToken):
@@ -210,6 +212,24 @@ CASES = [
     ({"train.neftune_alpha": 5.0, "command": "finetune_full", **MODULE}, {},
      "--train.neftune_alpha 5.0 is not supported with a user-provided or extension model"),
     (PAIRS | {"train.neftune_alpha": 5.0}, {}, "--train.neftune_alpha 5.0 is not supported with --objective DPO"),
+    (HEAD | {"command": "pretrain"}, {}, "--head classification is not supported with pretrain; use finetune_lora or"),
+    (HEAD | {"data": PythonStdlib()}, {},
+     "--head classification is not supported with --data PythonStdlib: it needs labels; use --data Classification"),
+    (HEAD | {"objective": Reward(), "data": PythonStdlib()}, {},
+     "--head reward is not supported with --data PythonStdlib: it compares completions; use --data Preference"),
+    (HEAD | {"objective": NextToken()}, {},
+     "--data Classification is not supported with --objective NextToken: it has labels, not answers; use --head class"),
+    (HEAD | MODULE, {}, "--head classification is not supported with a user-provided or extension model"),
+    (HEAD | SPLIT, FSDP, "--head classification is not supported with --tensor_parallel_size 2: the score layer is"),
+    (HEAD | {"lora": LoRAConfig(head=True)}, {},
+     "--head classification is not supported with --lora_head true: there is no LM head; the score layer is always"),
+    (HEAD | LORA | {"from_peft": "peft"}, {}, "--head classification is not supported with --from_peft peft"),
+    (HEAD | {"train.tie_embeddings": True}, {},
+     "--train.tie_embeddings true has no effect with --head classification: there is no LM head; remove it"),
+    (HEAD | {"eval.metric": "number"}, {},
+     "--eval.metric number is not supported with --head classification: there"),
+    (HEAD | {"eval.max_new_tokens": 8}, {},
+     "--eval.max_new_tokens 8 is not supported with --head classification: there is no LM head to generate with"),
     ({**NF4, **LORA}, CUDA | MIXED,
      "--quantize bnb.nf4 is not supported with --precision 16-mixed: 4-bit layers compute in bf16 or fp32; use "
      "bf16-true, or 32-true on a GPU without bfloat16"),

@@ -20,7 +20,7 @@ def test_every_option_of_a_command_reaches_the_run(cls, tmp_path, monkeypatch):
         monkeypatch.setattr(training_options, check, lambda args: args)
     values = {field.name: object() for field in fields(cls)}
     values |= {"train": TrainArgs(), "objective": NextToken(), "shared": RunOptions(seed=7, compiler="torch")}
-    values |= {"checkpoint_dir": str(tmp_path)} if "checkpoint_dir" in values else {}
+    values |= {"checkpoint_dir": str(tmp_path), "head": None} if "checkpoint_dir" in values else {}
     values |= (
         {"adapters": LoRAOptions(**{f.name: object() for f in fields(LoRAOptions)})} if "adapters" in values else {}
     )
@@ -29,6 +29,7 @@ def test_every_option_of_a_command_reaches_the_run(cls, tmp_path, monkeypatch):
     expected = {name: value for group in (values, *nested) for name, value in group.items()}
     if cls is not PretrainOptions:
         expected["initial_checkpoint_dir"] = expected.pop("checkpoint_dir")
+        del expected["head"]  # the objective has it
     of_adapters = {f"lora_{field.name}" for field in fields(LoRAConfig)}
     assert args.lora is (lora if of_adapters & expected.keys() else None)
     assert not {name for name in expected.keys() - of_adapters if getattr(args, name) is not expected[name]}

@@ -7,7 +7,7 @@ import yaml
 from torch import Tensor
 
 from toolkit.checkpoints.finite import write_weights
-from toolkit.checkpoints.folder import CONFIG
+from toolkit.checkpoints.folder import CONFIG, require_language_model
 from toolkit.checkpoints.hf.export_hf import read_model, write_config
 from toolkit.checkpoints.litgpt import config_from_litgpt
 from toolkit.checkpoints.merge import MergedWeights, copy_files
@@ -51,6 +51,7 @@ def export_litgpt(
     """
     require_new_folder(out_dir)
     config, weights = read_model(checkpoint_dir, merge, base_checkpoint_dir, None)
+    require_language_model(config, f"checkpoint_dir {checkpoint_dir}")
     try:
         values = litgpt_config(config)
     except UserError as error:

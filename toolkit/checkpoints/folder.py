@@ -34,7 +34,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import families
 from toolkit.models.gpt import GPT
 from toolkit.models.head import pad_head
-from toolkit.models.lora import adapted_on_meta, is_adapter
+from toolkit.models.lora import SCORE, adapted_on_meta, is_adapter
 from toolkit.models.moe import resolve_weight_dtype
 
 _HEAD = "lm_head.weight"
@@ -60,6 +60,19 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path}: no such file; give a model folder") from error
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a model configuration: {one_line(error)}; copy it again") from error
+
+
+def read_adapted_config(folder: Path, base: Path) -> ModelConfig:
+    """Return the architecture of a model with adapters: the base's, or with a score layer the folder's."""
+    config = read_model_config(folder) if (folder / CONFIG).is_file() else None
+    return config if config is not None and config.head is not None else read_model_config(base)
+
+
+def require_language_model(config: ModelConfig, source: str) -> None:
+    """Raise UserError for a model with a score layer. ``source``: option and value, such as ``checkpoint_dir out``."""
+    if config.head is not None:
+        hint = "use `toolkit classify` or `toolkit evaluate`, or give a language model"
+        raise UserError(f"{source}: the model has a {config.head} head and cannot predict tokens; {hint}")
 
 
 def find_model(
@@ -105,6 +118,7 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     base_checkpoint_dir: str | Path | None = None,
+    ignores_merged: bool = False,
 ) -> GPT:
     """Load a model folder. On the CPU, weights stay memory-mapped unless ``dtype`` converts them.
 
@@ -115,12 +129,14 @@ def load_model(
         device: Device for the weights, which are moved one at a time.
         dtype: Dtype of the weights; by default the file's. Adapters are always fp32.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
+        ignores_merged: Load adapters unmerged also if there are merged weights.
     """
-    source, lora = Path(folder), None
-    if has_adapters_only(folder):
-        info = read_adapter(source, base_checkpoint_dir)
+    folder, lora = Path(folder), None
+    source = folder
+    if ignores_merged or has_adapters_only(folder):
+        info = read_adapter(folder, base_checkpoint_dir)
         source, lora = info.base, info.lora
-    model = adapted_on_meta(read_model_config(source), lora)
+    model = adapted_on_meta(read_adapted_config(folder, source), lora)
     weights = load_compatible_weights(source, model)
     adapters = {} if lora is None else load_adapters(folder, model)
     if tied := model.config.tie_embeddings:
@@ -134,16 +150,22 @@ def load_model(
     return model
 
 
-def load_compatible_weights(folder: Path, model: GPT) -> Tensors:
+def load_compatible_weights(folder: Path, model: GPT, has_new_head: bool = False) -> Tensors:
     """Load a folder's weights. Check names and shapes against ``model`` (on any device), without adapters.
 
-    Tied weights share memory; untied weights do not.
+    Tied weights share memory; untied weights do not. A language model gives the weights of a model with a score layer
+    whose weight is among the adapters, or with ``has_new_head`` is not needed.
     """
     if has_adapters_only(folder):
         raise UserError(f"{folder}: holds adapters and no merged weights; run toolkit merge_lora on it first")
     expected = {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
     weights = load_weights(folder)
     to_native_layout(weights, model.config)
+    if model.config.head is not None:
+        if has_new_head:
+            del expected[SCORE]
+        unused = {name for name in weights if name.startswith("lm_head.")} | ({SCORE} - expected.keys())
+        weights = {name: tensor for name, tensor in weights.items() if name not in unused}
     _tie_or_untie(weights, model.config, folder)
     require_compatible(weights, expected, folder / WEIGHTS, CONFIG)
     return {name: weights[name] for name in expected}

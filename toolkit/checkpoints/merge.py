@@ -11,7 +11,13 @@ from torch import Tensor
 from toolkit.checkpoints.adapters import AdapterInfo, is_adapter_dir, load_adapters, read_adapter
 from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.finite import write_weights
-from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_config
+from toolkit.checkpoints.folder import (
+    load_compatible_weights,
+    load_model,
+    read_adapted_config,
+    read_model_config,
+    write_model_config,
+)
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
@@ -19,7 +25,7 @@ from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.io.paths import require_inside
 from toolkit.models.config import ModelConfig
-from toolkit.models.lora import adapted_on_meta, add_lora
+from toolkit.models.lora import SCORE, TRAINED_SCORE, adapted_on_meta
 from toolkit.models.lora_layers import AdaptedLayer
 from toolkit.models.moe import resolve_weight_dtype
 
@@ -42,10 +48,13 @@ class MergedWeights(Mapping[str, Tensor]):
         self._dtype = dtype
         self.nonfinite: list[str] = []
         self.info: AdapterInfo = read_adapter(folder, base_checkpoint_dir)
-        self.config = read_model_config(self.info.base)
+        self.config = read_adapted_config(folder, self.info.base)
         model = adapted_on_meta(self.config, self.info.lora)
         self._weights = load_compatible_weights(self.info.base, model)
-        model.load_state_dict(load_adapters(folder, model), strict=False, assign=True)
+        adapters = load_adapters(folder, model)
+        if self.config.head is not None:
+            self._weights[SCORE] = adapters[TRAINED_SCORE].to(self._weights["transformer.wte.weight"].dtype)
+        model.load_state_dict(adapters, strict=False, assign=True)
         self._layers = {
             f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, AdaptedLayer)
         }
@@ -123,10 +132,7 @@ def logit_difference(folder: Path, merged_dir: Path, base_checkpoint_dir: str | 
 
     It measures the rounding error of the merge.
     """
-    merged = MergedWeights(folder, base_checkpoint_dir)
-    exact = load_model(merged.info.base, dtype=torch.float32)
-    add_lora(exact, merged.info.lora)
-    exact.load_state_dict(load_adapters(folder, exact), strict=False)
+    exact = load_model(folder, "cpu", torch.float32, base_checkpoint_dir, ignores_merged=True)
     tokens = random_tokens(exact.config)
     expected = exact.eval()(tokens)
     del exact

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from toolkit.config.checks import require_not_negative
 from toolkit.config.strategy_options import AUTO, Auto  # noqa: F401 - AUTO is for data modules
 from toolkit.errors import UserError, require_option
+from toolkit.models.config_checks import ProblemType
 from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -44,8 +45,16 @@ OnLong = Literal["truncate", "drop", "split", "error"]
 TrainOn = Literal["answers", "last_answer", "all"]
 Packing = Literal["none", "best_fit"]
 
-# What a row of instruction data is: a text with answers, or preferences: pairs of completions, or rated completions.
-RowKind = Literal["answers", "pairs", "rated"]
+# What a row is: a text with answers, preferences (pairs of completions, or rated completions), or for a model with a
+# score layer: a text with a label, or a pair of completions. The only label of these is at the last token.
+RowKind = Literal["answers", "pairs", "rated", "labeled", "compared"]
+
+
+class LabelSet(NamedTuple):
+    """The names of a classification's labels, and its kind, as in :class:`~toolkit.models.config.ModelConfig`."""
+
+    names: list[str]
+    problem_type: ProblemType
 
 
 class TextPaths(NamedTuple):
@@ -80,7 +89,8 @@ class TokenDataset(Protocol):
     If it has a method ``with_partner(index, partner)``, this returns the group. ``partner`` is the index of the sample
     before in the global batch, of the last one for the first.
 
-    A row may have "values", numbers by name. They are in ``Batch.values``.
+    A row may have "values", numbers by name. They are in ``Batch.values``. It may also have "targets", an fp32 array
+    with a line for each of its samples; ``Batch.values["targets"]`` has those of all rows.
 
     A dataset may define a custom sample order: ``order(seed, state) -> SampleOrder``. ``state`` is
     ``SampleOrder.state()`` from the checkpoint, or {} at the start of a run. Row indices may then be any non-negative
@@ -177,6 +187,7 @@ class PreparedData:
             largest id in the data (LitData; very large data is sampled). None if ``tokenizer`` produced the tokens.
         val_sources: Subsets of ``val`` by name. Each is also reported as val_loss_<name>.
         added_bos: The bos that begins each document. Validation leaves its loss out.
+        labels: The labels of a classification.
     """
 
     train: TokenDataset
@@ -187,6 +198,7 @@ class PreparedData:
     vocab_size: int | None = None
     val_sources: dict[str, TokenDataset] = field(default_factory=dict)
     added_bos: AddedBos | None = None
+    labels: LabelSet | None = None
 
 
 class DataModule(ABC):

@@ -80,7 +80,8 @@ class Batch:
     counts: dict[str, int] = field(default_factory=dict)
     """Loss normalizers: supervised tokens and the objective's other counts."""
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Numbers of the rows by name, (B,) fp32 each; 0 for a filler row."""
+    """Numbers of the rows by name, (B,) fp32 each; 0 for a filler row. "targets": (n, columns) fp32, a line for each of
+    the n supervised tokens."""
 
     def __post_init__(self) -> None:
         self.counts = {TOKENS: self.n_tokens} | self.counts
@@ -173,4 +174,7 @@ def collate(rows: list[Row | None], ids: list[int], keys: list[int], longest: in
         name: torch.tensor([of_row.get(name, 0) for of_row in numbers], dtype=torch.float32)
         for name in dict.fromkeys(name for of_row in numbers for name in of_row)
     }
+    targets = [row["targets"] for row in rows if row is not None and "targets" in row]
+    if targets:
+        values["targets"] = torch.cat(targets)
     return Batch(input_ids, labels, ids, n_tokens, n_inputs, tensors, keys, bounds, values=values)

@@ -148,6 +148,11 @@ class Tokenizer:
         tokens = {name: text for name, text in texts.items() if text is not None}
         return tokens | self._named_tokens("special_tokens_map.json") | self._named_tokens("tokenizer_config.json")
 
+    @property
+    def pad_id(self) -> int | None:
+        """The token that pads texts in a Hugging Face export with a score layer: the tokenizer's, or eos."""
+        return self.added_tokens.get(self.special_tokens.get("pad_token", ""), self.eos_id)
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], Spans]:
         """Tokenize ``text`` without bos. Return token ids and each token's character span [start, end).
 

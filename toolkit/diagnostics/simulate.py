@@ -197,7 +197,7 @@ def _simulate(inputs: MemoryInputs, rank: int) -> Simulation:
         recorder.follow(update)
         batches = [micro_batch(inputs, "cpu")] * inputs.accumulation
         run = train_step if layout.pipeline == 1 else pipeline_step
-        step = partial(run, fabric, objective_of(frozen), update, batches, {TOKENS: inputs.tokens})
+        step = partial(run, fabric, objective_of(frozen, inputs.config), update, batches, {TOKENS: inputs.tokens})
         averages = EvaluationWeights(optimizer, inputs.ema)
         step()  # creates the optimizer state, and receive buffers
         averages.update()

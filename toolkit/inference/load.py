@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from toolkit.checkpoints.folder import find_model, load_model
+from toolkit.checkpoints.folder import find_model, load_model, require_language_model
 from toolkit.config import Accelerator
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import pick_accelerator
@@ -33,6 +33,7 @@ def load_checkpoint(
     precision: Literal["32-true", "bf16-true"] | None,
     quantize: Quantize | None = None,
     verify_checkpoint: bool = True,
+    takes_head: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint with its tokenizer.
 
@@ -43,6 +44,7 @@ def load_checkpoint(
         precision: Dtype of the weights; default: bf16-true on a CUDA device that supports it, else the checkpoint's.
         quantize: See :func:`load_quantized`.
         verify_checkpoint: Whether to verify the files' checksums.
+        takes_head: Whether the model may have a score layer in place of the LM head.
     """
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     device = pick_accelerator(accelerator)
@@ -51,6 +53,8 @@ def load_checkpoint(
     if dtype is None and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         dtype = torch.bfloat16
     model = load_quantized(folder, quantize, device, dtype, base_checkpoint_dir)
+    if not takes_head:
+        require_language_model(model.config, f"checkpoint_dir {folder}")
     return LoadedModel(folder, model.eval(), tokenizer, device)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.find import is_hf_folder
-from toolkit.checkpoints.folder import read_model_config
+from toolkit.checkpoints.folder import read_model_config, require_language_model
 from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers
 from toolkit.data.base import Report
 from toolkit.errors import UserError, did_you_mean, one_line
@@ -83,6 +83,7 @@ def open_hf_folder(
         yield folder.resolve(), None
         return
     config, dtype, has_adapters = read_model_config(folder), None, has_adapters_only(folder)
+    require_language_model(config, f"checkpoint_dir {folder}")
     require_transformers(f"--tasks {tasks}", config)
     if has_adapters or quantize is not None:
         dtype = torch.bfloat16

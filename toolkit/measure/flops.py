@@ -8,7 +8,8 @@ from torch import nn
 
 from toolkit.measure.gpus import gpu_of_driver
 from toolkit.models.config import ModelConfig
-from toolkit.models.lora import is_adapter
+from toolkit.models.head import Score
+from toolkit.models.lora import TRAINED_SCORE, is_adapter
 from toolkit.models.moe import StackedLinear
 
 
@@ -23,13 +24,15 @@ def matmul_parameters(model: nn.Module) -> int:
 def _matmul_sizes(model: nn.Module) -> Iterator[tuple[int, bool]]:
     """Return for each weight the elements used per token, and whether it is trainable."""
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and not isinstance(module, Score):  # read once per text
             yield module.weight.numel(), module.weight.requires_grad
         elif isinstance(module, StackedLinear):
             stacks = (p for p in module.parameters() if p.ndim == 3)  # weights and adapters
             yield from ((p.numel() * module.active // p.size(0), p.requires_grad) for p in stacks)
     yield from (
-        (p.numel(), p.requires_grad) for name, p in model.named_parameters() if is_adapter(name) and p.ndim == 2
+        (p.numel(), p.requires_grad)
+        for name, p in model.named_parameters()
+        if is_adapter(name) and p.ndim == 2 and name != TRAINED_SCORE
     )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.data.batch import Batch
 from toolkit.distributed.tensor_parallel import split_model
@@ -20,8 +20,9 @@ from toolkit.models.fp8 import convert_to_fp8
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.objectives.base import Objective
+from toolkit.objectives.base import LOSS, Objective
 from toolkit.objectives.distillation import Distillation
+from toolkit.objectives.inputs import run_with_head
 from toolkit.objectives.next_token import NextToken
 
 _PER_LAYER = ("sliding_window_indices", "rope_indices", "moe_indices")
@@ -106,8 +107,18 @@ def sample_model(inputs: MemoryInputs, device: str, tensor_group: Any = None) ->
     return model
 
 
-def objective_of(frozen: Any) -> Objective:
+class _LastScores(NextToken):
+    """Reads the scores of the last tokens."""
+
+    def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        loss, balancing = run_with_head(model, batch, device, lambda model, x, labels: model.scores(x[:, -1]).sum())
+        return {LOSS: loss + balancing}
+
+
+def objective_of(frozen: Any, config: ModelConfig) -> Objective:
     """Return the objective of a run with or without a frozen model. jsd needs most of the divergences."""
+    if config.head is not None:
+        return _LastScores()
     objective = NextToken() if frozen is None else Distillation("", "jsd", temperature=2.0)
     objective.frozen = frozen
     return objective

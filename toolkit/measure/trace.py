@@ -176,7 +176,7 @@ def _trace(inputs: MemoryInputs, has_gradients: bool, is_compiled: bool) -> Trac
             model.execute_with(compiled_loss=partial(_compiled_loss, recorder))
         with recorder, warnings.catch_warnings():
             with run():
-                loss_sum = objective_of(frozen).sums(model, batch, torch.device(device))[LOSS_PART] * 1.0
+                loss_sum = objective_of(frozen, model.config).sums(model, batch, torch.device(device))[LOSS_PART] * 1.0
             recorder.phase = Phase(HEAD_BACKWARD)
             warnings.filterwarnings("ignore", ".*Disabling autocast")  # of checkpoints: _contexts enables it
             loss_sum.backward()
@@ -238,7 +238,7 @@ def _follow(model: GPT, recorder: OperatorRecorder, is_sharded: bool, in_backwar
         recorder.phase = Phase(FORWARD)
         x = output[0] if isinstance(output, tuple) else output
         if x.requires_grad:
-            finished = blocks[layer + 1] if layer + 1 < len(blocks) else model.lm_head
+            finished = blocks[layer + 1] if layer + 1 < len(blocks) else model.head
             x.register_hook(enter(Phase(BACKWARD, layer), finished))
 
     blocks = [*model.blocks]
@@ -250,7 +250,10 @@ def _follow(model: GPT, recorder: OperatorRecorder, is_sharded: bool, in_backwar
         recorder.phase = Phase(HEAD)
         return compute_loss(*args, **options)
 
-    compute_loss, model.lm_head.loss = model.lm_head.loss, loss  # type: ignore[method-assign]
+    if model.config.head is not None:
+        model.head.register_forward_pre_hook(lambda module, args: setattr(recorder, "phase", Phase(HEAD)))
+    else:
+        compute_loss, model.lm_head.loss = model.lm_head.loss, loss  # type: ignore[method-assign]
     for parameter in model.parameters() if in_backward else ():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 

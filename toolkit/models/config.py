@@ -13,9 +13,13 @@ from toolkit.errors import UserError, did_you_mean, require_option
 from toolkit.models.config_checks import (
     FLAG,
     GROUP,
+    HEAD_FIELDS,
     MAX_SIZE,
     PER_LAYER,
+    HeadName,
+    ProblemType,
     check_experts,
+    check_head,
     check_values,
     rope_kind,
     yarn_mscale,
@@ -111,6 +115,9 @@ class ModelConfig:
         gelu_approximate: GELU approximation, "none" or "tanh".
         tie_embeddings: Tie the LM head to the embedding.
         family_options: Options of a model family from an extension; see the extension's documentation.
+        head: A score layer in place of the LM head: "classification" (also regression) or "reward".
+        labels: Names of the scores.
+        problem_type: Kind of classification: one label per text, any number of labels, or a number.
     """
 
     name: str = ""
@@ -180,6 +187,9 @@ class ModelConfig:
     gelu_approximate: Literal["none", "tanh"] = "none"
     tie_embeddings: bool = False
     family_options: dict[str, Any] | None = None
+    head: HeadName | None = None
+    labels: list[str] | None = None
+    problem_type: ProblemType | None = None
 
     def __new__(cls, *args: Any, **values: Any) -> ModelConfig:
         options = {f"model_config.{name}" for name in cls.__dataclass_fields__}
@@ -241,6 +251,7 @@ class ModelConfig:
         require(not (self.attention_sinks and has_softcap), "attention_sinks", hint)
         self._check_layers()
         check_experts(self)
+        check_head(self)
 
     def _check_layers(self) -> None:
         """Check lists with one value per layer or per rotated pair."""
@@ -332,6 +343,20 @@ class ModelConfig:
             return self.latent_attention["qk_rope_head_dim"]
         return int(self.rotary_percentage * self.head_size)
 
+    @property
+    def n_labels(self) -> int:
+        """Number of scores of the head; 1 until the labels of the data are known."""
+        return len(self.labels or (1,))
+
+    def with_head(self, head: HeadName) -> ModelConfig:
+        """Return the config of this model with a score layer in place of the LM head."""
+        labels = ["reward"] if head == "reward" else None
+        return replace(self, head=head, labels=labels, problem_type=None, tie_embeddings=False)
+
+    def without_head(self) -> ModelConfig:
+        """Return the config of the language model."""
+        return replace(self, head=None, labels=None, problem_type=None)
+
     def with_vocab_size(self, vocab_size: int | None) -> ModelConfig:
         """Return the config with this vocabulary size, unless it already has one."""
         if self.vocab_size is None and vocab_size is None:
@@ -341,7 +366,7 @@ class ModelConfig:
         return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
     def to_dict(self) -> Fields:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if self.head or name not in HEAD_FIELDS}
 
     @classmethod
     def from_dict(cls, values: Fields) -> ModelConfig:
@@ -371,6 +396,7 @@ class ModelConfig:
 _HINTS = {
     f.name: hint | None if f.default is None else hint
     for f, hint in zip(fields(ModelConfig), get_type_hints(ModelConfig).values(), strict=True)
+    if f.name not in HEAD_FIELDS
 }
 
 if TYPE_CHECKING:

@@ -15,6 +15,11 @@ GROUP, FLAG = "model_config.", "--model_config."
 MAX_LAYERS, MAX_SIZE = 1024, 2**24
 MAX_EXPERTS = 2**17  # over all layers
 
+HeadName = Literal["classification", "reward"]
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]  # of transformers
+HEAD_FIELDS = ("head", "labels", "problem_type")
+"""Fields of a model that scores texts instead of predicting tokens. They are not options."""
+
 # Types of rope_adjustments, each with its required and optional keys, under LitGPT's names.
 ROPE_ADJUSTMENTS: dict[str, tuple[set[str], set[str]]] = {
     "linear": ({"factor"}, set()),
@@ -144,3 +149,15 @@ def _check_adjustment(name: str, value: Any) -> None:
         expected = "a number greater than zero"
     if not is_valid:
         raise UserError(f"{FLAG}rope_adjustments: {name} {value!r}: must be {expected}")
+
+
+def check_head(config: Any) -> None:
+    """Check the :data:`HEAD_FIELDS` of a config."""
+    head, labels, kinds = config.head, config.labels, get_args(ProblemType)
+    require_option(head in (None, *get_args(HeadName)), "head", head, f"must be {' or '.join(get_args(HeadName))}")
+    is_kind = config.problem_type in (None, *kinds)
+    require_option(is_kind, "problem_type", config.problem_type, f"must be one of {', '.join(kinds)}")
+    is_list = isinstance(labels, list) and labels != [] and all(isinstance(label, str) for label in labels)
+    is_used = head is not None or (labels, config.problem_type) == (None, None)
+    require_option(is_used and (labels is None or is_list), "labels", labels, "must be the names of the head's scores")
+    require_option(not (head and config.tie_embeddings), "tie_embeddings", True, "must be false with a head")

@@ -17,7 +17,7 @@ from toolkit.models.block import BlockInputs as BlockInputs
 from toolkit.models.config import ModelConfig
 from toolkit.models.execution import Execution
 from toolkit.models.families import family_of
-from toolkit.models.head import Head
+from toolkit.models.head import Head, Score
 from toolkit.models.init import InitializedModel
 from toolkit.models.kv_cache import KVCache
 from toolkit.models.labels import IGNORE_INDEX
@@ -89,7 +89,10 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.config = config
         self.execution = Execution(seed)
         self.loss_part_sums: dict[str, Tensor] = {}
-        self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+        if config.head is None:
+            self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+        else:
+            self.score: nn.Module = Score(config.n_embd, config.n_labels, bias=False)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position_embedding == "learned":
             parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -123,6 +126,11 @@ class GPT(nn.Module, metaclass=InitializedModel):
     def blocks(self) -> list[Block]:
         """The transformer blocks in order."""
         return cast(list[Block], list(self.transformer.h))
+
+    @property
+    def head(self) -> nn.Module:
+        """The last layer: the LM head, or the score layer."""
+        return self.lm_head if self.config.head is None else self.score
 
     @property
     def vocab_size(self) -> int:
@@ -293,7 +301,12 @@ class GPT(nn.Module, metaclass=InitializedModel):
         return x, balancing_losses
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits, (B, T, padded_vocab_size), from the last block's output, (B, T, n_embd)."""
+        """Return logits, (B, T, padded_vocab_size), from the last block's output, (B, T, n_embd).
+
+        With a score layer, return the scores of each token, (B, T, n_labels).
+        """
+        if self.config.head is not None:
+            return self.scores(x)
         logits, softcap = self.lm_head(self.head_input(x)), self.config.final_logit_softcapping
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -310,6 +323,10 @@ class GPT(nn.Module, metaclass=InitializedModel):
         0 where the label is -100.
         """
         return self._head_loss(x, labels, log_probs=True)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the scores of tokens, (..., n_labels) fp32, from the last block's output, (..., n_embd)."""
+        return self.score(self.transformer.ln_f(x))
 
     def _head_loss(self, x: Tensor, labels: Tensor, row_loss: RowLoss | None = None, **options: Any) -> Tensor:
         options["softcap"], options["reusable"] = self.config.final_logit_softcapping, self.execution.reusable_loss

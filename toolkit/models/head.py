@@ -1,8 +1,10 @@
-"""The LM head."""
+"""The LM head, and the score layer that replaces it."""
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from toolkit.models.aligned import AlignedLinear, aligned_rows
 from toolkit.models.lora_layers import LoRALinear
@@ -20,6 +22,25 @@ class Head(AlignedLinear):
 
 class LoRAHead(LoRALinear, Head):
     """A head with adapters."""
+
+
+class Score(nn.Linear):
+    """The score layer of a classification or reward head. Computes in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.weight.float())
+
+
+class TrainedScore(nn.Module):
+    """A score layer that is trained with adapters. Its weight has the name of an adapter, and is saved with them."""
+
+    def __init__(self, score: nn.Module) -> None:
+        super().__init__()
+        self.lora = score.requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lora(x)
 
 
 def pad_head(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 from toolkit.models.aligned import AlignedLinear
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, model_on_meta
-from toolkit.models.head import Head, LoRAHead
-from toolkit.models.init import ParameterValue, parameter_generator
+from toolkit.models.head import Head, LoRAHead, TrainedScore
+from toolkit.models.init import ParameterValue, draw, parameter_generator
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import AdaptedLayer, Adapter, LoRAAlignedLinear, LoRALinear, replace_linear
 from toolkit.models.moe import LLaMAMoE, LoRAStackedLinear, StackedLinear
 
+SCORE, TRAINED_SCORE = "score.weight", "score.lora.weight"
+"""Names of the score layer's weight: in a model, and in a model with adapters."""
 _ALL_ROWS = "whole"  # adapter name of unfused layers in files
 _CLASSES: dict[type[nn.Module], type[AdaptedLayer]] = {
     Head: LoRAHead, AlignedLinear: LoRAAlignedLinear, nn.Linear: LoRALinear, StackedLinear: LoRAStackedLinear,
@@ -49,11 +52,14 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
             dense = dense.shared_expert
         if dense is not None:
             _adapt_all(dense, nn.Linear, config, config.mlp)
-    _adapt(model, "lm_head", config, {_ALL_ROWS: config.head})
+    if model.config.head is None:
+        _adapt(model, "lm_head", config, {_ALL_ROWS: config.head})
+    else:
+        model.score = TrainedScore(model.score)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this parameter name belongs to an adapter."""
+    """Whether this parameter name belongs to an adapter, or to a score layer that is trained with adapters."""
     return ".lora." in name
 
 
@@ -99,10 +105,13 @@ def adapter_values(model: nn.Module, seed: int, weight_of: Callable[[str], Tenso
     Call this before a strategy wraps the model. Parameters may be on the meta device. ``weight_of`` maps a name such as
     ``transformer.h.0.attn.qkv.weight`` to the unsharded base weight; only DoRA's magnitudes need it.
     """
+    config = cast(GPT, model).config
     rows = {name: module.rows for name, module in model.named_modules() if isinstance(module, Adapter)}
 
     def value_of(name: str, shape: torch.Size) -> Tensor:
         adapter, _, kind = name.rpartition(".")
+        if name == TRAINED_SCORE:
+            return draw(SCORE, shape, seed=seed, config=config)
         if kind != "magnitude":
             return draw_adapter(name, shape, seed)
         weight = weight_of(adapter.partition(".lora.")[0] + ".weight")

@@ -5,5 +5,6 @@ from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.kto import KTO
 from toolkit.objectives.next_token import NextToken
 from toolkit.objectives.preference import DPO, ORPO, SimPO
+from toolkit.objectives.scores import Classification, Reward
 
-__all__ = ["DPO", "KTO", "ORPO", "Distillation", "NextToken", "Objective", "Part", "SimPO"]
+__all__ = ["DPO", "KTO", "ORPO", "Classification", "Distillation", "NextToken", "Objective", "Part", "Reward", "SimPO"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from toolkit.data.base import RowKind
 from toolkit.errors import UserError
+from toolkit.models.config_checks import HeadName
 from toolkit.models.labels import TOKENS
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Objective(ABC):
         row_kind: What the objective needs a row of instruction data to be.
         rows_per_sample: Rows of a forward pass for each sample of a micro-batch.
         has_reference: Whether the loss compares with a reference model, see :mod:`toolkit.training.reference`.
+        head: The score layer that the objective trains; None trains a language model.
+        outputs: In a validation a list, to which ``sums`` may add what :meth:`metrics` needs; otherwise None.
         epochs, learning_rates: Defaults of the finetuning commands if the objective has its own; learning rates for
             adapters and for all weights.
     """
@@ -62,6 +65,8 @@ class Objective(ABC):
     has_reference: ClassVar[bool] = False
     row_kind: ClassVar[RowKind] = "answers"
     rows_per_sample: ClassVar[int] = 1
+    head: ClassVar[HeadName | None] = None
+    outputs: Any = None
     epochs: ClassVar[float | None] = None
     learning_rates: ClassVar[tuple[float, float]] = (2e-4, 2e-5)
 
@@ -86,6 +91,14 @@ class Objective(ABC):
         Call ``model`` (as the strategy wraps it) once, with :func:`toolkit.objectives.inputs.forward_inputs`.
         ``model(..., labels=labels, log_probs=True)`` returns the log-probabilities of the labels (M1).
         """
+
+    def metric_names(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of :meth:`metrics`."""
+        return ()
+
+    def metrics(self, module: nn.Module) -> dict[str, float]:
+        """Return metrics of a validation that are no sums, from ``outputs``; the same on every rank. Collective."""
+        return {}
 
 
 def checked_parts(objective: Objective, module: nn.Module) -> tuple[Part, ...]:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from toolkit.config import AUTO, COMPILERS
-from toolkit.data import InstructionData, Preference
+from toolkit.data import Classification, InstructionData, Preference
 from toolkit.errors import UserError, option_text
 from toolkit.extension import run_checks
 from toolkit.planning.facts import Facts
@@ -98,7 +98,12 @@ _EXPERTS = Use("experts (MoE)", lambda f: f.model is not None and f.model.n_moe_
 _NO_EXPERTS = Use("a model without experts (MoE)", lambda f: f.model is not None and f.model.n_moe_layer == 0)
 _COMPILER = Use("--compiler {compiler:NAME of an extension's compiler}", lambda f: f.compiler not in COMPILERS)
 _OBJECTIVE = Use("--objective {objective_name:NAME}", lambda f: f.objective_name != "NextToken")
-_PREFERENCES = Use("--objective {objective_name:DPO, KTO, ORPO, SimPO}", lambda f: f.objective.row_kind != "answers")
+_PREFERENCES = Use(
+    "--objective {objective_name:DPO, KTO, ORPO, SimPO}",
+    lambda f: f.objective.row_kind != "answers" and not f.objective.head,
+)
+_HEAD = Use("--head {objective.head:classification, reward}", lambda f: f.objective.head)
+_CLASSIFICATION = Use("--head classification", lambda f: f.objective.head == "classification")
 _FROZEN = Use("--objective {objective_name:Distillation}", lambda f: f.objective.frozen_option)
 _TRACKS_NOTHING = Use(
     "a run without --train.keep_best true and --train.patience",
@@ -214,6 +219,25 @@ ROWS: tuple[Row, ...] = (
     Row(Use("--data Preference", lambda f: isinstance(f.data, Preference)),
         Use("--objective {objective_name:NextToken}", lambda f: f.objective.row_kind == "answers"),
         "it would also train on the rejected completions", "use --objective DPO, KTO, ORPO or SimPO"),
+    # heads
+    Row(_HEAD, Use("pretrain", lambda f: not f.is_finetune), fix="use finetune_lora or finetune_full"),
+    Row(_CLASSIFICATION, Use("--data {data_name:without labels}", lambda f: not isinstance(f.data, Classification)),
+        "it needs labels", "use --data Classification"),
+    Row(Use("--head reward", lambda f: f.objective.head == "reward"),
+        Use("--data {data_name:without pairs}", lambda f: not isinstance(f.data, Preference)),
+        "it compares completions", "use --data Preference"),
+    Row(Use("--data Classification", lambda f: isinstance(f.data, Classification)),
+        Use("--objective {objective_name:NAME}", lambda f: f.objective.head != "classification"),
+        "it has labels, not answers", "use --head classification"),
+    Row(_HEAD, _FOREIGN_MODEL,
+        "only toolkit's own architectures have score layers"),
+    Row(_HEAD, _TENSOR, "the score layer is not divided"),
+    Row(_HEAD, Use("--lora_head true", lambda f: f.lora is not None and f.lora.head),
+        "there is no LM head; the score layer is always trained", "remove it"),
+    Row(_HEAD, _set("from_peft", "FOLDER"), "the folder's score layer is not read"),
+    _no_effect(_set("train.tie_embeddings", "true, false"), _HEAD, "there is no LM head"),
+    Row(Use("--eval.max_new_tokens {eval.max_new_tokens:N}", lambda f: f.eval.max_new_tokens not in (0, AUTO)), _HEAD,
+        "there is no LM head to generate with", "remove it"),
     Row(Use("--objective KTO", lambda f: f.objective_name == "KTO"),
         _is("train.global_batch_size", 1),
         "it compares with other samples of the batch", "use 2 or more"),
@@ -273,6 +297,7 @@ ROWS: tuple[Row, ...] = (
     Row(_IN_BACKWARD, _OFFLOAD, "the gradients are in CPU memory only after the backward pass"),
     # validation
     *(Row(_set("eval.metric", "NAME"), other, reason) for other, reason in (
+        (_HEAD, "there is no LM head to answer with"),
         (_USER_MODULE, "it may not generate text"), (_PIPELINE, "the stages would wait for each other at every token"),
         (_CONTEXT, "answers are too short to be split"))),
     *(Row(_set("eval.tasks", "NAMES"), other, reason) for other, reason in (

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from toolkit.checkpoints.folder import read_model_config
+from toolkit.checkpoints.folder import read_model_config, require_language_model
 from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.data.base import choose_seq_length, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
@@ -298,8 +298,23 @@ def choose_model(args: RunArgs) -> ModelConfig | None:
     config = config.override(args.model_config)
     if args.train.tie_embeddings is not None:
         config = replace(config, tie_embeddings=args.train.tie_embeddings)
+    config = choose_head(args, config)
     family_of(config).validate(config)  # otherwise the trained model could not be exported
     return config
+
+
+def choose_head(args: RunArgs, config: ModelConfig) -> ModelConfig:
+    """Return the architecture with the objective's head. The labels of a new head are known with the data."""
+    head = args.objective.head
+    if config.head == head:
+        return config
+    if config.head is not None:
+        raise UserError(
+            f"checkpoint_dir {args.initial_checkpoint_dir}: has a {config.head} head, and no LM head; "
+            f"use --head {config.head}, or start from the language model"
+        )
+    assert head is not None
+    return config.with_head(head)
 
 
 def choose_frozen(objective: Objective, length: int | None) -> ModelConfig | None:
@@ -308,6 +323,7 @@ def choose_frozen(objective: Objective, length: int | None) -> ModelConfig | Non
     if folder is None:
         return None
     config = read_model_config(folder)
+    require_language_model(config, frozen_flag(objective))
     if family_of(config).model_class() is not None:
         raise UserError(f"{frozen_flag(objective)}: is a model of an extension; use one of toolkit's own architectures")
     if length is not None and length > config.block_size:

@@ -25,10 +25,11 @@ from toolkit.config import (
 )
 from toolkit.config.checks import note
 from toolkit.data import JSON, DataModule, PythonStdlib
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 from toolkit.models.config import ModelOverrides
+from toolkit.models.config_checks import HeadName
 from toolkit.models.lora_config import LoRAConfig, LoRAOptions
-from toolkit.objectives import KTO, NextToken, Objective
+from toolkit.objectives import KTO, Classification, NextToken, Objective, Reward
 from toolkit.planning.options import check_options
 from toolkit.planning.own_tokenizer import use_frozen_vocabulary, use_own_tokenizer
 from toolkit.planning.run_args import RunArgs, with_options
@@ -84,6 +85,8 @@ class FinetuneOptions:
         eval: Validation options.
         optimizer: Optimizer options.
         objective: The training objective.
+        head: Train a score layer in place of the LM head: classification (labels or numbers, --data Classification), or
+            reward (--data Preference). Short for --objective Classification and Reward.
         out_dir: Folder for checkpoints and logs, or a URL such as s3://bucket/run.
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
     """
@@ -97,6 +100,7 @@ class FinetuneOptions:
     eval: EvalArgs = EvalArgs(max_new_tokens=AUTO)
     optimizer: OptimizerArgs = OptimizerArgs()
     objective: Objective = field(default_factory=NextToken)
+    head: HeadName | None = None
     out_dir: str = "out/finetune/full"
     precision: Precision | Auto = AUTO
 
@@ -159,6 +163,7 @@ def run_args(options: TrainingOptions, **objects: Any) -> RunArgs:
                 f"checkpoint_dir {options.checkpoint_dir}: holds adapters, not a model; run `toolkit merge_lora "
                 f"{options.checkpoint_dir}` first, or continue that run with --resume"
             )
+        values["objective"] = choose_objective(options.objective, values.pop("head"))
     if isinstance(options, FinetuneLoRAOptions):
         adapters: LoRAOptions = values.pop("adapters")
         values |= {name: getattr(adapters, name) for name in ("quantize", "from_peft", "loraplus_lr_ratio")}
@@ -179,6 +184,16 @@ def run_args(options: TrainingOptions, **objects: Any) -> RunArgs:
         )
     check_options(args)
     return use_own_tokenizer(use_frozen_vocabulary(args))
+
+
+def choose_objective(objective: Objective, head: HeadName | None) -> Objective:
+    """Return the objective that trains the head."""
+    if head is None or objective.head == head:
+        return objective
+    name = type(objective).__name__
+    hint = f"trains {name}, not this head; remove one of them"
+    require_option(isinstance(objective, NextToken), "head", head, f"--objective {name} {hint}")
+    return Classification() if head == "classification" else Reward()
 
 
 def read_lora(options: FinetuneLoRAOptions) -> LoRAConfig:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoints.folder import read_model_config
 from toolkit.checkpoints.store import newest_first
 from toolkit.data.base import (
+    LabelSet,
     PreparedData,
     Report,
     TokenDataset,
@@ -26,6 +28,7 @@ from toolkit.data.tokens.store import BlockDataset
 from toolkit.data.tokens.synthetic import SyntheticRows
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
+from toolkit.objectives import Objective
 from toolkit.planning.own_tokenizer import download_hint, own_repository
 from toolkit.planning.resolve import ResolvedConfig, has_limit, with_model_limit
 from toolkit.planning.run_args import RunArgs
@@ -44,8 +47,8 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Report) -> Prepa
     elif args.tokenizer_dir != getattr(args.requested, "tokenizer_dir", args.tokenizer_dir):
         report(f"Tokenizer: {args.tokenizer_dir}")
     options: dict[str, Any] = {"tokenizer": tokenizer, "max_seq_length": seq_length or 0, "report": report}
-    if args.objective.row_kind != "answers":
-        options["kind"] = args.objective.row_kind  # only instruction data has it, see the table of options
+    model = None if args.objective.head is None or args.base_dir is None else read_model_config(args.base_dir)
+    options |= row_options(args.objective, model)
     data = args.data.prepare(**options)
     if not type(args.data).__module__.startswith("toolkit."):
         check_rows(f"--data {type(args.data).__name__}", data, seq_length)
@@ -62,6 +65,16 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Report) -> Prepa
             "--train.global_batch_size"
         )
     return data
+
+
+def row_options(objective: Objective, model: ModelConfig | None) -> dict[str, Any]:
+    """Return the options of ``DataModule.prepare`` that tell what a row is, and the labels of a model with a head."""
+    if objective.row_kind == "answers":
+        return {}  # only instruction data has these options, see the table of options
+    options: dict[str, Any] = {"kind": objective.row_kind}
+    if model is not None and model.labels is not None and model.problem_type is not None:
+        options["labels"] = LabelSet(model.labels, model.problem_type)
+    return options
 
 
 def uses_old_ends(resume_from: Path | None) -> bool:
@@ -84,13 +97,15 @@ def with_length(config: ResolvedConfig, data: PreparedData, report: Report) -> R
 
 
 def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConfig | None:
-    """Set the vocabulary size, if the config has none, from the tokenizer or the pre-tokenized data.
+    """Set the vocabulary size, if the config has none, from the tokenizer or the pre-tokenized data; and the labels.
 
     A tokenizer may have tokens without an embedding (Gemma 3 has one for images) if the data does not use them. Only
     then is all data read to check.
     """
     if config is None:
         return None
+    if data.labels is not None:
+        config = replace(config, labels=data.labels.names, problem_type=data.labels.problem_type)
     sizes = (None if data.tokenizer is None else data.tokenizer.vocab_size, data.vocab_size)
     vocab_sizes = [size for size in sizes if size is not None]
     config = config.with_vocab_size(max(vocab_sizes, default=None))

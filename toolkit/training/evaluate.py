@@ -17,7 +17,7 @@ from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.config import Accelerator, Auto, Precision, none_if_auto
 from toolkit.config.classes import classes_of
 from toolkit.config.command import as_mapping, parse_object
-from toolkit.data import DataModule, Mixture, Preference, PythonStdlib
+from toolkit.data import Classification, DataModule, Mixture, Preference, PythonStdlib
 from toolkit.data.base import choose_seq_length, is_ragged, row_count
 from toolkit.data.batch import Batch, choose_padding
 from toolkit.data.chat.template import tokenizer_template
@@ -32,9 +32,12 @@ from toolkit.inference.tasks import find_tasks, load_lm, open_hf_folder, require
 from toolkit.inference.text import require_embedded
 from toolkit.io.paths import is_path_option
 from toolkit.io.safe_parse import read_yaml
+from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.quantize import Quantize
-from toolkit.objectives import NextToken
+from toolkit.objectives import Classification as Classify
+from toolkit.objectives import NextToken, Objective, Reward
+from toolkit.training.data import row_options
 from toolkit.training.hyperparameters import data_modules, keep_old_ends
 from toolkit.training.validate import batches_by_source, validate
 
@@ -117,15 +120,15 @@ def evaluate(
     if data is None:
         data, of_run = data_of_run(checkpoint.folder, trust=trust_checkpoint_data)
         length = length or of_run
-    if isinstance(data, Preference):
-        raise UserError("--data Preference: evaluate needs answers, not preferences; give other --data, or --tasks")
-    length = choose_seq_length(data, length, "max_seq_length")
     native = checkpoint.load_model()
     config, block_size = native.config, native.config.block_size
+    objective = objective_of_head(config, data)
+    length = choose_seq_length(data, length, "max_seq_length")
     length = length or block_size
     if not 0 < length <= block_size:
         raise UserError(f"--max_seq_length {length}: must be from 1 to {block_size}, the model's context length")
-    prepared = data.prepare(tokenizer=checkpoint.tokenizer, max_seq_length=length, report=_notice)
+    options = row_options(objective, config)
+    prepared = data.prepare(tokenizer=checkpoint.tokenizer, max_seq_length=length, report=_notice, **options)
     rows = prepared.val if split == "val" else prepared.train
     count = row_count(rows)
     if count is None:
@@ -141,16 +144,33 @@ def evaluate(
     padding = choose_padding(checkpoint.fabric.device.type, is_ragged(rows), block_size)
     limit = None if max_iters is None else max_iters * micro_batch_size
     options = {"micro_batch_size": micro_batch_size, "rank": 0, "world_size": 1, "padding": padding}
+    options["count"] = objective.count
     batches = batches_by_source(sources, limit, added_bos=prepared.added_bos, **options)
     source = "--data" if prepared.tokenizer is None else prepared.tokenizer.name
     read = Counter(sequences=0, tokens=0)
     checked = {name: _embedded(one, config.padded_vocab_size, source, read) for name, one in batches.items()}
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None
     model = checkpoint.fabric.setup(native)
-    metrics = validate(checkpoint.fabric, NextToken(), model, checked, token_bytes)
+    metrics = validate(checkpoint.fabric, objective, model, checked, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     named = {names.get(name, name.removeprefix("val_")): value for name, value in metrics.items()}
     return {"data": f"{type(data).__name__}, {split}"} | named | read
+
+
+def objective_of_head(config: ModelConfig, data: DataModule) -> Objective:
+    """Return what a model is evaluated by: as its head was trained, or as a language model."""
+    if config.head is None:
+        if isinstance(data, Classification | Preference):
+            raise UserError(
+                f"--data {type(data).__name__}: evaluate needs answers, not preferences or labels; give other --data, "
+                "or --tasks"
+            )
+        return NextToken()
+    needed = Classification if config.head == "classification" else Preference
+    if not isinstance(data, needed):
+        name = type(data).__name__
+        raise UserError(f"--data {name}: the model has a {config.head} head; use --data {needed.__name__}")
+    return Classify() if config.head == "classification" else Reward()
 
 
 def _embedded(batches: Iterable[Batch], n_embeddings: int, source: str, read: Counter[str]) -> Iterator[Batch]:

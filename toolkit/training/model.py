@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.fp8 import SIZE_MULTIPLE, convert_to_fp8, gather_in_fp8
 from toolkit.models.gpt import GPT
 from toolkit.models.head import pad_head
-from toolkit.models.init import Materializer, ParameterValue, weight_initializer
-from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
+from toolkit.models.init import Materializer, ParameterValue, draw, weight_initializer
+from toolkit.models.lora import SCORE, TRAINED_SCORE, adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
 from toolkit.optim.groups import block_params, no_decay_params
@@ -212,11 +213,19 @@ def describe_model(spec: ModelSpec, seq_length: float, forward_only: bool = Fals
 
 
 def _shards_fit(spec: ModelSpec, source: Path) -> bool:
-    """Whether shards can be loaded directly. They cannot if tied embeddings differ between model and checkpoint."""
+    """Whether shards can be loaded directly. They cannot if head or tied embeddings of model and checkpoint differ."""
     config = spec.config
-    if config is None or read_model_config(source).tie_embeddings == config.tie_embeddings:
+    if config is None:
+        return True
+    stored = read_model_config(source)
+    if (stored.head, stored.tie_embeddings) == (config.head, config.tie_embeddings):
         return True
     if ranks.world_size() > 1:
+        if stored.head != config.head:
+            raise UserError(
+                f"--head {config.head}: the sharded checkpoint {source} has an LM head; run `toolkit consolidate` on "
+                "it first"
+            )
         raise UserError(
             f"--train.tie_embeddings {config.tie_embeddings}: the sharded checkpoint {source} has the opposite "
             "setting; run `toolkit consolidate` on it first"
@@ -238,9 +247,11 @@ def _values(
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
         return weight_initializer(model, seed)
-    weights = load_compatible_weights(source, model)
+    stored_head = read_model_config(source).head
+    weights = load_compatible_weights(source, model, has_new_head=stored_head is None and spec.lora is None)
     if spec.lora is None:
-        return lambda name, shape: weights[name]
+        draw_score = partial(draw, seed=seed, config=model.config)  # of a new head
+        return lambda name, shape: weights[name] if name in weights else draw_score(name, shape)
     packed: dict[str, Callable[[], Tensor]] = {}
     if spec.quantize is not None:
         storage = block_dtype(fabric, next(model.parameters()).dtype)  # in which FSDP stores 4-bit weights
@@ -253,9 +264,11 @@ def _values(
         }  # packed 4-bit weights have fewer elements
     initial = adapter_values(model, seed, weights.__getitem__) if adapters is None else None
     tensors = weights | (adapters or {})
+    if stored_head is not None and adapters is None:
+        tensors[TRAINED_SCORE] = load_weights(source)[SCORE]
 
     def value_of(name: str, shape: torch.Size) -> Tensor:
-        if initial is not None and is_adapter(name):
+        if initial is not None and is_adapter(name) and name not in tensors:
             return initial(name, shape)
         return packed[name]() if name in packed else tensors[name]
 

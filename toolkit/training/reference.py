@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.checkpoints.folder import read_model_config
+from toolkit.checkpoints.folder import read_model_config, require_language_model
 from toolkit.data.base import PreparedData, Report, TokenDataset, rows_of
 from toolkit.data.cache import (
     choose_cache_dir,
@@ -90,6 +90,7 @@ def with_reference(launch: Launch) -> PreparedData:
 
 def _read_config(launch: Launch, folder: Path) -> ModelConfig:
     config, trained = read_model_config(folder), launch.state.model.config
+    require_language_model(config, f"--objective.reference_dir {folder}")
     if trained is None or config.vocab_size != trained.vocab_size:
         size = None if trained is None else trained.vocab_size
         raise UserError(

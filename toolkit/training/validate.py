@@ -60,6 +60,7 @@ def validate(
     """
     was_training = model.training
     model.eval()
+    objective.outputs = []
     parts = objective.parts(original_module(model))
     by_source = batches if isinstance(batches, Mapping) else {"": batches}
     n_counts = len(objective.normalizers) + 1
@@ -81,6 +82,9 @@ def validate(
     model.train(was_training)
     totals = ranks.sum_over_ranks(totals.flatten()).reshape(totals.shape)
     metrics = _metrics(objective, parts, totals.sum(0).tolist())
+    further = objective.metrics(original_module(model)) if metrics else {}
+    metrics |= {f"val_{name}": value for name, value in further.items() if math.isfinite(value)}
+    objective.outputs = None
     for name, row in zip(by_source, totals.tolist(), strict=True):
         if name and (of_source := _metrics(objective, parts, row)):
             metrics[f"val_loss_{name}"] = of_source["val_loss"]

@@ -33,7 +33,7 @@ def write_model_card(
     base, is_on_hub = _base_model(trained_from if settings else checkpoint_dir)
     metadata = {
         "library_name": "peft" if is_adapter else "transformers" if family_of(config).is_in_transformers else "toolkit",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-generation" if config.head is None else "text-classification",
     } | ({"base_model": base} if is_on_hub else {})
     parameters = sum(p.numel() for p in model_on_meta(config).parameters())
     rows = {
@@ -43,7 +43,8 @@ def write_model_card(
         **_describe_run(checkpoint_dir, settings),
     }
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
-    what = "LoRA adapters" if is_adapter else "A causal language model"
+    kind = f"model with a {config.head} head" if config.head else "causal language model"
+    what = "LoRA adapters" if is_adapter else f"A {kind}"
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     path.write_text(
         f"---\n{front}---\n\n# {config.name or 'A language model'}\n\n"
@@ -51,6 +52,11 @@ def write_model_card(
         f"{_describe_usage(config, has_tokenizer, is_adapter)}{_describe_settings(settings, base)}",
         encoding="utf-8",
     )
+
+
+def auto_class(config: ModelConfig) -> str:
+    """Return transformers' class that loads an export of this model."""
+    return "AutoModelForCausalLM" if config.head is None else "AutoModelForSequenceClassification"
 
 
 def _read_settings(checkpoint_dir: Path) -> dict[str, Any]:
@@ -93,10 +99,13 @@ def _describe_run(checkpoint_dir: Path, settings: dict[str, Any]) -> dict[str, s
 
 def _describe_usage(config: ModelConfig, has_tokenizer: bool, is_adapter: bool) -> str:
     if is_adapter:
-        return """```python
-from peft import AutoPeftModelForCausalLM
+        name, options = auto_class(config).replace("Auto", "AutoPeft"), ""
+        if config.head is not None:
+            options = f", num_labels={config.n_labels}"
+        return f"""```python
+from peft import {name}
 
-model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
+model = {name}.from_pretrained("path/to/this/folder"{options})
 ```
 """
     if not family_of(config).is_in_transformers:
@@ -106,14 +115,14 @@ model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
 toolkit convert_from_hf path/to/this/folder path/to/checkpoint
 ```
 """
-    classes, tokenizer = "AutoModelForCausalLM", ""
+    classes, tokenizer = auto_class(config), ""
     if has_tokenizer:
         classes += ", AutoTokenizer"
         tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'
     return f"""```python
 from transformers import {classes}
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){tokenizer}
+model = {auto_class(config)}.from_pretrained("path/to/this/folder"){tokenizer}
 ```
 """
 

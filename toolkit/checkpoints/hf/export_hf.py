@@ -1,4 +1,4 @@
-"""Export to Hugging Face: write a folder that ``AutoModelForCausalLM.from_pretrained`` loads (M2)."""
+"""Export to Hugging Face: write a folder that transformers' ``from_pretrained`` loads (M2)."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
-from toolkit.checkpoints.hf.card import write_model_card
+from toolkit.checkpoints.hf.card import auto_class, write_model_card
 from toolkit.checkpoints.hf.files import FORMAT_NAMES
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE
 from toolkit.checkpoints.hf.sums import write_sums
@@ -98,9 +98,16 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     native = model_on_meta(config)
     rounded = {name: tensor.to(resolve_weight_dtype(name, exported)).float() for name, tensor in weights.items()}
     native.load_state_dict(rounded, assign=True)
-    hf = _load_with_transformers(Path(out_dir))
+    hf = _load_with_transformers(Path(out_dir), config)
     tokens = random_tokens(config)
-    return relative_difference(native.eval()(tokens), hf.eval()(input_ids=tokens).logits)
+    expected = native.eval()(tokens)
+    if config.head is None:
+        return relative_difference(expected, hf.eval()(input_ids=tokens).logits)
+    pad = hf.config.get_text_config().pad_token_id
+    last = [max((i for i, token in enumerate(row) if token != pad), default=0) for row in tokens.tolist()]
+    pooled = torch.stack([scores[i] for scores, i in zip(expected, last, strict=True)])
+    scores = torch.cat([hf.eval()(input_ids=row[None]).logits for row in tokens])
+    return relative_difference(pooled, scores)
 
 
 def require_transformers(option: str, config: ModelConfig | None = None) -> None:
@@ -110,14 +117,14 @@ def require_transformers(option: str, config: ModelConfig | None = None) -> None
     require_package(option, "transformers", "4.50")
 
 
-def _load_with_transformers(folder: Path) -> nn.Module:
+def _load_with_transformers(folder: Path, config: ModelConfig) -> Any:
     import transformers
 
     is_old = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
     # Load in float32 directly: converting afterwards would leave constants rounded.
     options = {"torch_dtype" if is_old else "dtype": torch.float32, "local_files_only": True}
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
+        return getattr(transformers, auto_class(config)).from_pretrained(str(folder), **options)
     except Exception as error:  # any failure to load, such as an unknown architecture
         reason = one_line(error)[:300]
         raise GuardError(
@@ -255,6 +262,8 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
         pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
         from_tokenizer = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos_tokens(tokenizer), "pad_token_id": pad}
     ids = {name: _first_value(name, from_tokenizer, generation, original) for name in ("bos_token_id", "eos_token_id")}
+    if config.head is not None and tokenizer is not None:  # the score is read before the padding
+        original = {"pad_token_id": tokenizer.pad_id}
     ids["pad_token_id"] = _first_value("pad_token_id", *([original] if original else [from_tokenizer, generation]))
     # Written even if None: the default id of some classes is outside a small vocabulary, which they reject.
     return {name: _embedded_ids(value, config) for name, value in ids.items()}

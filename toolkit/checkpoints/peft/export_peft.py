@@ -37,7 +37,7 @@ from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.families import MULTIMODAL
 from toolkit.models.gpt import model_on_meta
-from toolkit.models.lora import adapted_on_meta, initial_magnitude
+from toolkit.models.lora import SCORE, TRAINED_SCORE, adapted_on_meta, initial_magnitude
 from toolkit.models.lora_config import LoRAConfig
 
 _HEAD = "lm_head"
@@ -78,7 +78,8 @@ def export_peft(
     if is_checked := base_checkpoint_dir is not None or (info.base / WEIGHTS).exists():
         info = read_adapter(checkpoint_dir, base_checkpoint_dir)
     model = adapted_on_meta(config, info.lora)
-    model.load_state_dict(load_adapters(checkpoint_dir, model), strict=False, assign=True)
+    adapters = load_adapters(checkpoint_dir, model)
+    model.load_state_dict(adapters, strict=False, assign=True)
     base_weights: Tensors = {}
 
     def weight_of(name: str) -> Tensor:
@@ -101,6 +102,9 @@ def export_peft(
     base_name, revision = hf_base or (str(info.base), None)
     settings = _settings(info.lora, *targets, base_name) | {"revision": revision}
     settings["fan_in_fan_out"] = any(layer.is_transposed for layer in layers)
+    if config.head is not None:
+        tensors[f"{PREFIX}{SCORE}"] = adapters[TRAINED_SCORE]
+        settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
     if (wrapper_type := _wrapper_type(info.base)) is not None:
         tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
         settings["target_modules"] = _text_model_pattern(settings["target_modules"])

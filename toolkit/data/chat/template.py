@@ -49,15 +49,15 @@ class Encoding(NamedTuple):
 
 
 def encode_text(
-    tokenizer: Tokenizer, text: str, template: ChatTemplate | None = None, prompt_length: int = -1
+    tokenizer: Tokenizer, text: str, template: ChatTemplate | None = None, prompt_length: int = -1, eos: bool = True
 ) -> Encoding:
     """Tokenize plain text with loss after ``prompt_length`` characters, the prompt. -1: on every token.
 
-    Adds eos, unless the text ends with it or another end token of ``template``, and bos if the tokenizer adds it.
+    Adds ``eos``, unless the text ends with it or another end token of ``template``, and bos if the tokenizer adds it.
     """
     ids, offsets = tokenizer.encode_with_offsets(text)
     is_ended = template is not None and ids[-1:] != [] and ids[-1] in template.stop_ids
-    start, end = tokenizer.missing_ends(ids, eos=not is_ended)
+    start, end = tokenizer.missing_ends(ids, eos=eos and not is_ended)
     mask = [last > prompt_length for _, last in offsets]
     return Encoding([*start, *ids, *end], [*(prompt_length < 0 for _ in start), *mask, *(True for _ in end)])
 

@@ -78,50 +78,17 @@ class InstructionData(DataModule):
         kind: RowKind = "answers",
     ) -> PreparedData:
         """See :meth:`DataModule.prepare`; rows have up to ``max_seq_length`` input tokens. ``kind``: what a row is."""
-        name = type(self).__name__
         if kind != "answers":
             self._require_completions()
-        if tokenizer is None:
-            raise UserError(f"--data {name}: needs the tokenizer of the model; specify --tokenizer_dir")
-        if max_seq_length <= 0:
-            raise UserError(f"--train.max_seq_length {max_seq_length}: must be greater than zero for --data {name}")
-        from toolkit.data.chat.template import ChatTemplate
-        from toolkit.data.sft.prepare import prepare_sft
-        from toolkit.data.sft.tokenize import SFTConfig
-
-        option, splits = self.find_rows()
-        fraction = self.val_split_fraction
-        if splits.val is not None and fraction is not None:
-            raise UserError(f"--data.val_split_fraction {fraction}: remove it: {option} has validation rows")
-        template, no_template = None, None
-        try:
-            template = ChatTemplate.from_tokenizer(tokenizer, self.prompt_style, self.chat_template)
-        except UserError as error:
-            if self.prompt_style is not None or self.chat_template is not None:
-                raise
-            no_template = error  # plain text needs no template
-            row = splits.first_row()
-            if isinstance(row, dict) and {"instruction", "output"} <= row.keys():
-                template = ChatTemplate.from_tokenizer(tokenizer, "alpaca")
-                report("Data: the model has no chat template; rows with instruction and output use alpaca's")
-        config = SFTConfig(
-            module=cache_prefix(self),
+        return prepare_rows(
+            self,
+            tokenizer,
+            max_seq_length,
+            report,
             kind=kind,
-            option=option,
-            splits=splits,
-            tokenizer=tokenizer,
-            template=template,
-            no_template=no_template,
             columns=self.columns,
-            skip_empty=self.skips_empty_answers,
             train_on=self.train_on or ("answers" if self.mask_prompt else "all"),
-            on_long=self.on_long,
-            packing=self.packing,
-            max_seq_length=max_seq_length,
-            val_fraction=held_out_fraction(fraction, splits.val),
-            cache_dir=self.cache_dir,
         )
-        return prepare_sft(config, report)
 
     def _require_completions(self) -> None:
         """Raise UserError for an option that preferences do not support."""
@@ -133,6 +100,55 @@ class InstructionData(DataModule):
         }
         for option in (option for option, is_set in refused.items() if is_set):
             raise UserError(f"--data.{option}: is not supported with preferences, which compare completions; remove it")
+
+
+def prepare_rows(
+    data: Any, tokenizer: Tokenizer | None, max_seq_length: int, report: Report, **options: Any
+) -> PreparedData:
+    """Prepare the rows of a data module with ``find_rows`` and the options of instruction data.
+
+    ``options``: further fields of :class:`toolkit.data.sft.tokenize.SFTConfig`.
+    """
+    name = type(data).__name__
+    if tokenizer is None:
+        raise UserError(f"--data {name}: needs the tokenizer of the model; specify --tokenizer_dir")
+    if max_seq_length <= 0:
+        raise UserError(f"--train.max_seq_length {max_seq_length}: must be greater than zero for --data {name}")
+    from toolkit.data.chat.template import ChatTemplate
+    from toolkit.data.sft.prepare import prepare_sft
+    from toolkit.data.sft.tokenize import SFTConfig
+
+    option, splits = data.find_rows()
+    fraction = data.val_split_fraction
+    if splits.val is not None and fraction is not None:
+        raise UserError(f"--data.val_split_fraction {fraction}: remove it: {option} has validation rows")
+    template, no_template = None, None
+    try:
+        template = ChatTemplate.from_tokenizer(tokenizer, data.prompt_style, data.chat_template)
+    except UserError as error:
+        if data.prompt_style is not None or data.chat_template is not None:
+            raise
+        no_template = error  # plain text needs no template
+        row = splits.first_row()
+        if isinstance(row, dict) and {"instruction", "output"} <= row.keys():
+            template = ChatTemplate.from_tokenizer(tokenizer, "alpaca")
+            report("Data: the model has no chat template; rows with instruction and output use alpaca's")
+    config = SFTConfig(
+        module=cache_prefix(data),
+        option=option,
+        splits=splits,
+        tokenizer=tokenizer,
+        template=template,
+        no_template=no_template,
+        skip_empty=data.skips_empty_answers,
+        on_long=data.on_long,
+        packing=data.packing,
+        max_seq_length=max_seq_length,
+        val_fraction=held_out_fraction(fraction, splits.val),
+        cache_dir=data.cache_dir,
+        **{"columns": None, "train_on": "all"} | options,
+    )
+    return prepare_sft(config, report)
 
 
 @dataclass
@@ -257,9 +273,11 @@ class HuggingFace(InstructionData):
 
 @dataclass
 class Preference(InstructionData):
-    """Preferences for DPO, ORPO, SimPO and KTO: a prompt with a chosen and a rejected completion, or a rated one.
+    """Preferences for DPO, ORPO, SimPO, KTO and --head reward: a prompt with a chosen and a rejected completion, or a
+    rated one.
 
-    Rows have prompt, chosen and rejected; for KTO also prompt, completion and label. Prompt and completions are strings
+    Rows have prompt, chosen and rejected, and for --head reward optionally margin; for KTO also prompt, completion and
+    label. Prompt and completions are strings
     or lists of messages. Without a prompt, it is what both completions begin with.
 
     Args:

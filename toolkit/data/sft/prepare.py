@@ -12,12 +12,13 @@ import bisect
 import hashlib
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from toolkit.data.base import PreparedData, Report, Row, Values
+from toolkit.data.base import LabelSet, PreparedData, Report, Row, Values
 from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.tokenize import Arrays, Counts, SFTConfig, tokenize_samples
@@ -32,7 +33,7 @@ _VAL_SEED = 0  # seed of the permutation that selects held-out samples
 _ROWS = "rows.npz"
 # Options that affect prepared rows, for the cache key.
 _OPTIONS = ("columns", "skip_empty", "train_on", "on_long", "packing", "max_seq_length", "val_fraction")
-_CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts", "labels")
+_CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts", "labels", "targets")
 
 
 def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
@@ -49,7 +50,7 @@ def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
         "probe": config.tokenizer.encode("a"),  # shows whether the tokenizer adds bos
         "template": config.template and [config.template.source, *config.template.stop_ids],
         "options": options | ({} if config.kind == "answers" else {"kind": config.kind}),
-    }
+    } | ({} if config.labeling is None else {"labeling": asdict(config.labeling)})
     key = hash_inputs(inputs)
     folder = choose_cache_dir(config.cache_dir) / f"{config.module}-{key[:16]}"
     prepared, is_cached = load_or_prepare(
@@ -69,6 +70,8 @@ def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
 
 def _collect_notes(config: SFTConfig, statistics: Values) -> list[str]:
     notes, template = list(config.splits.notes), config.template
+    if (labels := statistics.get("labels")) is not None:
+        notes.append(labels[-1])
     if statistics["conversations"] and template is not None:
         notes.append(f"chat template: {template.name}; end of turn: {template.end_of_turn}")
         notes += [f"{template.name}: {note}" for note in statistics["notes"]]
@@ -121,7 +124,7 @@ class PackedDataset:
         self._store, self._source_names, self.statistics = store, source_names, statistics
         self._offsets, self._sources, self._numbers = (arrays[name] for name in ("offsets", "sources", "numbers"))
         self._members, self._starts = arrays[f"{split}_members"], arrays[f"{split}_starts"]
-        self._labels = arrays.get("labels")
+        self._labels, self._targets = arrays.get("labels"), arrays.get("targets")
         self.packed = statistics["packing"] != "none"
         self._is_paired = "group_size" in statistics
         if self._is_paired:
@@ -151,6 +154,8 @@ class PackedDataset:
             row["positions"] = np.concatenate(list(map(np.arange, sizes)))
             row["documents"] = np.repeat(np.arange(len(sizes)), sizes)
         tensors: Row = {name: torch.from_numpy(values) for name, values in row.items()}
+        if self._targets is not None:
+            tensors["targets"] = torch.from_numpy(self._targets[members])
         return tensors if self._labels is None else tensors | {"values": {"label": int(self._labels[members[0]])}}
 
     def where(self, index: int) -> list[str]:
@@ -205,7 +210,9 @@ def _open(folder: Path, key: str, config: SFTConfig) -> PreparedData:
         raise ValueError("there are no training rows")
     tokenizer = config.tokenizer if config.template is None else config.template.export_tokenizer()
     summary = summarize(statistics, config)
-    return PreparedData(train, val if len(val) else None, tokenizer, manifest["content_key"], summary)
+    labels = statistics.get("labels")
+    labels = None if labels is None else LabelSet(*labels[:2])
+    return PreparedData(train, val if len(val) else None, tokenizer, manifest["content_key"], summary, labels=labels)
 
 
 def _content_key(store: TokenStore, arrays: Arrays) -> str:
@@ -243,7 +250,7 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Report) -> None:
         "tokens": sum(used.values()),
         "max_seq_length": config.max_seq_length,
         "packing": config.packing,
-        **({"group_size": 2} if config.kind == "pairs" else {}),
+        **({"group_size": 2} if config.is_paired else {}),
         "one_label": len(set(samples.get("labels", []))) == 1,
         "packing_efficiency": used["train"] / (n_rows["train_rows"] * config.max_seq_length),
         "val_samples": len(rows["val"][0]),
@@ -296,7 +303,7 @@ def _hold_out(indices: np.ndarray, samples: Arrays, fraction: float) -> tuple[np
 
 def _group_rows(config: SFTConfig, samples: np.ndarray, lengths: np.ndarray) -> Rows:
     if config.packing == "none":
-        return samples, np.arange(0, len(samples) + 1, 2 if config.kind == "pairs" else 1)
+        return samples, np.arange(0, len(samples) + 1, 2 if config.is_paired else 1)
     rows = best_fit(lengths[samples], config.max_seq_length)
     sizes = [len(row) for row in rows]
     return samples[[member for row in rows for member in row]] if rows else samples, np.cumsum([0, *sizes])

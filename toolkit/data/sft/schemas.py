@@ -1,5 +1,6 @@
 """Parse rows of instruction data into records (conversations or plain text). Columns determine the schema."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ INPUT = ("input", "context")
 ANSWER = ("output", "completion", "response", "answer")
 PAIR = ("chosen", "rejected")
 LABEL = ("label",)
-OTHERS = (("text",), ("system",), ("tools",), ("history",))
+OTHERS = (("text",), ("system",), ("tools",), ("history",), ("margin",))
 GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, *OTHERS, PAIR[:1], PAIR[1:], LABEL)
 _MEDIA = ("image", "images", "videos", "audios")
 _REFUSED = dict.fromkeys(_MEDIA, "only text is supported; remove the column, or such rows")
@@ -49,6 +50,8 @@ class Record:
         tools: Tools available to the assistant, for the template; None without a tools column.
         is_good: In preferences, whether to prefer the completion. Answers of its prompt have weight 0.
         prompt_length: Characters of ``text`` that are the prompt; -1 if there is none.
+        has_eos: Whether the tokens of ``text`` end with eos.
+        label: The label of a classification as the file has it; of a completion to score, the margin of its pair.
     """
 
     messages: Messages | None
@@ -57,6 +60,8 @@ class Record:
     tools: list[Values] | None = None
     is_good: bool = True
     prompt_length: int = -1
+    has_eos: bool = True
+    label: Any = None
 
 
 class EqualAnswersError(EmptyAnswerError):
@@ -129,6 +134,18 @@ def to_completions(row: Any, where: str, columns: Columns, rated: bool) -> list[
     else:
         prompt = _parse_prompt(values, question, where)
     return [_complete(prompt, answer, values, where, not i) for i, answer in enumerate(answers)]
+
+
+def read_margin(row: Values, where: str, columns: Columns) -> float:
+    """Return how much better the chosen completion of a pair is, for a reward model; 0 without the column."""
+    value = row.get((columns or {}).get("margin", "margin"), 0)
+    try:
+        margin = float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise UserError(f"{where}: margin {value!r:.40}: must be a number")
+    return margin
 
 
 def unread_columns(row: Values, columns: Columns, parse: Callable[[Any], Any]) -> set[str]:

@@ -1,8 +1,8 @@
-"""Tokenize instruction data: render samples with the chat template, truncate or split them, and write tokens."""
+"""Tokenize rows of text: render samples with the chat template, truncate or split them, and write tokens."""
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,18 @@ import numpy as np
 from toolkit.data.base import OnLong, Packing, Report, RowKind, TrainOn, Values
 from toolkit.data.cache import throttle
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
+from toolkit.data.sft.labels import Labeling
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
-from toolkit.data.sft.schemas import Columns, EqualAnswersError, Record, to_completions, to_record, unread_columns
+from toolkit.data.sft.schemas import (
+    Columns,
+    EqualAnswersError,
+    Record,
+    read_margin,
+    to_completions,
+    to_record,
+    unread_columns,
+)
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
@@ -28,7 +37,8 @@ class SFTConfig:
 
     Args:
         module: Prefix of the cache folder name.
-        kind: What a row is: a text with "answers", "pairs" of completions, or "rated" completions.
+        kind: What a row is, see :data:`toolkit.data.base.RowKind`.
+        labeling: How to read the texts and labels of a classification.
         option: The data option, such as ``--data.json_path faq.jsonl``.
         no_template: If ``template`` is None, the error to raise for the first conversation.
         skip_empty: Skip rows with an empty answer instead of raising an error.
@@ -51,6 +61,16 @@ class SFTConfig:
     max_seq_length: int
     val_fraction: float
     cache_dir: str | None
+    labeling: Labeling | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the model scores the last token of each sample."""
+        return self.kind in ("labeled", "compared")
+
+    @property
+    def is_paired(self) -> bool:
+        return self.kind in ("pairs", "compared")
 
     @property
     def sources(self) -> list[RowSource]:
@@ -60,7 +80,13 @@ class SFTConfig:
         """Parse a row into a record, or completions with their prompt."""
         if self.kind == "answers":
             return [to_record(row, where, self.columns)]
-        return to_completions(row, where, self.columns, self.kind == "rated")
+        if self.labeling is not None:
+            return [self.labeling.parse(row, where)]
+        records = to_completions(row, where, self.columns, self.kind == "rated")
+        if self.kind == "compared":
+            margin = read_margin(row, where, self.columns)
+            records = [replace(record, label=margin) for record in records]
+        return records
 
 
 @dataclass
@@ -79,6 +105,7 @@ class Counts:
         cut_prompts, cut_completions: In preferences: samples whose prompt was cut from the left, completions cut at the
             end.
         trained_tokens: Tokens with loss in all samples that were not dropped.
+        labels: Names, problem type and description of a classification's labels.
         unread: Columns, and fields of messages, that are not read.
         longest: The longest samples, (tokens, source index, row number).
     """
@@ -96,6 +123,7 @@ class Counts:
     cut_prompts: int = 0
     cut_completions: int = 0
     trained_tokens: int = 0
+    labels: tuple[list[str], str, str] | None = None
     unread: list[str] = field(default_factory=list)
     longest: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -118,10 +146,13 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
         The counts, and int64 arrays: ``offsets`` (n + 1,), the token offset of each sample; ``sources`` (n,), the
         index in ``config.sources``; and ``numbers`` (n,), the row number. Pieces of a sample are adjacent. Of
         preferences: ``labels`` (n,), 1 for a good completion, 0 for a bad one. Both completions of a pair are adjacent.
+        Of a classification: ``targets``, see :meth:`toolkit.data.sft.labels.Labeling.encode`; of scored pairs the
+        margin, (n, 1).
     """
     counts, report_progress = Counts(), throttle(report)
     offsets, sources, numbers, labels = array("q", [0]), array("q"), array("q"), array("q")
     unread: set[str] = set()
+    scored: list[Record] = []
     for position, source in enumerate(config.sources):
         for number, row in source.rows():
             counts.samples += 1
@@ -133,10 +164,13 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
                 counts.equal += isinstance(error, EqualAnswersError)
                 counts.empty += not isinstance(error, EqualAnswersError)
                 continue
-            unread |= unread_columns(row, config.columns, partial(config.parse, where=""))
+            if config.labeling is None:
+                unread |= unread_columns(row, config.columns, partial(config.parse, where=""))
             for i, piece in enumerate(_tokenize(config, records, position, number, counts)):
                 writer.add(*piece)
-                if config.kind != "answers":
+                if config.is_scored:
+                    scored.append(records[i])
+                if config.kind not in ("answers", "labeled"):
                     labels.append(records[i].is_good)
                 offsets.append(writer.n_tokens)
                 sources.append(position)
@@ -145,8 +179,13 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
     writer.finish()
     fields = config.template.unread_fields if config.template else ()
     counts.unread = sorted(unread) + sorted(f"{name} of messages" for name in fields)
-    arrays = {"offsets": offsets, "sources": sources, "numbers": numbers} | ({"labels": labels} if labels else {})
-    return counts, {name: np.asarray(values, np.int64) for name, values in arrays.items()}
+    lists = {"offsets": offsets, "sources": sources, "numbers": numbers} | ({"labels": labels} if labels else {})
+    arrays = {name: np.asarray(values, np.int64) for name, values in lists.items()}
+    if config.labeling is not None:
+        arrays["targets"], counts.labels = config.labeling.encode(scored, arrays["sources"] < len(config.splits.train))
+    elif config.is_scored:
+        arrays["targets"] = np.array([[record.label] for record in scored], np.float32)
+    return counts, arrays
 
 
 def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int, counts: Counts) -> list[Encoding]:
@@ -154,20 +193,21 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
 
     In preferences, a piece is a completion with its prompt. Both of a pair keep equally many tokens of the prompt.
     """
-    first, is_preference = records[0], config.kind != "answers"
+    first, is_preference = records[0], config.kind not in ("answers", "labeled")
     counts.conversations += first.messages is not None
     counts.unanswered += (first.messages or ({},))[-1].get("role") == "user"
     encodings = [tokenize_record(record, config) for record in records]
     if _are_equal(encodings):
         name = "the tokenizer" if config.template is None else config.template.name
         raise UserError(f"{first.where}: {name} renders chosen and rejected as the same tokens; fix or remove this row")
-    longest, limit = max(len(encoding.ids) for encoding in encodings), config.max_seq_length + 1
+    longest, limit = max(len(encoding.ids) for encoding in encodings), config.max_seq_length + (not config.is_scored)
     counts.measure(longest, source, number)
     is_long = longest > limit
     if is_long and config.on_long == "error":
-        choices = "truncate or drop" if is_preference else "truncate, drop or split"
+        choices = "truncate, drop or split" if config.kind == "answers" else "truncate or drop"
         raise UserError(
-            f"{first.where}: {longest:,} tokens, but a row has room for {limit:,} (--train.max_seq_length + 1); "
+            f"{first.where}: {longest:,} tokens, but a row has room for {limit:,} (--train.max_seq_length"
+            f"{'' if config.is_scored else ' + 1'}); "
             f"increase it, or choose --data.on_long {choices}"
         )
     if is_long and config.on_long == "drop":
@@ -176,9 +216,13 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
     if is_preference:
         pieces = _cut_prompts(encodings, limit, config.tokenizer.bos_id, counts) if is_long else encodings
         trained = [] if _are_equal(pieces) or not all(map(_is_trained, pieces)) else pieces
+    elif config.is_scored:
+        pieces = trained = [Encoding(encodings[0].ids[:limit], encodings[0].loss_mask[:limit])]
     else:
         pieces = list(_fit_to_row(encodings[0], limit, split=config.on_long == "split"))
         trained = list(filter(_is_trained, pieces))
+    if config.is_scored:
+        trained = [mark_last(piece.ids, config.tokenizer.pad_id) for piece in trained]
     counts.trained_tokens += sum(sum(piece.loss_mask[1:]) for piece in trained)
     counts.untrained += not trained
     if is_long and (trained or is_preference):
@@ -186,6 +230,15 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
         counts.split += config.on_long == "split"
         counts.pieces_left_out += 0 if is_preference else len(pieces) - len(trained)
     return trained
+
+
+def mark_last(ids: list[int], pad: int | None) -> Encoding:
+    """Return the tokens of a text to score: the only label is at the last one, where transformers reads the score.
+
+    As in transformers, tokens ``pad`` at the end do not count. The label is a token 0 that is never an input.
+    """
+    end = next((i for i in range(len(ids), 1, -1) if ids[i - 1] != pad), 1)
+    return Encoding([*ids[:end], 0], [*[False] * end, True])
 
 
 def _are_equal(encodings: list[Encoding]) -> bool:
@@ -217,7 +270,8 @@ def _cut_prompts(pieces: list[Encoding], limit: int, bos: int | None, counts: Co
 
 def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
     if record.messages is None:
-        return encode_text(config.tokenizer, record.text or "", config.template, record.prompt_length)
+        text = record.text or ""
+        return encode_text(config.tokenizer, text, config.template, record.prompt_length, record.has_eos)
     if config.template is None:
         raise config.no_template or UserError("--data.prompt_style: conversations need a chat template")
     try:

@@ -18,7 +18,8 @@ from toolkit.errors import UserError, did_you_mean, require_option
 from toolkit.extension import Entry, import_object, load_registered, registered
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_keys
-from toolkit.models.families.tables import WeightMapping
+from toolkit.models.families.hf_heads import is_scored, read_head, write_head
+from toolkit.models.families.tables import WeightMapping, one_to_one
 
 DEFAULT_MODEL = "mini-llama"
 FUNCTIONS = ("check", "from_hf_config", "to_hf_config", "weight_map")
@@ -158,13 +159,20 @@ class Family:
 
     def to_hf_config(self, config: ModelConfig) -> Fields:
         """Return the content of ``config.json`` without special token ids."""
-        self.module.check(config)
-        return self.module.to_hf_config(config)
+        language_model = config.without_head()
+        self.module.check(language_model)
+        values = self.module.to_hf_config(language_model)
+        return values if config.head is None else write_head(config, values)
 
     def weight_map(self, config: ModelConfig) -> list[WeightMapping]:
         """Return the mapping between native and Hugging Face tensors."""
-        self.module.check(config)
-        return self.module.weight_map(config)
+        language_model = config.without_head()
+        self.module.check(language_model)
+        maps = self.module.weight_map(language_model)
+        if config.head is None:
+            return maps
+        blocks = [entry for entry in maps if not entry.native[0].startswith("lm_head.")]
+        return [*blocks, one_to_one("score.weight", "score.weight")]
 
     @property
     def is_in_transformers(self) -> bool:
@@ -207,6 +215,7 @@ def config_from_hf(config_json: Fields) -> ModelConfig:
         hf_keys.require_types(config_json)
         hf_config.require_hf(config_json, is_causal=(True,), per_layer_config=(None,))
         config = family.module.from_hf_config(config_json)
+        config = read_head(config, config_json) if is_scored(config_json) else config
         family.to_hf_config(config)  # fail early if the config is not supported
     except UserError as error:
         raise UserError(hf_keys.translate_fields(config_json, str(error))) from error

@@ -68,10 +68,13 @@ def next_commands(trainer: Run) -> list[str]:
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
     has_template = data.tokenizer is not None and tokenizer_template(data.tokenizer) is not None
     is_chat = has_template and isinstance(trainer.args.data, InstructionData)
+    is_scored = state.model.config.head is not None
+    is_evaluated = trainer.args.objective.is_likelihood or is_scored
     commands = {
-        f"toolkit chat {final}": is_chat,
-        f'toolkit generate {final} --prompt "..."': data.tokenizer is not None and not is_chat,
-        f"toolkit evaluate {final}{trust}": data.val is not None and trainer.args.objective.is_likelihood,
+        f"toolkit chat {final}": is_chat and not is_scored,
+        f'toolkit generate {final} --prompt "..."': data.tokenizer is not None and not is_chat and not is_scored,
+        f"toolkit classify {final} --texts FILE": is_scored,
+        f"toolkit evaluate {final}{trust}": data.val is not None and is_evaluated,
         f"toolkit convert_to_hf {final} {hf}{merge}": export_error(state.model.config) is None,
     }
     return [command for command, is_possible in commands.items() if is_possible]

@@ -91,9 +91,9 @@ class Sampler(Callback):
 def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens: int | Auto) -> Sampler | None:
     """Build a sampler. Its prompt is from the first validation row, or the first training row without validation data.
 
-    ``config`` is None for a user-provided model. Returns None if ``max_new_tokens`` is 0.
+    ``config`` is None for a user-provided model. Returns None if ``max_new_tokens`` is 0, or for a score layer.
     """
-    if not max_new_tokens:
+    if not max_new_tokens or (config is not None and config.head is not None):
         return None
     if config is None:
         raise UserError(

@@ -75,7 +75,8 @@ def build_callbacks(
     validated = [name for name in columns if name.startswith(VAL)]
     of_data = [f"val_loss_{name}" for name in launch.data.val_sources]
     parts = [part.name for part in checked_parts(args.objective, original_module(model)) if part.name != LOSS]
-    columns = [*of_data, *columns, *parts, *(of_parts := [f"{VAL}{name}" for name in parts])]
+    of_parts = [f"{VAL}{name}" for name in [*parts, *args.objective.metric_names(original_module(model))]]
+    columns = [*of_data, *columns, *parts, *of_parts]
     best = BestMetric.from_options(args.eval)
     if args.eval.best_by != AUTO:
         is_likelihood = args.objective.is_likelihood

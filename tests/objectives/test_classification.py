@@ -1,0 +1,346 @@
+"""--head classification and reward: from the command line to transformers and peft, metrics, labels, one curve."""
+
+import csv
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.cases import check_each
+from helpers.small_runs import write_base
+from helpers.tiny_configs import HF_CONFIGS
+
+from toolkit import load
+from toolkit.checkpoints.folder import read_model_config, write_model_files
+from toolkit.checkpoints.hf.export_hf import export_hf, verify_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
+from toolkit.cli import main
+from toolkit.data import Preference
+from toolkit.data.base import LabelSet
+from toolkit.data.sft.labels import Labeling
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+from toolkit.models.gpt import GPT
+from toolkit.objectives.scoring import macro_f1, spearman
+from toolkit.ui.loggers import read_metrics
+
+WORDS = {"good": ["fine", "great", "fun"], "bad": ["dull", "poor", "work"], "mixed": ["fine", "dull", "odd"]}
+RUN = (
+    "--data Classification --data.path reviews --data.cache_dir cache --accelerator cpu --train.global_batch_size 8 "
+    "--train.max_steps 6 --train.lr_warmup_steps 0 --train.learning_rate 2e-3 --eval.interval 3"
+)
+
+
+def write_reviews(path, n: int, seed: int) -> None:
+    draw = random.Random(seed)
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label"])
+        for i in range(n):
+            label = draw.choice(list(WORDS))
+            writer.writerow([f"film {i} is {' '.join(draw.choices(WORDS[label], k=draw.randint(1, 9)))}", label])
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """A base model, and reviews with a label in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("corpus", "base", "reviews"):
+        Path(folder).mkdir()
+    Path("corpus/a.txt").write_text("The film is a fine, great, odd, dull, poor work and fun. " * 20)
+    write_reviews("reviews/train.csv", 50, 0)
+    write_reviews("reviews/val.csv", 17, 1)
+    return write_base(Path("base"), Path("corpus"), vocab_size=280, block_size=64)
+
+
+def curve(out: str) -> list[dict[str, float]]:
+    skipped = ("second", "step_s", "wait", "slowest", "tokens_per_sec", "memory")
+    rows = read_metrics(Path(out) / "logs" / "metrics.csv")
+    return [{k: v for k, v in row.items() if not any(part in k for part in skipped)} for row in rows]
+
+
+def run(command: str, words: str) -> list[dict[str, float]]:
+    assert main([command, "base", *RUN.split(), "--head", "classification", *words.split()]) == 0
+    return curve(words.split()[-1])
+
+
+def test_from_the_command_line_to_transformers(base, capsys):
+    from sklearn.metrics import accuracy_score, f1_score
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    rows = run("finetune_full", "--out_dir out")
+    assert rows[-1]["loss"] < rows[0]["loss"] == pytest.approx(np.log(3), rel=0.3)
+    config = read_model_config(Path("out/final"))
+    assert (config.labels, config.problem_type) == (["bad", "good", "mixed"], "single_label_classification")
+    assert main(["convert_to_hf", "out/final", "hf", "--verify", "true"]) == 0
+
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained("hf"), AutoTokenizer.from_pretrained("hf")
+    assert model.config.id2label == {0: "bad", 1: "good", 2: "mixed"}
+    reviews = list(csv.DictReader(Path("reviews/val.csv").read_text().splitlines()))
+    tokenizer.pad_token = tokenizer.eos_token
+    texts = tokenizer([row["text"] for row in reviews], padding=True, return_tensors="pt")
+    logits = model(texts["input_ids"], texts["attention_mask"]).logits.detach()
+    native = load("out/final").eval()
+    for row, expected in zip(reviews, logits, strict=True):
+        scores = native(torch.tensor([tokenizer(row["text"])["input_ids"]]))[0, -1]
+        torch.testing.assert_close(scores.detach(), expected, atol=1e-5, rtol=1e-5)
+    labels = [config.labels.index(row["label"]) for row in reviews]
+    expected = model(texts["input_ids"], texts["attention_mask"], labels=torch.tensor(labels)).loss
+    assert rows[-1]["val_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert rows[-1]["val_accuracy"] == pytest.approx(accuracy_score(labels, logits.argmax(1)))
+    assert rows[-1]["val_f1"] == pytest.approx(f1_score(labels, logits.argmax(1), average="macro"))
+
+    assert main(["classify", "out/final", "--texts", "reviews/val.csv"]) == 0
+    printed = list(csv.DictReader(capsys.readouterr().out.partition("wrote hf\n")[2].splitlines()))
+    assert [row["prediction"] for row in printed] == [config.labels[i] for i in logits.argmax(1)]
+    shares = [[float(row[f"score_{label}"]) for label in config.labels] for row in printed]
+    torch.testing.assert_close(torch.tensor(shares), logits.softmax(1), atol=1e-5, rtol=1e-5)
+    evaluate = "evaluate out/final --format json --data Classification --data.path reviews --data.cache_dir cache"
+    for words in ("", " --data.packing best_fit --micro_batch_size 2"):
+        assert main([*evaluate.split(), *words.split()]) == 0
+        result = json.loads(capsys.readouterr().out)
+        for name in ("loss", "accuracy", "f1"):
+            assert result[name] == pytest.approx(rows[-1][f"val_{name}"], rel=1e-5), words
+    for words in (
+        "generate out/final", "chat out/final", "convert_to_gguf out/final x.gguf", "convert_to_litgpt out/final x",
+        "finetune_full out/final --data JSON --data.json_path rows.jsonl --out_dir x",
+    ):  # fmt: skip
+        Path("rows.jsonl").write_text('{"text": "a fine film"}\n')
+        assert main(words.split()) == 2
+        error = capsys.readouterr().err
+        assert "classification head" in error and error.count("\n") == 1, error
+
+    assert main(["convert_from_hf", "hf", "again"]) == 0
+    assert read_model_config(Path("again")).labels == config.labels
+    assert torch.equal(load("again").score.weight, native.score.weight)
+
+
+def test_metrics_are_those_of_scikit_learn_and_scipy():
+    from scipy.stats import spearmanr
+    from sklearn.metrics import f1_score
+
+    draw = np.random.default_rng(0)
+    for n in (1, 5, 200):
+        predicted, actual = (draw.random((n, 4)) < 0.4 for _ in range(2))
+        expected = f1_score(actual, predicted, average="macro", zero_division=0)
+        assert macro_f1(predicted, actual) == pytest.approx(expected, abs=1e-12)
+    for values in (draw.random((2, 50)), draw.integers(0, 4, (2, 50))):
+        assert spearman(*values) == pytest.approx(spearmanr(*values).statistic, abs=1e-12)
+    assert np.isnan(spearman(np.ones(3), np.arange(3)))
+
+
+def encode(rows: list, **options) -> tuple:
+    """Return names, problem type and targets of rows of which the first two thirds are in the training file."""
+    labeling = Labeling(**options)
+    records = [labeling.parse({"text": "a", "label": value}, f"line {i}") for i, value in enumerate(rows, 1)]
+    targets, (names, problem, _) = labeling.encode(records, np.arange(len(rows)) < len(rows) * 2 / 3)
+    return names, problem.partition("_")[0], targets.tolist()
+
+
+def test_labels_decide_the_kind_of_problem():
+    def check(rows, names, problem, targets):
+        assert encode(rows) == (names, problem, targets)
+
+    cases = [
+        (["b", "a", "b"], ["a", "b"], "single", [[1, 1], [0, 1], [1, 1]]),
+        ([10, 9, 10], ["9", "10"], "single", [[1, 1], [0, 1], [1, 1]]),
+        (["10", "9", "10"], ["9", "10"], "single", [[1, 1], [0, 1], [1, 1]]),
+        ([True, False, True], ["false", "true"], "single", [[1, 1], [0, 1], [1, 1]]),
+        ([4.0, 1, 2], ["label"], "regression", [[4, 1], [1, 1], [2, 1]]),
+        (["4.5", "1", "2"], ["label"], "regression", [[4.5, 1], [1, 1], [2, 1]]),
+        ([["x"], ["y", "x"], []], ["x", "y"], "multi", [[1, 0, 1], [1, 1, 1], [0, 0, 1]]),
+        (['["x"]', '["y", "x"]', "[]"], ["x", "y"], "multi", [[1, 0, 1], [1, 1, 1], [0, 0, 1]]),
+    ]
+    check_each(check, cases)
+    assert encode([1, 2, 3], problem_type="regression")[1] == "regression"
+    assert encode([1.5, 2.5, 1.5], problem_type="single_label_classification")[0] == ["1.5", "2.5"]
+    weights = [line[1] for line in encode(["a", "b", "a", "b", "a", "a", "a"], class_weights="balanced")[2]]
+    from sklearn.utils.class_weight import compute_class_weight
+
+    expected = compute_class_weight("balanced", classes=np.array(["a", "b"]), y=list("ababa"))
+    assert weights[:2] == pytest.approx(expected.tolist())
+    assert [line[1] for line in encode(["a", "b", "a"], class_weights={"b": 3.0})[2]] == [1, 3, 1]
+    known = LabelSet(["b", "a", "c"], "single_label_classification")
+    assert encode(["a", "b", "a"], known=known)[2] == [[1, 1], [0, 1], [1, 1]]
+
+
+def test_mistakes_in_labels_are_one_line():
+    def check(rows, options, message):
+        with pytest.raises(UserError) as error:
+            encode(rows, **options)
+        assert message in str(error.value) and "\n" not in str(error.value)
+
+    check_each(check, [
+        (["a", "a", "a"], {}, "all rows have the same label"),
+        (["a", None, "b"], {}, "line 2: has no label"),
+        (["a", float("nan"), "b"], {}, "line 2: label nan: must be"),
+        (["a", "NaN", "b"], {}, "line 2: label 'NaN': is not a label"),
+        (["a", {}, "b"], {}, "line 2: label {}: must be"),
+        (["a", "b", "c"], {}, "line 3: label 'c': the training data has only the labels a, b"),
+        (["a", "b", "a"], {"known": LabelSet(["a", "c"], "single_label_classification")}, "the model has only the"),
+        ([1.5, 2, 3], {"known": LabelSet(["a", "c"], "single_label_classification")}, "the model has only the"),
+        (["a", ["b"], "a"], {}, "line 1: the label is no list"),
+        (["a", "b", "a"], {"problem_type": "regression"}, "line 1: label 'a': must be a number"),
+        ([["a"], ["b"], ["a"]], {"problem_type": "single_label_classification"}, "line 1: label ['a']: is a list"),
+        ([1.5, 2, 3], {"class_weights": "balanced"}, "--data.class_weights balanced: is only for one label per text"),
+        (["a", "b", "a"], {"class_weights": {"c": 2.0}}, "--data.class_weights c: no such label"),
+    ])  # fmt: skip
+
+
+def write_labels(kind: str) -> None:
+    """Replace the labels of the reviews by those of another kind of problem."""
+    for split in ("train", "val"):
+        rows = list(csv.DictReader(Path("reviews", f"{split}.csv").read_text().splitlines()))
+        Path("reviews", f"{split}.csv").unlink()
+        with open(f"reviews/{split}.jsonl", "w") as file:
+            for row in rows:
+                words = row["text"].split()
+                row["label"] = words.count("fun") / 4 if kind == "regression" else sorted({*words} & {"fun", "dull"})
+                print(json.dumps(row), file=file)
+
+
+CASES = {
+    "finetune_full": "", "finetune_lora": "--train.learning_rate 1e-2 --data.class_weights balanced",
+    "regression": "", "multi": "", "packed": "--data.packing best_fit --train.global_batch_size 4",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_n2_one_curve_in_every_split_and_on_two_ranks_and_resumed_bit_equal(base, name):
+    if name in ("regression", "multi"):
+        write_labels(name)
+    command = "finetune_lora" if name == "finetune_lora" else "finetune_full"
+    whole = run(command, f"{CASES[name]} --train.micro_batch_size 4 --out_dir whole")
+    assert whole[-1]["val_loss"] < whole[0]["loss"]
+    words = f"{CASES[name]} --train.micro_batch_size 1 --train.save_interval 2 --out_dir split"
+    split = run(command, words)
+    for strategy in ("ddp", "fsdp"):
+        two = f"{CASES[name]} --train.micro_batch_size 1 --devices 2 --strategy {strategy} --out_dir {strategy}"
+        options = [command, "base", *RUN.split(), "--head", "classification", *two.split()]
+        subprocess.run([sys.executable, "-m", "toolkit", *options], check=True)
+    for rows in (split, curve("ddp"), curve("fsdp")):
+        for row, expected in zip(rows, whole, strict=True):
+            assert row == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
+    shutil.rmtree("split/final")
+    assert repr(run(command, f"--resume split/step-00000004 {words}")) == repr(split)
+
+
+@pytest.mark.slow
+def test_problems_are_those_of_transformers(base):
+    from scipy.stats import spearmanr
+    from sklearn.metrics import accuracy_score, f1_score
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    for kind in ("multi", "regression"):
+        shutil.copytree("reviews", "csv", dirs_exist_ok=True)
+        write_labels(kind)
+        last = run("finetune_full", f"--out_dir {kind}")[-1]
+        assert main(["convert_to_hf", f"{kind}/final", f"{kind}-hf", "--verify", "true"]) == 0
+        model = AutoModelForSequenceClassification.from_pretrained(f"{kind}-hf")
+        tokenizer, labels = AutoTokenizer.from_pretrained(f"{kind}-hf"), list(model.config.id2label.values())
+        tokenizer.pad_token = tokenizer.eos_token
+        rows = [json.loads(line) for line in Path("reviews/val.jsonl").read_text().splitlines()]
+        texts = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
+        if kind == "multi":
+            targets = torch.tensor([[float(label in row["label"]) for label in labels] for row in rows])
+        else:
+            targets = torch.tensor([row["label"] for row in rows])
+        output = model(texts["input_ids"], texts["attention_mask"], labels=targets)
+        scores = output.logits.detach()
+        assert last["val_loss"] == pytest.approx(output.loss.item(), rel=1e-5)
+        if kind == "multi":
+            assert last["val_accuracy"] == pytest.approx(accuracy_score(targets, scores > 0))
+            expected = f1_score(targets, scores > 0, average="macro", zero_division=0)
+            assert last["val_f1"] == pytest.approx(expected)
+        else:
+            assert last["val_spearman"] == pytest.approx(spearmanr(scores[:, 0], targets).statistic)
+        shutil.rmtree("reviews")
+        shutil.move("csv", "reviews")
+
+
+@pytest.mark.slow
+def test_adapters_with_a_head_are_peft_s_and_merge(base):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    run("finetune_lora", "--lora_mlp true --train.learning_rate 1e-2 --out_dir out")
+    assert main(["convert_to_hf", "base", "base-hf"]) == 0
+    assert main(["convert_to_peft", "out/final", "peft", "--base_model", str(Path("base-hf").resolve())]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained("base-hf", num_labels=3)
+    model = PeftModel.from_pretrained(model, "peft").eval()
+    tokens = torch.randint(1, 200, (1, 20))
+    expected = model(input_ids=tokens).logits[0].detach()
+    assert main(["merge_lora", "out/final", "--out_dir", "merged"]) == 0
+    assert main(["convert_to_hf", "out/final", "hf", "--merge", "true", "--verify", "true"]) == 0
+    for folder in ("out/final", "merged"):
+        torch.testing.assert_close(load(folder).eval()(tokens)[0, -1].detach(), expected, atol=1e-5, rtol=1e-5)
+    assert main(["convert_from_hf", "base-hf", "base-16", "--dtype", "bfloat16"]) == 0
+    assert main(["finetune_lora", "base-16", *RUN.split(), "--head", "classification", "--out_dir", "out-16"]) == 0
+    assert main(["convert_to_hf", "out-16/final", "hf-16", "--merge", "true", "--verify", "true"]) == 0
+    # finetuning continues from the head
+    assert main(["finetune_lora", "merged", *RUN.split(), "--head", "classification", "--out_dir", "more"]) == 0
+    assert curve("more")[0]["loss"] < 0.8 * math.log(3)
+
+
+@pytest.mark.slow
+def test_rewards_are_bradley_terry_s_and_one_curve(base):
+    from transformers import AutoModelForSequenceClassification
+
+    with open("pairs.jsonl", "w") as file:
+        for i in range(24):
+            pair = {"chosen": "fine " * (1 + i % 3), "rejected": "poor work " * (1 + i % 2), "margin": i % 2}
+            print(json.dumps({"prompt": f"film {i}"} | pair), file=file)
+    options = RUN.replace("Classification --data.path reviews", "Preference --data.json_path pairs.jsonl")
+    options += " --data.prompt_style chatml --data.val_split_fraction 0.25 --head reward"
+    curves = {}
+    for size in (8, 1):
+        words = f"--train.micro_batch_size {size} --out_dir micro{size}"
+        assert main(["finetune_full", "base", *options.split(), *words.split()]) == 0
+        curves[size] = curve(f"micro{size}")
+    for row, expected in zip(curves[1], curves[8], strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
+    last = curves[8][-1]
+    assert last["val_reward_margin"] > 0 and last["val_accuracy"] > 0.5 and last["val_loss"] < curves[8][0]["loss"]
+
+    assert main(["convert_to_hf", "micro8/final", "hf", "--verify", "true"]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained("hf")
+    data = Preference(json_path="pairs.jsonl", prompt_style="chatml", val_split_fraction=0.25, cache_dir="cache")
+    prepared = data.prepare(tokenizer=Tokenizer.load("base"), max_seq_length=64, kind="compared")
+    losses = []
+    for i in range(len(prepared.val)):
+        chosen, rejected = (model(row["input_ids"][None]).logits.item() for row in prepared.val[i])
+        losses.append(math.log1p(math.exp(rejected - chosen + prepared.val[i][0]["targets"].item())))
+    assert last["val_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+FAMILIES_WITHOUT = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granite", "olmoe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_every_family_exports_its_head(name, tiny_models, tmp_path):
+    native = load(tiny_models[name].native)
+    config = replace(native.config.with_head("classification"), labels=["a", "b", "c"])
+    model = GPT(replace(config, problem_type="single_label_classification"))
+    model.load_state_dict({k: v for k, v in native.state_dict().items() if not k.startswith("lm_head")}, strict=False)
+    torch.nn.init.normal_(model.score.weight)
+    folder = tmp_path / "head"
+    folder.mkdir()
+    write_model_files(folder, state_dict=model.state_dict(), config=model.config, hyperparameters=None, tokenizer=None)
+    if config.family in FAMILIES_WITHOUT:
+        with pytest.raises(UserError, match="transformers has no class ForSequenceClassification"):
+            export_hf(folder, tmp_path / "hf")
+        return
+    export_hf(folder, tmp_path / "hf")
+    assert verify_hf(folder, tmp_path / "hf") < 1e-5
+    import_hf(tmp_path / "hf", tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert again.config.labels == ["a", "b", "c"] and torch.equal(again.score.weight, model.score.weight)

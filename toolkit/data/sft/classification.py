@@ -1,0 +1,107 @@
+"""The data module of a classification: texts with labels."""
+
+from dataclasses import dataclass, fields
+
+from toolkit.data.base import (
+    DataModule,
+    LabelSet,
+    OnLong,
+    Packing,
+    PreparedData,
+    Report,
+    RowKind,
+    require,
+    require_one,
+    require_val_fraction,
+)
+from toolkit.data.sft.datasets import find_hub_splits, prepare_rows
+from toolkit.data.sft.labels import ClassWeights, Labeling
+from toolkit.data.sft.readers import KINDS, Splits, find_splits
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+from toolkit.models.config_checks import ProblemType
+
+
+@dataclass(kw_only=True)
+class Classification(DataModule):
+    """Texts with labels, for --head classification. A text is a string or a list of messages.
+
+    Args:
+        path: A .json, .jsonl, .csv or .parquet file, or a folder with a file per split, as in --data JSON.
+        repo_id: Instead of a file: a dataset on the Hugging Face hub. Rows with an empty text are skipped.
+        subset: Dataset configuration (subset) name.
+        split: Training split, such as train or train[:1000].
+        val_split: Validation split; by default, a fraction of training rows is held out.
+        text_column: Column of the text; by default text, messages or conversations.
+        text_pair_column: Column of a second text, which follows the first after a line break.
+        label_column: Column of the label.
+        problem_type: Kind of the labels. Default: lists are several labels per text, numbers with a fraction are
+            regression, and all others are one label per text.
+        class_weights: Weight of each label in the loss, such as '{"spam": 5}'; "balanced": inverse to its frequency.
+        val_split_fraction: Fraction of samples held out for validation; 0 for none. Default 0.05, unless there is a
+            validation file.
+        prompt_style: Chat template of messages: chatml, llama3, ...; by default, the checkpoint's.
+        chat_template: Jinja file with a custom chat template, which is saved with the model.
+        on_long: What to do with texts longer than a row: truncate the end, drop the text, or raise an error.
+        packing: "best_fit" packs several texts into each row, without attention between them.
+        cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
+        num_workers: Data loading processes; 0 reads in the training process.
+    """
+
+    path: str | None = None
+    repo_id: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    val_split: str | None = None
+    text_column: str | None = None
+    text_pair_column: str | None = None
+    label_column: str = "label"
+    problem_type: ProblemType | None = None
+    class_weights: ClassWeights = None
+    val_split_fraction: float | None = None
+    prompt_style: str | None = None
+    chat_template: str | None = None
+    on_long: OnLong = "truncate"
+    packing: Packing = "none"
+    cache_dir: str | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_val_fraction(self, "val_split_fraction")
+        require_one(self, "chat_template", "prompt_style")
+        require_one(self, "path", "repo_id")
+        require(self.on_long != "split", "on_long", self.on_long, "a part has no label; use truncate, drop or error")
+        weights = self.class_weights if isinstance(self.class_weights, dict) else {}
+        for label, weight in weights.items():
+            require(weight > 0, f"class_weights.{label}", weight, "must be greater than zero")
+
+    @property
+    def skips_empty_answers(self) -> bool:
+        """Whether to skip rows with an empty text instead of raising an error."""
+        return bool(self.repo_id)
+
+    def find_rows(self) -> tuple[str, Splits]:
+        """Return the data option, such as ``--data.path reviews.csv``, and the row sources."""
+        if self.repo_id:
+            return find_hub_splits(self.repo_id, self.subset, self.split, self.val_split)
+        return f"--data.path {self.path}", find_splits(self.path, "path", KINDS)
+
+    def labeling(self, labels: LabelSet | None) -> Labeling:
+        """Return how to read rows. ``labels``: of the model; None takes those of the data."""
+        return Labeling(**{f.name: getattr(self, f.name) for f in fields(Labeling) if f.name != "known"}, known=labels)
+
+    def prepare(
+        self,
+        *,
+        tokenizer: Tokenizer | None,
+        max_seq_length: int,
+        report: Report = print,
+        kind: RowKind = "labeled",
+        labels: LabelSet | None = None,
+    ) -> PreparedData:
+        """See :meth:`DataModule.prepare`. ``labels``: of the model; None takes those of the data."""
+        if kind != "labeled":
+            raise UserError("--data Classification: needs --head classification")
+        options = {"kind": kind, "labeling": self.labeling(labels)}
+        return prepare_rows(self, tokenizer, max_seq_length, report, **options)

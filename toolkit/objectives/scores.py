@@ -1,0 +1,122 @@
+"""Objectives of models with a score layer: classification, and rewards from pairs (Bradley-Terry).
+
+The score of a text is read at its last token, the only one with a label. The loss of a row is
+
+| objective | loss | as in |
+|---|---|---|
+| one label per text | cross-entropy | transformers |
+| several labels per text | mean over labels of the binary cross-entropy | transformers |
+| regression | (score - label)^2 | transformers |
+| reward of a pair | -log s(r(chosen) - r(rejected) - margin) | arXiv 2203.02155, eq. 1; 2307.09288, eq. 2 |
+
+s is the logistic function.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.models.labels import IGNORE_INDEX, TOKENS
+from toolkit.objectives.base import LOSS, Objective, Part
+from toolkit.objectives.preference import BALANCING, PAIRS, has_balancing
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from toolkit.data.batch import Batch
+
+
+@dataclass
+class Classification(Objective):
+    """Classify texts, or predict a number, from the labels of --data Classification. --head classification implies it.
+
+    The loss is a mean over texts, with the weight of each label. Metrics: accuracy (of several labels: all of them are
+    right) and the macro mean of F1, or Spearman's rank correlation.
+    """
+
+    head, row_kind = "classification", "labeled"
+
+    def parts(self, module: "nn.Module") -> tuple[Part, ...]:
+        return (Part(LOSS), *_balancing(module))
+
+    def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
+        import torch
+        from torch.nn import functional as F
+
+        from toolkit.objectives.inputs import original_module
+
+        problem_type = _config(original_module(model)).problem_type
+        scores, sums = score_last_tokens(model, batch, device)
+        n_targets = scores.size(1) if problem_type == "multi_label_classification" else 1
+        targets = batch.values["targets"].to(device) if len(scores) else scores.new_zeros(0, n_targets + 1)
+        targets, weights = targets.split([n_targets, 1], dim=1)
+        if self.outputs is not None:
+            self.outputs.append(torch.cat([scores, targets], 1).double().cpu().numpy())
+        match problem_type:
+            case "regression":
+                losses = (scores - targets).square().mean(1)
+            case "multi_label_classification":
+                losses = F.binary_cross_entropy_with_logits(scores, targets, reduction="none").mean(1)
+            case _:
+                losses = F.cross_entropy(scores, targets[:, 0].long(), reduction="none")
+        return {LOSS: (losses * weights[:, 0]).sum()} | sums
+
+    def metric_names(self, module: "nn.Module") -> tuple[str, ...]:
+        return ("spearman",) if _config(module).problem_type == "regression" else ("accuracy", "f1")
+
+    def metrics(self, module: "nn.Module") -> dict[str, float]:
+        import numpy as np
+
+        from toolkit.distributed import ranks
+        from toolkit.objectives.scoring import prediction_metrics
+
+        outputs = np.concatenate([part for of_rank in ranks.all_gather_object(self.outputs) for part in of_rank])
+        scores, targets = np.split(outputs, [_config(module).n_labels], axis=1)
+        return prediction_metrics(scores, targets, _config(module).problem_type)
+
+
+@dataclass
+class Reward(Objective):
+    """Train a reward model on pairs of completions: --data Preference, with an optional column margin.
+    --head reward implies it.
+    """
+
+    normalizers = (TOKENS, PAIRS)
+    head, row_kind, rows_per_sample = "reward", "compared", 2
+    epochs = 1.0
+
+    def parts(self, module: "nn.Module") -> tuple[Part, ...]:
+        names = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin")
+        return (Part(LOSS, PAIRS), *_balancing(module), *(Part(name, PAIRS, weight=0) for name in names))
+
+    def count(self, batch: "Batch") -> dict[str, int]:
+        return {PAIRS: sum(row >= 0 for row in batch.ids[::2])}
+
+    def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
+        from torch.nn.functional import logsigmoid
+
+        scores, sums = score_last_tokens(model, batch, device)
+        chosen, rejected = scores.view(-1, 2).unbind(1)
+        margins = batch.values["targets"].to(device)[::2, 0] if len(scores) else chosen
+        difference = chosen - rejected
+        values = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": difference}
+        values["accuracy"] = (difference > 0).float()
+        logged = {name: value.detach().sum() for name, value in values.items()}
+        return {LOSS: -logsigmoid(difference - margins).sum()} | sums | logged
+
+
+def score_last_tokens(model: "nn.Module", batch: "Batch", device: "torch.device") -> "tuple[Tensor, dict[str, Tensor]]":
+    """Return the scores at the labels, (n, n_labels) fp32, in the order of the rows, and the load-balancing sum."""
+    from toolkit.objectives.inputs import original_module, run_with_head
+
+    rows, columns = (i.to(device) for i in (batch.labels != IGNORE_INDEX).nonzero(as_tuple=True))
+    scores, balancing = run_with_head(model, batch, device, lambda model, x, labels: model.scores(x[rows, columns]))
+    return scores, {BALANCING: balancing} if has_balancing(original_module(model)) else {}
+
+
+def _config(module: "nn.Module") -> Any:
+    return module.config
+
+
+def _balancing(module: "nn.Module") -> tuple[Part, ...]:
+    return (Part(BALANCING),) if has_balancing(module) else ()
