@@ -38,13 +38,17 @@ MODULE = textwrap.dedent("""
             raise ValueError("too many rows")
         return {"m": 1}
 
+    def sleeps_later(answers, references, rows):
+        time.sleep(600 if len(answers) > 2 else 0)
+        return {"m": 1}
+
     def renames_later(answers, references, rows):
         return {"few" if len(answers) <= 2 else "many": 1}
 
     def loss(answers, references, rows):
         return {"loss": 1}
 """)
-ROWS = 44
+ROWS = 90  # half of them are held out: 3 batches, so that one rank of two has one batch more
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +134,7 @@ def test_pretraining_measures_prompts_of_a_file(base, corpus, tmp_path, monkeypa
     path = base / "rows.jsonl"
     assert main(["pretrain", "pico-llama", *flags, *metric, "--eval.metric_data", str(path)]) == 0
     assert columns(tmp_path / "run", "val_loss", "val_exact_match") == [("", "0.0")]
-    assert [line["row"] for line in answers(tmp_path / "run")] == [f"{path} line {n}" for n in (1, 15, 30)]
+    assert [line["row"] for line in answers(tmp_path / "run")] == [f"{path} line {n}" for n in (1, 31, 61)]
 
 
 def test_mistakes_are_one_line_before_training(flags, capsys):
@@ -167,13 +171,28 @@ def test_s6_ranks_divide_the_prompts_and_agree_with_one(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_function_that_fails_ends_two_ranks(flags):
-    more = ["--eval.metric", "my_metrics:fails_later", "--strategy", "ddp", "--devices", "2", "--out_dir", "fails"]
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("fails_later", "ValueError: too many rows"), ("sleeps_later", "took longer than 5 s (--eval.metric_timeout)")],
+)
+def test_a_function_that_fails_ends_two_ranks(flags, name, reason):
+    more = [
+        "--eval.metric",
+        f"my_metrics:{name}",
+        "--eval.metric_timeout",
+        "5",
+        "--strategy",
+        "ddp",
+        "--devices",
+        "2",
+        "--out_dir",
+        "fails",
+    ]
     process = processes.Forked(["finetune_full", *flags, *more])
     _, err = processes.finish(process, 120)
     assert process.returncode == 2, err
     last = err.strip().splitlines()[-1]
-    assert last == "toolkit finetune_full: --eval.metric my_metrics:fails_later: ValueError: too many rows"
+    assert last == f"toolkit finetune_full: --eval.metric my_metrics:{name}: {reason}"
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ train.micro_batch_size
 save_total_limit keep_latest_k keep_last_n_checkpoints = train.keep_last
 load_best_model_at_end = train.keep_best true
 early_stopping_patience = train.patience
+metric_for_best_model = eval.best_by
 enable_async_checkpointing = train.async_save true
 resume_from_checkpoint auto_resume_from_checkpoints = resume
 optim optimizer_type optimizer.class_path = optimizer.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.sft.datasets import InstructionData
 from toolkit.data.sft.messages import Conversation
 from toolkit.data.sft.prepare import PackedDataset
-from toolkit.data.sft.readers import KINDS, RowSource, describe_row, splits_of_file
+from toolkit.data.sft.readers import KINDS, describe_row, splits_of_file
 from toolkit.data.sft.schemas import ANSWER, CONVERSATION, PAIR, Columns, Record, to_completions, to_record
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
@@ -58,38 +58,30 @@ def read_prompts(
         with_choices: Whether the rows need ``choices``, one of which is the reference.
     """
     columns = data.columns if isinstance(data, InstructionData) else None
-    source_rows = _file_rows(path) if path is not None else _held_out_rows(data, val)
-    count = sum(1 for _ in source_rows())
-    n = min(count, max_rows or count)
-    selected = {i * count // n for i in range(n)}
-    picked = ((source, number, row) for i, (source, number, row) in enumerate(source_rows()) if i in selected)
-    return [_make_prompt(row, describe_row(source, n), columns, template, with_choices) for source, n, row in picked]
+    rows = list(_file_rows(path) if path is not None else _held_out_rows(data, val))
+    n = min(len(rows), max_rows or len(rows))
+    selected = [rows[i * len(rows) // n] for i in range(n)]
+    return [_make_prompt(row, where, columns, template, with_choices) for where, row in selected]
 
 
-_Rows = Callable[[], Iterator[tuple[RowSource, int, Any]]]
-
-
-def _file_rows(path: str) -> _Rows:
+def _file_rows(path: str) -> Iterator[tuple[str, Any]]:
     option, file = f"--eval.metric_data {path}", Path(path).expanduser()
     if not file.is_file() or (kind := KINDS.get(file.suffix.lower())) is None:
         reason = "must end in" if file.is_file() else "no such file; give one that ends in"
         raise UserError(f"{option}: {reason} {', '.join(KINDS)}")
-    splits = splits_of_file(file, kind, option)
-    return lambda: ((source, number, row) for source in splits.train for number, row in source.rows())
+    for source in splits_of_file(file, kind, option).train:
+        yield from ((describe_row(source, number), row) for number, row in source.rows())
 
 
-def _held_out_rows(data: Any, val: Any) -> _Rows:
+def _held_out_rows(data: Any, val: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(val, PackedDataset):
         reason = "has no held-out rows with answers" if isinstance(data, InstructionData) else "is no instruction data"
         raise UserError(f"--eval.metric: --data {type(data).__name__} {reason}; give --eval.metric_data FILE")
     _, splits = data.find_rows()
-    sources, origins = [*splits.train, *(splits.val or [])], val.origins
-    return lambda: (
-        (source, number, row)
-        for position, source in enumerate(sources)
-        for number, row in source.rows()
-        if (position, number) in origins
-    )
+    origins = val.origins
+    for position, source in enumerate([*splits.train, *(splits.val or [])]):
+        rows = source.rows() if any(position == of_origin for of_origin, _ in origins) else []
+        yield from ((describe_row(source, number), row) for number, row in rows if (position, number) in origins)
 
 
 def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate, with_choices: bool) -> Prompt:
