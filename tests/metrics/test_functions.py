@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from helpers.cases import check_each
 
+from toolkit import extension
 from toolkit.errors import UserError
+from toolkit.extension import Extension
 from toolkit.metrics import METRICS, Metric, functions, parse_metrics
 from toolkit.metrics.process import summarize
 
@@ -85,6 +87,17 @@ def test_check_runs_a_command_with_a_time_limit(tmp_path, monkeypatch):
     assert functions.check(["ab", "a", "hang"], ["b", "b", None], rows, command) == {"check": [True, False, False]}
     with pytest.raises(FileNotFoundError):
         functions.check(["a"], [None], rows[:1], "no-such-command")
+
+
+def test_extensions_register_metrics(monkeypatch):
+    entries = {"ours": Extension(metrics={"mine": "my_package.scores.mine"})}
+    monkeypatch.setattr(extension, "_module_extensions", entries)
+    assert parse_metrics("mine:x,rouge_l")[0] == Metric("mine:x", "my_package.scores.mine", "x")
+    entries["ours"] = Extension(metrics={"rouge_l": "my_package.rouge"})
+    with pytest.raises(
+        UserError, match="extension ours: metrics rouge_l: toolkit already defines this name; rename it"
+    ):
+        parse_metrics("rouge_l")
 
 
 def test_entries_are_parsed():

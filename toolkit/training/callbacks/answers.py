@@ -152,7 +152,7 @@ def make_answer_metrics(launch: Launch, stack: ExitStack) -> AnswerMetrics | Non
         UserError: A function or the data cannot be used.
     """
     tokenizer = launch.data.tokenizer
-    if launch.args.eval.metric is None or launch.is_short:
+    if not launch.args.eval.metric or launch.is_short:
         return None
     if tokenizer is None:
         raise UserError(f"--eval.metric {launch.args.eval.metric}: needs a tokenizer; specify --tokenizer_dir")
@@ -178,8 +178,9 @@ def _set_up(launch: Launch, tokenizer: Tokenizer, processes: list[MetricProcess]
     limit = config.block_size
     short = [p for p in prompts if len(p.ids) < limit and all(len(ids) <= limit for ids, _ in p.choices)]
     if len(short) < len(prompts):
-        left_out = count_of(len(prompts) - len(short), "prompt")
-        launch.display.message(f"note: --eval.metric: {left_out} longer than the model's context of {limit} tokens")
+        count = count_of(len(prompts) - len(short), "prompt")
+        reason = f"longer than the model's context of {limit} tokens"
+        launch.display.message(f"note: --eval.metric: {count} left out, {reason}")
     if not short:
         raise UserError(f"--eval.metric {evaluation.metric}: no prompt is left; give others by --eval.metric_data")
     names: list[str] = []
