@@ -181,7 +181,7 @@ def test_mistakes_in_labels_are_one_line():
         (["a", "a", "a"], {}, "all rows have the same label"),
         (["a", None, "b"], {}, "line 2: has no label"),
         (["a", float("nan"), "b"], {}, "line 2: label nan: must be"),
-        (["a", "NaN", "b"], {}, "line 2: label 'NaN': is not a label"),
+        (["a", "NaN", "b"], {}, "line 2: label 'NaN': must be text, a number"),
         (["a", {}, "b"], {}, "line 2: label {}: must be"),
         (["a", "b", "c"], {}, "line 3: label 'c': the training data has only the labels a, b"),
         (["a", "b", "a"], {"known": LabelSet(["a", "c"], "single_label_classification")}, "the model has only the"),

@@ -2,9 +2,7 @@
 
 import csv
 import json
-import math
 import sys
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +15,7 @@ from toolkit.data.sft.labels import MULTI, SINGLE, Labeling
 from toolkit.data.sft.readers import KINDS, RowFile, describe_row, find_splits
 from toolkit.data.sft.schemas import to_record
 from toolkit.errors import UserError, require_option
-
-PREDICTION = "prediction"
+from toolkit.models.labels import IGNORE_INDEX
 
 
 def setup(
@@ -34,7 +31,8 @@ def setup(
 ) -> None:
     """Print each row of a file as CSV, with the prediction of a model with a head.
 
-    The added columns are prediction and, for a classification, score_LABEL, the probability of each label.
+    The columns are those of the first row, then prediction and, for a classification, score_LABEL, the probability of
+    each label.
 
     Args:
         checkpoint_dir: A checkpoint folder of a model with a head, or a name below checkpoints/; adapters are loaded
@@ -49,12 +47,13 @@ def setup(
         precision: Dtype of weights and computation. Default: bf16-true on CUDA, else the checkpoint's.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    source: Any = RowFile(Path("/dev/stdin"), "csv", "--texts -")
-    if texts != "-":
-        path, kind = Path(texts), KINDS.get(Path(texts).suffix.lower())
-        require_option(path.is_file(), "texts", texts, "no such file")
-        require_option(kind is not None, "texts", texts, f"must end in {', '.join(KINDS)}")
+    if texts == "-":
+        source: Any = RowFile(Path("/dev/stdin"), "csv", "--texts -")
+    else:
+        require_option(Path(texts).is_file(), "texts", texts, "no such file")
         (source,) = find_splits(texts, "texts", KINDS).train
+    from toolkit.data.chat.template import tokenizer_template
+    from toolkit.inference.chat import find_template
     from toolkit.inference.load import load_checkpoint
 
     loaded = load_checkpoint(
@@ -68,68 +67,56 @@ def setup(
     config = loaded.model.config
     if config.head is None:
         raise UserError(f"checkpoint_dir {checkpoint_dir}: has no head; train one with toolkit finetune_full --head")
-    labeling = Labeling(text_column, text_pair_column)
-    writer, n_cut = None, 0
-    all_rows = source.rows()
-    while rows := list(islice(all_rows, batch_size)):
-        ids, cut = zip(*(encode(loaded, labeling, row, describe_row(source, i)) for i, row in rows), strict=True)
-        n_cut += sum(cut)
-        for (_, row), scores in zip(rows, score(loaded.model, ids, loaded.tokenizer.pad_id), strict=True):
-            values = row | describe(config, scores)
+    labeling, is_reward = Labeling(text_column, text_pair_column), config.head == "reward" and text_column is None
+    has_template = tokenizer_template(loaded.tokenizer) is not None
+    template = find_template(loaded.tokenizer) if has_template else None
+    no_template = UserError(f"checkpoint_dir {checkpoint_dir}: has no chat template for messages; give texts")
+    options = SimpleNamespace(tokenizer=loaded.tokenizer, template=template, no_template=no_template, train_on="all")
+    rows, writer, n_cut = source.rows(), None, 0
+    while batch := list(islice(rows, batch_size)):
+        names = [describe_row(source, number) for number, _ in batch]
+        records = [
+            to_record(row, where) if is_reward else labeling.parse(row, where, needs_label=False)
+            for where, (_, row) in zip(names, batch, strict=True)
+        ]
+        predictions, cut = predict(loaded, records, options)
+        n_cut += cut
+        for (_, row), prediction in zip(batch, predictions, strict=True):
+            values = {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in (row | prediction).items()}
             if writer is None:
-                writer = csv.DictWriter(sys.stdout, list(values), restval="", extrasaction="ignore")
+                writer = csv.DictWriter(sys.stdout, list(values), extrasaction="ignore")
                 writer.writeheader()
-            writer.writerow({k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in values.items()})
+            writer.writerow(values)
     if n_cut:
         print(f"{n_cut:,} texts cut to {config.block_size:,} tokens, the model's context length", file=sys.stderr)
 
 
-def encode(loaded: Any, labeling: Labeling, row: Any, where: str) -> tuple[list[int], bool]:
-    """Return the tokens of a row, as in training, and whether they are cut."""
-    from toolkit.data.sft.tokenize import tokenize_record
-    from toolkit.inference.chat import find_template
+def predict(loaded: Any, records: list[Any], options: Any) -> tuple[list[dict[str, Any]], int]:
+    """Return the columns to add to each row, and the number of texts that are longer than the model's context.
 
-    is_text = loaded.model.config.head == "classification" or labeling.text_column is not None
-    record = labeling.parse(row, where, needs_label=False) if is_text else to_record(row, where)
-    template, no_template = None, None
-    try:
-        template = find_template(loaded.tokenizer)
-    except UserError as error:
-        no_template = error
-    options: Any = SimpleNamespace(
-        tokenizer=loaded.tokenizer, template=template, no_template=no_template, train_on="all"
-    )
-    ids, limit = tokenize_record(record, options).ids, loaded.model.config.block_size
-    return ids[:limit], len(ids) > limit
-
-
-def score(model: Any, texts: Sequence[list[int]], pad: int | None) -> list[list[float]]:
-    """Return the scores of each text."""
+    ``options``: tokenizer and template, as in :class:`toolkit.data.sft.tokenize.SFTConfig`.
+    """
     import torch
 
     from toolkit.data.batch import NO_ROUNDING, collate
-    from toolkit.data.sft.tokenize import mark_last
+    from toolkit.data.sft.tokenize import mark_last, tokenize_record
     from toolkit.objectives.scores import score_last_tokens
 
-    marked = [mark_last(ids, pad).ids for ids in texts]
-    rows = [{"input_ids": torch.tensor(ids[:-1]), "labels": torch.full((len(ids) - 1,), -100)} for ids in marked]
-    for row in rows:
-        row["labels"][-1] = 0
+    model, tokenizer = loaded.model, loaded.tokenizer
+    texts, limit, rows = [tokenize_record(record, options).ids for record in records], model.config.block_size, []
+    for ids in texts:
+        tokens, mask = map(torch.tensor, mark_last(ids[:limit], tokenizer.pad_id))
+        rows.append({"input_ids": tokens[:-1], "labels": torch.where(mask, tokens, IGNORE_INDEX)[1:]})
     batch = collate([*rows], [*range(len(rows))], [], 0, NO_ROUNDING)
     with torch.no_grad():
-        return score_last_tokens(model, batch, next(model.parameters()).device)[0].tolist()
-
-
-def describe(config: Any, scores: list[float]) -> dict[str, Any]:
-    """Return the columns to add to a row."""
-    if config.problem_type not in (SINGLE, MULTI):
-        return {PREDICTION: scores[0]}
-    if config.problem_type == MULTI:
-        shares = [1 / (1 + math.exp(-score)) for score in scores]
-        prediction: Any = [label for label, share in zip(config.labels, shares, strict=True) if share > 0.5]
+        scores, _ = score_last_tokens(model, batch, next(model.parameters()).device)
+    kind, labels = model.config.problem_type, model.config.labels
+    if kind not in (SINGLE, MULTI):
+        columns = [{"prediction": score} for score in scores[:, 0].tolist()]
     else:
-        powers = [math.exp(score - max(scores)) for score in scores]
-        shares = [power / sum(powers) for power in powers]
-        prediction = config.labels[shares.index(max(shares))]
-    columns = {f"score_{label}": share for label, share in zip(config.labels, shares, strict=True)}
-    return {PREDICTION: prediction} | columns
+        columns = []
+        for shares in (scores.softmax(1) if kind == SINGLE else scores.sigmoid()).tolist():
+            several = [label for label, share in zip(labels, shares, strict=True) if share > 0.5]
+            prediction = several if kind == MULTI else labels[shares.index(max(shares))]
+            columns.append({"prediction": prediction} | {f"score_{k}": v for k, v in zip(labels, shares, strict=True)})
+    return columns, sum(len(ids) > limit for ids in texts)

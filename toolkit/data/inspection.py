@@ -68,7 +68,7 @@ def _count_rows(prepared: PreparedData, preview: TokenDataset) -> Values:
 
 
 def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, list[int], list[bool]]]:
-    """Yield the origin, token ids and loss mask of the first ``count`` documents."""
+    """Yield the origin, token ids and loss mask of the first ``count`` documents, or the mask of tokens to score."""
     n_left = count
     for index in range(min(count, len(rows))):
         documents = list[tuple[list[int], list[int]]]()  # input ids and labels
@@ -82,6 +82,9 @@ def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, li
                 return
             n_left -= 1
             loss_mask = [target != IGNORE_INDEX for target in targets]
+            if "targets" in row:
+                yield origin, ids, loss_mask
+                continue
             last = targets[-1:] if loss_mask[-1] else []  # the last label is not an input
             yield origin, ids + last, [False, *loss_mask[: len(ids) - 1 + len(last)]]
 
