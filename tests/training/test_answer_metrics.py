@@ -21,6 +21,7 @@ from toolkit.cli import main
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY
+from toolkit.training.callbacks import tasks
 
 MODULE = textwrap.dedent("""
     import time, zlib
@@ -203,6 +204,18 @@ def test_s6_tensor_parallel_ranks_answer_together(flags, tmp_path):
     assert [line["answer"] for line in answers(tmp_path / "tensor")] == [a["answer"] for a in answers(tmp_path / "one")]
 
 
+def test_columns_of_tasks():
+    """As run_tasks returns them, with a filter of answers."""
+    results = {
+        "arc_easy": {"acc": 0.5, "acc_stderr": 0.1, "num_fewshot": 0, "samples": 3},
+        "gsm8k": {"exact_match,strict-match": 1, "exact_match_stderr,strict-match": 0.0, "samples": 3},
+    }
+    assert tasks.columns_of(results) == {
+        "val_arc_easy_acc": 0.5, "val_arc_easy_acc_stderr": 0.1,
+        "val_gsm8k_exact_match_strict-match": 1.0, "val_gsm8k_exact_match_strict-match_stderr": 0.0,
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 def test_tasks_of_lm_eval_are_metrics_and_agree_with_ours(tmp_path, monkeypatch, capsys):
     """On the same chat prompts: acc is choice, exact_match is ours, with the same standard errors."""
@@ -210,7 +223,7 @@ def test_tasks_of_lm_eval_are_metrics_and_agree_with_ours(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    talker, tasks = make_talker(tmp_path / "talker", block_size=128), write_tasks(tmp_path)
+    talker, folder = make_talker(tmp_path / "talker", block_size=128), write_tasks(tmp_path)
     questions = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     for name, mark in (("say", ""), ("choose", "?")):
         rows = [
@@ -223,7 +236,7 @@ def test_tasks_of_lm_eval_are_metrics_and_agree_with_ours(tmp_path, monkeypatch,
         "--train.max_steps", "1", "--train.global_batch_size", "4", "--eval.max_new_tokens", "0",
         "--data.val_split_fraction", "0", "--train.learning_rate", "1e-4", "--eval.interval", "1",
         "--train.keep_best", "true",
-        "--eval.metric_rows", "null", "--eval.tasks", "say,choose", "--eval.tasks_path", str(tasks),
+        "--eval.metric_rows", "null", "--eval.tasks", "say,choose", "--eval.tasks_path", str(folder),
     ]  # fmt: skip
     runs = {
         "say": ["exact_match", "--eval.metric_new_tokens", "12", "--eval.best_by", "say_exact_match"],

@@ -63,10 +63,10 @@ class TaskMetrics(TimedMetrics):
             option = f"tasks {evaluation.tasks}: "
             reason = reason.removeprefix("toolkit evaluate: ").removeprefix(f"--{option}")
             raise UserError(f"--eval.{option}{reason}")
-        return _columns(json.loads(done.stdout.splitlines()[-1])["tasks"])
+        return columns_of(json.loads(done.stdout.splitlines()[-1])["tasks"])
 
 
-def _columns(results: dict[str, dict[str, float]]) -> dict[str, float]:
+def columns_of(results: dict[str, dict[str, float]]) -> dict[str, float]:
     """Return the metrics of tasks as columns: val_TASK_METRIC, with the name of a filter of answers, and _stderr."""
     columns = {}
     for task, values in results.items():
