@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, one_line
 
-GROUP, TOOLKIT = "toolkit.extensions", "toolkit"
+GROUP = "toolkit.extensions"
 KINDS = (
     "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "objectives",
     "option_groups", "metrics",
@@ -140,10 +140,10 @@ def extensions() -> dict[str, Extension]:
 def registered(kind: str, builtin_names: Collection[str] = ()) -> dict[str, Entry]:
     """Return all extensions' entries of a kind (see :data:`KINDS`) by name. Reject duplicates and ``builtin_names``."""
     entries: dict[str, Entry] = {}
-    for origin, extension in ({TOOLKIT: LIBRARIES} | extensions()).items():
+    for origin, extension in ({"toolkit": LIBRARIES} | extensions()).items():
         for name, path in getattr(extension, kind).items():
             if name in builtin_names or name in entries:
-                other = entries[name].origin if name in entries else TOOLKIT
+                other = entries[name].origin if name in entries else "toolkit"
                 raise UserError(f"extension {origin}: {kind} {name}: {other} already defines this name; rename it")
             entries[name] = Entry(path, origin)
     return entries

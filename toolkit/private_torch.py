@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.optim import _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 FLASH_FORWARD = torch.ops.aten._flash_attention_forward
 FLASH_BACKWARD = torch.ops.aten._flash_attention_backward

@@ -16,8 +16,8 @@ from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.inference.batcher import NewToken
 from toolkit.inference.sampling import Sampling
-from toolkit.reporting.events import write_event
 from toolkit.reporting.run import read_runs
+from toolkit.ui.events import write_event
 from toolkit.ui.loggers import MetricsCSV
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from tests.faults.states import undisturbed
-from toolkit.reporting.events import write_event
 from toolkit.reporting.markdown import render_markdown
 from toolkit.reporting.page import render_page
 from toolkit.reporting.run import read_runs
+from toolkit.ui.events import write_event
 
 ONCE = ("html", "head", "meta", "title", "style", "body", "main", "h1", "script")
 """A page has as many of them as a harmless one, whatever the run has written."""

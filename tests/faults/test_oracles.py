@@ -15,7 +15,7 @@ from tests.faults.hostile import MARKUP
 from toolkit.checkpoints import folder as model_folder
 from toolkit.checkpoints.weights import save_state
 from toolkit.reporting import markdown, page
-from toolkit.reporting.events import write_event
+from toolkit.ui.events import write_event
 from toolkit.ui.loggers import COLUMNS
 
 ROW = dict.fromkeys(COLUMNS, 2.0) | {"val_loss": float("nan")}

@@ -9,8 +9,8 @@ from helpers import rank_worker  # noqa: F401
 from toolkit import extension
 from toolkit.cli.parser import parse
 from toolkit.commands import finetune_lora, pretrain
-from toolkit.reporting.events import package_versions
 from toolkit.training import rank_consistency
+from toolkit.ui.events import package_versions
 
 with mock.patch.object(extension, "_installed", dict):
     parse("pretrain", pretrain.setup, ("model_name",), ["--data", "TextFiles", "--data.train_data_path", "."])

@@ -28,12 +28,12 @@ from toolkit.io.safe_parse import MAX_BYTES
 from toolkit.io.storage import Storage, StorageError
 from toolkit.planning.training_options import run_args
 from toolkit.reporting import page
-from toolkit.reporting.events import parse_events, write_event
 from toolkit.reporting.page import render_page, write_report
 from toolkit.reporting.run import read_run, read_runs
 from toolkit.reporting.series import parse_metrics, reduce_lines, smooth
 from toolkit.training.hyperparameters import hyperparameters
 from toolkit.ui.console import make_progress
+from toolkit.ui.events import parse_events, write_event
 from toolkit.ui.loggers import MetricsCSV
 
 EVIL = "</script><script>document.title='evil'</script><img src=x onerror=\"document.title='evil'\">"

@@ -162,7 +162,7 @@ def test_s2_a_weight_without_a_gradient_is_averaged_from_the_first_step_on(tmp_p
         resumed[0].load_state_dict(weights)
     saved = load_state(tmp_path / "state.pth")["optimizer"]
     model, optimizer, averages = resumed
-    load_optimizer(model, optimizer, saved, tmp_path, tmp_path, may_be_empty=False, evaluation_weights=averages)
+    load_optimizer(model, optimizer, saved, tmp_path, tmp_path, may_be_empty=False)
     averages.restore()
     for n in (3, 4):
         step(first, n)

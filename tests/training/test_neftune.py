@@ -41,7 +41,8 @@ def test_noise_is_that_of_transformers(monkeypatch):
     row = {"input_ids": torch.randint(60, (16,)), "labels": torch.randint(60, (16,))}
     inputs = forward_inputs(model.train(), collate([row], [0], [7], 16, NO_ROUNDING), torch.device("cpu"))
     ours, _ = model.embed(**inputs)
-    numbers = inputs["noise"]._draw_row(7, 16, 32, torch.device("cpu"))
+    largest = 5 / 32**0.5
+    numbers = inputs["noise"].draw(torch.ones(1, 16), 32) / (2 * largest) + 0.5
     assert 0 <= numbers.min() < 0.05 and 0.95 < numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.05
     embedding.neftune_noise_alpha = 5.0
     embedding.register_forward_hook(neftune_post_forward_hook)

@@ -160,8 +160,8 @@ class TrainArgs:
         name, base = "train.lr_base_batch", self.lr_base_batch
         is_used = base == AUTO or self.lr_scaling != "none"
         require_option(is_used, name, base, "has no effect without --train.lr_scaling sqrt or linear")
-        name, ema = "train.ema", self.ema
-        require_option(ema is None or 0 < ema < 1, name, ema, "must be between 0 and 1, such as 0.999")
+        is_valid = self.ema is None or 0 < self.ema < 1
+        require_option(is_valid, "train.ema", self.ema, "must be between 0 and 1, such as 0.999")
         saves_steps = self.save_interval != 0 or self.save_every_minutes not in (None, AUTO)
         hint = "has no effect, because only the end of the run is saved; set --train.save_interval"
         require_option(not self.async_save or saves_steps, "train.async_save", "true", hint)
@@ -231,12 +231,17 @@ class LogArgs:
         group: Group of this run (W&B, trackio).
         format: Standard output. text: a panel on a terminal, lines elsewhere; json: one JSON object per line, and
             everything else on standard error.
+        price: Price of a kWh, for the cost of the run's energy; null does not print it.
     """
 
     project: str = "toolkit"
     run: str | None = None
     group: str | None = None
     format: Literal["text", "json"] = "text"
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("log", self, "price")
 
 
 OPTIMIZER_SHORTHANDS = ("weight_decay", "betas", "eps")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from toolkit.data.cache import choose_cache_dir
 from toolkit.errors import one_line
-from toolkit.reporting.events import package_versions
+from toolkit.ui.events import package_versions
 
 Sections = dict[str, dict[str, str]]  # title -> name -> text
 

@@ -25,12 +25,11 @@ class EmbeddingNoise(NamedTuple):
 
     def draw(self, lengths: Tensor, width: int) -> Tensor:
         """Return noise, (B, T, width) fp32, for tokens in documents of ``lengths`` tokens, (B, T)."""
-        noise = torch.stack([self._draw_row(key, lengths.size(1), width, lengths.device) for key in self.keys])
+        rows, device, n_tokens = [], lengths.device, lengths.size(1)
+        for key in self.keys:
+            seed = int(np.random.SeedSequence((self.seed, key + 1)).generate_state(1)[0])
+            generator = torch.Generator(device).manual_seed(seed)
+            chunks = [torch.rand(CHUNK, width, generator=generator, device=device) for _ in range(0, n_tokens, CHUNK)]
+            rows.append(torch.cat(chunks)[:n_tokens])
         bound = self.alpha / (lengths.clamp(min=1) * width).sqrt()
-        return (2 * noise - 1) * bound[..., None]
-
-    def _draw_row(self, key: int, n_tokens: int, width: int, device: torch.device) -> Tensor:
-        seed = int(np.random.SeedSequence((self.seed, key + 1)).generate_state(1)[0])
-        generator = torch.Generator(device).manual_seed(seed)
-        chunks = [torch.rand(CHUNK, width, generator=generator, device=device) for _ in range(0, n_tokens, CHUNK)]
-        return torch.cat(chunks)[:n_tokens]
+        return (2 * torch.stack(rows) - 1) * bound[..., None]

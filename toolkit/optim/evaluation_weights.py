@@ -65,15 +65,6 @@ class EvaluationWeights:
             if self._depth == 0:
                 self.restore()
 
-    def saved_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return new tensors for what a checkpoint's optimizer state has of the weights, by key."""
-        if self._decay is None:
-            return {TRAINED: torch.empty_like(parameter)} if self._sets_weights else {}
-        fp32 = torch.empty_like(parameter, dtype=torch.float32)
-        if parameter.dtype == torch.float32 or getattr(self._optimizer, "has_masters", False):
-            return {TRAINED: fp32}
-        return {TRAINED: torch.empty_like(parameter), AVERAGE: fp32}
-
     @torch.no_grad()
     def _exchange(self) -> None:
         for parameter in self._parameters if self._sets_weights else self._averages:

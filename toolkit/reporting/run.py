@@ -16,9 +16,10 @@ from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.paths import is_url, mask_url, require_folder
 from toolkit.io.safe_parse import MAX_BYTES, parse_yaml, read_bounded
 from toolkit.io.storage import Storage, StorageError
-from toolkit.reporting.events import EVENTS, parse_events
 from toolkit.reporting.series import MAX_COLUMNS, Columns, parse_metrics
 from toolkit.reporting.settings import changed_settings, command_of, defaults_of, flatten, repeat_command
+from toolkit.ui.energy import describe_energy
+from toolkit.ui.events import EVENTS, parse_events
 
 METRICS = "logs/metrics.csv"
 _MAX_EVENTS = 100  # samples and warnings of a page
@@ -51,6 +52,7 @@ class RunFacts:
         samples: Events of generated samples by step: step, prompt, text.
         warnings: Warnings and notes that the run printed.
         notes: What could not be read.
+        energy: See :func:`toolkit.ui.energy.describe_energy`; "" if no launch is recorded.
     """
 
     name: str
@@ -66,6 +68,7 @@ class RunFacts:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    energy: str = ""
 
     @property
     def launch(self) -> dict[str, Any]:
@@ -111,6 +114,7 @@ def read_run(place: str | Path, status: str | None = None) -> RunFacts:
         elif n_lost:
             run.notes.append(f"{n_lost:,} rows of {METRICS} are torn or foreign and left out")
     run.launches = [event for event in events if event["kind"] == "launch"]
+    run.energy = describe_energy(events) if run.launches else ""
     samples = {str(event.get("step")): event for event in events if event["kind"] == "sample"}
     run.samples = list(samples.values())[-_MAX_EVENTS:]
     texts = [str(event.get("text")) for event in events if event["kind"] == "warning"]

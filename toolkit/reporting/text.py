@@ -109,6 +109,7 @@ def figures(run: RunFacts) -> dict[str, str]:
         "waiting for data": (median(run, "data_wait_s") / (median(run, "step_s") or math.nan), lambda v: f"{v:.1%}"),
     }
     shown = {label: write(value) for label, (value, write) in values.items() if math.isfinite(value)}
+    shown |= {"energy": run.energy} if run.energy else {}
     metrics = {name: value for name in run.columns if math.isfinite(value := last(run, name))}
     shown |= {metric_label(name): format_metric(name, metrics) for name in metric_names(metrics)}
     if len(val_losses) and (lowest := val_losses.min()) < val_losses[-1]:

@@ -236,9 +236,10 @@ class Checkpointer:
                 raise UserError(f"{file}: {name}: is missing or not a {kind.__name__}; resume from another checkpoint")
         may_be_empty = step == 0 or self.scaler is not None  # the scaler may have skipped all steps
         shards = folder / TRAINER / OPTIMIZER
-        weights, averaged = folder / WEIGHTS, self.evaluation_weights
-        load_optimizer(self.module, self.optimizer, state["optimizer"], file, shards, may_be_empty, weights, averaged)
-        averaged.restore()
+        load_optimizer(
+            self.module, self.optimizer, state["optimizer"], file, shards, may_be_empty, weights=folder / WEIGHTS
+        )
+        self.evaluation_weights.restore()
         rank, name = ranks.global_rank(), "scaler"
         try:
             if self.scaler is not None:

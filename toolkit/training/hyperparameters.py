@@ -8,7 +8,7 @@ from toolkit.config.classes import class_path
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
 from toolkit.data.tokens.rows import PythonData
-from toolkit.extension import TOOLKIT, registered, split_names
+from toolkit.extension import registered, split_names
 from toolkit.models.families import extension_of
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives import NextToken, Objective
@@ -95,7 +95,6 @@ def used_extensions(args: RunArgs) -> list[str]:
         "option_groups": [name for name, group in args.groups.items() if group != type(group)()],
     }
     origins = [entry.origin for kind, names in used.items() for n, entry in registered(kind).items() if n in names]
-    origins = [origin for origin in origins if origin != TOOLKIT]
     if args.base_dir is None and args.module is None and (origin := extension_of(args.model_name)) is not None:
         origins.append(origin)
-    return list(dict.fromkeys(origins))
+    return [origin for origin in dict.fromkeys(origins) if origin != "toolkit"]

@@ -109,7 +109,7 @@ def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
             hint = did_you_mean(name, valid_names) or f"; use {', '.join(valid_names)}, or several separated by commas"
             raise UserError(f"--logger_name {logger_name}: no such logger{hint}")
     options = {f.name for f in fields(log_args) if getattr(log_args, f.name) != f.default}
-    for option in sorted(options.difference({"format"}, *(_USED_OPTIONS.get(name, set()) for name in names))):
+    for option in sorted(options.difference({"format", "price"}, *(_USED_OPTIONS.get(name, set()) for name in names))):
         raise UserError(f"--log.{option}: has no effect with --logger_name {logger_name}; remove it, or use wandb")
     for name in names:
         # not imported: trackio reads TRACKIO_DIR when it is

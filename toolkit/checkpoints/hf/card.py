@@ -13,6 +13,7 @@ from toolkit.io.safe_parse import read_json_object, read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.gpt import model_on_meta
+from toolkit.ui.energy import energy_of_run
 from toolkit.ui.loggers import read_metrics
 from toolkit.ui.progress import format_metric, metric_label, metric_names
 
@@ -92,6 +93,7 @@ def _describe_run(checkpoint_dir: Path, settings: dict[str, Any]) -> dict[str, s
     return {
         "Data": " ".join(map(str, filter(None, [data.get("class_path"), *source]))),
         "Trained": f"{last['step']:,.0f} steps, {last['tokens']:,.0f} tokens" if last else "",
+        "Energy": energy_of_run(checkpoint_dir.parent),
         **{label: f"{last[name]:.4g}" for name, label in names.items() if name in last},
         **{f"Validation {metric_label(name)}": format_metric(name, last) for name in metric_names(last)},
     }

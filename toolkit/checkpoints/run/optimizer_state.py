@@ -28,9 +28,9 @@ from toolkit.distributed.shards import is_shared_state, shard_of
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
-from toolkit.optim.evaluation_weights import AVERAGE, TRAINED, EvaluationWeights, begin_training
+from toolkit.optim.evaluation_weights import AVERAGE, TRAINED, begin_training
 from toolkit.optim.groups import GROUP_KEY, group_keys
-from toolkit.private_torch import local_parts, local_shard
+from toolkit.private_torch import local_parts, local_shard, tree_map_only
 
 Entries = dict[str, State]
 """States of an optimizer by parameter name."""
@@ -118,7 +118,6 @@ def load_optimizer(
     folder: Path,
     may_be_empty: bool,
     weights: Path | None = None,
-    evaluation_weights: EvaluationWeights | None = None,
 ) -> None:
     """Restore optimizer state. Each rank loads its own shards.
 
@@ -132,7 +131,6 @@ def load_optimizer(
         folder: Folder of optimizer shards, used if ``saved`` contains no tensors.
         may_be_empty: Whether the checkpoint may predate the first optimizer step.
         weights: Weight file or folder of shards, for an optimizer with fp32 masters.
-        evaluation_weights: Takes the trained weights from the restored state.
     """
     parts = _local_parameters(module, optimizer)
     by_name = {name: part for part in parts for name in part.names}
@@ -153,15 +151,13 @@ def load_optimizer(
     missing: list[_LocalParameter] = []
     for part in parts:
         state = _create_state(optimizer, part)
-        if evaluation_weights is not None:
-            state |= evaluation_weights.saved_state(part.parameter)
         entry = next((entries[name] for name in part.names if name in entries), None)
         if entry is None:
             if state:
                 missing.append(part)
             continue
         if entry.keys() <= {TRAINED, AVERAGE}:  # it has had no gradient
-            state = {key: state[key] for key in entry if key in state}
+            state = {}
         if MASTER in state:
             assert weights is not None
             masters = _saved_weights(weights) if masters is None else masters
@@ -305,7 +301,7 @@ def _fill(state: State, entry: State, part: _LocalParameter, is_torch_optimizer:
     """
     if missing := sorted(state.keys() - entry.keys()):
         raise _MismatchError(f"{missing[0]} is missing")
-    if is_torch_optimizer and (unknown := sorted(entry.keys() - state.keys())):
+    if is_torch_optimizer and (unknown := sorted(entry.keys() - state.keys() - {AVERAGE, TRAINED})):
         raise _MismatchError(f"{unknown[0]!r:.100} is unknown to this optimizer")
     for key, value in entry.items():
         target = state.get(key)
@@ -314,13 +310,8 @@ def _fill(state: State, entry: State, part: _LocalParameter, is_torch_optimizer:
         elif isinstance(value, _LazyTensor | Tensor) or isinstance(target, Tensor):
             raise _MismatchError(f"{key!r:.100} is {_describe(value)}, not {_describe(target)}")
         else:
-            state[key] = _to_device(value, part.parameter.device)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):  # SOAP has lists of matrices
-        return [_to_device(inner, device) for inner in value]
-    return value.to(device) if isinstance(value, Tensor) else value
+            # SOAP has lists of matrices
+            state[key] = tree_map_only(Tensor, lambda tensor: tensor.to(part.parameter.device), value)
 
 
 def _describe(value: Any) -> str:

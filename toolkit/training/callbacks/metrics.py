@@ -7,11 +7,11 @@ import torch
 
 from toolkit.distributed import ranks
 from toolkit.errors import one_line
-from toolkit.reporting.events import environment, write_event
 from toolkit.reporting.page import write_report
 from toolkit.training.hyperparameters import hyperparameters
 from toolkit.training.run import Callback, Run
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
+from toolkit.ui.events import environment, write_event
 from toolkit.ui.loggers import MetricsCSV, log_metrics
 
 

@@ -17,8 +17,8 @@ from toolkit.inference.sampling import GREEDY
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.reporting.events import write_event
 from toolkit.training.run import Callback, Run
+from toolkit.ui.events import write_event
 
 PLAIN_PROMPT = 32  # prompt tokens for plain text
 _MAX_CHARS = 60  # prompt characters printed

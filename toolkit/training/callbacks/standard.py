@@ -24,6 +24,7 @@ from toolkit.reporting.page import REPORT, write_report
 from toolkit.training.best_metric import VAL, BestMetric
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
+from toolkit.training.callbacks.energy import Energy
 from toolkit.training.callbacks.kubeflow import SERVER, KubeflowStatus
 from toolkit.training.callbacks.metrics import (
     ExternalLoggers,
@@ -63,7 +64,11 @@ def build_callbacks(
         return [ReplicaCheck(state.model), *user_callbacks]
     peak = peak_flops(launch.fabric.device, launch.config.precision)
     throughput = Throughput(state.flops, None if peak is None else peak * ranks.world_size())
-    callbacks: list[Callback] = [ReplicaCheck(state.model), ThroughputMonitor(throughput)]
+    callbacks: list[Callback] = [
+        ReplicaCheck(state.model),
+        ThroughputMonitor(throughput),
+        Energy(launch.fabric.device, launch.world.local_rank == 0),
+    ]
     if args.profile:
         callbacks.append(Profile(args.profiler))
     if args.train.skip_spikes is not None:
