@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.initialize import add_lora
 
+from tests.models.test_compile import RAGGED, count_graphs
 from tests.models.test_lora import NONE, merged, stir
 from tests.models.test_moe import BASE, STYLES, batch, make
 from toolkit.errors import UserError
@@ -112,3 +113,13 @@ def test_adapters_without_a_layer_to_adapt_do_nothing():
     """planning/compatibility.py refuses the options."""
     model = adapted_on_meta(ModelConfig(**BASE | STYLES["mixtral"]), LoRAConfig(mlp=True))
     assert not any(".mlp." in name and is_adapter(name) for name, _ in model.named_parameters())
+
+
+@pytest.mark.slow
+def test_adapted_blocks_of_rows_of_any_length_share_graphs():
+    """One for the first block, whose input needs no gradient, one for the others, and one for validation."""
+    model = adapted("qwen2_moe", **ALL, key=True, projection=True)
+    try:
+        assert count_graphs(model, RAGGED, longest_ragged=30) == 3
+    finally:
+        torch.compiler.reset()

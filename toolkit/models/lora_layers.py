@@ -130,7 +130,7 @@ class LoRAMixin(AdaptedLayer):
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Return the combined A, (R, in), and B, (out, R), in fp32."""
         adapters = self.adapters
-        if len(adapters) == 1 and len(adapters[0].rows) == self.out_features:
+        if len(adapters) == 1 and adapters[0].B.size(0) == self.out_features:  # dynamo has no len of a symbolic range
             return adapters[0].A, adapters[0].B
         ranks = sum(adapter.A.size(0) for adapter in adapters)
         blocks, before, row = [], 0, 0
