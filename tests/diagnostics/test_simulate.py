@@ -55,6 +55,15 @@ CASES = {
             "lora": LoRAConfig(experts=True, router=True),
         },
     ),
+    "experts, 4 bits": (
+        *FULL,
+        {
+            "config": replace(get_config("OLMoE-1B-7B-0924"), n_layer=4),
+            "precision": "bf16-true",
+            "lora": LoRAConfig(experts=True),
+            "quantize": "bnb.nf4",
+        },
+    ),
     "replicas": ("NO_SHARD", Layout(replicate=8), {}),
     "accumulating replicas": ("NO_SHARD", Layout(replicate=2), {"accumulation": 2}),
     "context": ("FULL_SHARD", Layout(shard=2, context=4), {"activation_checkpointing": "none"}),

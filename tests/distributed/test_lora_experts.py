@@ -21,13 +21,20 @@ FSDP = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"]
 LORA = {"command": "finetune_lora"}
 FAST = ("single", "fsdp")
 CASES = {
-    1: [Case("single", ADAPTED, **LORA), Case("mlp", [*ADAPTED, "--lora_mlp", "true"], **LORA)],
+    1: [
+        Case("single", ADAPTED, **LORA),
+        Case("mlp", [*ADAPTED, "--lora_mlp", "true"], **LORA),
+        Case("qlora", [*ADAPTED, "--quantize", "bnb.nf4"], **LORA),
+    ],
     2: [
         Case("fsdp", [*ADAPTED, *FSDP], **LORA),
         Case("ddp", [*ADAPTED, "--strategy", "ddp"], **LORA),
         Case("compiled", [*ADAPTED, *FSDP, "--compiler", "torch"], **LORA),
         Case("checkpointed", [*ADAPTED, *FSDP, "--train.activation_checkpointing", "full"], **LORA),
         Case("mlp-fsdp", [*ADAPTED, *FSDP, "--lora_mlp", "true"], **LORA),
+        Case("qlora-fsdp", [*ADAPTED, *FSDP, "--quantize", "bnb.nf4"], **LORA),
+        Case("qlora-ddp", [*ADAPTED, "--strategy", "ddp", "--quantize", "bnb.nf4"], **LORA),
+        Case("qlora-compiled", [*ADAPTED, *FSDP, "--quantize", "bnb.nf4", "--compiler", "torch"], **LORA),
     ],
 }
 
@@ -64,7 +71,7 @@ def slow(*case: str):
 @pytest.mark.parametrize(
     ("name", "one"),
     [("fsdp", "single"), *(slow(name, "single") for name in ("ddp", "compiled", "checkpointed")),
-     slow("mlp-fsdp", "mlp")],
+     slow("mlp-fsdp", "mlp"), *(slow(f"qlora-{name}", "qlora") for name in ("fsdp", "ddp", "compiled"))],
 )  # fmt: skip
 def test_n3_adapters_on_experts(runs, name, one):
     assert losses(runs / one)[-1] < losses(runs / one)[0]

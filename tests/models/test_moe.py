@@ -7,14 +7,12 @@ import torch
 from helpers.initialize import initialize
 from torch.nn import functional as F
 
-from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT
 from toolkit.models.init import STD, draw
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.moe import LLaMAMoE, load_balancing_loss, mask_until_last_label
-from toolkit.models.quantize import quantize_linears
 from toolkit.optim.groups import no_decay_params
 
 transformers = pytest.importorskip("transformers")
@@ -291,8 +289,3 @@ def test_n5_experts_and_router_have_weight_decay():
     assert {name for name in spared if ".h.0.mlp." in name} == {
         f"transformer.h.0.mlp.{part}.bias" for part in ("gate", "experts.fc_1", "experts.fc_2", "experts.proj")
     }
-
-
-def test_quantization_of_experts_is_rejected():
-    with pytest.raises(UserError, match="--quantize bnb.nf4: .* experts"):
-        quantize_linears(make(), "bnb.nf4")

@@ -22,7 +22,11 @@ pytest.importorskip("bitsandbytes")
 SIZE = {"vocab_size": 160, "block_size": 32, "n_layer": 2, "n_head": 4, "n_embd": 64}
 LLAMA = ModelConfig(**SIZE, n_query_groups=2)
 NEOX = ModelConfig(**SIZE, bias=True, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP")
+MOE = {**SIZE, "mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 64}
+EXPERTS = ModelConfig(**MOE, shared_expert_intermediate_size=64, bias=True, moe_indices=[1, 0])
+DEEPSEEK = ModelConfig(**MOE, router_scores="sigmoid", norm_topk_prob=True)
 KINDS = ["bnb.nf4", "bnb.nf4-dq"]
+ON_EXPERTS = {"experts": True, "router": True}
 LORA = LoRAConfig(**{**NO_HEAD, "r": 4, "alpha": 6})
 
 
@@ -43,9 +47,16 @@ def restored(quantized: GPT, config=LLAMA, **options) -> GPT:
     return plain
 
 
-@pytest.mark.parametrize("options", [{}, {"dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (NEOX, {}), (NEOX, {"dora": True}), (EXPERTS, ON_EXPERTS), (DEEPSEEK, ON_EXPERTS),
+        *(pytest.param(LLAMA, options, marks=pytest.mark.slow) for options in ({}, {"dora": True})),
+        pytest.param(EXPERTS, {}, marks=pytest.mark.slow),
+    ],
+    ids=["biases", "biases-dora", "experts", "sigmoid", "llama", "llama-dora", "frozen-experts"],
+)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", [NEOX, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["biases", "llama"])
 def test_logits_and_gradients_match_dequantized_weights(config, kind, options):
     model = adapted(config, **{**LORA.to_dict(), **options})
     quantize_linears(model, kind)
@@ -209,3 +220,21 @@ def test_adapters_before_or_after_quantization_are_equal():
     stir(early)
     assert not any(map(is_adapter, dict(late.named_parameters())))
     assert late(tokens()).isfinite().all() and not torch.equal(early(tokens()), late(tokens()))
+
+
+def test_experts_are_quantized_and_their_dense_weights_are_not_saved():
+    model, ids, dense = adapted(EXPERTS, **ON_EXPERTS), tokens(), []
+    quantize_linears(model, "bnb.nf4")
+    mlp = model.transformer.h[0].mlp
+    assert mlp.experts.fc_1.weight.dtype == torch.uint8 and mlp.experts.fc_1.weight.nbytes == 4 * 64 * 64 / 2
+    assert mlp.shared_expert.proj.weight.dtype == torch.uint8
+    assert mlp.gate.weight.dtype == mlp.shared_expert_gate.weight.dtype == torch.float32
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (4, 64, 64):
+            dense.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(ids, ids)[0].backward()
+    assert not dense

@@ -77,5 +77,6 @@ def load_quantized(
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(device, None if is_adapter(name) else dtype)
+    model.to(device)  # the buffers
     pad_head(model)
     return model

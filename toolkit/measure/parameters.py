@@ -10,7 +10,7 @@ from toolkit.measure.inputs import FP32, MemoryInputs
 from toolkit.models.block import Block
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
-from toolkit.models.quantize import refuse_experts
+from toolkit.models.quantize import quantized_layers
 from toolkit.optim.classes import HYBRID
 from toolkit.optim.groups import block_params, no_decay_params
 
@@ -90,12 +90,9 @@ def stored_parameters(inputs: MemoryInputs, model: GPT) -> list[StoredParameter]
 
 
 def quantized_weights(inputs: MemoryInputs, model: GPT) -> dict[str, nn.Parameter]:
-    """Return the 4-bit weights by name: the linear layers of the blocks, if --quantize is set."""
-    if inputs.quantize is None:
-        return {}
-    refuse_experts(inputs.config, inputs.quantize)
-    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("transformer.h.")]
-    return {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in linears}
+    """Return the 4-bit weights by name, if --quantize is set."""
+    layers = [] if inputs.quantize is None else quantized_layers(model)
+    return {f"{name}.weight": layer.get_parameter("weight") for name, layer in layers}
 
 
 def count_elements(parameters: Iterable[nn.Parameter]) -> int:

@@ -141,7 +141,7 @@ class Experts(nn.Module):
         """Tokens (N, n_embd) and expert indices (N, k) -> expert outputs (N, k, n_embd)."""
         experts, order = topk_indices.flatten().sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        expert_ids = torch.arange(self.fc_1.weight.size(0), device=order.device)
+        expert_ids = torch.arange(self.fc_1.sizes[0], device=order.device)
         ends = torch.searchsorted(experts, expert_ids, right=True, out_int32=True)
         x = _CopyAndPermute.apply(x, order, inverse, topk_indices.size(-1))
         y = self.proj(self._gated_product(self.fc_1(x, ends), self.fc_2(x, ends)), ends)

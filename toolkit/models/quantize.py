@@ -1,22 +1,23 @@
-"""Quantize the base model for QLoRA. Linear layers of the blocks become 4-bit; other weights do not change."""
+"""Quantize the base model for QLoRA: linear layers of the blocks become 4-bit, with the experts, and nothing else."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.errors import require_bitsandbytes, require_option
-from toolkit.models.config import ModelConfig
+from toolkit.models.aligned import AlignedLinear
 from toolkit.models.gpt import GPT
 from toolkit.models.lora_layers import LoRALinear, replace_linear
+from toolkit.models.moe import LoRAStackedLinear, StackedLinear
 
 if TYPE_CHECKING:  # it needs bitsandbytes
-    from toolkit.models.linear_4bit import Linear4bit
+    from toolkit.models.linear_4bit import Layer4bit
 
 BLOCK = 64  # weights per quantization scale
 
@@ -24,10 +25,14 @@ Quantize = Literal["bnb.nf4", "bnb.nf4-dq"]
 NESTED: Quantize = "bnb.nf4-dq"
 
 
-def refuse_experts(config: ModelConfig, kind: Quantize) -> None:
-    """Raise UserError for models with experts; bitsandbytes quantizes only linear layers."""
-    hint = "the weights of this model's experts cannot be quantized; run without --quantize"
-    require_option(not config.n_moe_layer, "quantize", kind, hint)
+def quantized_layers(model: GPT) -> list[tuple[str, Any]]:
+    """Return name and layer of the linear layers of the blocks, with those of the experts, but without routers."""
+    layers = model.transformer.h.named_modules(prefix="transformer.h")
+    return [
+        (name, layer)
+        for name, layer in layers
+        if isinstance(layer, nn.Linear | StackedLinear) and not isinstance(layer, AlignedLinear)
+    ]
 
 
 def quantize_linears(
@@ -72,21 +77,22 @@ def reserve_quantized(
     return values
 
 
-def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, Linear4bit]]:
-    """Replace the blocks' linear layers. Yields name and new layer, still with the old weight, one by one."""
-    refuse_experts(model.config, kind)
+def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, Layer4bit]]:
+    """Replace the layers. Yields name and new layer, still with the old weight, one by one."""
     # on import, bitsandbytes warns about missing optional CPU kernels
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     require_bitsandbytes(f"--quantize {kind}")
-    from toolkit.models.linear_4bit import Linear4bit, LoRALinear4bit
+    from toolkit.models import linear_4bit
 
-    for name, layer in list(model.transformer.h.named_modules(prefix="transformer.h")):
-        if not isinstance(layer, nn.Linear):
-            continue
+    classes: dict[type[nn.Module], type[nn.Module]] = {
+        LoRALinear: linear_4bit.LoRALinear4bit, LoRAStackedLinear: linear_4bit.LoRAStackedLinear4bit,
+        nn.Linear: linear_4bit.Linear4bit, StackedLinear: linear_4bit.StackedLinear4bit,
+    }  # fmt: skip
+    for name, layer in quantized_layers(model):
         # bitsandbytes (0.50) quantizes blocks across row boundaries, but its CPU kernels restart blocks in each row
         hint = f"{name} has {layer.in_features} input features, not a multiple of {BLOCK}, which bitsandbytes "
         hint += "computes incorrectly on some devices; run without --quantize"
         require_option(layer.in_features % BLOCK == 0, "quantize", kind, hint)
-        new_class = LoRALinear4bit if isinstance(layer, LoRALinear) else Linear4bit
+        new_class = next(new for old, new in classes.items() if isinstance(layer, old))
         owner, _, own_name = name.rpartition(".")
         yield name, replace_linear(model.get_submodule(owner), own_name, new_class)
