@@ -123,3 +123,8 @@ def test_adapted_blocks_of_rows_of_any_length_share_graphs():
         assert count_graphs(model, RAGGED, longest_ragged=30) == 3
     finally:
         torch.compiler.reset()
+
+
+def test_older_versions_read_adapters_without_experts():
+    assert {"experts", "router"}.isdisjoint(LoRAConfig(mlp=True).to_dict())
+    assert LoRAConfig(**LoRAConfig(router=True).to_dict()) == LoRAConfig(router=True)

@@ -77,7 +77,8 @@ class LoRAConfig:
         return tuple(part for part in PARTS if getattr(self, part))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the fields for a file. Versions without experts and router refuse these names: write them if used."""
+        return {name: value for name, value in asdict(self).items() if value or name not in ("experts", "router")}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> LoRAConfig:
