@@ -1,5 +1,6 @@
 """Every command of the pages on several devices, troubleshooting.md, finetune.md and convert.md is run verbatim."""
 
+import contextlib
 import csv
 import dataclasses
 import importlib
@@ -11,16 +12,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.small_runs import text_data
 from helpers.smollm2 import gguf_file
 from helpers.talker import make_talker
+from helpers.tiny_models import randomize
 
 from toolkit import extension
+from toolkit.checkpoints.folder import load_model
 from toolkit.cli import main
 from toolkit.cli.parser import parse
 from toolkit.commands import COMMANDS
 from toolkit.config.command import CommandOptions
 from toolkit.config.other_tools import suggest_option
+from toolkit.data.tokenizer import train_bpe
 from toolkit.extension import KINDS
 from toolkit.models.families import family_of, get_config
 from toolkit.ui.loggers import read_metrics
@@ -40,6 +45,7 @@ BLOCKS = commands_of(
 )  # fmt: skip
 FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert", "export")
 PREFERENCES, METRIC = commands_of("preferences", "heads"), commands_of("metric")
+EXPERTS = commands_of("experts")
 OTHER_TOOLS = [f"from_{tool}" for tool in ("litgpt", "trl", "axolotl", "nanogpt", "torchtitan", "torchtune")]
 # installs nothing: what the page installs must be there
 PIP = """\
@@ -130,7 +136,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
     record["torchrun"] = 'until [ "$1" = toolkit ]; do shift; done; exec "$@"'
     add_commands(tmp_path, nothing | record)
     (tmp_path / "config_hub").symlink_to(ROOT / "config_hub")
-    for block in FINETUNE + CONVERT + PREFERENCES + METRIC + commands_of(*OTHER_TOOLS):
+    for block in FINETUNE + CONVERT + PREFERENCES + METRIC + EXPERTS + commands_of(*OTHER_TOOLS):
         run(block, tmp_path, ARGUMENTS=str(tmp_path / "arguments"))
     monkeypatch.chdir(tmp_path)
     lines = [line.split("\0") for line in (tmp_path / "arguments").read_text().removesuffix("\0\0").split("\0\0")]
@@ -220,6 +226,38 @@ def test_metric_page(tmp_path):
     last = read_metrics(tmp_path / "out" / "margins" / "logs" / "metrics.csv")[-1]
     names = ("short", "short_stderr", "longest", "margin", "margin_stderr", "choice", "choice_norm")
     assert all(last[f"val_{name}"] == last[f"val_{name}"] for name in names) and 0 <= last["val_choice"] <= 1
+
+
+@pytest.mark.slow
+def test_experts_page(tmp_path, corpus):
+    """On a random model of the same type; its peft code loads adapters with the logits of toolkit's."""
+    transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 300)
+    template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    eos = '{"eos_token": "<|endoftext|>"}'
+    files = {"chat_template.jinja": template, "special_tokens_map.json": eos, "added_tokens.json": "{}"}
+    tokenizer = tokenizer.with_files({name: text.encode() for name, text in files.items()})
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 0, "pad_token_id": None}
+    config = transformers.OlmoeConfig(vocab_size=tokenizer.vocab_size, **sizes, **experts)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize(model, seed=0)
+    model.save_pretrained(tmp_path / "olmoe")
+    tokenizer.save(tmp_path / "olmoe")
+    run("toolkit convert_from_hf olmoe checkpoints/allenai/OLMoE-1B-7B-0924-Instruct", tmp_path)
+    rows = [{"prompt": f"token {i}", "completion": "reads a line"} for i in range(20)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for block in EXPERTS:
+        if "toolkit download" not in block:
+            run(block, tmp_path)
+    page = (ROOT / "tutorials" / "experts.md").read_text()
+    ids = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
+    with contextlib.chdir(tmp_path), torch.no_grad():
+        exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names := {})
+        expected = names["model"].eval()(input_ids=ids).logits
+        for name in ("experts", "further"):  # --from_peft trained another epoch
+            differs = (load_model(Path("out", name, "final")).eval()(ids) - expected).abs().max() / expected.abs().max()
+            assert (differs < 1e-5) == (name == "experts")
 
 
 @pytest.mark.slow
