@@ -28,6 +28,7 @@ from toolkit.data.sft.labels import Labeling
 from toolkit.data.sft.tokenize import mark_last
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
+from toolkit.metrics import functions
 from toolkit.models.gpt import GPT
 from toolkit.objectives.scoring import macro_f1, spearman
 from toolkit.ui.loggers import read_metrics
@@ -339,6 +340,29 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base):
         chosen, rejected = (model(row["input_ids"][None]).logits.item() for row in prepared.val[i])
         losses.append(math.log1p(math.exp(rejected - chosen + prepared.val[i][0]["targets"].item())))
     assert last["val_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+    # the reward model as a metric of another run's answers
+    rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+    chats = [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in rows[:12]]
+    every = replace(data, val_split_fraction=0.0).prepare(
+        tokenizer=Tokenizer.load("base"), max_seq_length=64, kind="compared"
+    )
+    expected = [model(every.train[i][0]["input_ids"][None]).logits.item() for i in range(len(rows))]
+    chosen = [row["chosen"] for row in rows]
+    scores = functions.reward(chosen, [None] * len(rows), [*chats, *rows[12:]], "micro8/final")["reward"]
+    assert scores == pytest.approx(expected, abs=1e-4)
+    with open("answers.jsonl", "w") as file:
+        for row in rows:
+            print(json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}), file=file)
+    options = options.replace("Preference --data.json_path pairs", "JSON --data.json_path answers")
+    options = options.replace("--head reward", "--eval.metric reward:micro8/final --eval.metric_new_tokens 4")
+    words = "--eval.best_by reward --train.keep_best true --out_dir rewarded"
+    assert main(["finetune_full", "base", *options.split(), *words.split()]) == 0
+    answers = [json.loads(line) for line in Path("rewarded/logs/answers.jsonl").read_text().splitlines()]
+    assert curve("rewarded")[-1]["val_reward"] == pytest.approx(np.mean([line["reward"] for line in answers]))
+    assert Path("rewarded/best/COMPLETE").exists()
+    with pytest.raises(ValueError, match="base: has no head"):
+        functions.reward(["fine"], [None], rows[:1], "base")
 
 
 FAMILIES_WITHOUT = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granite", "olmoe")

@@ -184,8 +184,8 @@ class EvalArgs:
         best_mode: Whether the highest (max) or the lowest (min) value of best_by is the best. auto: min for losses,
             errors, val_ppl and val_bpb, otherwise max.
         metric: Metrics of answers that the model generates at each validation, separated by commas: exact_match,
-            choice, number, regex:PATTERN, json_valid, rouge_l, check:COMMAND, or MODULE:FUNCTION. See
-            tutorials/metric.md.
+            choice, number, regex:PATTERN, json_valid, rouge_l, check:COMMAND, reward:FOLDER (of a reward model), or
+            MODULE:FUNCTION. See tutorials/metric.md.
         metric_data: Prompts and references for metric: a .json, .jsonl, .csv or .parquet file with rows like those of
             --data JSON. Default: the held-out rows of instruction data.
         metric_rows: Maximum number of prompts, evenly spaced in the data, and of questions per task; null uses all.

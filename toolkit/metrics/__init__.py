@@ -23,7 +23,7 @@ from toolkit.extension import registered
 _FUNCTIONS = "toolkit.metrics.functions"
 METRICS = {
     name: f"{_FUNCTIONS}.{name}"
-    for name in ("exact_match", "choice", "number", "regex", "json_valid", "rouge_l", "check")
+    for name in ("exact_match", "choice", "number", "regex", "json_valid", "rouge_l", "check", "reward")
 }
 """Path of each function of this package."""
 

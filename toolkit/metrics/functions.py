@@ -1,17 +1,22 @@
 """The metrics that every run can use. See :mod:`toolkit.metrics` for the arguments.
 
-Each returns one number per row: 1 or 0, or between them for ROUGE-L.
+Each returns one number per row: 1 or 0, between them for ROUGE-L, or any for a reward.
 """
 
+import csv
+import io
 import json
 import os
 import re
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 Rows = Sequence[dict[str, Any]]
@@ -20,6 +25,7 @@ Scores = dict[str, list[float]]
 
 CHECK_SECONDS = 10.0
 """Time limit of a checker per answer."""
+_ANSWERS = {"output", "completion", "response", "answer", "chosen", "rejected"}  # columns of rows
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -138,3 +144,25 @@ def check(answers: Sequence[str], references: References, rows: Rows, command: s
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return {"check": list(pool.map(accepts, zip(answers, references, rows, strict=True)))}
+
+
+def reward(answers: Sequence[str], references: References, rows: Rows, folder: str) -> Scores:
+    """The score of a reward model, a checkpoint folder, for each row with the answer. Computed on the CPU."""
+    with TemporaryDirectory() as scratch:
+        texts = Path(scratch) / "texts.jsonl"
+        answered = (_with_answer(row, answer) for row, answer in zip(rows, answers, strict=True))
+        texts.write_text("".join(json.dumps(row) + "\n" for row in answered))
+        words = ["classify", folder, "--texts", str(texts), "--accelerator", "cpu"]
+        done = subprocess.run([sys.executable, "-m", "toolkit", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().rpartition("\n")[2])
+    return {"reward": [float(line["prediction"]) for line in csv.DictReader(io.StringIO(done.stdout))]}
+
+
+def _with_answer(row: dict[str, Any], answer: str) -> dict[str, Any]:
+    """Return the row with another last answer."""
+    if "messages" not in row:
+        return {name: value for name, value in row.items() if name not in _ANSWERS} | {"completion": answer}
+    *earlier, last = row["messages"]
+    question = earlier if last["role"] == "assistant" else row["messages"]
+    return row | {"messages": [*question, {"role": "assistant", "content": answer}]}
