@@ -21,7 +21,7 @@ BUDGET = {
     "data": 65_000,
     "models": 61_300,
     "checkpoints": 49_300,
-    "metrics": 2_700,
+    "metrics": 3_100,
     "planning": 16_500,
     "measure": 15_900,
     "training": 44_300,
