@@ -169,8 +169,8 @@ def test_labels_decide_the_kind_of_problem():
     expected = compute_class_weight("balanced", classes=np.array(["a", "b"]), y=list("ababa"))
     assert weights[:2] == pytest.approx(expected.tolist())
     assert [line[1] for line in encode(["a", "b", "a"], class_weights={"b": 3.0})[2]] == [1, 3, 1]
-    known = LabelSet(["b", "a", "c"], "single_label_classification")
-    assert encode(["a", "b", "a"], known=known)[2] == [[1, 1], [0, 1], [1, 1]]
+    labels = LabelSet(["b", "a", "c"], "single_label_classification")
+    assert encode(["a", "b", "a"], model_labels=labels)[2] == [[1, 1], [0, 1], [1, 1]]
 
 
 def test_mistakes_in_labels_are_one_line():
@@ -179,6 +179,7 @@ def test_mistakes_in_labels_are_one_line():
             encode(rows, **options)
         assert message in str(error.value) and "\n" not in str(error.value)
 
+    of_model = LabelSet(["a", "c"], "single_label_classification")
     check_each(check, [
         (["a", "a", "a"], {}, "all rows have the same label"),
         (["a", None, "b"], {}, "line 2: has no label"),
@@ -186,8 +187,8 @@ def test_mistakes_in_labels_are_one_line():
         (["a", "NaN", "b"], {}, "line 2: label 'NaN': must be text, a number"),
         (["a", {}, "b"], {}, "line 2: label {}: must be"),
         (["a", "b", "c"], {}, "line 3: label 'c': the training data has only the labels a, b"),
-        (["a", "b", "a"], {"known": LabelSet(["a", "c"], "single_label_classification")}, "the model has only the"),
-        ([1.5, 2, 3], {"known": LabelSet(["a", "c"], "single_label_classification")}, "the model has only the"),
+        (["a", "b", "a"], {"model_labels": of_model}, "the model has only the"),
+        ([1.5, 2, 3], {"model_labels": of_model}, "the model has only the"),
         (["a", ["b"], "a"], {}, "line 1: the label is no list"),
         (["a", "b", "a"], {"problem_type": "regression"}, "line 1: label 'a': must be a number"),
         ([["a"], ["b"], ["a"]], {"problem_type": "single_label_classification"}, "line 1: label ['a']: is a list"),

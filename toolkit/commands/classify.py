@@ -31,7 +31,7 @@ def setup(
 ) -> None:
     """Print each row of a file as CSV, with the prediction of a model with a head.
 
-    The columns are those of the first row, then prediction and, for a classification, score_LABEL, the probability of
+    The columns are the first row's, then prediction and, for a classification, score_LABEL, the probability of
     each label.
 
     Args:

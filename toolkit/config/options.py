@@ -186,8 +186,8 @@ class EvalArgs:
         metric: Metrics of answers that the model generates at each validation, separated by commas: exact_match,
             choice, number, regex:PATTERN, json_valid, rouge_l, check:COMMAND, reward:FOLDER (of a reward model), or
             MODULE:FUNCTION. See tutorials/metric.md.
-        metric_data: Prompts and references for metric: a .json, .jsonl, .csv or .parquet file with rows like those of
-            --data JSON. Default: the held-out rows of instruction data.
+        metric_data: Prompts and references for metric: a .json, .jsonl, .csv or .parquet file with rows as in --data
+            JSON. Default: the held-out rows of instruction data.
         metric_rows: Maximum number of prompts, evenly spaced in the data, and of questions per task; null uses all.
         metric_new_tokens: Maximum number of tokens of an answer.
         metric_timeout: Seconds that a metric's function may take per validation.

@@ -90,7 +90,7 @@ class TokenDataset(Protocol):
     before in the global batch, of the last one for the first.
 
     A row may have "values", numbers by name. They are in ``Batch.values``. It may also have "targets", an fp32 array
-    with a line for each of its samples; ``Batch.values["targets"]`` has those of all rows.
+    with a line for each of its samples; ``Batch.values["targets"]`` has the lines of all rows.
 
     A dataset may define a custom sample order: ``order(seed, state) -> SampleOrder``. ``state`` is
     ``SampleOrder.state()`` from the checkpoint, or {} at the start of a run. Row indices may then be any non-negative

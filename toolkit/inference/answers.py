@@ -69,12 +69,12 @@ class Answerer(NamedTuple):
         parts = list(_split(items, size))
         if not self.is_divided:
             return [result for part in parts for result in compute(part, part)]
-        rank, n, mine = ranks.global_rank(), ranks.world_size(), []
+        rank, n, results = ranks.global_rank(), ranks.world_size(), []
         for turn in _split(parts, n):
             if rank < len(turn) or self.is_sharded:  # a rank without a batch takes part in the forward passes
                 part = turn[rank] if rank < len(turn) else turn[0]
-                mine.append(compute(part, [item for one in turn for item in one]))
-        everywhere = ranks.all_gather_object(mine)
+                results.append(compute(part, [item for one in turn for item in one]))
+        everywhere = ranks.all_gather_object(results)
         return [result for i in range(len(parts)) for result in everywhere[i % n][i // n]]
 
 

@@ -26,7 +26,7 @@ NESTED: Quantize = "bnb.nf4-dq"
 
 
 def quantized_layers(model: GPT) -> list[tuple[str, Any]]:
-    """Return name and layer of the linear layers of the blocks, with those of the experts, but without routers."""
+    """Return name and layer of the linear layers of the blocks, including experts, without routers."""
     layers = model.transformer.h.named_modules(prefix="transformer.h")
     return [
         (name, layer)

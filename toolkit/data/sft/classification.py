@@ -88,8 +88,10 @@ class Classification(DataModule):
         return f"--data.path {self.path}", find_splits(self.path, "path", KINDS)
 
     def labeling(self, labels: LabelSet | None) -> Labeling:
-        """Return how to read rows. ``labels``: of the model; None takes those of the data."""
-        return Labeling(**{f.name: getattr(self, f.name) for f in fields(Labeling) if f.name != "known"}, known=labels)
+        """Return how to read rows. ``labels``: The model's; None takes the data's."""
+        return Labeling(
+            **{f.name: getattr(self, f.name) for f in fields(Labeling) if f.name != "model_labels"}, model_labels=labels
+        )
 
     def prepare(
         self,
@@ -100,7 +102,7 @@ class Classification(DataModule):
         kind: RowKind = "labeled",
         labels: LabelSet | None = None,
     ) -> PreparedData:
-        """See :meth:`DataModule.prepare`. ``labels``: of the model; None takes those of the data."""
+        """See :meth:`DataModule.prepare`. ``labels``: The model's; None takes the data's."""
         if kind != "labeled":
             raise UserError("--data Classification: needs --head classification")
         options = {"kind": kind, "labeling": self.labeling(labels)}

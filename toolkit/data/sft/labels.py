@@ -35,7 +35,7 @@ class Labeling:
     """How to read the rows of a classification, see :class:`toolkit.data.sft.classification.Classification`.
 
     Args:
-        known: The labels of the model that is trained or evaluated; None takes those of the data.
+        model_labels: The labels of the model that is trained or evaluated; None takes the data's.
     """
 
     text_column: str | None = None
@@ -43,7 +43,7 @@ class Labeling:
     label_column: str = "label"
     problem_type: ProblemType | None = None
     class_weights: ClassWeights = None
-    known: LabelSet | None = None
+    model_labels: LabelSet | None = None
 
     def parse(self, row: Any, where: str, needs_label: bool = True) -> Record:
         """Parse a row into a record.
@@ -99,23 +99,23 @@ class Labeling:
 
         if not records:  # all are dropped
             return np.zeros((0, 2), np.float32), ([], SINGLE, "no labels")
-        known = self.known
-        problem = self.problem_type or (known.problem_type if known else _infer_problem(records))
-        if known is not None and problem != known.problem_type:
-            raise UserError(f"{_PROBLEM} {problem}: the model's head is for {known.problem_type}; remove it")
+        model_labels = self.model_labels
+        problem = self.problem_type or (model_labels.problem_type if model_labels else _infer_problem(records))
+        if model_labels is not None and problem != model_labels.problem_type:
+            raise UserError(f"{_PROBLEM} {problem}: the model's head is for {model_labels.problem_type}; remove it")
         if self.class_weights is not None and problem != SINGLE:
             raise UserError(f"--data.class_weights {self.class_weights}: is only for one label per text; remove it")
         if problem == REGRESSION:
             numbers = [_to_number(record) for record in records]
             text = f"label: mean {np.mean(numbers):.4g}, from {min(numbers):.4g} to {max(numbers):.4g} ({REGRESSION})"
             targets = np.stack([numbers, np.ones(len(numbers))], axis=1, dtype=np.float32)
-            return targets, (known.names if known else [self.label_column], REGRESSION, text)
+            return targets, (model_labels.names if model_labels else [self.label_column], REGRESSION, text)
         by_row = [_names_of(record, problem) for record in records]
         counts = Counter(name for names, trains in zip(by_row, is_train, strict=True) if trains for name in names)
-        names = known.names if known else _sort(counts)
+        names = model_labels.names if model_labels else _sort(counts)
         if len(names) < 2 and problem == SINGLE:
             raise UserError(f"--data.label_column {self.label_column}: all rows have the same label {names}; give two")
-        of = "the model has only the labels" if known else "the training data has only the labels"
+        of = "the model has only the labels" if model_labels else "the training data has only the labels"
         for record, names_of_row in zip(records, by_row, strict=True):
             for name in set(names_of_row) - {*names}:
                 raise UserError(f"{record.where}: {self.label_column} {name!r:.60}: {of} {join_first(names, 10)}")

@@ -157,10 +157,12 @@ def make_answer_metrics(launch: Launch, stack: ExitStack) -> AnswerMetrics | Non
     if tokenizer is None:
         raise UserError(f"--eval.metric {launch.args.eval.metric}: needs a tokenizer; specify --tokenizer_dir")
     processes: list[MetricProcess] = []
-    mine = ranks.run_on_rank0(lambda: _set_up(launch, tokenizer, processes, stack))
-    others = mine and mine._replace(prompts=[prompt._replace(row={}, reference=None) for prompt in mine.prompts])
+    on_rank0 = ranks.run_on_rank0(lambda: _set_up(launch, tokenizer, processes, stack))
+    others = on_rank0 and on_rank0._replace(
+        prompts=[prompt._replace(row={}, reference=None) for prompt in on_rank0.prompts]
+    )
     setup = ranks.broadcast_from_rank0(others)
-    return AnswerMetrics(mine or setup, processes, tokenizer)
+    return AnswerMetrics(on_rank0 or setup, processes, tokenizer)
 
 
 def _set_up(launch: Launch, tokenizer: Tokenizer, processes: list[MetricProcess], stack: ExitStack) -> MetricSetup:

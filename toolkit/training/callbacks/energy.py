@@ -43,7 +43,7 @@ class Counter:
 
 
 class Energy(Callback):
-    """Records the energy of this launch at every checkpoint and at the end; the summary has that of all launches.
+    """Records the energy of this launch at every checkpoint and at the end; the summary has the total of all launches.
 
     Each rank reads its GPU, and the first rank of a machine the CPUs.
     """
