@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
     "data": 65_000,
-    "models": 61_300,
+    "models": 61_600,
     "checkpoints": 49_300,
     "metrics": 3_100,
     "planning": 16_500,

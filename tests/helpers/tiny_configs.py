@@ -60,6 +60,10 @@ OLMOE = {**GROUPED, **NO_PAD, "num_experts": 8, "num_experts_per_tok": 3}
 ERNIE_MOE = {
     **GROUPED, **NO_PAD, "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2,
 }  # fmt: skip
+GRANITE = {
+    **GROUPED, "embedding_multiplier": 12.0, "attention_multiplier": 0.15, "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}  # fmt: skip
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 
 HF_CONFIGS = {
@@ -173,8 +177,10 @@ HF_CONFIGS = {
         **STABLELM, use_qkv_bias=True, use_parallel_residual=True, tie_word_embeddings=True
     ),
     "stablelm-12b": lambda: transformers.StableLmConfig(**STABLELM, use_parallel_residual=True, qk_layernorm=True),
-    "granite": lambda: transformers.GraniteConfig(
-        **GROUPED, embedding_multiplier=12.0, attention_multiplier=0.15, residual_multiplier=0.22, logits_scaling=8.0
+    "granite": lambda: transformers.GraniteConfig(**GRANITE),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**GRANITE, num_local_experts=4, num_experts_per_tok=2),
+    "granitemoe-one-expert-biases-tied": lambda: transformers.GraniteMoeConfig(
+        **LLAMA, num_local_experts=6, num_experts_per_tok=1, attention_bias=True, tie_word_embeddings=True
     ),
     "starcoder2": lambda: transformers.Starcoder2Config(**GROUPED, **NO_PAD, sliding_window=16),
     "starcoder2-without-biases": lambda: transformers.Starcoder2Config(
@@ -437,6 +443,11 @@ NATIVE_CONFIGS = {
         "moe_intermediate_size": 24, "tie_embeddings": True, "rope_base": 500.0,
     },
     "granite": {"family": "granite", "vocab_size": 90, "attention_multiplier": 0.3, "logits_scaling": 3.0},
+    "granitemoe": {
+        "family": "granitemoe", "vocab_size": 90, "n_query_groups": 2, "mlp_class_name": "LLaMAMoE", "n_expert": 6,
+        "n_expert_per_token": 3, "norm_topk_prob": True, "moe_intermediate_size": 24, "residual_multiplier": 0.5,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0,
+    },
     "neox": {
         "family": "gpt_neox", "vocab_size": 90, "rotary_percentage": 0.5, "rope_base": 100.0, "bias": True,
         "parallel_residual": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",

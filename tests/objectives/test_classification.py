@@ -366,7 +366,7 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base):
         functions.reward(["fine"], [None], rows[:1], "base")
 
 
-FAMILIES_WITHOUT = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granite", "olmoe")
+FAMILIES_WITHOUT = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granite", "granitemoe", "olmoe")
 
 
 @pytest.mark.slow

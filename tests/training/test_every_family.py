@@ -32,7 +32,8 @@ OF_TYPE = NAMED | {
 FAST = ("gemma3_text", "qwen3_moe")  # the others with the slow tests; test_parity.py has all
 CLOSE = 2e-5  # fp32, relative to the largest logit
 PARTS = ("query", "key", "value", "projection", "head")
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmoe", "ernie4_5_moe"}
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmoe", "ernie4_5_moe",
+           "granitemoe"}  # fmt: skip
 RUN = ["--data", "JSON", "--data.prompt_style", "plain", "--accelerator", "cpu", "--train.global_batch_size", "2",
        "--train.micro_batch_size", "2", "--train.max_steps", "1", "--train.learning_rate", "1e-2",
        "--train.lr_warmup_steps", "0", "--eval.final_validation", "false", "--eval.max_new_tokens", "8"]  # fmt: skip
@@ -110,7 +111,7 @@ def test_full_finetuning_and_export(family, base, hf_base_logits, rows, tmp_path
 def test_lora_finetuning_merge_and_peft_export(family, hf_dir, base, hf_base_logits, rows, tmp_path, recwarn):
     final, merged, out = (tmp_path / name for name in ("run/final", "merged", "out"))
     parts = (*PARTS, *(("experts", "router") if family in EXPERTS else ()))
-    if family not in {"mixtral", "gpt_oss", "olmoe", "qwen3_moe"}:  # whose MLPs are all experts
+    if family not in {"mixtral", "gpt_oss", "olmoe", "qwen3_moe", "granitemoe"}:  # whose MLPs are all experts
         parts += ("mlp",)
     adapted = [word for part in parts for word in (f"--lora_{part}", "true")]
     words = ["--data.json_path", str(rows), "--out_dir", str(final.parent), "--lora_r", "4", *adapted, *RUN]
@@ -171,8 +172,8 @@ def test_end_of_turn_is_trained_and_generated(family, tiny_models, tokenizer, tm
     rows.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
     size = ["--train.global_batch_size", "3", "--train.micro_batch_size", "3", "--train.max_steps", "60"]
     words = ["--data", "JSON", "--data.json_path", str(rows), "--data.val_split_fraction", "0", "--accelerator", "cpu"]
-    # granite divides logits by 16
-    words += [*size, "--train.learning_rate", "2e-2" if family == "granite" else "3e-3", "--eval.max_new_tokens", "0"]
+    rate = "2e-2" if family.startswith("granite") else "3e-3"  # granite divides logits by 8
+    words += [*size, "--train.learning_rate", rate, "--eval.max_new_tokens", "0"]
     words += ["--train.save_interval", "0", "--out_dir", str(final.parent)]
     assert main(["finetune_full", str(base), *words]) == 0
 

@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 MODELS = [
     "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "olmoe", "ernie4.5-moe",
+    "granitemoe",
 ]  # fmt: skip
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -52,7 +53,8 @@ def made_by_peft(hf, folder, parameters, **settings):
 def test_adapters_of_peft_are_imported_and_exported(model, tiny_models, tmp_path):
     """peft's gate_up_proj has one A for fc_1 and fc_2, which get a copy each; the export has twice the rank."""
     hf, base = tiny_models[model].hf, tiny_models[model].native
-    router = f"mlp.{'router' if model == 'gpt-oss' else 'gate'}.weight"
+    routers = {"gpt-oss": "mlp.router.weight", "granitemoe": "block_sparse_moe.router.weight"}
+    router = routers.get(model, "mlp.gate.weight")
     expected, plain = made_by_peft(hf, tmp_path / "peft", [*EXPERTS, router])
     assert differs(plain, expected) > 1e-2
     native = load_model(base).eval()
@@ -68,7 +70,7 @@ def test_adapters_of_peft_are_imported_and_exported(model, tiny_models, tmp_path
     again = peft.PeftModel.from_pretrained(again, tmp_path / "again").eval()
     assert differs(again(input_ids=ids()).logits, expected) < 1e-5
     settings = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
-    assert settings["target_parameters"] == sorted(["experts.down_proj", "experts.gate_up_proj", router[4:]])
+    assert settings["target_parameters"] == sorted([*EXPERTS, router.partition(".")[2]])
     assert settings["rank_pattern"] == {"experts.gate_up_proj": 6}
     assert settings["target_modules"] == [] and settings["lora_dropout"] == 0
     key = r".*\.gate_up_proj"  # as peft writes it for adapters of transformers 4

@@ -9,6 +9,7 @@ peft wraps the two parameters one inside the other, and its tensor names say onl
 An exported gate_up_proj has the adapters of fc_1 and fc_2: A stacked, B block-diagonal, with twice the rank and alpha.
 """
 
+import re
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,8 +29,9 @@ _INNER = ".base_layer"  # of the module's name, for the parameter of the inner w
 
 
 def hf_module(name: str) -> str:
-    """Return a module's name in transformers 5: Mixtral's files have older names."""
-    return name.replace(".block_sparse_moe.", ".mlp.")
+    """Return the name in transformers 5 of a module or a weight. Mixtral's and Granite's files have older names."""
+    name = re.sub(r"\.block_sparse_moe\.(gate|experts\.\d)", r".mlp.\1", name)  # Mixtral
+    return name.replace(".router.layer", ".router").replace(".output_linear.", ".experts.")
 
 
 class Factors(NamedTuple):
@@ -104,13 +106,19 @@ class ExpertParameter:
             factors[name] = Factors(a[:, columns].clone(), b[..., columns].contiguous())
         return factors
 
+    @property
+    def _is_transposed(self) -> bool:
+        """Whether the parameter is (experts, in, out), as gpt-oss's."""
+        probe = torch.empty(1, 1, 3, device="meta")
+        return self.entry.to_hf([probe] * len(self.entry.native))[0].size(-2) == 3
+
     def _join(self, parts: list[Tensor]) -> Tensor:
         """Return the parameter's rows, (experts, out, k), from each layer's rows."""
-        return self.entry.to_hf(parts)[0].mT if len(self.entry.native) > 1 else torch.cat(parts, dim=1)
+        return self.entry.to_hf(parts)[0].mT if self._is_transposed else torch.cat(parts, dim=1)
 
     def _split(self, rows: Tensor) -> list[Tensor]:
         """Invert :meth:`_join`."""
-        if len(self.entry.native) > 1:
+        if self._is_transposed:
             return self.entry.from_hf([rows.mT])
         return list(rows.chunk(len(self.names), dim=1))
 
@@ -123,7 +131,7 @@ def expert_parameters(config: ModelConfig) -> list[ExpertParameter]:
         native = f"transformer.h.{i}.mlp.experts."
         entry = entries.get(f"{native}proj.weight")
         if entry is not None:
-            module = hf_module(entry.hf[0].partition(".experts.")[0] + ".experts")
+            module = hf_module(entry.hf[0]).partition(".experts.")[0] + ".experts"
             gate_up, entry_up = (f"{native}fc_1", f"{native}fc_2"), entries[f"{native}fc_1.weight"]
             parameters += [
                 ExpertParameter(gate_up, entry_up, module, (n_expert, config.n_embd, 2 * width)),

@@ -164,7 +164,7 @@ def _targets(
     ending = ".lora_A.weight"
     ranks = {n[len(PREFIX) : -len(ending)]: t.size(0) for n, t in tensors.items() if n.endswith(ending)}
     modules = [module for layer in layers for module in layer.modules]
-    in_mlps = {module for module in modules if parameters and ".mlp." in module}
+    in_mlps = {module for layer in layers if parameters and ".mlp." in layer.names[0] for module in layer.modules}
     by_module = _shortest_targets({m: r for m, r in ranks.items() if m not in in_mlps}, modules)
     of_parameters = {f"{m}.weight": r for m, r in ranks.items() if m in in_mlps}
     if lora.experts:

@@ -34,7 +34,7 @@ FAMILIES: dict[str, ModuleType] = {
         "qwen2": ("qwen2",), "qwen3": ("qwen3",), "qwen_moe": ("qwen2_moe", "qwen3_moe"),
         "gemma": ("gemma", "gemma2", "gemma3_text"), "phi": ("phi",), "phi3": ("phi3",), "gpt_neox": ("gpt_neox",),
         "gpt2": ("gpt2",), "falcon": ("falcon",), "olmo": ("olmo", "olmo2", "olmo3"), "stablelm": ("stablelm",),
-        "granite": ("granite",), "starcoder2": ("starcoder2",), "gpt_oss": ("gpt_oss",),
+        "granite": ("granite", "granitemoe"), "starcoder2": ("starcoder2",), "gpt_oss": ("gpt_oss",),
         "deepseek": ("deepseek_v2", "deepseek_v3"), "glm": ("glm", "glm4"), "seed_oss": ("seed_oss",),
         "cohere2": ("cohere2",), "olmoe": ("olmoe",), "hunyuan": ("hunyuan_v1_dense",), "exaone4": ("exaone4",),
         "ernie4_5": ("ernie4_5", "ernie4_5_moe"), "apertus": ("apertus",),

@@ -21,8 +21,8 @@ _ROPE: Fields = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 _FIXED: Fields = {
-    "bias": True, "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "norm_topk_prob": True,
-    "shared_expert_intermediate_size": None, "moe_indices": None,
+    "bias": True, "attention_sinks": True, "shared_expert_intermediate_size": None, "moe_indices": None,
+    **hf_config.MIXTRAL,
 }  # fmt: skip
 # The value in the published files: a default of transformers 4.55, used only with output_router_logits. An auxiliary
 # loss of at least 0.9 x 4 would dominate the training loss.

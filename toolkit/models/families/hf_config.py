@@ -145,6 +145,30 @@ def read_decoder(
     }
 
 
+MIXTRAL: Fields = {"mlp_class_name": "LLaMAMoE", "norm_topk_prob": True}
+"""Fields of families with Mixtral's experts, in all layers."""
+
+
+def read_experts(config_json: Fields) -> Fields:
+    """Return the ModelConfig fields of Mixtral's experts. The defaults are Mixtral's."""
+    return MIXTRAL | {
+        "n_expert": config_json.get("num_local_experts", 8),
+        "n_expert_per_token": config_json.get("num_experts_per_tok", 2),
+        "router_aux_loss_coef": config_json.get("router_aux_loss_coef", 0.001),
+    }
+
+
+def write_experts(config: ModelConfig) -> Fields:
+    """Invert :func:`read_experts`."""
+    return {
+        "intermediate_size": config.expert_size,
+        "num_experts_per_tok": config.n_expert_per_token,
+        "num_local_experts": config.n_expert,
+        "output_router_logits": False,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+    }
+
+
 def write_common(config: ModelConfig, architecture: str) -> Fields:
     """Return the ``config.json`` entries that all families share. vocab_size is padded, as in the weights."""
     return {

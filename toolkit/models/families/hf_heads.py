@@ -10,7 +10,7 @@ from toolkit.models.families.hf_keys import is_integer, require_key
 
 _CLASS = "ForSequenceClassification"
 # Model types without such a class in transformers 5.
-_WITHOUT = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granite", "olmoe")
+_WITHOUT = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granite", "granitemoe", "olmoe")
 _SINGLE = "single_label_classification"
 
 

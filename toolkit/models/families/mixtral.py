@@ -11,8 +11,7 @@ from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
 
 _mixtral = named_with(
-    family="mixtral", block_size=65536, vocab_size=32000, rope_base=1000000.0, mlp_class_name="LLaMAMoE",
-    n_expert=8, n_expert_per_token=2, norm_topk_prob=True, router_aux_loss_coef=0.001,
+    family="mixtral", block_size=65536, vocab_size=32000, rope_base=1000000.0, **hf_config.read_experts({}),
 )  # fmt: skip
 
 CONFIGS = [
@@ -31,24 +30,13 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
         **hf_config.read_decoder(config_json, vocab_size=32000, block_size=131072),
         **hf_config.read_windows(config_json),
         **hf_rope.read_rope(config_json, default_theta=1000000.0),
-        mlp_class_name="LLaMAMoE",
-        n_expert=config_json.get("num_local_experts", 8),
-        n_expert_per_token=config_json.get("num_experts_per_tok", 2),
-        norm_topk_prob=True,
-        router_aux_loss_coef=config_json.get("router_aux_loss_coef", 0.001),
+        **hf_config.read_experts(config_json),
     )
 
 
 def to_hf_config(config: ModelConfig) -> Fields:
-    experts = {
-        "intermediate_size": config.expert_size,
-        "num_experts_per_tok": config.n_expert_per_token,
-        "num_local_experts": config.n_expert,
-        "output_router_logits": False,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
-        "sliding_window": config.sliding_window_size,
-    }
-    return hf_config.write_decoder(config, "MixtralForCausalLM", **experts)
+    experts = hf_config.write_experts(config)
+    return hf_config.write_decoder(config, "MixtralForCausalLM", **experts, sliding_window=config.sliding_window_size)
 
 
 def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
@@ -61,4 +49,4 @@ weight_map = partial(tables.decoder_weights, moe=_experts)
 
 
 def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=hf_config.WINDOWS, mlp_class_name="LLaMAMoE", norm_topk_prob=True)
+    hf_config.require_llama(config, free=hf_config.WINDOWS, **hf_config.MIXTRAL)

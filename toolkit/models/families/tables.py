@@ -61,10 +61,10 @@ def split_rows(*sizes: int) -> Transform:
     return Transform(lambda tensors: list(tensors[0].split(sizes)), _concat)
 
 
-def _concat(parts: list[Tensor]) -> list[Tensor]:
+def _concat(parts: list[Tensor], dim: int = 0) -> list[Tensor]:
     import torch
 
-    return [torch.cat(parts)]
+    return [torch.cat(parts, dim)]
 
 
 def unsqueeze() -> Transform:
@@ -93,8 +93,8 @@ def interleave() -> Transform:
 
 
 def join_rows(*sizes: int) -> Transform:
-    """Concatenate tensors with ``sizes`` rows, the inverse of :func:`split_rows`."""
-    return Transform(_concat, lambda tensors: list(tensors[0].split(sizes)))
+    """Concatenate matrices, or stacks of matrices, with ``sizes`` rows."""
+    return Transform(lambda tensors: _concat(tensors, -2), lambda tensors: list(tensors[0].split(sizes, -2)))
 
 
 def interleave_groups(n_head: int, groups: int, head_size: int) -> Transform:
@@ -244,10 +244,13 @@ def _mlp(config: ModelConfig, native: str, hf: str) -> WeightMap:
 
 def fused_mlp(config: ModelConfig, native: str, hf: str) -> WeightMap:
     """Map a gated MLP to one whose gate and up projections are fused (Phi-3, GLM-4). Without biases."""
-    gate_up = f"{native}.mlp.fc_1.weight", f"{native}.mlp.fc_2.weight"
-    join = join_rows(config.intermediate_size, config.intermediate_size)
-    joined = WeightMapping(gate_up, (f"{hf}.mlp.gate_up_proj.weight",), (join,))
-    return [joined, *linear(f"{native}.mlp.proj", f"{hf}.mlp.down_proj", False)]
+    return fused_gate_up(config, f"{native}.mlp", f"{hf}.mlp.gate_up_proj", f"{hf}.mlp.down_proj")
+
+
+def fused_gate_up(config: ModelConfig, native: str, gate_up: str, down: str) -> WeightMap:
+    """Map the weights of an MLP, or of stacked experts, to a fused gate and up projection and a down projection."""
+    names, join = (f"{native}.fc_1.weight", f"{native}.fc_2.weight"), join_rows(*[config.expert_size] * 2)
+    return [WeightMapping(names, (f"{gate_up}.weight",), (join,)), *linear(f"{native}.proj", down, False)]
 
 
 def decoder_weights(
