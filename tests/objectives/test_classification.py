@@ -119,6 +119,16 @@ def test_from_the_command_line_to_transformers(base, capsys):
         error = capsys.readouterr().err
         assert "classification head" in error and error.count("\n") == 1, error
 
+    table = Path("reviews/val.csv").read_text()
+    for content, message in (
+        (table + " ,good\n", "has an empty text; fix or remove this row"),
+        (table.replace("label", "prediction", 1), "has a column prediction, which classify adds; rename it"),
+    ):
+        Path("odd.csv").write_text(content)
+        assert main(["classify", "out/final", "--texts", "odd.csv"]) == 2
+        printed = capsys.readouterr()
+        assert not printed.out and message in printed.err, printed
+
     assert main(["convert_from_hf", "hf", "again"]) == 0
     assert read_model_config(Path("again")).labels == config.labels
     assert torch.equal(load("again").score.weight, native.score.weight)
@@ -157,6 +167,8 @@ def test_labels_decide_the_kind_of_problem():
         ([True, False, True], ["false", "true"], "single", [[1, 1], [0, 1], [1, 1]]),
         ([4.0, 1, 2], ["label"], "regression", [[4, 1], [1, 1], [2, 1]]),
         (["4.5", "1", "2"], ["label"], "regression", [[4.5, 1], [1, 1], [2, 1]]),
+        (["5e-1", "1", "2"], ["label"], "regression", [[0.5, 1], [1, 1], [2, 1]]),
+        (["b", "a ", " b"], ["a", "b"], "single", [[1, 1], [0, 1], [1, 1]]),
         ([["x"], ["y", "x"], []], ["x", "y"], "multi", [[1, 0, 1], [1, 1, 1], [0, 0, 1]]),
         (['["x"]', '["y", "x"]', "[]"], ["x", "y"], "multi", [[1, 0, 1], [1, 1, 1], [0, 0, 1]]),
     ]
@@ -182,7 +194,7 @@ def test_mistakes_in_labels_are_one_line():
     of_model = LabelSet(["a", "c"], "single_label_classification")
     check_each(check, [
         (["a", "a", "a"], {}, "all rows have the same label"),
-        (["a", None, "b"], {}, "line 2: has no label"),
+        (["a", None, "b"], {}, "line 2: has an empty label"),
         (["a", float("nan"), "b"], {}, "line 2: label nan: must be"),
         (["a", "NaN", "b"], {}, "line 2: label 'NaN': must be text, a number"),
         (["a", {}, "b"], {}, "line 2: label {}: must be"),

@@ -192,8 +192,10 @@ def test_a_function_that_fails_ends_two_ranks(flags, name, reason):
     process = processes.Forked(["finetune_full", *flags, *more])
     _, err = processes.finish(process, 120)
     assert process.returncode == 2, err
-    last = err.strip().splitlines()[-1]
+    last, saved, end = err.strip().splitlines()[-1].partition("; fails/step-")
     assert last == f"toolkit finetune_full: --eval.metric my_metrics:{name}: {reason}"
+    assert end.endswith(" is saved; resume with --resume auto")
+    assert Path(f"fails/step-{end.split()[0]}/COMPLETE").exists()  # no step is lost
 
 
 @pytest.mark.slow

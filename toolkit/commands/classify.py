@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -31,8 +30,7 @@ def setup(
 ) -> None:
     """Print each row of a file as CSV, with the prediction of a model with a head.
 
-    The columns are the first row's, then prediction and, for a classification, score_LABEL, the probability of
-    each label.
+    The columns are the rows', then prediction and, for a classification, score_LABEL, the probability of each label.
 
     Args:
         checkpoint_dir: A checkpoint folder of a model with a head, or a name below checkpoints/; adapters are loaded
@@ -72,21 +70,24 @@ def setup(
     template = find_template(loaded.tokenizer) if has_template else None
     no_template = UserError(f"checkpoint_dir {checkpoint_dir}: has no chat template for messages; give texts")
     options = SimpleNamespace(tokenizer=loaded.tokenizer, template=template, no_template=no_template, train_on="all")
-    rows, writer, n_cut = source.rows(), None, 0
-    while batch := list(islice(rows, batch_size)):
-        names = [describe_row(source, number) for number, _ in batch]
-        records = [
-            to_record(row, where) if is_reward else labeling.parse(row, where, needs_label=False)
-            for where, (_, row) in zip(names, batch, strict=True)
-        ]
-        predictions, cut = predict(loaded, records, options)
+    rows, records = [], []
+    for number, row in source.rows():  # check all before the first is printed
+        where = describe_row(source, number)
+        records.append(to_record(row, where) if is_reward else labeling.parse(row, where, needs_label=False))
+        rows.append(row)
+    columns, writer, n_cut = list(dict.fromkeys(name for row in rows for name in row)), None, 0
+    for start in range(0, len(rows), batch_size):
+        part = slice(start, start + batch_size)
+        predictions, cut = predict(loaded, records[part], options)
         n_cut += cut
-        for (_, row), prediction in zip(batch, predictions, strict=True):
-            values = {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in (row | prediction).items()}
+        for row, prediction in zip(rows[part], predictions, strict=True):
             if writer is None:
-                writer = csv.DictWriter(sys.stdout, list(values), extrasaction="ignore")
+                if repeated := {*columns} & prediction.keys():
+                    raise UserError(f"--texts {texts}: has a column {min(repeated)}, which classify adds; rename it")
+                writer = csv.DictWriter(sys.stdout, [*columns, *prediction])
                 writer.writeheader()
-            writer.writerow(values)
+            values = (row | prediction).items()
+            writer.writerow({k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in values})
     if n_cut:
         print(f"{n_cut:,} texts cut to {config.block_size:,} tokens, the model's context length", file=sys.stderr)
 

@@ -106,7 +106,7 @@ _HEAD = Use("--head {objective.head:classification, reward}", lambda f: f.object
 _CLASSIFICATION = Use("--head classification", lambda f: f.objective.head == "classification")
 _FROZEN = Use("--objective {objective_name:Distillation}", lambda f: f.objective.frozen_option)
 _TRACKS_NOTHING = Use(
-    "a run without --train.keep_best true and --train.patience",
+    "a run without --train.keep_best true or --train.patience",
     lambda f: not f.train.keep_best and f.train.patience is None,
 )
 _NEFTUNE, _PRETRAIN = _set("train.neftune_alpha", "ALPHA"), Use("pretrain", lambda f: not f.is_finetune)

@@ -58,9 +58,11 @@ class Labeling:
         required = {"text_column": column, "text_pair_column": self.text_pair_column}
         required |= {"label_column": self.label_column} if needs_label else {}
         for option, name in required.items():
-            value = "" if name is not None and row.get(name) is None else row.get(name)
-            if isinstance(value, str) and not value.strip():
+            if name is not None and name not in row:
                 raise EmptyAnswerError(f"{where}: has no {name}; {describe_columns(row)}; see --data.{option}")
+            value = "" if name is None else row[name]
+            if name is not None and (value is None or (isinstance(value, str) and not value.strip())):
+                raise EmptyAnswerError(f"{where}: has an empty {name}; fix or remove this row")
         require_unicode(row, where)
         label = self._read_label(row[self.label_column], where) if needs_label else None
         if isinstance(row[column], list) or column in CONVERSATION:
@@ -82,7 +84,7 @@ class Labeling:
             is_valid = isinstance(item, str | int | float) and str(item).lower() not in ("nan", "inf", "-inf")
             if not is_valid:
                 raise UserError(f"{where}: {self.label_column} {item!r:.40}: must be text, a number, or a list of them")
-        return value
+        return value.strip() if isinstance(value, str) else value
 
     def encode(self, records: Sequence[Record], is_train: np.ndarray) -> tuple[np.ndarray, tuple[list[str], str, str]]:
         """Encode the labels of all samples.
@@ -147,7 +149,7 @@ def _infer_problem(records: Sequence[Record]) -> str:
             raise UserError(f"{where}: the label is no list, as others are; make it one, or set {_PROBLEM}")
         return MULTI
     # a number of JSON that is written with a fraction is a float, also 4.0
-    has_fraction = any("." in str(record.label) for record in records)
+    has_fraction = any({*".eE"} & {*str(record.label)} for record in records)
     return REGRESSION if has_fraction and all(_as_number(r.label) is not None for r in records) else SINGLE
 
 

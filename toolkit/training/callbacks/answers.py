@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,27 @@ class TimedMetrics(Callback):
         yield
         self.seconds += time.perf_counter() - start
 
+    @staticmethod
+    def measure(
+        measure: Callable[[], dict[str, float]], what: str, display: Any, trainer: Run | None = None
+    ) -> dict[str, float]:
+        """Return on every rank what ``measure`` returns on rank 0. If it fails, save a checkpoint. Collective."""
+
+        def attempt() -> tuple[dict[str, float], str]:
+            try:
+                return measure(), ""
+            except UserError as error:
+                return {}, str(error)
+
+        outcome = ranks.run_on_rank0(attempt, ranks.WaitReporter(what, display.message))
+        metrics, problem = ranks.broadcast_from_rank0(outcome)
+        if problem and trainer is not None and trainer.progress.step:
+            folder = trainer.save(f"step-{trainer.progress.step:08d}")
+            problem += f"; {trainer.address(folder)} is saved; resume with --resume auto"
+        if problem:
+            raise UserError(problem)
+        return metrics
+
     def on_train_end(self, trainer: Run) -> None:
         share = self.seconds / (time.perf_counter() - trainer.launched_at)
         trainer.display.message(f"{self.option} took {self.seconds:,.1f} s, {100 * share:.0f} % of this launch")
@@ -86,9 +108,8 @@ class AnswerMetrics(TimedMetrics):
             with torch.compiler.set_stance("force_eager"), trainer.fabric.autocast():
                 answers, log_probs = self._answer(trainer)
             trainer.model.train(was_training)
-            waiting = ranks.WaitReporter("measure answers", trainer.display.message)
-            summary = ranks.run_on_rank0(lambda: self._measure(trainer, answers, log_probs), waiting)
-            return ranks.broadcast_from_rank0(summary)
+            measure = partial(self._measure, trainer, answers, log_probs)
+            return self.measure(measure, "measure answers", trainer.display, trainer)
 
     def _answer(self, trainer: Run) -> tuple[list[str], list[list[float]]]:
         """Return the answer to each prompt, and the log-probability of each of its choices. Collective (S6)."""

@@ -5,10 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from toolkit.distributed import ranks
 from toolkit.distributed.launchers import is_launcher_variable
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import temporary_prefix
@@ -38,16 +38,16 @@ class TaskMetrics(TimedMetrics):
 
     def validation_metrics(self, trainer: Run) -> dict[str, float]:
         with self.timed(trainer.display):
-            return self._evaluate(trainer.args.eval.metric_rows)
+            return self._evaluate(trainer.args.eval.metric_rows, trainer)
 
-    def _evaluate(self, limit: int | None) -> dict[str, float]:
-        self._launch.display.phase("running lm-eval tasks")
+    def _evaluate(self, limit: int | None, trainer: Run | None = None) -> dict[str, float]:
+        display = self._launch.display
+        display.phase("running lm-eval tasks")
         with TemporaryDirectory(prefix=temporary_prefix()) as parent:  # empty on the other ranks
             folder = Path(parent) / "model"
             folder.mkdir()
             self._checkpointer.export(folder)
-            waiting = ranks.WaitReporter("run lm-eval tasks", self._launch.display.message)
-            return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: self._run(folder, limit), waiting))
+            return self.measure(partial(self._run, folder, limit), "run lm-eval tasks", display, trainer)
 
     def _run(self, folder: Path, limit: int | None) -> dict[str, float]:
         evaluation = self._launch.args.eval
