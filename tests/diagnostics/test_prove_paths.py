@@ -68,6 +68,9 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "training/checkpointer.py:set_rng_state": ("resume",),
     "training/hyperparameters.py:resolved_hyperparameters": CHOICE,
     "training/memory_stats.py:memory_stats": STATISTICS,
+    "training/callbacks/answers.py:_has_room": CHOICE,
+    "training/callbacks/energy.py:Energy.__init__": STATISTICS,
+    "training/callbacks/energy.py:find_gpu": STATISTICS,
     "training/reference.py:with_reference": "only frees memory",
     "training/throughput.py:peak_memory_gb": ("planned memory",),
 }

@@ -157,7 +157,7 @@ def words_of(corpus, folder) -> list[str]:
 def test_evaluating_rows_that_are_numbered_with_gaps_is_refused(monkeypatch):
     monkeypatch.setattr(EndlessRows, "__len__", lambda rows: len(rows.rows), raising=False)
     data = Mixture({"a": {"weight": 0.5, "data": SyntheticTokens(10)}, "b": {"weight": 0.5, "data": Endless(10)}})
-    model = SimpleNamespace(config=SimpleNamespace(block_size=16))
+    model = SimpleNamespace(config=SimpleNamespace(block_size=16, head=None))
     checkpoint = SimpleNamespace(load_model=lambda: model, tokenizer=None)
     options = dict.fromkeys(("max_iters", "max_seq_length", "trust_checkpoint_data"))
     with pytest.raises(UserError, match="--split train: is not supported with data that defines its sample order; use"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 
-_OPTION = re.compile(r"(.*[._ -])?(dir|path|config|resume|from_peft|chat_template|out)")
+_OPTION = re.compile(r"(.*[._ -])?(dir|path|config|resume|from_peft|chat_template|out|metric_data|texts)")
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # one slash, because Path collapses two into one
 
 
