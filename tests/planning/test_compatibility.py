@@ -286,9 +286,9 @@ CASES = [
     (MODULE | {"eval.tasks": "mmlu"}, {}, "--eval.tasks mmlu is not supported with a user-provided module: it cannot"),
     (PIPELINE | {"eval.tasks": "mmlu"}, MICRO, "--eval.tasks mmlu is not supported with --pipeline_parallel_size 2: "),
     ({"eval.best_by": "val_bpb"}, {},
-     "--eval.best_by val_bpb has no effect with a run without --train.keep_best true and --train.patience; set one of"),
+     "--eval.best_by val_bpb has no effect with a run without --train.keep_best true or --train.patience; set one of"),
     ({"eval.best_mode": "max"}, {},
-     "--eval.best_mode max has no effect with a run without --train.keep_best true and --train.patience; set one of"),
+     "--eval.best_mode max has no effect with a run without --train.keep_best true or --train.patience; set one of"),
     ({"train.lr_schedule": "constant", "train.min_lr": 1e-5}, {},
      "--train.min_lr 1e-05 has no effect with --train.lr_schedule constant; remove one of them"),
 ]  # fmt: skip
