@@ -59,7 +59,7 @@ class Labeling:
         required |= {"label_column": self.label_column} if needs_label else {}
         for option, name in required.items():
             if name is not None and name not in row:
-                raise EmptyAnswerError(f"{where}: has no {name}; {describe_columns(row)}; see --data.{option}")
+                raise UserError(f"{where}: has no {name}; {describe_columns(row)}; see --data.{option}")
             value = "" if name is None else row[name]
             if name is not None and (value is None or (isinstance(value, str) and not value.strip())):
                 raise EmptyAnswerError(f"{where}: has an empty {name}; fix or remove this row")

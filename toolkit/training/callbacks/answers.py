@@ -58,13 +58,13 @@ class TimedMetrics(Callback):
 
     @staticmethod
     def measure(
-        measure: Callable[[], dict[str, float]], what: str, display: Any, trainer: Run | None = None
+        function: Callable[[], dict[str, float]], what: str, display: Any, trainer: Run | None = None
     ) -> dict[str, float]:
-        """Return on every rank what ``measure`` returns on rank 0. If it fails, save a checkpoint. Collective."""
+        """Return on every rank what ``function`` returns on rank 0. If it fails, save a checkpoint. Collective."""
 
         def attempt() -> tuple[dict[str, float], str]:
             try:
-                return measure(), ""
+                return function(), ""
             except UserError as error:
                 return {}, str(error)
 
