@@ -93,7 +93,7 @@ def test_extensions_register_metrics(monkeypatch):
     entries = {"ours": Extension(metrics={"mine": "my_package.scores.mine"})}
     monkeypatch.setattr(extension, "_module_extensions", entries)
     assert parse_metrics("mine:x,rouge_l")[0] == Metric("mine:x", "my_package.scores.mine", "x")
-    entries["ours"] = Extension(metrics={"rouge_l": "my_package.rouge"})
+    entries["ours"] = Extension(metrics={"rouge_l": "my_package.rouge_l"})
     with pytest.raises(
         UserError, match="extension ours: metrics rouge_l: toolkit already defines this name; rename it"
     ):
