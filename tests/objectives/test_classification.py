@@ -1,4 +1,4 @@
-"""--head classification and reward: from the command line to transformers and peft, metrics, labels, one curve."""
+"""Models with a head: from the command line to transformers and peft, metrics, labels, one curve."""
 
 import csv
 import json
@@ -24,8 +24,9 @@ from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.cli import main
 from toolkit.data import Preference
 from toolkit.data.base import LabelSet
+from toolkit.data.chat.template import Encoding
 from toolkit.data.sft.labels import Labeling
-from toolkit.data.sft.tokenize import mark_last
+from toolkit.data.sft.tokenize import mark_scored
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.metrics import functions
@@ -195,6 +196,7 @@ def test_mistakes_in_labels_are_one_line():
     check_each(check, [
         (["a", "a", "a"], {}, "all rows have the same label"),
         (["a", None, "b"], {}, "line 2: has an empty label"),
+        (["a"], {"label_column": "kind"}, "line 1: has no kind; it has text, label; see --data.label_column"),
         (["a", float("nan"), "b"], {}, "line 2: label nan: must be"),
         (["a", "NaN", "b"], {}, "line 2: label 'NaN': must be text, a number"),
         (["a", {}, "b"], {}, "line 2: label {}: must be"),
@@ -211,8 +213,10 @@ def test_mistakes_in_labels_are_one_line():
 
 def test_the_score_is_read_before_padding():
     for ids, pad, expected in (([5, 6, 2, 2], 2, [5, 6, 0]), ([2, 2], 2, [2, 0]), ([5], None, [5, 0])):
-        marked = mark_last(ids, pad)
+        marked = mark_scored(Encoding(ids, [True] * len(ids)), pad, every_token=False)
         assert marked.ids == expected and marked.loss_mask == [False] * (len(expected) - 1) + [True]
+    marked = mark_scored(Encoding([5, 6, 7, 2], [False, True, False, True]), 2, every_token=True)
+    assert marked == Encoding([5, 6, 7, 2, 0], [False, False, True, False, True])
 
 
 def test_a_head_and_another_objective_are_one_line(base, capsys):
@@ -319,15 +323,18 @@ def test_adapters_with_a_head_are_peft_s_and_merge(base):
 
 
 @pytest.mark.slow
-def test_rewards_are_bradley_terry_s_and_one_curve(base):
-    from transformers import AutoModelForSequenceClassification
+@pytest.mark.parametrize("head", ["reward", "token_reward"])
+def test_rewards_are_bradley_terry_s_and_one_curve(base, head):
+    import transformers
 
+    is_token, kind = head == "token_reward", "compared_tokens" if head == "token_reward" else "compared"
     with open("pairs.jsonl", "w") as file:
         for i in range(24):
             pair = {"chosen": "fine " * (1 + i % 3), "rejected": "poor work " * (1 + i % 2), "margin": i % 2}
             print(json.dumps({"prompt": f"film {i}"} | pair), file=file)
     options = RUN.replace("Classification --data.path reviews", "Preference --data.json_path pairs.jsonl")
-    options += " --data.prompt_style chatml --data.val_split_fraction 0.25 --head reward"
+    options += " --data.prompt_style chatml --data.val_split_fraction 0.25"
+    options += f" --head {head}"
     curves = {}
     for size in (8, 1):
         words = f"--train.micro_batch_size {size} --out_dir micro{size}"
@@ -345,12 +352,18 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base):
     assert last["val_reward_margin"] > 0 and last["val_accuracy"] > 0.5 and last["val_loss"] < curves[8][0]["loss"]
 
     assert main(["convert_to_hf", "micro8/final", "hf", "--verify", "true"]) == 0
-    model = AutoModelForSequenceClassification.from_pretrained("hf")
+    name = "AutoModelForTokenClassification" if is_token else "AutoModelForSequenceClassification"
+    model = getattr(transformers, name).from_pretrained("hf")
+
+    def score(row) -> float:
+        scores = model(row["input_ids"][None]).logits
+        return scores[0, row["labels"] >= 0].mean().item() if is_token else scores.item()
+
     data = Preference(json_path="pairs.jsonl", prompt_style="chatml", val_split_fraction=0.25, cache_dir="cache")
-    prepared = data.prepare(tokenizer=Tokenizer.load("base"), max_seq_length=64, kind="compared")
+    prepared = data.prepare(tokenizer=Tokenizer.load("base"), max_seq_length=64, kind=kind)
     losses = []
     for i in range(len(prepared.val)):
-        chosen, rejected = (model(row["input_ids"][None]).logits.item() for row in prepared.val[i])
+        chosen, rejected = map(score, prepared.val[i])
         losses.append(math.log1p(math.exp(rejected - chosen + prepared.val[i][0]["targets"].item())))
     assert last["val_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
@@ -358,9 +371,9 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base):
     rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
     chats = [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in rows[:12]]
     every = replace(data, val_split_fraction=0.0).prepare(
-        tokenizer=Tokenizer.load("base"), max_seq_length=64, kind="compared"
+        tokenizer=Tokenizer.load("base"), max_seq_length=64, kind=kind
     )
-    expected = [model(every.train[i][0]["input_ids"][None]).logits.item() for i in range(len(rows))]
+    expected = [score(every.train[i][0]) for i in range(len(rows))]
     chosen = [row["chosen"] for row in rows]
     scores = functions.reward(chosen, [None] * len(rows), [*chats, *rows[12:]], "micro8/final")["reward"]
     assert scores == pytest.approx(expected, abs=1e-4)
@@ -368,7 +381,7 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base):
         for row in rows:
             print(json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}), file=file)
     options = options.replace("Preference --data.json_path pairs", "JSON --data.json_path answers")
-    options = options.replace("--head reward", "--eval.metric reward:micro8/final --eval.metric_new_tokens 4")
+    options = options.replace(f"--head {head}", "--eval.metric reward:micro8/final --eval.metric_new_tokens 4")
     words = "--eval.best_by reward --train.keep_best true --out_dir rewarded"
     assert main(["finetune_full", "base", *options.split(), *words.split()]) == 0
     answers = [json.loads(line) for line in Path("rewarded/logs/answers.jsonl").read_text().splitlines()]
@@ -378,26 +391,41 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base):
         functions.reward(["fine"], [None], rows[:1], "base")
 
 
-FAMILIES_WITHOUT = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granite", "granitemoe", "olmoe")
+WITHOUT = ("cohere2", "ernie4_5", "ernie4_5_moe", "granite", "granitemoe", "olmoe")
+WITHOUT_TOKENS = (
+    "deepseek_v2",
+    "falcon",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "hunyuan_v1_dense",
+    "olmo",
+    "olmo2",
+    "olmo3",
+)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head", ["classification", "token_reward"])
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_every_family_exports_its_head(name, tiny_models, tmp_path):
+def test_every_family_exports_its_head(name, head, tiny_models, tmp_path):
     native = load(tiny_models[name].native)
-    config = replace(native.config.with_head("classification"), labels=["a", "b", "c"])
-    model = GPT(replace(config, problem_type="single_label_classification"))
+    config = native.config.with_head(head)
+    if head == "classification":
+        config = replace(config, labels=["a", "b", "c"], problem_type="single_label_classification")
+    model = GPT(config)
     model.load_state_dict({k: v for k, v in native.state_dict().items() if not k.startswith("lm_head")}, strict=False)
     torch.nn.init.normal_(model.score.weight)
     folder = tmp_path / "head"
     folder.mkdir()
     write_model_files(folder, state_dict=model.state_dict(), config=model.config, hyperparameters=None, tokenizer=None)
-    if config.family in FAMILIES_WITHOUT:
-        with pytest.raises(UserError, match="transformers has no class ForSequenceClassification"):
+    if config.family in (*WITHOUT, *(WITHOUT_TOKENS if head == "token_reward" else ["apertus"])):
+        with pytest.raises(UserError, match="transformers has no class For"):
             export_hf(folder, tmp_path / "hf")
         return
     export_hf(folder, tmp_path / "hf")
     assert verify_hf(folder, tmp_path / "hf") < 1e-5
     import_hf(tmp_path / "hf", tmp_path / "again")
     again = load(tmp_path / "again")
-    assert again.config.labels == ["a", "b", "c"] and torch.equal(again.score.weight, model.score.weight)
+    assert again.config.labels == config.labels and again.config.head == head
+    assert torch.equal(again.score.weight, model.score.weight)

@@ -30,7 +30,8 @@ def setup(
 ) -> None:
     """Print each row of a file as CSV, with the prediction of a model with a head.
 
-    The columns are the rows', then prediction and, for a classification, score_LABEL, the probability of each label.
+    The columns are the rows', then prediction and, for a classification, score_LABEL, the probability of each label, or
+    for a reward of each token, token_rewards.
 
     Args:
         checkpoint_dir: A checkpoint folder of a model with a head, or a name below checkpoints/; adapters are loaded
@@ -65,15 +66,20 @@ def setup(
     config = loaded.model.config
     if config.head is None:
         raise UserError(f"checkpoint_dir {checkpoint_dir}: has no head; train one with toolkit finetune_full --head")
-    labeling, is_reward = Labeling(text_column, text_pair_column), config.head == "reward" and text_column is None
+    labeling = Labeling(text_column, text_pair_column)
+    is_reward = config.head != "classification" and text_column is None
     has_template = tokenizer_template(loaded.tokenizer) is not None
     template = find_template(loaded.tokenizer) if has_template else None
     no_template = UserError(f"checkpoint_dir {checkpoint_dir}: has no chat template for messages; give texts")
-    options = SimpleNamespace(tokenizer=loaded.tokenizer, template=template, no_template=no_template, train_on="all")
+    train_on = "last_answer" if config.head == "token_reward" else "all"
+    options = SimpleNamespace(tokenizer=loaded.tokenizer, template=template, no_template=no_template, train_on=train_on)
     rows, records = [], []
     for number, row in source.rows():  # check all before the first is printed
         where = describe_row(source, number)
-        records.append(to_record(row, where) if is_reward else labeling.parse(row, where, needs_label=False))
+        try:
+            records.append(to_record(row, where) if is_reward else labeling.parse(row, where, needs_label=False))
+        except UserError as error:
+            raise UserError(str(error).replace("--data.text", "--text")) from error
         rows.append(row)
     columns, writer, n_cut = list(dict.fromkeys(name for row in rows for name in row)), None, 0
     for start in range(0, len(rows), batch_size):
@@ -100,19 +106,25 @@ def predict(loaded: Any, records: list[Any], options: Any) -> tuple[list[dict[st
     import torch
 
     from toolkit.data.batch import NO_ROUNDING, collate
-    from toolkit.data.sft.tokenize import mark_last, tokenize_record
-    from toolkit.objectives.scores import score_last_tokens
+    from toolkit.data.chat.template import Encoding
+    from toolkit.data.sft.tokenize import mark_scored, tokenize_record
+    from toolkit.objectives.scores import read_scores
 
     model, tokenizer = loaded.model, loaded.tokenizer
-    texts, limit, rows = [tokenize_record(record, options).ids for record in records], model.config.block_size, []
-    for ids in texts:
-        tokens, mask = map(torch.tensor, mark_last(ids[:limit], tokenizer.pad_id))
+    texts, limit, rows = [tokenize_record(record, options) for record in records], model.config.block_size, []
+    of_tokens = model.config.head == "token_reward"
+    for ids, loss_mask in texts:
+        encoding = Encoding(ids[:limit], loss_mask[:limit])
+        tokens, mask = map(torch.tensor, mark_scored(encoding, tokenizer.pad_id, of_tokens))
         rows.append({"input_ids": tokens[:-1], "labels": torch.where(mask, tokens, IGNORE_INDEX)[1:]})
     batch = collate([*rows], [*range(len(rows))], [], 0, NO_ROUNDING)
     with torch.no_grad():
-        scores, _ = score_last_tokens(model, batch, next(model.parameters()).device)
+        scores, row_of_score, _ = read_scores(model, batch, next(model.parameters()).device)
     kind, labels = model.config.problem_type, model.config.labels
-    if kind not in (SINGLE, MULTI):
+    if of_tokens:
+        by_row = scores[:, 0].split(row_of_score.bincount(minlength=len(rows)).tolist())
+        columns = [{"prediction": rewards.mean().item(), "token_rewards": rewards.tolist()} for rewards in by_row]
+    elif kind not in (SINGLE, MULTI):
         columns = [{"prediction": score} for score in scores[:, 0].tolist()]
     else:
         columns = []
@@ -120,4 +132,4 @@ def predict(loaded: Any, records: list[Any], options: Any) -> tuple[list[dict[st
             several = [label for label, share in zip(labels, shares, strict=True) if share > 0.5]
             prediction = several if kind == MULTI else labels[shares.index(max(shares))]
             columns.append({"prediction": prediction} | {f"score_{k}": v for k, v in zip(labels, shares, strict=True)})
-    return columns, sum(len(ids) > limit for ids in texts)
+    return columns, sum(len(ids) > limit for ids, _ in texts)

@@ -46,8 +46,9 @@ TrainOn = Literal["answers", "last_answer", "all"]
 Packing = Literal["none", "best_fit"]
 
 # What a row is: a text with answers, preferences (pairs of completions, or rated completions), or for a model with a
-# score layer: a text with a label, or a pair of completions. The only label of these is at the last token.
-RowKind = Literal["answers", "pairs", "rated", "labeled", "compared"]
+# score layer: a text with a label, or a pair of completions, scored at the last token ("compared") or at each token of
+# the completion ("compared_tokens").
+RowKind = Literal["answers", "pairs", "rated", "labeled", "compared", "compared_tokens"]
 
 
 class LabelSet(NamedTuple):

@@ -115,7 +115,8 @@ class ModelConfig:
         gelu_approximate: GELU approximation, "none" or "tanh".
         tie_embeddings: Tie the LM head to the embedding.
         family_options: Options of a model family from an extension; see the extension's documentation.
-        head: A score layer in place of the LM head: "classification" (also regression) or "reward".
+        head: A score layer in place of the LM head: "classification" (also regression), "reward" or
+            "token_reward".
         labels: Names of the scores.
         problem_type: Kind of classification: one label per text, any number of labels, or a number.
     """
@@ -350,7 +351,7 @@ class ModelConfig:
 
     def with_head(self, head: HeadName) -> ModelConfig:
         """Return the config of this model with a score layer in place of the LM head."""
-        labels = ["reward"] if head == "reward" else None
+        labels = None if head == "classification" else ["reward"]
         return replace(self, head=head, labels=labels, problem_type=None, tie_embeddings=False)
 
     def without_head(self) -> ModelConfig:

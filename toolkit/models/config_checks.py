@@ -15,7 +15,7 @@ GROUP, FLAG = "model_config.", "--model_config."
 MAX_LAYERS, MAX_SIZE = 1024, 2**24
 MAX_EXPERTS = 2**17  # over all layers
 
-HeadName = Literal["classification", "reward"]
+HeadName = Literal["classification", "reward", "token_reward"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]  # of transformers
 HEAD_FIELDS = ("head", "labels", "problem_type")
 """Fields of a model that scores texts instead of predicting tokens. They are not options."""
@@ -154,7 +154,7 @@ def _check_adjustment(name: str, value: Any) -> None:
 def check_head(config: Any) -> None:
     """Check the :data:`HEAD_FIELDS` of a config."""
     head, labels, kinds = config.head, config.labels, get_args(ProblemType)
-    require_option(head in (None, *get_args(HeadName)), "head", head, f"must be {' or '.join(get_args(HeadName))}")
+    require_option(head in (None, *get_args(HeadName)), "head", head, f"must be {', '.join(get_args(HeadName))}")
     is_kind = config.problem_type in (None, *kinds)
     require_option(is_kind, "problem_type", config.problem_type, f"must be one of {', '.join(kinds)}")
     is_list = isinstance(labels, list) and labels != [] and all(isinstance(label, str) for label in labels)

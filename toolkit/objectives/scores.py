@@ -1,6 +1,7 @@
 """Objectives of models with a score layer: classification, and rewards from pairs (Bradley-Terry).
 
-The score of a text is read at its last token, the only one with a label. The loss of a row is
+The score of a text is read at its last token, the only one with a label. Of a token reward, each token of a completion
+has a score, and r is their mean (as in arXiv 2306.00398). The loss of a row is
 
 | objective | loss | as in |
 |---|---|---|
@@ -13,8 +14,9 @@ s is the logistic function.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from toolkit.models.config_checks import HeadName
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 from toolkit.objectives.base import LOSS, Objective, Part
 from toolkit.objectives.preference import BALANCING, PAIRS, has_balancing
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from toolkit.data.base import RowKind
     from toolkit.data.batch import Batch
 
 
@@ -46,7 +49,7 @@ class Classification(Objective):
         from toolkit.objectives.inputs import original_module
 
         problem_type = _config(original_module(model)).problem_type
-        scores, sums = score_last_tokens(model, batch, device)
+        scores, _, sums = read_scores(model, batch, device)
         n_targets = scores.size(1) if problem_type == "multi_label_classification" else 1
         targets = batch.values["targets"].to(device) if len(scores) else scores.new_zeros(0, n_targets + 1)
         targets, weights = targets.split([n_targets, 1], dim=1)
@@ -82,7 +85,9 @@ class Reward(Objective):
     """
 
     normalizers = (TOKENS, PAIRS)
-    head, row_kind, rows_per_sample = "reward", "compared", 2
+    head: ClassVar[HeadName | None] = "reward"
+    row_kind: "ClassVar[RowKind]" = "compared"
+    rows_per_sample = 2
     epochs = 1.0
 
     def parts(self, module: "nn.Module") -> tuple[Part, ...]:
@@ -95,8 +100,8 @@ class Reward(Objective):
     def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         from torch.nn.functional import logsigmoid
 
-        scores, sums = score_last_tokens(model, batch, device)
-        chosen, rejected = scores.view(-1, 2).unbind(1)
+        scores, rows, sums = read_scores(model, batch, device)
+        chosen, rejected = mean_scores(scores, rows).view(-1, 2).unbind(1)
         margins = batch.values["targets"].to(device)[::2, 0] if len(scores) else chosen
         difference = chosen - rejected
         values = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": difference}
@@ -105,13 +110,37 @@ class Reward(Objective):
         return {LOSS: -logsigmoid(difference - margins).sum()} | sums | logged
 
 
-def score_last_tokens(model: "nn.Module", batch: "Batch", device: "torch.device") -> "tuple[Tensor, dict[str, Tensor]]":
-    """Return the scores at the labels, (n, n_labels) fp32, in the order of the rows, and the load-balancing sum."""
+@dataclass
+class TokenReward(Reward):
+    """Train a model that rewards each token, on pairs of completions: as Reward, with the mean over the completion's
+    tokens as its reward. --head token_reward implies it.
+    """
+
+    head, row_kind = "token_reward", "compared_tokens"
+
+
+HEADS: dict[HeadName | None, type[Objective]] = {
+    objective.head: objective for objective in (Classification, Reward, TokenReward)
+}
+"""The objective of each head."""
+
+
+def read_scores(
+    model: "nn.Module", batch: "Batch", device: "torch.device"
+) -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
+    """Return the scores at the n labels, (n, n_labels) fp32, the row of each, (n,) ascending, and the load-balancing
+    sum."""
     from toolkit.objectives.inputs import original_module, run_with_head
 
     rows, columns = (i.to(device) for i in (batch.labels != IGNORE_INDEX).nonzero(as_tuple=True))
     scores, balancing = run_with_head(model, batch, device, lambda model, x, labels: model.scores(x[rows, columns]))
-    return scores, {BALANCING: balancing} if has_balancing(original_module(model)) else {}
+    return scores, rows, {BALANCING: balancing} if has_balancing(original_module(model)) else {}
+
+
+def mean_scores(scores: "Tensor", rows: "Tensor") -> "Tensor":
+    """Return the mean of the first score over the labels of each row that has labels."""
+    _, index, counts = rows.unique_consecutive(return_inverse=True, return_counts=True)
+    return scores.new_zeros(len(counts)).index_add(0, index, scores[:, 0]) / counts
 
 
 def _config(module: "nn.Module") -> Any:

@@ -102,7 +102,7 @@ _PREFERENCES = Use(
     "--objective {objective_name:DPO, KTO, ORPO, SimPO}",
     lambda f: f.objective.row_kind != "answers" and not f.objective.head,
 )
-_HEAD = Use("--head {objective.head:classification, reward}", lambda f: f.objective.head)
+_HEAD = Use("--head {objective.head:classification, reward, token_reward}", lambda f: f.objective.head)
 _CLASSIFICATION = Use("--head classification", lambda f: f.objective.head == "classification")
 _FROZEN = Use("--objective {objective_name:Distillation}", lambda f: f.objective.frozen_option)
 _TRACKS_NOTHING = Use(
@@ -223,7 +223,7 @@ ROWS: tuple[Row, ...] = (
     Row(_HEAD, Use("pretrain", lambda f: not f.is_finetune), fix="use finetune_lora or finetune_full"),
     Row(_CLASSIFICATION, Use("--data {data_name:without labels}", lambda f: not isinstance(f.data, Classification)),
         "it needs labels", "use --data Classification"),
-    Row(Use("--head reward", lambda f: f.objective.head == "reward"),
+    Row(Use("--head {objective.head:reward, token_reward}", lambda f: f.objective.head in ("reward", "token_reward")),
         Use("--data {data_name:without pairs}", lambda f: not isinstance(f.data, Preference)),
         "it compares completions", "use --data Preference"),
     Row(Use("--data Classification", lambda f: isinstance(f.data, Classification)),

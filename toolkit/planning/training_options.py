@@ -29,7 +29,7 @@ from toolkit.errors import UserError, require_option
 from toolkit.models.config import ModelOverrides
 from toolkit.models.config_checks import HeadName
 from toolkit.models.lora_config import LoRAConfig, LoRAOptions
-from toolkit.objectives import KTO, Classification, NextToken, Objective, Reward
+from toolkit.objectives import HEADS, KTO, NextToken, Objective
 from toolkit.planning.options import check_options
 from toolkit.planning.own_tokenizer import use_frozen_vocabulary, use_own_tokenizer
 from toolkit.planning.run_args import RunArgs, with_options
@@ -86,7 +86,7 @@ class FinetuneOptions:
         optimizer: Optimizer options.
         objective: The training objective.
         head: Train a score layer in place of the LM head: classification (labels or numbers, --data Classification), or
-            reward (--data Preference). Short for --objective Classification and Reward.
+            reward or token_reward (--data Preference). Short for --objective Classification, Reward and TokenReward.
         out_dir: Folder for checkpoints and logs, or a URL such as s3://bucket/run.
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
     """
@@ -193,7 +193,7 @@ def choose_objective(objective: Objective, head: HeadName | None) -> Objective:
     name = type(objective).__name__
     hint = f"trains {name}, not this head; remove one of them"
     require_option(isinstance(objective, NextToken), "head", head, f"--objective {name} {hint}")
-    return Classification() if head == "classification" else Reward()
+    return HEADS[head]()
 
 
 def read_lora(options: FinetuneLoRAOptions) -> LoRAConfig:

@@ -35,8 +35,7 @@ from toolkit.io.safe_parse import read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.quantize import Quantize
-from toolkit.objectives import Classification as Classify
-from toolkit.objectives import NextToken, Objective, Reward
+from toolkit.objectives import HEADS, NextToken, Objective
 from toolkit.training.data import row_options
 from toolkit.training.hyperparameters import data_modules, keep_old_ends
 from toolkit.training.validate import batches_by_source, validate
@@ -170,7 +169,7 @@ def objective_of_head(config: ModelConfig, data: DataModule) -> Objective:
     if not isinstance(data, needed):
         name = type(data).__name__
         raise UserError(f"--data {name}: the model has a {config.head} head; use --data {needed.__name__}")
-    return Classify() if config.head == "classification" else Reward()
+    return HEADS[config.head]()
 
 
 def _embedded(batches: Iterable[Batch], n_embeddings: int, source: str, read: Counter[str]) -> Iterator[Batch]:

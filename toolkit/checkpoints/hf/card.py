@@ -12,6 +12,7 @@ from toolkit.io.paths import is_path_option, is_url, mask_url
 from toolkit.io.safe_parse import read_json_object, read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
+from toolkit.models.families.hf_heads import task_of
 from toolkit.models.gpt import model_on_meta
 from toolkit.ui.energy import energy_of_run
 from toolkit.ui.loggers import read_metrics
@@ -34,7 +35,7 @@ def write_model_card(
     base, is_on_hub = _base_model(trained_from if settings else checkpoint_dir)
     metadata = {
         "library_name": "peft" if is_adapter else "transformers" if family_of(config).is_in_transformers else "toolkit",
-        "pipeline_tag": "text-generation" if config.head is None else "text-classification",
+        "pipeline_tag": task_of(config).pipeline,
     } | ({"base_model": base} if is_on_hub else {})
     parameters = sum(p.numel() for p in model_on_meta(config).parameters())
     rows = {
@@ -57,7 +58,7 @@ def write_model_card(
 
 def auto_class(config: ModelConfig) -> str:
     """Return transformers' class that loads an export of this model."""
-    return "AutoModelForCausalLM" if config.head is None else "AutoModelForSequenceClassification"
+    return f"AutoModel{task_of(config).suffix}"
 
 
 def _read_settings(checkpoint_dir: Path) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     hf = _load_with_transformers(Path(out_dir), config)
     tokens = random_tokens(config)
     expected = native.eval()(tokens)
-    if config.head is None:
+    if config.head in (None, "token_reward"):
         return relative_difference(expected, hf.eval()(input_ids=tokens).logits)
     pad = hf.config.get_text_config().pad_token_id
     last = [max((i for i, token in enumerate(row) if token != pad), default=0) for row in tokens.tolist()]

@@ -36,6 +36,7 @@ from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.families import MULTIMODAL
+from toolkit.models.families.hf_heads import task_of
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import SCORE, TRAINED_SCORE, adapted_on_meta, initial_magnitude
 from toolkit.models.lora_config import LoRAConfig
@@ -104,7 +105,7 @@ def export_peft(
     settings["fan_in_fan_out"] = any(layer.is_transposed for layer in layers)
     if config.head is not None:
         tensors[f"{PREFIX}{SCORE}"] = adapters[TRAINED_SCORE]
-        settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+        settings |= {"task_type": task_of(config).peft_type, "modules_to_save": ["score"]}
     if (wrapper_type := _wrapper_type(info.base)) is not None:
         tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
         settings["target_modules"] = _text_model_pattern(settings["target_modules"])

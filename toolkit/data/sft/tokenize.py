@@ -65,12 +65,17 @@ class SFTConfig:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the model scores the last token of each sample."""
-        return self.kind in ("labeled", "compared")
+        """Whether the model scores tokens of each sample."""
+        return self.kind == "labeled" or self.is_compared
 
     @property
     def is_paired(self) -> bool:
-        return self.kind in ("pairs", "compared")
+        return self.kind == "pairs" or self.is_compared
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a sample is a pair of completions to score."""
+        return self.kind in ("compared", "compared_tokens")
 
     @property
     def sources(self) -> list[RowSource]:
@@ -83,7 +88,7 @@ class SFTConfig:
         if self.labeling is not None:
             return [self.labeling.parse(row, where)]
         records = to_completions(row, where, self.columns, self.kind == "rated")
-        if self.kind == "compared":
+        if self.is_compared:
             margin = read_margin(row, where, self.columns)
             records = [replace(record, label=margin) for record in records]
         return records
@@ -222,7 +227,8 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
         pieces = list(_fit_to_row(encodings[0], limit, split=config.on_long == "split"))
         trained = list(filter(_is_trained, pieces))
     if config.is_scored:
-        trained = [mark_last(piece.ids, config.tokenizer.pad_id) for piece in trained]
+        mark = partial(mark_scored, pad=config.tokenizer.pad_id, every_token=config.kind == "compared_tokens")
+        trained = list(map(mark, trained))
     counts.trained_tokens += sum(sum(piece.loss_mask[1:]) for piece in trained)
     counts.untrained += not trained
     if is_long and (trained or is_preference):
@@ -232,11 +238,15 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
     return trained
 
 
-def mark_last(ids: list[int], pad: int | None) -> Encoding:
-    """Return the tokens of a text to score: the only label is at the last one, where transformers reads the score.
+def mark_scored(encoding: Encoding, pad: int | None, every_token: bool) -> Encoding:
+    """Return a text with labels where scores are read: at each token with loss, or only at the last one.
 
-    As in transformers, tokens ``pad`` at the end do not count. The label is a token 0 that is never an input.
+    As in transformers, the last one is before tokens ``pad`` at the end. A token 0 at the end is never an input: the
+    label of a position is in the next one.
     """
+    ids, loss_mask = encoding
+    if every_token:
+        return Encoding([*ids, 0], [False, *loss_mask])
     end = next((i for i in range(len(ids), 1, -1) if ids[i - 1] != pad), 1)
     return Encoding([*ids[:end], 0], [*[False] * end, True])
 

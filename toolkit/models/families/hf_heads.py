@@ -1,39 +1,69 @@
-"""Convert score layers between ``config.json`` of transformers' classes ForSequenceClassification and ModelConfig."""
+"""Convert score layers between ModelConfig and ``config.json`` of transformers' classes: ForSequenceClassification, and
+for a reward of each token, ForTokenClassification."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from toolkit.errors import UserError
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.config_checks import ProblemType
 from toolkit.models.families.hf_keys import is_integer, require_key
 
-_CLASS = "ForSequenceClassification"
-# Model types without such a class in transformers 5.
-_WITHOUT = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granite", "granitemoe", "olmoe")
+
+class Task(NamedTuple):
+    """What a model is for, in the libraries of Hugging Face.
+
+    Args:
+        suffix: End of the name of transformers' classes.
+        pipeline: Pipeline tag of the hub.
+        peft_type: Task type of peft.
+        missing_types: Model types without such a class in transformers 5, or whose class has another score layer.
+    """
+
+    suffix: str
+    pipeline: str
+    peft_type: str
+    missing_types: tuple[str, ...] = ()
+
+
+_WITHOUT = ("cohere2", "ernie4_5", "ernie4_5_moe", "granite", "granitemoe", "olmoe")
+_LANGUAGE_MODEL = Task("ForCausalLM", "text-generation", "CAUSAL_LM")
+_SEQUENCE = Task("ForSequenceClassification", "text-classification", "SEQ_CLS", (*_WITHOUT, "apertus"))
+_ONLY_SEQUENCES = (
+    "deepseek_v2", "falcon", "gemma3_text", "gpt2", "gpt_neox", "hunyuan_v1_dense", "olmo", "olmo2", "olmo3",
+)  # fmt: skip
+_TOKEN = Task("ForTokenClassification", "token-classification", "TOKEN_CLS", (*_WITHOUT, *_ONLY_SEQUENCES))
+_BIAS = "token_classification_bias"
 _SINGLE = "single_label_classification"
 
 
 def is_scored(config_json: Fields) -> bool:
     """Whether the weights of a Hugging Face folder have a score layer."""
     names = config_json.get("architectures")
-    return isinstance(names, list) and any(str(name).endswith(_CLASS) for name in names)
+    return isinstance(names, list) and any(str(name).endswith((_SEQUENCE.suffix, _TOKEN.suffix)) for name in names)
+
+
+def task_of(config: ModelConfig) -> Task:
+    """Return the task of a model."""
+    return _LANGUAGE_MODEL if config.head is None else _TOKEN if config.head == "token_reward" else _SEQUENCE
 
 
 def write_head(config: ModelConfig, values: Fields) -> Fields:
     """Return the language model's ``config.json`` with the head. A reward model has no problem type."""
-    if config.family in _WITHOUT:
+    task = task_of(config)
+    if config.family in task.missing_types:
         raise UserError(
-            f"head {config.head}: transformers has no class {_CLASS} for the model type {config.family!r}; this model "
-            "cannot be exported"
+            f"head {config.head}: transformers has no class {task.suffix} for the model type {config.family!r}; this "
+            "model cannot be exported"
         )
     (name,) = values["architectures"]
-    name = name.replace("LMHeadModel", "ForCausalLM").replace("ForCausalLM", _CLASS)
+    name = name.replace("LMHeadModel", "ForCausalLM").replace("ForCausalLM", task.suffix)
     if config.family == "gemma3_text":
-        name = f"Gemma3Text{_CLASS}"
+        name = f"Gemma3Text{task.suffix}"
     labels = config.labels or ["LABEL_0"]
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
-    return values | {"architectures": [name], "problem_type": config.problem_type} | names
+    names |= {_BIAS: False} if task is _TOKEN else {"problem_type": config.problem_type}
+    return values | {"architectures": [name]} | names
 
 
 def read_head(config: ModelConfig, config_json: Fields) -> ModelConfig:
@@ -48,6 +78,11 @@ def read_head(config: ModelConfig, config_json: Fields) -> ModelConfig:
         n = config_json.get("num_labels", 2)
         require_key(is_integer(n, 1), "num_labels", n, "must be an integer, 1 or greater")
         labels = [f"LABEL_{i}" for i in range(n)]
+    if any(str(name).endswith(_TOKEN.suffix) for name in config_json["architectures"]):
+        require_key(len(labels) == 1, "id2label", names, "must have one label")
+        bias = config_json.get(_BIAS, True)
+        require_key(bias is False, _BIAS, bias, "must be false")
+        return replace(config.with_head("token_reward"), labels=labels)
     if problem is None and len(labels) == 1:
         return replace(config.with_head("reward"), labels=labels)
     kind: Any = problem or _SINGLE
