@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
     "data": 64_900,
-    "models": 61_600,
+    "models": 61_800,
     "checkpoints": 49_300,
     "metrics": 3_100,
     "planning": 16_500,
@@ -30,13 +30,13 @@ BUDGET = {
     "config": 12_100,
     "inference": 9_200,
     "ui": 9_000,
-    "commands": 10_400,
+    "commands": 10_600,
     "optim": 9_200,
     "reporting": 7_100,
     "io": 5_200,
     "serving": 5_200,
     "(top level)": 5_400,
-    "objectives": 5_700,
+    "objectives": 5_900,
     "launching": 2_000,
     "cli": 4_300,
 }
