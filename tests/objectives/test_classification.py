@@ -322,19 +322,37 @@ def test_adapters_with_a_head_are_peft_s_and_merge(base):
     assert curve("more")[0]["loss"] < 0.8 * math.log(3)
 
 
+def write_pairs() -> str:
+    """Write pairs with margins, and return the options of a run on them."""
+    with open("pairs.jsonl", "w") as file:
+        for i in range(24):
+            pair = {"chosen": "fine " * (1 + i % 3), "rejected": "poor work " * (1 + i % 2), "margin": i % 2}
+            print(json.dumps({"prompt": f"film {i}"} | pair), file=file)
+    options = RUN.replace("Classification --data.path reviews", "Preference --data.json_path pairs.jsonl")
+    return f"{options} --data.prompt_style chatml --data.val_split_fraction 0.25"
+
+
+@pytest.mark.slow
+def test_adapters_of_a_token_reward_are_peft_s(base):
+    from peft import AutoPeftModelForTokenClassification
+
+    words = "--head token_reward --lora_mlp true --train.learning_rate 1e-2 --out_dir out"
+    assert main(["finetune_lora", "base", *write_pairs().split(), *words.split()]) == 0
+    assert main(["convert_to_hf", "base", "base-hf"]) == 0
+    assert main(["convert_to_peft", "out/final", "peft", "--base_model", str(Path("base-hf").resolve())]) == 0
+    model = AutoPeftModelForTokenClassification.from_pretrained("peft", num_labels=1).eval()
+    tokens = torch.randint(1, 200, (2, 20))
+    scores = load("out/final").eval()(tokens)
+    torch.testing.assert_close(model(input_ids=tokens).logits, scores, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["reward", "token_reward"])
 def test_rewards_are_bradley_terry_s_and_one_curve(base, head):
     import transformers
 
     is_token, kind = head == "token_reward", "compared_tokens" if head == "token_reward" else "compared"
-    with open("pairs.jsonl", "w") as file:
-        for i in range(24):
-            pair = {"chosen": "fine " * (1 + i % 3), "rejected": "poor work " * (1 + i % 2), "margin": i % 2}
-            print(json.dumps({"prompt": f"film {i}"} | pair), file=file)
-    options = RUN.replace("Classification --data.path reviews", "Preference --data.json_path pairs.jsonl")
-    options += " --data.prompt_style chatml --data.val_split_fraction 0.25"
-    options += f" --head {head}"
+    options = f"{write_pairs()} --head {head}"
     curves = {}
     for size in (8, 1):
         words = f"--train.micro_batch_size {size} --out_dir micro{size}"

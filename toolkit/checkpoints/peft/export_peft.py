@@ -104,7 +104,11 @@ def export_peft(
     settings = _settings(info.lora, *targets, base_name) | {"revision": revision}
     settings["fan_in_fan_out"] = any(layer.is_transposed for layer in layers)
     if config.head is not None:
-        tensors[f"{PREFIX}{SCORE}"] = adapters[TRAINED_SCORE]
+        tensors[f"{PREFIX}{SCORE}"] = score = adapters[TRAINED_SCORE]
+        if (
+            config.head == "token_reward"
+        ):  # transformers' layer has a bias by default, and peft asks for all its tensors
+            tensors[f"{PREFIX}score.bias"] = torch.zeros(score.size(0))
         settings |= {"task_type": task_of(config).peft_type, "modules_to_save": ["score"]}
     if (wrapper_type := _wrapper_type(info.base)) is not None:
         tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
