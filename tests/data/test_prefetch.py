@@ -14,18 +14,22 @@ from toolkit.data.prefetch import Prefetcher
 CPU = torch.device("cpu")
 
 
-def readers() -> int:
-    return sum(thread.name == "read-ahead" for thread in threading.enumerate())
+def has_readers() -> bool:
+    """Whether a thread still reads; one that has read ends at once."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+    for thread in threads:
+        thread.join(10)
+    return any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_steps_are_those_of_the_loader(workers):
-    before, state = readers(), torch.get_rng_state()
+    state = torch.get_rng_state()
     expected = [ids_of(step) for step in batches(total_positions=45)]
     ahead = Prefetcher(batches(total_positions=45, num_workers=workers), CPU)
     assert [ids_of(step) for step in ahead] == expected
     ahead.close()
-    assert readers() == before and torch.equal(torch.get_rng_state(), state)
+    assert not has_readers() and torch.equal(torch.get_rng_state(), state)
 
 
 def test_one_step_is_read_ahead_and_errors_keep_their_place():
@@ -38,7 +42,7 @@ def test_one_step_is_read_ahead_and_errors_keep_their_place():
                 raise RuntimeError("step 2 is broken")
             yield [step]
 
-    ahead, before = Prefetcher(steps(), CPU), readers()
+    ahead = Prefetcher(steps(), CPU)
     assert read == []
     for step in range(2):
         assert next(ahead) == [step]
@@ -47,7 +51,7 @@ def test_one_step_is_read_ahead_and_errors_keep_their_place():
     with pytest.raises(RuntimeError, match="step 2 is broken"):
         next(ahead)
     ahead.close()
-    assert readers() == before
+    assert not has_readers()
     Prefetcher(steps(), CPU).close()  # never used
 
 
@@ -71,29 +75,6 @@ def test_steps_for_cuda_are_read_when_asked_for():
             ahead.pause()
             assert read == list(range(step + 2))
         ahead.close()
-
-
-def test_copies_to_the_device_begin_when_a_step_has_been_read():
-    steps, expected = batches(total_positions=24), [ids_of(step) for step in batches(total_positions=24)]
-    ahead = Prefetcher(steps, torch.device("meta"))
-    ahead.start_copy()  # nothing is asked for yet
-    found = [next(ahead)]
-    for _ in expected[1:]:
-        ahead.start_read()
-        ahead.pause()
-        ahead.start_copy()
-        ahead.start_copy()
-        found.append(next(ahead))
-    ahead.start_read()
-    ahead.pause()
-    ahead.start_copy()  # the end is not a step
-    with pytest.raises(StopIteration):
-        next(ahead)
-    ahead.close()
-    assert [ids_of(step) for step in found] == expected
-    assert [{b.input_ids.device.type for b in step} | {b.labels.device.type for b in step} for step in found] == [
-        {"cpu"}, *[{"meta"}] * (len(expected) - 1)
-    ]  # fmt: skip
 
 
 LEFT_OPEN = """

@@ -60,4 +60,3 @@ def test_a_thread_reads_ahead_unless_the_data_forbids_it(tmp_path, monkeypatch):
         run(tmp_path / expected, 2, Endless(vocab_size=300))
         assert {thread for thread, index in seen if index} == {expected}
         assert len({index for _, index in seen if index}) == 8  # nothing beyond the last step
-    assert not any(thread.name == "read-ahead" for thread in threading.enumerate())

@@ -119,10 +119,6 @@ class Batch:
         """Return a copy in pinned memory, for asynchronous copies to CUDA."""
         return self._map(Tensor.pin_memory)
 
-    def to(self, device: torch.device) -> Batch:
-        """Copy to ``device`` asynchronously."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
     def every(self, start: int, step: int) -> Batch:
         """Return every ``step``-th row of an unpacked batch, from ``start`` on."""
         rows = slice(start, None, step)

@@ -1,15 +1,14 @@
 """Prefetch the next step's micro-batches in a thread while the current step computes."""
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from queue import SimpleQueue
 
 import torch
 
 from toolkit.data.batch import Batch
+from toolkit.io.threads import run_in_thread
 
-_CLOSE_SECONDS = 5.0  # timeout for joining a thread that hangs in a read
+_CLOSE_SECONDS = 5.0  # timeout for a thread that hangs in a read
 
 
 class Prefetcher:
@@ -18,20 +17,16 @@ class Prefetcher:
     On CUDA the thread starts to read a step at :meth:`start_read`, not before: it takes turns with the thread that
     launches kernels (the interpreter's lock), and while the first ones are launched, the device waits for each.
 
-    If ``steps`` raises an exception, it is raised again when the caller takes that step. The thread prefetches exactly
-    one step and stays idle until the caller takes it.
+    If ``steps`` raises an exception, it is raised again when the caller takes that step.
 
     Args:
-        steps: Yields the micro-batches of each step. Iterated in the thread, where a generator starts its workers.
+        steps: Yields the micro-batches of each step. Iterated in a thread for each step; the first starts the workers.
         device: Device of the model.
     """
 
     def __init__(self, steps: Iterator[list[Batch]], device: torch.device) -> None:
         self._steps, self._device = steps, device
-        self._requests: SimpleQueue[Future[list[Batch]] | None] = SimpleQueue()
         self._next: Future[list[Batch]] | None = None
-        # A daemon thread: at exit, the interpreter would wait for a non-daemon thread that hangs in a read.
-        self._thread = threading.Thread(target=self._serve, name="read-ahead", daemon=True)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -45,38 +40,19 @@ class Prefetcher:
         return step
 
     def start_read(self) -> None:
-        """Let the thread prefetch a step, if it has none yet."""
+        """Let a thread prefetch a step, if there is none yet."""
         if self._next is None:
-            if self._thread.ident is None:
-                self._thread.start()
-            self._next = Future()
-            self._requests.put(self._next)
+            # A daemon thread: at exit, the interpreter would wait for a non-daemon thread that hangs in a read.
+            self._next = run_in_thread(self._read, name="read-ahead", daemon=True)
 
-    def start_copy(self) -> None:
-        """Start an asynchronous copy of the prefetched step to the device. No-op if it is not read yet."""
-        step = self._next
-        if self._device.type == "cpu" or step is None or not step.done() or step.exception() is not None:
-            return
-        self._next = Future()
-        self._next.set_result([batch.to(self._device) for batch in step.result()])
-
-    def pause(self) -> None:
-        """Wait for the pending prefetch. The prefetch thread then stays idle until the caller takes that step."""
+    def pause(self, seconds: float | None = None) -> None:
+        """Wait for the pending prefetch. No thread reads then, until the caller takes that step."""
         if self._next is not None:
-            wait([self._next])
+            wait([self._next], seconds)
 
     def close(self) -> None:
-        """Stop the thread. The iterator must not be used afterwards."""
-        self._requests.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(_CLOSE_SECONDS)
-
-    def _serve(self) -> None:
-        while (request := self._requests.get()) is not None:
-            try:
-                request.set_result(self._read())
-            except BaseException as error:
-                request.set_exception(error)
+        """Wait for the pending prefetch, but not for one that hangs. The iterator must not be used afterwards."""
+        self.pause(_CLOSE_SECONDS)
 
     def _read(self) -> list[Batch]:
         step = next(self._steps)

@@ -61,11 +61,6 @@ class DataReader:
         if self._prefetcher is not None:
             self._prefetcher.start_read()
 
-    def start_copy(self) -> None:
-        """Start an asynchronous copy of the prefetched batches to the device. No-op if they are not read yet."""
-        if self._prefetcher is not None:
-            self._prefetcher.start_copy()
-
     def pause(self) -> None:
         """Pause prefetching until the next :meth:`read`, because the data may not be thread-safe."""
         if self._prefetcher is not None:

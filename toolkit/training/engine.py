@@ -280,7 +280,7 @@ class Engine:
         set_learning_rate(run.optimizer, learning_rate)
         try:
             step = train_step if run.config.strategy.layout.pipeline == 1 else pipeline_step
-            hooks = self._overlap, run.reader.start_read
+            hooks = partial(run.garbage.collect, is_full=False), run.reader.start_read
             return step(run.fabric, run.objective, self.update, micro_batches, counts, *hooks)
         except GuardError as error:
             self._finish_save(is_on_all_ranks=True)
@@ -288,11 +288,6 @@ class Engine:
                 f"step {run.progress.step + 1} is not finite: {error}. No checkpoint includes this step; "
                 "lower --train.learning_rate or inspect these samples (see troubleshooting: diverging)"
             ) from None
-
-    def _overlap(self) -> None:
-        """Do host work while the device computes a step."""
-        self.run.reader.start_copy()
-        self.run.garbage.collect(is_full=False)
 
     def _after_step(self, metrics: dict[str, float], totals: dict[str, int], is_last: bool) -> None:
         """Validate, log and save when due."""
