@@ -538,7 +538,7 @@ def test_interrupted_request_does_not_answer_the_next_one(templates, monkeypatch
     template = templates["chatml"][0]
     first, second = template.render(TWO[:2]), template.render(TWO)
 
-    def interrupt():
+    def interrupt(limit):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sandbox_process._running[1], "stdout", SimpleNamespace(readline=interrupt))

@@ -16,13 +16,13 @@ from typing import IO, Any, cast
 from toolkit.config import EvalArgs
 from toolkit.errors import UserError, require_option, require_package
 from toolkit.extension import add_cwd_to_path
+from toolkit.io.processes import exchange, start_server
 from toolkit.io.threads import call_with_timeout, run_in_thread
 from toolkit.metrics import Metric, parse_metrics
 
 MAX_BYTES = 1 << 20
 """Limit of what a function may print in a call, in bytes."""
 _MAX_RESPONSE = 1 << 26
-_CODE = "import json, sys; sys.path = json.loads(sys.argv[1]); from toolkit.metrics.worker import serve; serve()"
 
 
 class MetricProcess:
@@ -39,13 +39,7 @@ class MetricProcess:
     def __init__(self, metric: Metric, seconds: float) -> None:
         self.metric, self._seconds, self._printed = metric, seconds, 0
         add_cwd_to_path()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CODE, json.dumps([str(path) for path in sys.path])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C must not reach it
-        )
+        self._process = start_server("toolkit.metrics.worker", subprocess.PIPE)
         self._forwarded = run_in_thread(self._forward, daemon=True)
         loaded = self._request({"path": metric.path, "argument": metric.argument})
         self.needs_log_probs: bool = loaded["needs_log_probs"]
@@ -74,7 +68,7 @@ class MetricProcess:
         self._printed = 0
         line = json.dumps(value, default=str).encode() + b"\n"
         try:
-            answer = call_with_timeout(self._seconds, lambda: self._exchange(line))
+            answer = call_with_timeout(self._seconds, lambda: exchange(self._process, line, _MAX_RESPONSE))
             if answer.endswith(b"\n"):
                 response = json.loads(answer)
                 if "error" not in response:
@@ -88,13 +82,6 @@ class MetricProcess:
             reason = f"took longer than {self._seconds:g} s (--eval.metric_timeout)"
         self.close()
         raise UserError(f"--eval.metric {self.metric.entry}: {reason}")
-
-    def _exchange(self, line: bytes) -> bytes:
-        stdin, stdout = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)  # both are pipes
-        with suppress(BrokenPipeError):
-            stdin.write(line)
-            stdin.flush()
-        return stdout.readline(_MAX_RESPONSE)
 
     def _forward(self) -> None:
         """Write what the function prints to this process's stderr; end the process if it is too much."""

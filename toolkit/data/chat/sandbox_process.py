@@ -9,16 +9,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
-from typing import IO, Any, cast
+from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.io.processes import exchange, start_server
 
 CPU_SECONDS = 10  # per request
 MEMORY = 1 << 30  # bytes
-# Pass sys.path, which may have changed since this process started.
-_CODE = "import json, sys; sys.path = json.loads(sys.argv[1]); from toolkit.data.chat.sandbox import serve; serve()"
 _lock = threading.Lock()
 _running: tuple[int, subprocess.Popen[bytes]] | None = None  # (parent pid, subprocess)
 
@@ -36,13 +34,8 @@ def send_request(request: dict[str, Any]) -> dict[str, Any]:
     with _lock:
         for _ in range(2):
             process = _start()
-            stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)  # both are pipes
             try:
-                stdin.write(line)
-                stdin.flush()
-                response = stdout.readline()
-            except BrokenPipeError:
-                response = b""
+                response = exchange(process, line)
             except BaseException:  # such as Ctrl-C; the next request must not read this response
                 process.kill()
                 process.wait()
@@ -61,15 +54,8 @@ def send_request(request: dict[str, Any]) -> dict[str, Any]:
 def _start() -> subprocess.Popen[bytes]:
     global _running
     if _running is None or _running[0] != os.getpid() or _running[1].poll() is not None:
-        command = [sys.executable, "-c", _CODE, json.dumps([str(path) for path in sys.path])]
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C must not reach it
-            )
+            process = start_server("toolkit.data.chat.sandbox", subprocess.DEVNULL)
         except OSError as error:
             raise UserError(f"chat template: cannot start the rendering process: {error.strerror or error}") from error
         _running = os.getpid(), process
