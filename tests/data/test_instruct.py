@@ -476,11 +476,9 @@ def test_invalid_options_are_errors(options, message):
         JSON("x", **options)
 
 
-def test_tokenizer_and_length_are_required(tokenizer):
+def test_tokenizer_is_required():
     with pytest.raises(UserError, match="--data JSON: needs the tokenizer of the model; specify --tokenizer_dir"):
         JSON("x").prepare(tokenizer=None, max_seq_length=8)
-    with pytest.raises(UserError, match="--train.max_seq_length 0"):
-        JSON("x").prepare(tokenizer=tokenizer, max_seq_length=0)
 
 
 def test_template_errors_name_the_row(prepare, tokenizer):

@@ -14,9 +14,9 @@ from toolkit.data.base import (
     require_one,
     require_val_fraction,
 )
-from toolkit.data.sft.datasets import find_hub_splits, prepare_rows
+from toolkit.data.sft.datasets import find_file_splits, find_hub_splits, prepare_rows
 from toolkit.data.sft.labels import ClassWeights, Labeling
-from toolkit.data.sft.readers import KINDS, Splits, find_splits
+from toolkit.data.sft.readers import Splits
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config_checks import ProblemType
@@ -76,16 +76,9 @@ class Classification(DataModule):
         for label, weight in weights.items():
             require(weight > 0, f"class_weights.{label}", weight, "must be greater than zero")
 
-    @property
-    def skips_empty_answers(self) -> bool:
-        """Whether to skip rows with an empty text instead of raising an error."""
-        return bool(self.repo_id)
-
     def find_rows(self) -> tuple[str, Splits]:
         """Return the data option, such as ``--data.path reviews.csv``, and the row sources."""
-        if self.repo_id:
-            return find_hub_splits(self.repo_id, self.subset, self.split, self.val_split)
-        return f"--data.path {self.path}", find_splits(self.path, "path", KINDS)
+        return find_hub_splits(self) if self.repo_id else find_file_splits(self, "path")
 
     def labeling(self, labels: LabelSet | None) -> Labeling:
         """Return how to read rows. ``labels``: The model's; None takes the data's."""

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,9 +54,6 @@ class InstructionData(DataModule):
     columns: dict[str, str] | None = None
     cache_dir: str | None = None
     num_workers: int = 0
-
-    # Whether to skip rows with an empty answer instead of raising an error. Users cannot fix published datasets.
-    skips_empty_answers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,11 +107,8 @@ def prepare_rows(
 
     ``options``: further fields of :class:`toolkit.data.sft.tokenize.SFTConfig`.
     """
-    name = type(data).__name__
     if tokenizer is None:
-        raise UserError(f"--data {name}: needs the tokenizer of the model; specify --tokenizer_dir")
-    if max_seq_length <= 0:
-        raise UserError(f"--train.max_seq_length {max_seq_length}: must be greater than zero for --data {name}")
+        raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; specify --tokenizer_dir")
     from toolkit.data.chat.template import ChatTemplate
     from toolkit.data.sft.prepare import prepare_sft
     from toolkit.data.sft.tokenize import SFTConfig
@@ -140,7 +135,7 @@ def prepare_rows(
         tokenizer=tokenizer,
         template=template,
         no_template=no_template,
-        skip_empty=data.skips_empty_answers,
+        skip_empty=bool(getattr(data, "repo_id", None)),  # users cannot fix published datasets
         on_long=data.on_long,
         packing=data.packing,
         max_seq_length=max_seq_length,
@@ -159,8 +154,7 @@ class _Files(InstructionData):
     kinds: ClassVar[dict[str, str]]
 
     def find_rows(self) -> tuple[str, Splits]:
-        path = getattr(self, self.path_option)
-        return f"--data.{self.path_option} {path}", find_splits(path, self.path_option, self.kinds)
+        return find_file_splits(self, self.path_option, self.kinds)
 
 
 @dataclass
@@ -241,12 +235,18 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
     return HubRows(dataset, name)
 
 
-def find_hub_splits(repo_id: str, subset: str | None, split: str, val_split: str | None) -> tuple[str, Splits]:
-    """Return the option ``--data.repo_id`` and the rows of the splits."""
-    option = f"--data.repo_id {repo_id}"
-    train = load_hub_split(repo_id, subset, split, option)
-    val = None if val_split is None else [load_hub_split(repo_id, subset, val_split, option)]
+def find_hub_splits(data: Any) -> tuple[str, Splits]:
+    """Return the option ``--data.repo_id`` and the rows of the splits of a data module."""
+    option = f"--data.repo_id {data.repo_id}"
+    load = partial(load_hub_split, data.repo_id, data.subset, option=option)
+    train, val = load(data.split), None if data.val_split is None else [load(data.val_split)]
     return option, Splits([train], val)
+
+
+def find_file_splits(data: Any, name: str, kinds: dict[str, str] = KINDS) -> tuple[str, Splits]:
+    """Return the option ``--data.<name>`` of a data module and the rows of its file or folder."""
+    path = getattr(data, name)
+    return f"--data.{name} {path}", find_splits(path, name, kinds)
 
 
 @dataclass
@@ -265,10 +265,8 @@ class HuggingFace(InstructionData):
     split: str = "train"
     val_split: str | None = None
 
-    skips_empty_answers: ClassVar[bool] = True
-
     def find_rows(self) -> tuple[str, Splits]:
-        return find_hub_splits(self.repo_id, self.subset, self.split, self.val_split)
+        return find_hub_splits(self)
 
 
 @dataclass
@@ -298,15 +296,9 @@ class Preference(InstructionData):
         super().__post_init__()
         require_one(self, "json_path", "repo_id")
 
-    @property
-    def skips_empty_answers(self) -> bool:  # type: ignore[override]  # users cannot fix published datasets
-        return bool(self.repo_id)
-
     def find_rows(self) -> tuple[str, Splits]:
         """See :meth:`InstructionData.find_rows`."""
-        if self.repo_id:
-            return find_hub_splits(self.repo_id, self.subset, self.split, self.val_split)
-        return f"--data.json_path {self.json_path}", find_splits(self.json_path, "json_path", KINDS)
+        return find_hub_splits(self) if self.repo_id else find_file_splits(self, "json_path")
 
     def prepare(self, *, tokenizer: Tokenizer | None, kind: RowKind = "answers", **options: Any) -> PreparedData:
         """See :meth:`InstructionData.prepare`. Without a kind, rows with a label are rated, and others pairs."""
@@ -330,7 +322,6 @@ class _NamedDataset(_Files):
     repo_id: ClassVar[str]
     path_option = "local_path"
     kinds = KINDS
-    skips_empty_answers: ClassVar[bool] = True
 
     def find_rows(self) -> tuple[str, Splits]:
         if self.local_path is not None:
