@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
-from toolkit.config.classes import class_path, classes_of
+from toolkit.config.classes import class_path
 from toolkit.config.command import CommandOptions
 from toolkit.data.base import (
     DataModule,
@@ -147,8 +147,7 @@ def _read_source(name: Any, entry: Any) -> MixtureSource:
         raise UserError(f"{flag}.weight {entry['weight']}: must be a number from 0 to 1")
     if max_epochs is not None and not 0 < max_epochs < math.inf:
         raise UserError(f"{flag}.max_epochs {entry['max_epochs']}: must be a number greater than zero, or null")
-    if (module := entry.get("data")) is None:
-        raise UserError(f"{flag}.data: must be given")
+    module = entry.get("data")
     if not isinstance(module, DataModule):
         module = _make_module(flag, module)
     if isinstance(module, Mixture):
@@ -171,10 +170,8 @@ def _parse(function: Callable[..., None], values: Mapping[str, Any]) -> Values:
 
 def _make_module(flag: str, value: Any) -> DataModule:
     """Build a source's data module from a class name, or a mapping with class_path and init_args."""
-    if not isinstance(value, str | Mapping):
-        raise UserError(f"{flag}.data {value}: must be a class with its options: {{class_path: ..., init_args: ...}}")
-    if isinstance(value, Mapping) and not value.get("class_path"):
-        raise UserError(f"{flag}.data.class_path: must be given, one of {', '.join(classes_of(DataModule))}")
+    if isinstance(value, Mapping):
+        value = {"class_path": None, **value}  # an error if it is not given
     try:
         return _parse(_data_option, {"data": value})["data"]
     except UserError as error:
