@@ -311,8 +311,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "checkpoints/remote/uploader.py path", "training/trace.py json.load(file)",
     },
     "the user's cache": {
-        "data/cache.py folder / MANIFEST", "data/cache.py folder / CHECKSUMS", "data/cache.py json.load(stamp)",
-        "data/cache.py path", "data/streamed/open_chunks.py path", "data/streamed/open.py saved",
+        "data/cache.py folder / MANIFEST", "data/cache.py folder / CHECKSUMS", "data/streamed/open.py saved",
         "data/streamed/open.py stream.error_file(number)",
         "data/streamed/reader.py file", "data/streamed/reader.py error",
         "data/streamed/stream.py folder / f'{origin}{SOURCE}'",
@@ -326,7 +325,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
     },
     "read_json has read it before": {"data/tokens/chunks.py self.folder / INDEX"},
 }  # fmt: skip
-FOLLOWED = {"data/cache.py stamps / f'{name}.json'", "data/streamed/reader.py lock_file"}  # in the user's cache
+FOLLOWED = {"data/streamed/reader.py lock_file"}  # in the user's cache
 
 
 def risky_file_calls(source: str, file: str) -> tuple[set[str], set[str]]:

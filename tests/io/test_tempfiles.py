@@ -12,7 +12,7 @@ from helpers.saving import write_checkpoint
 
 from toolkit.checkpoints.scratch import mmap_empty
 from toolkit.checkpoints.store import write_file, write_folder
-from toolkit.data.cache import clean_up, staging_folder
+from toolkit.data.cache import staging_folder
 from toolkit.io import tempfiles
 from toolkit.io.atomic import write_atomic, write_json
 from toolkit.io.tempfiles import has_ended, sweep, temporary_path
@@ -28,7 +28,7 @@ WRITERS = {
 
 
 def write_cache(folder: Path, name: str) -> None:
-    clean_up(folder)
+    sweep(folder)
     with staging_folder(folder / name):
         pass
 

@@ -242,7 +242,7 @@ def test_a_cached_reference_that_lacks_a_split_or_rows_is_computed_again(tmp_pat
     values, _ = load_or_prepare(cached, "test", lambda: read({"train": rows}), make, print)
     assert values["train"].shape == (3, 1)
     for parts in ({"train": rows, "val": rows}, {"train": rows[:2]}):
-        values, reason = find_prepared(cached, lambda parts=parts: read(parts), print)
+        values, reason = find_prepared(cached, lambda parts=parts: read(parts))
         assert values is None and "the cached data is damaged" in reason, parts
 
 

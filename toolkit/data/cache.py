@@ -3,23 +3,20 @@
 Temporary folders of killed processes are removed.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from toolkit.data.base import Report, Values
 from toolkit.errors import DataError, UserError
 from toolkit.io.checksums import Checksum, Checksums, check_entries, checksum_files, find_damage
-from toolkit.io.locks import lock
 from toolkit.io.paths import user_cache
 from toolkit.io.tempfiles import sweep, temporary_prefix
 
@@ -31,7 +28,7 @@ CRC_FILE = "crc32.npy"  # CRC-32 checksums of a token array's chunks
 DAMAGE_ERRORS = (ValueError, TypeError, KeyError, OSError, EOFError, DataError)  # raised when a damaged folder is read
 HEARTBEAT = 10.0  # seconds between progress lines
 ANNOUNCE_BYTES = 1 << 31  # announce reads of at least this size: they take seconds
-_LARGE_BYTES = 1 << 32  # bytes; tokens of larger folders are verified when read
+_LARGE_BYTES = 1 << 26  # bytes; tokens of larger folders are verified when read
 
 
 def throttle(report: Report) -> Report:
@@ -100,25 +97,25 @@ def load_or_prepare(
         make: Writes the data into an empty folder.
     """
     try:
-        prepared, reason = find_prepared(folder, read, report)
+        prepared, reason = find_prepared(folder, read)
         if prepared is not None:
             return prepared, True
         report(f"Data: preparing {folder} ({reason}): {what}")
-        clean_up(folder.parent)
+        sweep(folder.parent)
         with staging_folder(folder) as temporary:
             make(temporary)
-            publish(temporary, folder, lambda: find_prepared(folder, read, report)[0] is not None)
+            publish(temporary, folder, lambda: find_prepared(folder, read)[0] is not None)
         return read(), False
     except OSError as error:
         raise UserError(f"--data.cache_dir {folder.parent}: cannot be used: {error.strerror or error}") from error
 
 
-def find_prepared(folder: Path, read: Callable[[], T], report: Report) -> tuple[T | None, str]:
+def find_prepared(folder: Path, read: Callable[[], T]) -> tuple[T | None, str]:
     """Verify a prepared folder and return ``read()``, or None and the reason for the cache miss."""
     if not folder.exists():
         return None, "not prepared yet"
     try:
-        verify(folder, report)
+        verify(folder)
         return read(), ""
     except DAMAGE_ERRORS as error:
         return None, f"the cached data is damaged ({error!s})"
@@ -158,55 +155,13 @@ def require_intact(folder: Path, checksums: Mapping[str, Checksum]) -> None:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))
 
 
-def verify(folder: Path, report: Report) -> None:
-    """Verify the checksums of ``folder``, once per user and machine.
+def verify(folder: Path) -> None:
+    """Verify the checksums of ``folder``.
 
-    Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files. In folders over
-    4 GiB, tokens are skipped for a fast start; ChunkedArray verifies them when they are read.
+    In folders over 64 MiB, tokens are skipped for a fast start; ChunkedArray verifies them when they are read.
     """
-    checksums = read_checksums(folder)
-    files = checksums
+    files = read_checksums(folder)
     if sum(entry["size"] for entry in files.values()) > _LARGE_BYTES:
         verified_later = tuple(name.removesuffix(CRC_FILE) for name in files if name.endswith(f"/{CRC_FILE}"))
         files = {n: e for n, e in files.items() if not (n.endswith(".bin") and n.startswith(verified_later))}
-    with _open_stamp(folder) as stamp:
-        stats = {
-            name: (folder / name).stat() for name in files
-        }  # stat before reading, to detect changes during verification next time
-        versions = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}
-        verified = {"folder": str(folder.resolve()), "checksums": {"files": checksums}, "versions": versions}
-        if stamp is not None:
-            stamp.seek(0)
-            with contextlib.suppress(ValueError, RecursionError):
-                if json.load(stamp) == verified:
-                    return
-        if (size := sum(stat.st_size for stat in stats.values())) >= ANNOUNCE_BYTES:
-            report(f"Data: verifying {size / 1e9:,.1f} GB in {folder}, once on this machine")
-        require_intact(folder, files)
-        if stamp is not None:
-            stamp.seek(0)
-            stamp.truncate()
-            json.dump(verified, stamp)
-
-
-@contextmanager
-def _open_stamp(folder: Path) -> Iterator[IO[str] | None]:
-    """Lock and yield a folder's stamp file, or None if not writable. The lock lets only one rank verify."""
-    stamps = user_cache() / "verified"
-    name = hashlib.sha256(f"{socket.gethostname()} {folder.resolve()}".encode()).hexdigest()[:32]
-    with contextlib.ExitStack() as stack:
-        file = None
-        with contextlib.suppress(OSError):
-            stamps.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(stamps / f"{name}.json", "a+", encoding="utf-8"))
-            lock(file)
-        yield file
-
-
-def clean_up(cache_dir: Path) -> None:
-    """Remove temporary folders of killed processes and stamps of deleted folders."""
-    sweep(cache_dir)
-    for path in (user_cache() / "verified").glob("*.json"):
-        with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
-            if not Path(json.loads(path.read_bytes())["folder"]).exists():
-                path.unlink()
+    require_intact(folder, files)

@@ -70,7 +70,7 @@ def with_reference(launch: Launch) -> PreparedData:
     key = hash_inputs(inputs | {"model": model_fingerprint(folder)})
     cached = choose_cache_dir(getattr(args.data, "cache_dir", None)) / f"reference-{key[:16]}"
     read = partial(_read, cached, key, parts)
-    values = ranks.run_on_rank0(lambda: find_prepared(cached, read, report)[0])
+    values = ranks.run_on_rank0(lambda: find_prepared(cached, read)[0])
     if not ranks.broadcast_from_rank0(values is not None):
         launch.display.phase("computing reference log-probabilities")
         report(f"Reference: computing the log-probabilities of {folder} once")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabulary
-from toolkit.data.cache import choose_cache_dir, clean_up, hash_inputs, throttle
+from toolkit.data.cache import choose_cache_dir, hash_inputs, throttle
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed import segments
 from toolkit.data.streamed.files import SourceFiles, is_url, listing_hash
@@ -23,6 +23,7 @@ from toolkit.errors import DataError, UserError, count_of
 from toolkit.io.locks import file_lock
 from toolkit.io.storage import StorageError
 
+from toolkit.io.tempfiles import sweep
 _FIRST_DOCUMENTS = 64  # to look at, for the key
 _OLD_RULE = "-0.1.0"  # at the end of a folder's name; not in keys, which have to stay
 _MIN_SEGMENTS = 5  # in the cache budget: held-out, previous, current, next, and the one being written
@@ -59,7 +60,7 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
     cache_dir = choose_cache_dir(text.options.cache_dir)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        clean_up(cache_dir)
+        sweep(cache_dir)
         source = _source(text, text.files, tokenizer, report)
         stream = _open_stream(cache_dir, source, tokenizer, trained_vocabulary(text.options), report)
         prepared = _prepare_rows(text, stream, max_seq_length + 1, report)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.data.base import Report, TokenDataset, Values
-from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, clean_up, hash_inputs
+from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, hash_inputs
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed.chunk_segments import ChunkSegments
 from toolkit.data.streamed.files import find_files, is_url, listing_hash, storage_errors
@@ -23,6 +23,7 @@ from toolkit.data.tokens.chunks import INDEX
 from toolkit.data.tokens.store import SPLITS, TOKENS, TokenStore
 from toolkit.errors import UserError, count_of
 from toolkit.io.atomic import write_atomic
+from toolkit.io.tempfiles import sweep
 from toolkit.io.safe_parse import MAX_BYTES, parse_json
 
 _TOKENIZER_FILES = (  # by name, as some storage cannot be listed
@@ -159,7 +160,7 @@ class _Chunks:
         folder = cache_dir / f"chunks-{key[:16]}"
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
-            clean_up(cache_dir)
+            sweep(cache_dir)
             for i, pair in enumerate(fetched):
                 for name, content in zip((INDEX, CRC_FILE), pair, strict=True):
                     path = folder / "chunks" / str(i) / name

@@ -120,7 +120,7 @@ class LitData(DataModule):
         is_store = (folder / MANIFEST).is_file() and (folder / TOKENS).is_dir()
         if is_store or (folder / CHECKSUMS).is_file():  # written by prepare_data; others have no checksums
             try:
-                verify(folder, report)
+                verify(folder)
             except DAMAGE_ERRORS as error:
                 raise UserError(f"--data.data_path {self.data_path}: is damaged ({error}); prepare it again") from error
         folders = [folder / name for name in self.split_names or ("",)]
