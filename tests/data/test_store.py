@@ -297,7 +297,7 @@ def test_large_data_is_sampled_including_chunk_ends(unverified, monkeypatch):
     monkeypatch.setattr(chunks, "_READ_ALL_BYTES", 0)
     monkeypatch.setattr(chunks, "_SAMPLE", 3)
     _, folder = unverified
-    seen = [len(part) for part in TokenStore(folder).array._samples(0, 1000)]
+    seen = [len(part) for part in TokenStore(folder).array._samples()]
     assert seen == [3] * (11 * chunks._SAMPLES) + [32]  # the last chunk is small, and read
     for chunk in range(12):
         for token in (0, -1):
@@ -306,4 +306,4 @@ def test_large_data_is_sampled_including_chunk_ends(unverified, monkeypatch):
             digest, largest = TokenStore(folder).array.survey()
             assert digest != before and largest == 65_000 + (chunk > 0)
     monkeypatch.setattr(chunks, "_STAT_CHUNKS", 4)  # of many chunks, a bounded number is sampled
-    assert len(list(TokenStore(folder).array._samples(0, 1000))) == 3 * chunks._SAMPLES + 1
+    assert len(list(TokenStore(folder).array._samples())) == 3 * chunks._SAMPLES + 1

@@ -134,7 +134,7 @@ def _largest_token(rows: TokenDataset) -> int:
     if isinstance(rows, ConcatenatedRows):
         return max(map(_largest_token, rows.datasets))
     if isinstance(rows, BlockDataset):
-        return rows.survey()[1]
+        return rows.store.array.survey()[1]
     return max(
         int(torch.as_tensor(row[name]).max())
         for i in range(len(rows))

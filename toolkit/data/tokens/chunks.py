@@ -143,8 +143,8 @@ class ChunkedArray(ChunkIndex):
         for begin in range(start, stop, _BLOCK):
             yield self.read(begin, min(begin + _BLOCK, stop))
 
-    def survey(self, start: int = 0, stop: int | None = None) -> tuple[bytes, int]:
-        """Scan the values in [start, stop) once.
+    def survey(self) -> tuple[bytes, int]:
+        """Scan the values once.
 
         Up to 1 GiB, every value is read. Larger data is sampled: 16 evenly spaced blocks of 16 Ki values per chunk, in
         at most 1,024 evenly spaced chunks. Changes in between are not detected.
@@ -153,19 +153,19 @@ class ChunkedArray(ChunkIndex):
             SHA-256 of the index and the values, and the largest value.
         """
         digest, largest = hashlib.sha256((self.folder / INDEX).read_bytes()), 0
-        for values in self._samples(start, len(self) if stop is None else stop):
+        for values in self._samples():
             digest.update(values.data)
             largest = max(largest, int(values.max()))
         return digest.digest(), largest
 
-    def _samples(self, start: int, stop: int) -> Iterator[np.ndarray]:
+    def _samples(self) -> Iterator[np.ndarray]:
         """Yield the non-empty blocks that :meth:`survey` reads."""
-        if (stop - start) * self.dtype.itemsize <= _READ_ALL_BYTES:
-            yield from self.blocks(start, stop)
+        if len(self) * self.dtype.itemsize <= _READ_ALL_BYTES:
+            yield from self.blocks()
             return
         last = len(self.sizes) - 1
         for chunk in sorted({i * last // (_STAT_CHUNKS - 1) for i in range(_STAT_CHUNKS)}):
-            begin, end = max(start, self._starts[chunk]), min(stop, self._starts[chunk + 1])
+            begin, end = self._starts[chunk : chunk + 2]
             if end - begin <= _SAMPLES * _SAMPLE:
                 yield from self.blocks(begin, end)
                 continue

@@ -137,7 +137,7 @@ class LitData(DataModule):
                 if any(part.store.array.checksums is None for part in rows):
                     report(f"Data: {folder}: not verified: it has no checksums")
                 train, val, *_ = [*rows, None]
-                digests, tokens = zip(*(part.survey() for part in rows), strict=True)
+                digests, tokens = zip(*(part.store.array.survey() for part in rows), strict=True)
                 content, largest = b"".join(digests), max(tokens)
         except UserError:
             raise

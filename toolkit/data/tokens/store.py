@@ -178,9 +178,6 @@ class BlockDataset:
         if not 0 <= start <= start + self.n_tokens <= store.n_tokens:
             raise ValueError(f"{store.folder} has no tokens {start:,} to {stop:,}: it has {store.n_tokens:,}")
 
-    def survey(self) -> tuple[bytes, int]:
-        return self.store.array.survey(self.start, self.start + self.n_tokens)
-
     @property
     def tail_tokens(self) -> int:
         """Number of tokens that do not fill a block."""
