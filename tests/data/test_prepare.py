@@ -396,7 +396,8 @@ def test_long_documents_tokenized_in_pieces_have_the_same_ids(tmp_path, monkeypa
     file.write_bytes(lines.encode())
     tokenizer = train_bpe([lines], 400)
     (document,) = documents.fingerprint([file], "x")
-    pieces = list(documents.text_chunks(document, size=500))
+    monkeypatch.setattr(documents, "CHUNK_CHARS", 500)
+    pieces = list(documents.text_chunks(document))
     read = lines.replace("\r\n", "\n")
     assert len(pieces) > 10 and "".join(p.text for p in pieces) == read
     assert [p.ends_document for p in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -427,7 +428,8 @@ def test_windows_line_endings_and_byte_order_marks_are_normalized_and_counted(pr
     stream = [t for d in paths for t in plain.tokenizer.encode(expected[d.path.name], bos=False, eos=True)]
     assert all_tokens(data.train) == stream[: len(data.train) * (T + 1)]
     for size in (1, 2, 3):
-        assert ["".join(p.text for p in documents.text_chunks(d, size)) for d in paths] == [
+        monkeypatch.setattr(documents, "CHUNK_CHARS", size)
+        assert ["".join(p.text for p in documents.text_chunks(d)) for d in paths] == [
             expected[d.path.name] for d in paths
         ]
 

@@ -102,8 +102,8 @@ def describe_changes(documents: list[Document]) -> str | None:
     return ", ".join(parts) or None
 
 
-def text_chunks(document: Document, size: int | None = None) -> Iterator[TextChunk]:
-    r"""Read a document in chunks of about ``size`` characters, CHUNK_CHARS by default; see :func:`cut_text`.
+def text_chunks(document: Document) -> Iterator[TextChunk]:
+    r"""Read a document in chunks; see :func:`cut_text`.
 
     A leading byte order mark is dropped.
     """
@@ -111,21 +111,21 @@ def text_chunks(document: Document, size: int | None = None) -> Iterator[TextChu
         file_errors(document.option, document.path, "convert it, or exclude it with a glob such as 'folder/**/*.txt'"),
         open(document.path, encoding="utf-8-sig", newline="") as file,
     ):
-        yield from cut_text(file, size)
+        yield from cut_text(file)
 
 
-def cut_text(file: IO[str], size: int | None = None) -> Iterator[TextChunk]:
-    r"""Read a document in chunks of about ``size`` characters, CHUNK_CHARS by default.
+def cut_text(file: IO[str]) -> Iterator[TextChunk]:
+    r"""Read a document in chunks of about CHUNK_CHARS characters.
 
     \r\n line endings become \n. Text is cut only after a newline that follows a visible character and precedes a
     letter. If :meth:`Tokenizer.splits_at_newlines` is true, such cuts do not change the token ids.
     """
-    rest, carry, size = "", "", size or CHUNK_CHARS
-    while block := file.read(size):
+    rest, carry = "", ""
+    while block := file.read(CHUNK_CHARS):
         block = carry + block
         carry = "\r" if block.endswith("\r") else ""  # its \n may be in the next block
         rest += block[: len(block) - len(carry)].replace("\r\n", "\n")
-        if cut := _last_line_end(rest, len(rest) - size):
+        if cut := _last_line_end(rest, len(rest) - CHUNK_CHARS):
             yield TextChunk(rest[:cut], False)
             rest = rest[cut:]
     yield TextChunk(rest + carry, True)
