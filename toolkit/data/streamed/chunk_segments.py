@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.data.base import Report, Values
 from toolkit.data.cache import CRC_FILE, hash_inputs
-from toolkit.data.streamed.files import RETRY_DELAYS, is_url
+from toolkit.data.streamed.files import RETRY_DELAYS, is_url, open_storage
 from toolkit.data.streamed.source import SegmentCounts, Source
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, ChunkIndex
@@ -100,9 +100,7 @@ def _download(url: str, path: Path) -> None:
                 # litdata suppresses FileNotFoundError
                 downloader.get_downloader(url.rpartition("/")[0], str(path.parent), []).download_file(url, str(path))
             else:
-                import fsspec
-
-                fs, remote = fsspec.core.url_to_fs(url)
+                fs, remote = open_storage(url)
                 fs.get_file(remote, str(path))
             if not path.is_file():
                 raise FileNotFoundError(url)

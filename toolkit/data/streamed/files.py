@@ -76,6 +76,13 @@ def is_url(value: str) -> bool:
     return "://" in value
 
 
+def open_storage(value: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a path or URL, and the path in it."""
+    import fsspec
+
+    return fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
+
+
 def require_no_secret(value: str, option: str) -> None:
     """Raise UserError for a URL that may have credentials; they would be saved with the run's options."""
     if _USER.search(value) or (is_url(value) and _QUERY.search(value)):
@@ -104,9 +111,7 @@ def find_files(
         no_files: The problem with a folder without files.
     """
     with storage_errors(where, value):
-        import fsspec
-
-        fs, path = fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
+        fs, path = open_storage(value)
         if glob.has_magic(path) and not fs.exists(path):
             root, problem = re.split(r"[*?\[]", path)[0].rpartition("/")[0], "no file matches; check the pattern"
             infos = fs.glob(path, detail=True)
@@ -197,9 +202,6 @@ class RetryingFile(io.RawIOBase):
         self._position = start + offset
         return self._position
 
-    def size(self) -> int:
-        return self._source.size
-
     def readinto(self, buffer: Any) -> int:
         n_bytes = min(len(buffer), self._source.size - self._position)
         if n_bytes <= 0:
@@ -244,8 +246,6 @@ class RetryingFile(io.RawIOBase):
 def _open(file: SourceFile) -> IO[bytes]:
     if not is_url(file.url):
         return open(file.url, "rb", buffering=0)
-    import fsspec
-
-    fs, path = fsspec.core.url_to_fs(file.url)
+    fs, path = open_storage(file.url)
     # The size is known. Disable fsspec's cache: the readers have their own buffers.
     return fs.open(path, "rb", size=file.size, cache_type="none")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import glob
 import hashlib
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.data.base import Report, TokenDataset, Values
 from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, hash_inputs
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed.chunk_segments import ChunkSegments
-from toolkit.data.streamed.files import find_files, is_url, listing_hash, storage_errors
+from toolkit.data.streamed.files import find_files, is_url, listing_hash, open_storage, storage_errors
 from toolkit.data.streamed.hub import open_url
 from toolkit.data.streamed.open import require_budget
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows
@@ -57,9 +56,7 @@ def find_folders(value: str) -> list[str]:
         return [_pin(value) if value.startswith("hf://") else value]
     where = f"--data.data_path {value}"
     with storage_errors(where, value):
-        import fsspec
-
-        fs, path = fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
+        fs, path = open_storage(value)
         names = [name for name, info in fs.glob(path, detail=True).items() if info["type"] == "directory"]
         folders = [fs.unstrip_protocol(name) if is_url(value) else name for name in names]
     if not folders:
@@ -229,9 +226,7 @@ def _fetch(where: str, url: str, required: bool = True) -> bytes | None:
     """Return the content of a file. Return None for a missing one that is not required."""
     hint = " (see --data.split_names; or an upload is unfinished)" if required and url.endswith(INDEX) else ""
     with storage_errors(f"{where}: {url}{hint}" if is_url(url) else where, url):
-        import fsspec
-
-        fs, path = fsspec.core.url_to_fs(url if is_url(url) else str(Path(url).expanduser().absolute()))
+        fs, path = open_storage(url)
         try:
             with fs.open(path, "rb") as file:
                 content = file.read(MAX_BYTES["JSON"] + 1)

@@ -1,7 +1,6 @@
 """Data modules for text files, which are tokenized before the run."""
 
 import hashlib
-import json
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from toolkit.data.base import (
     require_val_fraction,
     trained_vocabulary,
 )
-from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
+from toolkit.data.cache import choose_cache_dir, load_or_prepare
 from toolkit.data.text import python_stdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
@@ -197,25 +196,17 @@ class CharText(FileText):
 
 def _fetch(url: str, cache_dir: str | None, report: Report) -> Path:
     """Download a file from any fsspec URL into the cache, unless cached. Return the local path."""
-    from toolkit.data.streamed.files import require_no_secret, storage_errors
+    from toolkit.data.streamed.files import open_storage, require_no_secret, storage_errors
 
     require_no_secret(url, "path")
-    key = hashlib.sha256(url.encode()).hexdigest()
-    folder = choose_cache_dir(cache_dir) / f"file-{key[:16]}"
-
-    def read() -> Path:
-        read_manifest(folder, key)
-        return folder / _CONTENT
+    folder = choose_cache_dir(cache_dir) / f"file-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
     def make(temporary: Path) -> None:
         with storage_errors(f"--data.path {url}", url):
-            import fsspec
-
-            fs, path = fsspec.core.url_to_fs(url)
+            fs, path = open_storage(url)
             fs.get_file(path, str(temporary / _CONTENT))
-        (temporary / MANIFEST).write_text(json.dumps({"key": key, "url": url}), encoding="utf-8")
 
-    copy, is_cached = load_or_prepare(folder, f"downloading {url}", read, make, report)
+    copy, is_cached = load_or_prepare(folder, f"downloading {url}", lambda: folder / _CONTENT, make, report)
     if is_cached:
         report(f"Data: reading {url} from its copy in {folder}; delete the folder to download it again")
     return copy
