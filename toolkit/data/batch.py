@@ -50,7 +50,7 @@ def choose_padding(device_type: str, is_ragged: bool, limit: int | None, divisor
     """
     should_round = device_type == "cuda" and is_ragged and limit is not None
     multiple = math.lcm(PAD_MULTIPLE if should_round else 1, divisor)
-    return Padding(multiple, limit) if multiple > 1 else NO_ROUNDING
+    return Padding(multiple, limit)
 
 
 @dataclass
@@ -149,19 +149,19 @@ def collate(rows: list[Row | None], ids: list[int], keys: list[int], longest: in
 
     Padding is neither supervised nor counted (N2).
     """
-    width = padding.width(max((len(row["input_ids"]) for row in rows if row is not None), default=longest))
-    is_packed = any(row is not None and "documents" in row for row in rows)
+    actual_rows = [row for row in rows if row is not None]
+    width = padding.width(max((len(row["input_ids"]) for row in actual_rows), default=longest))
+    is_packed = any("documents" in row for row in actual_rows)
     fillers = _FILLERS | {"input_ids": padding.token}
     names = fillers if is_packed else ("input_ids", "labels")
     tensors = {name: torch.full((len(rows), width), fillers[name], dtype=torch.int64) for name in names}
-    n_inputs = 0
     for i, row in enumerate(rows):
         if row is not None:
             length = len(row["input_ids"])
             parts: Row = {"positions": torch.arange(length), "documents": 0} | row  # an unpacked row is one document
             for name, tensor in tensors.items():
                 tensor[i, :length] = parts[name]
-            n_inputs += length
+    n_inputs = sum(len(row["input_ids"]) for row in actual_rows)
     input_ids, labels = tensors.pop("input_ids"), tensors.pop("labels")
     n_tokens = int((labels != IGNORE_INDEX).sum())
     bounds = document_bounds(tensors["documents"]) if is_packed else None
@@ -170,7 +170,6 @@ def collate(rows: list[Row | None], ids: list[int], keys: list[int], longest: in
         name: torch.tensor([of_row.get(name, 0) for of_row in numbers], dtype=torch.float32)
         for name in dict.fromkeys(name for of_row in numbers for name in of_row)
     }
-    targets = [row["targets"] for row in rows if row is not None and "targets" in row]
-    if targets:
+    if targets := [row["targets"] for row in actual_rows if "targets" in row]:
         values["targets"] = torch.cat(targets)
     return Batch(input_ids, labels, ids, n_tokens, n_inputs, tensors, keys, bounds, values=values)
