@@ -82,7 +82,7 @@ def prepare(tmp_path):
 def documents_of(prepared) -> list[list[int]]:
     """Return the tokens of the documents, sorted; each ends with its last eos before the next text."""
     rows, end = prepared.train, prepared.tokenizer.eos_id
-    store = rows.store if hasattr(rows, "store") else rows.segments.reader.stream.open(0)
+    store = rows.store if hasattr(rows, "store") else rows.segments.reader.stream.open(0)[0]
     found, document = [], []
     for token in store.tokens(0, store.n_tokens).tolist():
         if token != end and document[-1:] == [end]:
@@ -137,7 +137,7 @@ def test_a_stream_doubles_no_end_of_a_document_that_it_has_not_seen(without_bos,
         worker, found = Stream.load(stream.folder), []
         for number in range(len(stream.source.segments)):
             n_tokens = worker.prepare(number).tokens
-            store = worker.open(number)
+            store, _ = worker.open(number)
             found += [] if store is None else store.tokens(0, n_tokens).tolist()
         return worker.tokenizer.decode(found, False)
 

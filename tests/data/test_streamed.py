@@ -344,7 +344,7 @@ def test_parts_prepared_by_several_processes_are_what_a_run_reads(folder, tmp_pa
     stream, other = stream_of(prepared), stream_of(opened(folder, tmp_path / "other"))
     for number in range(len(stream.source.segments)):
         assert stream.ready(number) == other.prepare(number)
-        tokens = [s.open(number).tokens(0, stream.counts(number).tokens) for s in (stream, other)]
+        tokens = [s.open(number)[0].tokens(0, stream.counts(number).tokens) for s in (stream, other)]
         assert np.array_equal(*tokens)
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -22,8 +23,8 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError, UserError, count_of
 from toolkit.io.locks import file_lock
 from toolkit.io.storage import StorageError
-
 from toolkit.io.tempfiles import sweep
+
 _FIRST_DOCUMENTS = 64  # to look at, for the key
 _OLD_RULE = "-0.1.0"  # at the end of a folder's name; not in keys, which have to stay
 _MIN_SEGMENTS = 5  # in the cache budget: held-out, previous, current, next, and the one being written
@@ -148,11 +149,8 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
     )
 
 
-def _prepare_first(
-    stream: Stream, block_size: int, skips: bool, where: str, report: Report
-) -> tuple[int, SegmentCounts]:
-    """Tokenize segments on all cores until one has a full row. Return that segment's number and counts."""
-    total = 0
+def _prepare_each(stream: Stream, skips: bool, where: str, report: Report) -> Iterator[tuple[int, SegmentCounts]]:
+    """Tokenize segments on all cores, one after the other. Yield their numbers and counts."""
     for number in range(len(stream.source.segments)):
         if stream.ready(number) is None:
             report(f"Data: tokenizing segment {number:,} into {stream.folder}")
@@ -160,6 +158,15 @@ def _prepare_first(
         assert counts is not None
         if counts.broken and not skips:
             raise UserError(f"{where}: {describe_broken(counts.broken)}")
+        yield number, counts
+
+
+def _prepare_first(
+    stream: Stream, block_size: int, skips: bool, where: str, report: Report
+) -> tuple[int, SegmentCounts]:
+    """Tokenize segments until one has a full row. Return that segment's number and counts."""
+    total = 0
+    for number, counts in _prepare_each(stream, skips, where, report):
         if counts.tokens >= block_size:
             return number, counts
         total += counts.tokens
@@ -192,11 +199,7 @@ def _val_rows(text: TextSource, train: Stream, files: SourceFiles, block_size: i
     source = _source(text, files, train.tokenizer, lambda line: None)
     stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
     spans, n_left = list[tuple[int, int, int]](), text.options.val_rows
-    for number in range(len(source.segments)):
-        counts = stream.prepare(number, report)
-        assert counts is not None
-        if counts.broken and not text.options.skips_broken:
-            raise UserError(f"{text.val_where}: {describe_broken(counts.broken)}")
+    for number, counts in _prepare_each(stream, text.options.skips_broken, text.val_where, report):
         if rows := min(n_left, counts.tokens // block_size):
             spans.append((number, 0, rows))
             n_left -= rows
@@ -214,7 +217,7 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
     numbers = range(part[0] - 1, len(stream.source.segments), part[1])
     unprepared = [number for number in numbers if stream.ready(number) is None]
     reader, total, size = StreamReader(stream, workers, None, report), len(unprepared), 0
-    start, report_progress = time.perf_counter(), throttle(report)
+    start, report_progress, speed = time.perf_counter(), throttle(report), ""
     for number in unprepared:
         stream.error_file(number).unlink(missing_ok=True)
     try:
@@ -230,14 +233,13 @@ def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report:
                     size += counts.text_bytes
                 elif stream.error_file(number).exists():
                     raise UserError(stream.error_file(number).read_text(encoding="utf-8"))
-            rate = f"{size / 1e6 / (time.perf_counter() - start):.1f} MB of text per second"
-            report_progress(f"Data: {total - len(unprepared):,} of {total:,} segments, {rate}")
+            speed = f", {size / 1e6 / (time.perf_counter() - start):.1f} MB of text per second"
+            report_progress(f"Data: {total - len(unprepared):,} of {total:,} segments{speed}")
             time.sleep(0.1)
     except DataError as error:
         raise UserError(str(error)) from error
     finally:
         reader.close()
         stop_workers(stream.folder)
-    speed = f", {size / 1e6 / (time.perf_counter() - start):.1f} MB of text per second" if total else ""
     used = folder_bytes(stream.folder / "units")
     report(f"Data: {count_of(len(numbers), 'segment')} prepared in {stream.folder}, {used / 1e9:.2f} GB{speed}")

@@ -22,8 +22,8 @@ from toolkit.data.tokens.chunks import INDEX
 from toolkit.data.tokens.store import SPLITS, TOKENS, TokenStore
 from toolkit.errors import UserError, count_of
 from toolkit.io.atomic import write_atomic
-from toolkit.io.tempfiles import sweep
 from toolkit.io.safe_parse import MAX_BYTES, parse_json
+from toolkit.io.tempfiles import sweep
 
 _TOKENIZER_FILES = (  # by name, as some storage cannot be listed
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -161,7 +161,7 @@ class _Chunks:
             for i, pair in enumerate(fetched):
                 for name, content in zip((INDEX, CRC_FILE), pair, strict=True):
                     path = folder / "chunks" / str(i) / name
-                    if content is not None and not (path.is_file() and path.read_bytes() == content):
+                    if content is not None:
                         write_atomic(path, content)
             self.source = ChunkSegments(folder / "chunks", urls)
             if any(index.compression for index in self.source.indexes):

@@ -54,14 +54,11 @@ class SegmentRows:
 
     def _store(self, segment: int) -> tuple[TokenStore, CopyId | None]:
         if segment not in self._open:
-            stream = self.reader.stream
-            copy = stream.copy_of(segment)  # before opening: a newer copy must not count as the damaged one
-            while (store := stream.open(segment)) is None:  # evicted: prepared again
+            while (opened := self.reader.stream.open(segment)) is None:  # evicted: prepared again
                 self.reader.wait(segment, [*self._open, segment], [])
-                copy = stream.copy_of(segment)
             while len(self._open) >= _OPEN_SEGMENTS:
                 del self._open[next(iter(self._open))]
-            self._open[segment] = store, copy
+            self._open[segment] = opened
         return self._open[segment]
 
     def __getstate__(self) -> State:

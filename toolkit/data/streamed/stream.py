@@ -115,11 +115,11 @@ class Stream:
             write_json(self._counts_file(number), asdict(counts))
             return counts
 
-    def open(self, number: int) -> TokenStore | None:
+    def open(self, number: int) -> tuple[TokenStore, CopyId | None] | None:
         """Open the tokens of a segment. Return None if they are missing or damaged; remove damaged ones."""
-        copy = self.copy_of(number)
+        copy = self.copy_of(number)  # before opening: a newer copy must not count as the damaged one
         try:
-            return TokenStore(self.segment_folder(number))
+            return TokenStore(self.segment_folder(number)), copy
         except DAMAGE_ERRORS:
             self.remove_damaged(number, copy)
         return None

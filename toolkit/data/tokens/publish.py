@@ -92,9 +92,9 @@ def _files_of_stream(rows: StreamedRows, val: TokenDataset | None, scratch: Path
     if isinstance(val, RowSpans):
         splits["val"] = val
     for split, part in splits.items():
-        chunks, checksums, config = list[Values](), [], Values()
+        chunks, checksums, index = list[Values](), [], Values()
         for i, folder in enumerate(_token_folders(part, scratch / split)):
-            index, config = read_index(folder), read_index(folder)["config"]
+            index = read_index(folder)
             for n, chunk in enumerate(index["chunks"]):
                 name = f"chunk-{i}-{n}.bin"
                 files[f"{split}/{name}"] = folder / chunk["filename"]
@@ -103,7 +103,7 @@ def _files_of_stream(rows: StreamedRows, val: TokenDataset | None, scratch: Path
             largest = max(largest, *(int(block.max()) for block in ChunkedArray(folder).blocks()))
         np.save(packed := io.BytesIO(), np.concatenate(checksums))
         files[f"{split}/{CRC_FILE}"] = packed.getvalue()
-        files[f"{split}/{INDEX}"] = json.dumps({"chunks": chunks, "config": config}, sort_keys=True).encode()
+        files[f"{split}/{INDEX}"] = json.dumps(index | {"chunks": chunks}, sort_keys=True).encode()
     folder = stream.folder / "tokenizer"
     tokenizer = {f"tokenizer/{file.name}": file for file in sorted(folder.iterdir())}
     files[MANIFEST] = json.dumps({"largest_token": largest}).encode()  # last: without it, a folder is not complete
@@ -114,9 +114,9 @@ def _token_folders(part: RowSpans, scratch: Path) -> Iterator[Path]:
     """Yield the folder of the chunks of each span; of a part of a segment, a copy in ``scratch``."""
     stream, block_size = part.segments.reader.stream, part.segments.block_size
     for number, start, stop in part.spans:
-        store = stream.open(number)
-        if store is None:
+        if (opened := stream.open(number)) is None:
             raise UserError(f"{stream.segment_folder(number)}: is missing or damaged; prepare the data again")
+        store, _ = opened
         if (start, stop) == (0, store.n_tokens // block_size):
             yield stream.segment_folder(number) / TOKENS
             continue
