@@ -74,14 +74,12 @@ class ChunkSegments(Source):
             raise StorageError(f"{source}: {reason}")
         index.write_single(chunk, tokens)
         array = ChunkedArray(tokens)
-        if array.checksums is None:  # so that later damage in the cache is noticed
+        try:  # verify the checksums; without them write some, so that later damage in the cache is noticed
             crcs = [zlib.crc32(array.read(i, min(i + PIECE, len(array))).data) for i in range(0, len(array), PIECE)]
-            np.save(tokens / CRC_FILE, np.asarray(crcs, np.uint32))
-        try:
-            for _ in array.blocks():  # verifies the checksums
-                pass
         except DataError as error:
             raise StorageError(f"{source}: is damaged (checksum mismatch); upload it again") from error
+        if array.checksums is None:
+            np.save(tokens / CRC_FILE, np.asarray(crcs, np.uint32))
         return SegmentCounts(len(array), 0, size, {})
 
     def to_json(self) -> Values:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import re
 from typing import Any, NamedTuple
 
 from toolkit.data.base import Report, TokenDataset, Values
@@ -82,7 +81,8 @@ def open_chunks(options: Any, folders: list[str], block_size: int, report: Repor
         train.wait(segment)
         if val is not None:  # a mistake in either shows before the first step
             val.wait(val_spans[0][0])
-        largest = int(facts["largest_token"]) if facts else train.largest_token(segment)
+        first = train.stream.segment_folder(segment)
+        largest = int(facts["largest_token"]) if facts else TokenStore(first).array.survey()[1]
         train.reader.max_bytes = require_budget(options.max_cache_gb, train.stream, segment)
     except DAMAGE_ERRORS as error:
         raise error if isinstance(error, UserError) else UserError(f"{where}: {error}") from error
@@ -170,10 +170,8 @@ class _Chunks:
             self.stream.save()
         except OSError as error:
             raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
-        except ValueError as error:  # names the copy of an index
-            copy = re.match(re.escape(f"{folder}/chunks/") + r"(\d+)/", str(error))
-            reason = f"{urls[int(copy[1])]}/{str(error)[copy.end() :]}" if copy else error
-            raise UserError(f"{where}: {reason}") from error
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
         if not self.source.is_verified:
             report(f"Data: {urls[0]}: not verified: it has no checksums ({CRC_FILE})")
         self.reader = StreamReader(self.stream, 1, None, report)
@@ -182,10 +180,6 @@ class _Chunks:
     def wait(self, segment: int) -> None:
         """Wait until a chunk is in the cache."""
         self.reader.wait(segment, [segment], [])
-
-    def largest_token(self, segment: int) -> int:
-        """Return the largest token id of a chunk that is in the cache."""
-        return TokenStore(self.stream.segment_folder(segment)).array.survey()[1]
 
     def require_rows(self, where: str, tokens: list[int], block_size: int) -> list[tuple[int, int, int]]:
         """Return (segment, first row, end row) of the rows whose tokens are all in [start, stop), at least one."""
