@@ -40,11 +40,11 @@ def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
     """Load prepared rows from the cache, or prepare them."""
     start = time.perf_counter()
     options = {name: getattr(config, name) for name in _OPTIONS}
+    splits = {"train": config.splits.train, "val": config.splits.val}
     inputs = {
         "code": CODE_VERSION,
         "sources": {
-            "train": [source.fingerprint() for source in config.splits.train],
-            "val": None if config.splits.val is None else [source.fingerprint() for source in config.splits.val],
+            name: None if rows is None else [source.fingerprint() for source in rows] for name, rows in splits.items()
         },
         "tokenizer": config.tokenizer.fingerprint,
         "probe": config.tokenizer.encode("a"),  # shows whether the tokenizer adds bos

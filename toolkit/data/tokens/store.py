@@ -55,31 +55,29 @@ class TokenWriter:
         with_loss_mask: bool = False,
         tokens_per_chunk: int | None = None,
     ) -> None:
-        folder, per_chunk = Path(folder), tokens_per_chunk or TOKENS_PER_CHUNK
-        self._tokens = _ArrayWriter(folder / TOKENS, np.dtype(dtype), per_chunk)
-        self._loss_mask = _ArrayWriter(folder / LOSS_MASK, np.dtype(np.uint8), per_chunk) if with_loss_mask else None
+        dtypes = {TOKENS: np.dtype(dtype)} | ({LOSS_MASK: np.dtype(np.uint8)} if with_loss_mask else {})
+        per_chunk = tokens_per_chunk or TOKENS_PER_CHUNK
+        self._writers = [_ArrayWriter(Path(folder) / name, kind, per_chunk) for name, kind in dtypes.items()]
 
     @property
     def n_tokens(self) -> int:
-        return self._tokens.size
+        return self._writers[0].size
 
     @property
     def largest_token(self) -> int:
         """The largest token id so far, or -1."""
-        return self._tokens.largest
+        return self._writers[0].largest
 
     def add(self, ids: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray | None = None) -> None:
         """Append tokens. ``loss_mask`` has one value per token."""
-        assert (loss_mask is None) == (self._loss_mask is None)
-        self._tokens.add(np.asarray(ids))
-        if self._loss_mask is not None:
-            self._loss_mask.add(np.asarray(loss_mask))
+        arrays = [ids] if loss_mask is None else [ids, loss_mask]
+        for writer, values in zip(self._writers, arrays, strict=True):
+            writer.add(np.asarray(values))
 
     def finish(self) -> int:
         """Write the last chunk and the index. Return the number of tokens. A folder without tokens cannot be opened."""
-        self._tokens.finish()
-        if self._loss_mask is not None:
-            self._loss_mask.finish()
+        for writer in self._writers:
+            writer.finish()
         return self.n_tokens
 
 
