@@ -65,13 +65,11 @@ class Tokenizer:
         self.name = name
         self._files = files
         self._settings = {file: _parse_object(file, files[file]) for file in _SETTINGS if file in files}
-        try:
-            with _translate_panic(name):
+        with _translate_panic(name):
+            try:
                 self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
-        except UserError:
-            raise
-        except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+            except Exception as error:  # the library raises bare Exceptions
+                raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         for part in ("normalizer", "decoder"):
             _require_bounded(part, getattr(self._tokenizer, part))
         # Disable the file's truncation and padding settings.

@@ -213,7 +213,7 @@ def _read_data(
         rows = InMemoryDataset("dataset", dataset, max_length)
     ready = PythonData(rows, val_dataset, max_length, num_workers)
     other_limits = (train.max_steps, train.epochs, train.max_time)
-    if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
+    if ready.train.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
         raise UserError(
             f"train.max_tokens {train.max_tokens}: the rows of the dataset differ in length, and the LR schedule needs "
             "the number of steps; give train.max_steps or train.epochs"

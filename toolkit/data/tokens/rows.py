@@ -46,7 +46,7 @@ class PythonData(DataModule):
                 f"train.max_seq_length: a row of the dataset has {longest} input tokens, the model takes at most "
                 f"{max_seq_length}; truncate the rows, or set train.max_seq_length {max_seq_length}"
             )
-        lengths = f"{min(self.lengths)} to {longest} tokens" if self.is_ragged else f"{longest} tokens"
+        lengths = f"{min(self.lengths)} to {longest} tokens" if self.train.is_ragged else f"{longest} tokens"
         held_out = "" if self.val is None else f", {len(self.val):,} held-out rows"
         summary = f"{self.train.what} of {lengths}{held_out}"
         report(f"Data: {summary}")
@@ -60,10 +60,6 @@ class PythonData(DataModule):
     def reads_ahead(self) -> bool:
         """See :attr:`DataModule.reads_ahead`. The user's object may use a global RNG or not be thread-safe."""
         return self.num_workers > 0
-
-    @property
-    def is_ragged(self) -> bool:
-        return self.train.is_ragged
 
 
 class InMemoryDataset:
