@@ -212,25 +212,16 @@ class DataModule(ABC):
     """
 
     num_workers: int = 0
+    reads_ahead: bool = True
+    """Whether a thread may prefetch rows during a step. True if rows are pure functions of their index."""
+    checks_tokens: bool = False
+    """Whether a run checks the token ids of each batch, because they are not known before."""
+    seq_length: int | None = None
+    """Sequence length from ``--data.block_size``; None to use --train.max_seq_length."""
 
     def __post_init__(self) -> None:
         """Check the options."""
         require_not_negative("data", self, "num_workers")
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether a thread may prefetch rows during a step. True if rows are pure functions of their index."""
-        return True
-
-    @property
-    def checks_tokens(self) -> bool:
-        """Whether a run checks the token ids of each batch, because they are not known before."""
-        return False
-
-    @property
-    def seq_length(self) -> int | None:
-        """Sequence length from ``--data.block_size``; None to use --train.max_seq_length."""
-        return None
 
     @abstractmethod
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:

@@ -69,6 +69,7 @@ class Mixture(DataModule):
         require(len(self.sources) <= MAX_SOURCES, "sources", len(self.sources), f"must be at most {MAX_SOURCES}")
         self._modules = {name: _read_source(name, entry) for name, entry in self.sources.items()}
         self.sources = {name: _to_dict(source) for name, source in self._modules.items()}
+        self.checks_tokens = any(module.checks_tokens for module in self.modules.values())
         weights = {name: source.weight for name, source in self._modules.items()}
         if abs((total := sum(weights.values())) - 1) > 1e-6:
             shares = {name: weight / total if total else 1 / len(weights) for name, weight in weights.items()}
@@ -78,10 +79,6 @@ class Mixture(DataModule):
     @property
     def modules(self) -> dict[str, DataModule]:
         return {name: source.data for name, source in self._modules.items()}
-
-    @property
-    def checks_tokens(self) -> bool:
-        return any(module.checks_tokens for module in self.modules.values())
 
     @property
     def packing(self) -> str:

@@ -160,21 +160,9 @@ class CharText(FileText):
         for name in ("train_split", "truncate"):
             share = getattr(self, name)
             require(0 < share <= 1, name, share, "must be greater than 0 and at most 1")
+        self.seq_length, self.text_fraction = self.block_size, self.truncate
+        self.val_fraction = round(1 - self.train_split, 12)
         super().__post_init__()
-
-    @property
-    def text_fraction(self) -> float:  # type: ignore[override]
-        """See :class:`FileText`."""
-        return self.truncate
-
-    @property
-    def val_fraction(self) -> float:  # type: ignore[override]
-        """See :class:`FileText`."""
-        return round(1 - self.train_split, 12)
-
-    @property
-    def seq_length(self) -> int | None:
-        return self.block_size
 
     def find_text(self, report: Report) -> TextPaths:
         """See :meth:`FileText.find_text`."""

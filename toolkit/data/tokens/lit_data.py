@@ -45,6 +45,7 @@ class LitData(DataModule):
     num_workers: int = 0
 
     takes_urls: ClassVar[tuple[str, ...]] = ("data_path",)
+    checks_tokens = True  # of large or remote data, only a part is read before the run
     add_bos = AUTO  # no option; None if an older version began the run, whose model has no tokenizer: keep_old_ends()
 
     def __post_init__(self) -> None:
@@ -53,11 +54,6 @@ class LitData(DataModule):
         from toolkit.data.streamed.files import require_no_secret
 
         require_no_secret(self.data_path, "data_path")
-
-    @property
-    def checks_tokens(self) -> bool:
-        """See :attr:`DataModule.checks_tokens`: of large or remote data, only a part is read before the run."""
-        return True
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         from toolkit.data.streamed.open_chunks import find_folders, open_chunks, read_tokenizer

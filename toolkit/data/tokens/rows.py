@@ -29,11 +29,14 @@ class PythonData(DataModule):
         num_workers: Data loading processes; 0 reads in the training process.
     """
 
+    checks_tokens = True
+
     def __init__(self, train: Any, val_dataset: Any, max_length: int | None, num_workers: int = 0) -> None:
         if num_workers < 0:
             raise UserError(f"num_workers {num_workers}: must not be negative")
         val = None if val_dataset is None else InMemoryDataset("val_dataset", val_dataset, max_length)
         self.train, self.val, self.num_workers = train, val, num_workers
+        self.reads_ahead = num_workers > 0  # the user's object may use a global RNG or not be thread-safe
         self.lengths: list[int] = train.lengths_checked
         self.content_key: str = train.key
         if val is not None or row_count(train) is None:
@@ -51,15 +54,6 @@ class PythonData(DataModule):
         summary = f"{self.train.what} of {lengths}{held_out}"
         report(f"Data: {summary}")
         return PreparedData(self.train, self.val, tokenizer, self.content_key, summary)
-
-    @property
-    def checks_tokens(self) -> bool:
-        return True
-
-    @property
-    def reads_ahead(self) -> bool:
-        """See :attr:`DataModule.reads_ahead`. The user's object may use a global RNG or not be thread-safe."""
-        return self.num_workers > 0
 
 
 class InMemoryDataset:
