@@ -94,14 +94,12 @@ def _config(repository: Repository, subset: str | None) -> Values:
     try:
         text = "" if path is None else read_bounded(path).decode(errors="replace")
         header = re.match(r"\s*---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
-        values = parse_yaml(header[1]) if header else None
-    except ValueError as error:
+        entries = (parse_yaml(header[1]) or {}).get("configs") or [] if header else []
+        configs = {str(e.get("config_name", "default")): e for e in entries if "data_files" in e or "data_dir" in e}
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"--data.repo_id {repo_id}: the YAML of its README cannot be read: {error}; {_USE_PATH}"
         ) from error
-    entries = values.get("configs") if isinstance(values, dict) else None
-    entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    configs = {str(e.get("config_name", "default")): e for e in entries if "data_files" in e or "data_dir" in e}
     if not configs and subset is None:
         return {}
     if not configs:

@@ -16,7 +16,7 @@ from toolkit.data.streamed.order import RowSpans, StreamedRows
 from toolkit.data.tokens.chunks import INDEX, ChunkedArray, read_index
 from toolkit.data.tokens.store import SPLITS, TOKENS, BlockDataset, TokenWriter
 from toolkit.errors import UserError
-from toolkit.io.storage import Storage, StorageError
+from toolkit.io.storage import Storage
 
 Files = dict[str, Path | bytes]
 """Content of each file by its name, in the order of writing."""
@@ -58,7 +58,7 @@ def publish_tokens(prepared: PreparedData, out_dir: str, report: Report) -> None
             raise UserError(f"--out_dir {out_dir}: is for text, such as TextFiles or HuggingFaceText; remove it")
         size = sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
         if "://" in out_dir:
-            _upload(files, Storage(out_dir, "--out_dir"), report)
+            _upload(files, Storage(out_dir, "--out_dir"))
         else:
             _copy(files, Path(out_dir).expanduser())
     report(f"Data: {size / 1e9:.3g} GB in {out_dir}; read it with --data LitData --data.data_path {out_dir}")
@@ -76,12 +76,10 @@ def _copy(files: Files, folder: Path) -> None:
         raise UserError(f"--out_dir {folder}: {error.strerror or error}") from error
 
 
-def _upload(files: Files, storage: Storage, report: Report) -> None:
-    try:
+def _upload(files: Files, storage: Storage) -> None:
+    with storage.one_line_errors():
         for name, content in files.items():
             storage.write(name, content) if isinstance(content, bytes) else storage.upload(content, name)
-    except StorageError as error:
-        raise storage.error(error) from error
 
 
 def _files_of_stream(rows: StreamedRows, val: TokenDataset | None, scratch: Path) -> Files:
