@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 # Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 64_900,
+    "data": 63_700,
     "models": 61_800,
     "checkpoints": 49_300,
-    "metrics": 3_100,
+    "metrics": 3_000,
     "planning": 16_500,
     "measure": 15_900,
     "training": 44_500,
@@ -33,7 +33,7 @@ BUDGET = {
     "commands": 10_600,
     "optim": 9_200,
     "reporting": 7_100,
-    "io": 5_200,
+    "io": 5_400,
     "serving": 5_200,
     "(top level)": 5_400,
     "objectives": 5_900,
