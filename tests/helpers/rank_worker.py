@@ -190,11 +190,11 @@ def recording_gradients(file: Path, train_step):
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(gradients, file)
 
-    def recorded(fabric, objective, update, *arguments):
+    def recorded(objective, update, *arguments):
         module, is_first = unwrapped(update.model), not file.exists()
         if is_first:
             hook = update.optimizer.optimizer.register_step_pre_hook(lambda *_: record(module))
-        result = train_step(fabric, objective, update, *arguments)
+        result = train_step(objective, update, *arguments)
         if is_first:
             hook.remove()
         return result
@@ -314,9 +314,9 @@ def with_inf(train_step):
     """Make an optimizer state of rank 1 non-finite after the third step; the loss stays finite."""
     steps = iter(range(10**9))
 
-    def step(fabric, objective, update, *arguments):
+    def step(objective, update, *arguments):
         optimizer = update.optimizer
-        result = train_step(fabric, objective, update, *arguments)
+        result = train_step(objective, update, *arguments)
         if next(steps) == 2 and dist.get_rank() == 1:
             state = next(s for s in optimizer.state.values() if s["exp_avg_sq"].numel())
             state["exp_avg_sq"].view(-1)[0] = float("inf")
@@ -345,13 +345,13 @@ def with_nan(train_step):
     """Make rank 1's third loss non-finite; that step must leave weights and optimizer state alone on every rank."""
     steps = iter(range(10**9))
 
-    def step(fabric, objective, update, *arguments):
+    def step(objective, update, *arguments):
         model, optimizer = update.model, update.optimizer
         if next(steps) == 2 and dist.get_rank() == 1:
             unwrapped(model).register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
         before = copy.deepcopy([list(map(shard_of, model.parameters())), list(optimizer.state.values())])
         try:
-            return train_step(fabric, objective, update, *arguments)
+            return train_step(objective, update, *arguments)
         except GuardError:
             after = [list(map(shard_of, model.parameters())), list(optimizer.state.values())]
             torch.testing.assert_close(after, before, rtol=0, atol=0)
@@ -387,13 +387,11 @@ def live(
             if "memory" in look_at:
                 stack.enter_context(mock.patch.object(build, "build_model", measuring(seen, build.build_model)))
             if "collectives" in look_at:
-                for name in ("train_step", "pipeline_step"):
-                    stack.enter_context(mock.patch.object(engine, name, counting(seen, getattr(engine, name))))
+                stack.enter_context(mock.patch.object(engine, "train_step", counting(seen, engine.train_step)))
             if "gradients" in look_at:
                 file = cases.parent.parent / f"{case['name']}.gradients"
-                for name in ("train_step", "pipeline_step"):
-                    step = recording_gradients(file, getattr(engine, name))
-                    stack.enter_context(mock.patch.object(engine, name, step))
+                step = recording_gradients(file, engine.train_step)
+                stack.enter_context(mock.patch.object(engine, "train_step", step))
             if "graphs" in look_at:
                 stack.enter_context(mock.patch.object(engine, "train_step", counting_graphs(seen, engine.train_step)))
             if case["fault"]:

@@ -13,11 +13,9 @@ from toolkit.training.step import StepResult, train_step
 NEXT_TOKEN = NextToken()
 
 
-def run_step(
-    fabric: Fabric, update: Update, batches: list[Batch], objective: Objective = NEXT_TOKEN, **options: Any
-) -> StepResult:
+def run_step(update: Update, batches: list[Batch], objective: Objective = NEXT_TOKEN, **options: Any) -> StepResult:
     """Count what the objective divides by, in this process, and call ``train_step``."""
-    return train_step(fabric, objective, update, batches, total_counts(objective, batches), **options)
+    return train_step(objective, update, batches, total_counts(objective, batches), **options)
 
 
 def one_step(
@@ -27,4 +25,4 @@ def one_step(
     overlap = options.pop("overlap", lambda: None)
     set_learning_rate(optimizer, learning_rate)
     update = choose_update(fabric, model, optimizer, options.pop("max_norm", None), **options)
-    return run_step(fabric, update, batches, overlap=overlap)
+    return run_step(update, batches, overlap=overlap)

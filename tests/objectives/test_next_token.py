@@ -97,7 +97,7 @@ def test_n7_checks_the_parts_with_a_weight_in_any_order(fabric, ragged):
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
     update, batches = choose_update(fabric, wrapped, optimizer, None), batches_of(ragged, 4)
     for factors in ({"debug": math.inf, "loss": 1.0}, {"loss": 1.0, "debug": math.inf}):
-        result = run_step(fabric, update, batches, Scaled(**factors))
+        result = run_step(update, batches, Scaled(**factors))
         assert math.isfinite(result.loss) and result.parts == {"debug": math.inf}
 
     class Detached(Scaled):  # infinite with a finite gradient
@@ -107,6 +107,6 @@ def test_n7_checks_the_parts_with_a_weight_in_any_order(fabric, ragged):
 
     for factors in ({"debug": 0.0, "loss": 1.0}, {"loss": 1.0, "debug": 0.0}):
         with pytest.raises(GuardError, match="loss inf on rank 0"):
-            run_step(fabric, update, batches, Detached(**factors))
+            run_step(update, batches, Detached(**factors))
     with pytest.raises(UserError, match="objective Scaled: .* must return loss"):
-        run_step(fabric, update, batches, Scaled(debug=1.0))
+        run_step(update, batches, Scaled(debug=1.0))

@@ -54,7 +54,6 @@ from toolkit.optim.update import Update, choose_update
 from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import memory_inputs
 from toolkit.private_torch import FakeTensorMode, collective_of, local_shard, skip_stage_negotiation, start_fake_group
-from toolkit.training.pipeline_step import pipeline_step
 from toolkit.training.step import train_step
 from toolkit.training.trace import BACKWARD, FORWARD
 
@@ -176,8 +175,7 @@ def _send_simulation(sender: Connection, inputs: MemoryInputs, rank: int) -> Non
 
 def _simulate(inputs: MemoryInputs, rank: int) -> Simulation:
     started = time.monotonic()
-    layout = inputs.strategy.layout
-    start_fake_group(layout.world_size, rank)
+    start_fake_group(inputs.strategy.layout.world_size, rank)
     _choose_as_on(torch.device(inputs.device))
     fabric = _launched_fabric(inputs, rank)
     recorder, mode = StepRecorder(inputs), FakeTensorMode(allow_non_fake_inputs=True)
@@ -196,8 +194,7 @@ def _simulate(inputs: MemoryInputs, rank: int) -> Simulation:
         update = choose_update(fabric, model, fabric.setup_optimizers(optimizer), 1.0, in_backward=inputs.in_backward)
         recorder.follow(update)
         batches = [micro_batch(inputs, "cpu")] * inputs.accumulation
-        run = train_step if layout.pipeline == 1 else pipeline_step
-        step = partial(run, fabric, objective_of(frozen, inputs.config), update, batches, {TOKENS: inputs.tokens})
+        step = partial(train_step, objective_of(frozen, inputs.config), update, batches, {TOKENS: inputs.tokens})
         averages = EvaluationWeights(optimizer, inputs.ema)
         step()  # creates the optimizer state, and receive buffers
         averages.update()

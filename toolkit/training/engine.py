@@ -39,7 +39,6 @@ from toolkit.training.describe import describe_run
 from toolkit.training.dry_run import report_dry_run
 from toolkit.training.launch import detect_devices, is_alone, launch_run
 from toolkit.training.limits import build_intervals, is_due
-from toolkit.training.pipeline_step import pipeline_step
 from toolkit.training.rank_consistency import disk_leaders
 from toolkit.training.reference import with_reference
 from toolkit.training.run import Callback, Run, callback_states, load_callback_states, overrides
@@ -279,9 +278,8 @@ class Engine:
         run = self.run
         set_learning_rate(run.optimizer, learning_rate)
         try:
-            step = train_step if run.config.strategy.layout.pipeline == 1 else pipeline_step
             hooks = partial(run.garbage.collect, is_full=False), run.reader.start_read
-            return step(run.fabric, run.objective, self.update, micro_batches, counts, *hooks)
+            return train_step(run.objective, self.update, micro_batches, counts, *hooks)
         except GuardError as error:
             self._finish_save(is_on_all_ranks=True)
             raise GuardError(

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from lightning.fabric import Fabric
 from torch.profiler import record_function
 
 from toolkit.checkpoints.weights import Tensors
 from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
+from toolkit.distributed.pipeline import pipeline_of
 from toolkit.errors import GuardError, UserError
-from toolkit.objectives.base import Objective, Part, means, scales
-from toolkit.objectives.inputs import original_module
+from toolkit.objectives.base import LOSS, Objective, means, scales
+from toolkit.objectives.inputs import forward_inputs, original_module
 from toolkit.optim.update import Update
 from toolkit.training.trace import BACKWARD, FORWARD
 
@@ -30,7 +30,6 @@ class StepResult(NamedTuple):
 
 
 def train_step(
-    fabric: Fabric,
     objective: Objective,
     update: Update,
     micro_batches: list[Batch],
@@ -45,51 +44,18 @@ def train_step(
         counts: The objective's normalizers, summed over all ranks. Strategies average gradients over ranks, so loss
             sums are multiplied by (averaged ranks / count) to get the gradient of the global mean.
         overlap: Host work to do while the device computes.
-        launched: Called once, after the first micro-batch is launched.
+        launched: Called once, after the first micro-batch is launched, or in a pipeline after the last.
 
     Raises:
         GuardError: the loss or the gradient is not finite. The weights are unchanged, or with
             ``--optimizer.in_backward`` finite.
     """
-    model, parts = update.model, objective.parts(original_module(update.model))
-    parts = tuple(
-        sorted(parts, key=lambda part: part.weight == 0)
-    )  # parts with a weight come first, because N7 checks only those
-    scale, totals = scales(parts, counts, ranks.layout().loss_ranks), Tensors()
-    if objective.looks_ahead:
-        objective.look_ahead(model, micro_batches, fabric.device)
-    for i, batch in enumerate(micro_batches):
-        with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
-            with record_function(FORWARD):
-                sums = objective.sums(model, batch, fabric.device)
-                for name in scale.keys() - sums.keys():
-                    raise UserError(
-                        f"objective {type(objective).__name__}: sums() must return {name}, a part with a weight"
-                    )
-                loss = torch.stack([sums[name] * factor for name, factor in scale.items()]).sum()
-            with record_function(BACKWARD):
-                fabric.backward(loss)
-        if i == 0:
-            launched()
-        totals = {p.name: totals.get(p.name, 0) + sums[p.name].detach() for p in parts if p.name in sums}
-    return apply_step(update, parts, scale, totals, micro_batches, counts, overlap)
-
-
-def apply_step(
-    update: Update,
-    parts: tuple[Part, ...],
-    scale: Mapping[str, float],
-    totals: Tensors,
-    micro_batches: list[Batch],
-    counts: Mapping[str, int],
-    overlap: Callable[[], None],
-) -> StepResult:
-    """Clip and apply the accumulated gradient. ``totals`` are this rank's sums of the ``parts``.
-
-    Raises:
-        GuardError: See :func:`train_step`.
-    """
+    # parts with a weight come first, because N7 checks only those
+    parts = tuple(sorted(objective.parts(original_module(update.model)), key=lambda part: part.weight == 0))
+    scale = scales(parts, counts, ranks.layout().loss_ranks)
+    sums = _accumulate(objective, update, micro_batches, scale, launched)
     norm = update.norm()
+    totals = {part.name: sums[part.name] for part in parts if part.name in sums}
     local = torch.stack(list(totals.values()))
     if not ranks.is_first("tensor"):
         local = torch.zeros_like(local)  # ranks of a tensor group compute the same loss
@@ -106,6 +72,40 @@ def apply_step(
         raise GuardError(describe_nonfinite(float(local[: len(scale)].sum()), grad_norm, micro_batches))
     loss_mean, part_means = describe(read)
     return StepResult(loss_mean, grad_norm, update.skipped or not math.isfinite(grad_norm), part_means)
+
+
+def _accumulate(
+    objective: Objective,
+    update: Update,
+    micro_batches: list[Batch],
+    scale: Mapping[str, float],
+    launched: Callable[[], None],
+) -> Tensors:
+    """Accumulate the gradient, in a pipeline through its stages. Return this rank's sums of the parts."""
+    model, fabric, totals = update.model, update.fabric, Tensors()
+    if (pipeline := pipeline_of(original_module(model))) is not None:
+        longest = max(batch.input_ids.size(1) for batch in micro_batches)  # buffers between stages have a fixed shape
+        inputs = [forward_inputs(model, batch.padded(longest), fabric.device) for batch in micro_batches]
+        totals = {LOSS: pipeline.accumulate(inputs, scale[LOSS])}
+        launched()
+        return totals
+    if objective.looks_ahead:
+        objective.look_ahead(model, micro_batches, fabric.device)
+    for i, batch in enumerate(micro_batches):
+        with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
+            with record_function(FORWARD):
+                sums = objective.sums(model, batch, fabric.device)
+                for name in scale.keys() - sums.keys():
+                    raise UserError(
+                        f"objective {type(objective).__name__}: sums() must return {name}, a part with a weight"
+                    )
+                loss = torch.stack([sums[name] * factor for name, factor in scale.items()]).sum()
+            with record_function(BACKWARD):
+                fabric.backward(loss)
+        if i == 0:
+            launched()
+        totals = {name: totals.get(name, 0) + value.detach() for name, value in sums.items()}
+    return totals
 
 
 def describe_nonfinite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:
