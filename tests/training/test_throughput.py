@@ -5,7 +5,7 @@ import torch
 
 from toolkit.models.families import get_config
 from toolkit.training.callbacks.metrics import ThroughputMonitor
-from toolkit.training.model import describe_model, specify_model
+from toolkit.training.model import ModelSpec, describe_model
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 
 
@@ -38,4 +38,4 @@ def test_n8_peak_memory_of_the_process():
 
 def test_model_without_a_name_is_described_by_its_class():
     config = replace(get_config("pico-llama").with_vocab_size(64), name="")
-    assert describe_model(specify_model(config, None, ()), 8).startswith("GPT: ")
+    assert describe_model(ModelSpec(config), 8).startswith("GPT: ")

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,66 +43,55 @@ from toolkit.planning.resolve import ResolvedConfig
 from toolkit.private_torch import configure_compiler
 
 
-@dataclass
 class ModelSpec:
     """A model before wrapping, with properties that wrapping hides.
 
     Args:
-        module: A GPT on the meta device, or a user-provided module (which may be a GPT) with its weights.
+        config: Builds the model on the meta device, with adapters if ``lora`` is set.
+        module: A user-provided module (which may be a GPT) with its weights; replaces the model of ``config``.
+        blocks: Block classes of ``module``.
+        lora: Adapter configuration. With adapters, all other weights are frozen.
+        quantize: Quantization of block weights on loading.
+
+    Attributes:
         meta_model: The module if it is on the meta device; None if it has weights.
         config: Model configuration; None for a user-provided module.
-        blocks: Block classes.
         sizes: Number of elements of each parameter, by name.
         shapes: Shapes in the state dict of the undivided model, by name; empty for a user-provided module.
         tied, no_decay_params, block_params: Results of ``tied_names``, ``no_decay_params`` and ``block_params``.
         fingerprint: Values that must not change on resume.
-        lora: Adapter configuration. With adapters, all other weights are frozen.
-        quantize: Quantization of block weights on loading.
     """
 
-    module: nn.Module
-    meta_model: GPT | None
-    config: ModelConfig | None
-    blocks: tuple[type[nn.Module], ...]
-    sizes: dict[str, int]
-    shapes: dict[str, torch.Size]
-    tied: dict[str, str]
-    no_decay_params: frozenset[str]
-    block_params: dict[str, tuple[int, ...]]
-    fingerprint: dict[str, Any]
-    lora: LoRAConfig | None = None
-    quantize: Quantize | None = None
-
-
-def specify_model(
-    config: ModelConfig | None,
-    module: nn.Module | None,
-    blocks: tuple[type[nn.Module], ...],
-    lora: LoRAConfig | None = None,
-    quantize: Quantize | None = None,
-) -> ModelSpec:
-    """Build the model of ``config`` on the meta device, with adapters if ``lora`` is set, or use ``module``."""
-    meta_model = None
-    if module is None:
-        assert config is not None
-        module = meta_model = adapted_on_meta(config, lora)
-        blocks = (Block,)
-    sizes = {name: p.numel() for name, p in module.named_parameters()}
-    saved = {name: value.shape for name, value in module.state_dict().items()} if meta_model is not None else {}
-    tied, no_decay, in_blocks = tied_names(module), no_decay_params(module), block_params(module, blocks)
-    if config is not None:
-        fingerprint = config.to_dict()
-    else:
-        shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
-        fingerprint = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
-    return ModelSpec(
-        module, meta_model, config, blocks, sizes, saved, tied, no_decay, in_blocks, fingerprint, lora, quantize
-    )
+    def __init__(
+        self,
+        config: ModelConfig | None,
+        module: nn.Module | None = None,
+        blocks: tuple[type[nn.Module], ...] = (),
+        lora: LoRAConfig | None = None,
+        quantize: Quantize | None = None,
+    ) -> None:
+        self.config, self.lora, self.quantize = config, lora, quantize
+        self.meta_model: GPT | None = None
+        self.shapes: dict[str, torch.Size] = {}
+        if module is None:
+            assert config is not None
+            module = self.meta_model = adapted_on_meta(config, lora)
+            blocks = (Block,)
+            self.shapes = {name: value.shape for name, value in module.state_dict().items()}
+        self.module, self.blocks = module, blocks
+        self.sizes = {name: p.numel() for name, p in module.named_parameters()}
+        self.tied, self.no_decay_params = tied_names(module), no_decay_params(module)
+        self.block_params = block_params(module, blocks)
+        if config is not None:
+            self.fingerprint = config.to_dict()
+        else:
+            shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
+            self.fingerprint = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
 
 
 def specify_frozen(config: ModelConfig) -> ModelSpec:
     """Build a model that is not trained, such as an objective's teacher, on the meta device."""
-    spec = specify_model(config, None, ())
+    spec = ModelSpec(config)
     spec.module.requires_grad_(False)
     return spec
 

@@ -19,7 +19,7 @@ from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.checkpoint_meta import RunFingerprint, objective_fingerprint, read_callback_states, read_meta
 from toolkit.training.data import with_vocabulary
 from toolkit.training.limits import Limits, Progress, build_limits, require_within_limits
-from toolkit.training.model import ModelSpec, specify_frozen, specify_model
+from toolkit.training.model import ModelSpec, specify_frozen
 from toolkit.training.rank_consistency import require_disjoint_samples, require_same_options, require_same_weights
 
 
@@ -64,7 +64,7 @@ def prepare_start_state(
     require_disjoint_samples(data.train)
     config = with_vocabulary(resolved.model, data)
     _require_frozen_vocabulary(resolved, config, data)
-    model = specify_model(config, args.module, args.block_classes, args.lora, args.quantize)
+    model = ModelSpec(config, args.module, args.block_classes, args.lora, args.quantize)
     length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)
     base, adapters = None, {}
     if args.lora is not None:

@@ -24,7 +24,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf
 from toolkit.models.init import Materializer
 from toolkit.private_torch import start_fake_group
-from toolkit.training.model import specify_model
+from toolkit.training.model import ModelSpec
 
 LAYOUTS = [
     Layout(shard=2), Layout(tensor=2), Layout(pipeline=2), Layout(shard=2, tensor=2), Layout(tensor=2, pipeline=2)
@@ -46,7 +46,7 @@ def saved_shapes(config: ModelConfig, layout: Layout) -> tuple[dict[str, torch.S
     """Return the shapes that the ranks of ``layout`` save together, and the undivided model's."""
     shapes: dict[str, torch.Size] = {}
     for stage in range(layout.pipeline):
-        spec = specify_model(config, None, ())
+        spec = ModelSpec(config)
         with fake_ranks(
             layout, next(r for r in range(layout.world_size) if layout.coordinates(r)["pipeline"] == stage)
         ):
