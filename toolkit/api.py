@@ -1,6 +1,5 @@
 """The Python API: load, train, finetune and generate, with the options of the commands."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partialmethod
 from pathlib import Path
@@ -15,7 +14,7 @@ from toolkit.commands.inference_options import InferenceOptions
 from toolkit.config.command import parse_object
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import DTYPES
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean, notice
 from toolkit.inference.batch import continue_texts
 from toolkit.inference.load import load_checkpoint
 from toolkit.io.paths import require_folder
@@ -137,7 +136,7 @@ def generate(
             sampling=sampling,
             batch_size=size,
             seeds=seeds,
-            notice=lambda line: print(line, file=sys.stderr),
+            notice=notice,
         )
         return [sample.text for sample in samples]
     finally:

@@ -131,6 +131,11 @@ def for_terminal(text: str) -> str:
     return printable(text) if sys.stdout.isatty() else text
 
 
+def notice(line: object) -> None:
+    """Print a line on standard error: standard output is for results."""
+    print(line, file=sys.stderr)
+
+
 def option_text(value: object) -> str:
     """Return an option's value as on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)

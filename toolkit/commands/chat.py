@@ -10,7 +10,7 @@ from jsonargparse.typing import PositiveInt
 
 from toolkit.commands.generate import describe_speed, print_stream
 from toolkit.commands.inference_options import InferenceOptions
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, notice, require_option
 
 END = "/quit"
 
@@ -64,10 +64,12 @@ def setup(
         return
     is_interactive = sys.stdin.isatty()
     if is_interactive:
-        print(
-            f"{loaded.folder} on {loaded.device}; template: {template.name}", *template.notes, sep="\n", file=sys.stderr
-        )
-        print(f"{END} or Ctrl-D ends, Ctrl-C interrupts an answer", file=sys.stderr)
+        for line in (
+            f"{loaded.folder} on {loaded.device}; template: {template.name}",
+            *template.notes,
+            f"{END} or Ctrl-D ends, Ctrl-C interrupts an answer",
+        ):
+            notice(line)
     for question in read_questions(is_interactive):
         try:
             answer(conversation, question, notes)
@@ -75,11 +77,11 @@ def setup(
             if not is_interactive:
                 raise
             print(flush=True)
-            print("(interrupted)", file=sys.stderr)
+            notice("(interrupted)")
         except UserError as error:  # such as a full context
             if not is_interactive:
                 raise
-            print(error, file=sys.stderr)
+            notice(error)
 
 
 def answer(conversation: Any, question: str, notes: list[str]) -> None:
@@ -87,7 +89,7 @@ def answer(conversation: Any, question: str, notes: list[str]) -> None:
     start = time.perf_counter()
     with closing(conversation.ask(question)) as pieces:
         print_stream(pieces, notes)
-    print(describe_speed(conversation.new_tokens, start), file=sys.stderr)
+    notice(describe_speed(conversation.new_tokens, start))
 
 
 def read_questions(is_interactive: bool) -> Iterator[str]:
@@ -101,7 +103,7 @@ def read_questions(is_interactive: bool) -> Iterator[str]:
             try:
                 line = input(">>> ")
             except EOFError:
-                print(file=sys.stderr)
+                notice("")
                 return
         else:
             if is_interactive:

@@ -1,7 +1,8 @@
 """`toolkit convert_from_hf`: convert a Hugging Face folder to a checkpoint folder."""
 
-import sys
 from typing import Literal
+
+from toolkit.errors import notice
 
 
 def setup(
@@ -28,5 +29,5 @@ def setup(
     from toolkit.checkpoints.hf.import_hf import import_hf
 
     for line in import_hf(hf_dir, out_dir, None if dtype is None else getattr(torch, dtype), verify_checkpoint):
-        print(line, file=sys.stderr)
+        notice(line)
     print(f"wrote {out_dir}")

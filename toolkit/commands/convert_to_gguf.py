@@ -1,8 +1,9 @@
 """`toolkit convert_to_gguf`: export a checkpoint for llama.cpp and Ollama."""
 
-import sys
 from pathlib import Path
 from typing import Literal
+
+from toolkit.errors import notice
 
 
 def setup(
@@ -28,5 +29,5 @@ def setup(
 
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     for warning in export_gguf(folder, Path(out_path), dtype, merge, base_checkpoint_dir):
-        print(warning, file=sys.stderr)
+        notice(warning)
     print(f"wrote {out_path}")

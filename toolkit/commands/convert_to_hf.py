@@ -1,10 +1,9 @@
 """`toolkit convert_to_hf`: export a checkpoint to a Hugging Face folder."""
 
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.errors import GuardError
+from toolkit.errors import GuardError, notice
 
 # Wrong weights exceed it by orders of magnitude; correct ones stay far below.
 MAX_DIFFERENCE = 1e-4
@@ -67,7 +66,7 @@ def setup(
     nonfinite = export_hf(folder, out_dir, target_dtype, merge, base_checkpoint_dir, check, family_options)
     warn_nonfinite(nonfinite, out_dir)
     if not (Path(out_dir) / "tokenizer.json").exists():
-        print(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}", file=sys.stderr)
+        notice(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}")
     print(f"wrote {out_dir}")
     if push_to_hub is not None:
         print(f"uploaded to {push_folder(Path(out_dir), push_to_hub, private)}")

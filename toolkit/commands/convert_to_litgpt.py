@@ -1,7 +1,8 @@
 """`toolkit convert_to_litgpt`: export a checkpoint for LitGPT."""
 
-import sys
 from pathlib import Path
+
+from toolkit.errors import notice
 
 
 def setup(
@@ -27,5 +28,5 @@ def setup(
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     warn_nonfinite(export_litgpt(folder, Path(out_dir), merge, base_checkpoint_dir), out_dir)
     if not (Path(out_dir) / "tokenizer.json").exists():
-        print(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}", file=sys.stderr)
+        notice(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}")
     print(f"wrote {out_dir}")

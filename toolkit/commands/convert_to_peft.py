@@ -1,10 +1,9 @@
 """`toolkit convert_to_peft`: export adapters to a folder that peft loads."""
 
 import shlex
-import sys
 from pathlib import Path
 
-from toolkit.errors import require_option
+from toolkit.errors import notice, require_option
 
 
 def setup(
@@ -43,11 +42,10 @@ def setup(
     print(f"wrote {out_dir}")
     print(f"base_model_name_or_path: {exported.base}")
     if not exported.has_known_base:
-        print(
+        notice(
             f"warning: transformers cannot load {exported.base}, and no Hugging Face model is recorded for it; set "
             f"base_model_name_or_path in {out_dir}/adapter_config.json to its hub name or folder; "
-            f"`toolkit convert_to_hf {shlex.quote(exported.base)} DIR` writes such a folder",
-            file=sys.stderr,
+            f"`toolkit convert_to_hf {shlex.quote(exported.base)} DIR` writes such a folder"
         )
     if exported.wrapper_type is not None:
         print(

@@ -1,10 +1,9 @@
 """`toolkit download`: download a model from the Hugging Face hub."""
 
-import sys
 from pathlib import Path
 from typing import Literal
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, notice
 
 
 def setup(
@@ -43,5 +42,5 @@ def setup(
     target = Path("checkpoints") / repo_id if out_dir is None else Path(out_dir)
     torch_dtype = None if dtype is None else getattr(torch, dtype)
     for line in download(repo_id, target, revision, torch_dtype, convert, tokenizer_only):
-        print(line, file=sys.stderr)
+        notice(line)
     print(f"wrote {target}")

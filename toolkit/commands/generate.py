@@ -10,7 +10,7 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 
 from toolkit.commands.inference_options import InferenceOptions
-from toolkit.errors import UserError, for_terminal, require_option
+from toolkit.errors import UserError, for_terminal, notice, require_option
 from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
 DEFAULT_PROMPT = "def main("
@@ -77,7 +77,7 @@ def print_continuations(
         names=list(rows),
         batch_size=batch_size,
         seeds=seeds,
-        notice=lambda line: print(line, file=sys.stderr),
+        notice=notice,
         **sampling,
     )
     for sample in samples:
@@ -85,7 +85,7 @@ def print_continuations(
         line = fields[sample.number] | {"text": sample.text, "seed": sample.seed}
         print(json.dumps(line, ensure_ascii=False), flush=True)
     speed = describe_speed(count, started)
-    print(f"{len(rows)} prompt{'s' * (len(rows) > 1)}: {speed}; {loaded.device}", file=sys.stderr)
+    notice(f"{len(rows)} prompt{'s' * (len(rows) > 1)}: {speed}; {loaded.device}")
 
 
 def stream_samples(loaded: Any, text: str, seeds: range, sampling: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def stream_samples(loaded: Any, text: str, seeds: range, sampling: dict[str, Any
         started = time.perf_counter()
         n_pieces = print_stream(chain([text], TextStream(tokenizer, ids).read(tokens)), notes)
         speed = describe_speed(n_pieces - 2, started)  # the prompt, and the rest after the last token
-        print(f"sample {i} of {len(seeds)}: {speed}; seed {seed}; {loaded.device}", file=sys.stderr)
+        notice(f"sample {i} of {len(seeds)}: {speed}; seed {seed}; {loaded.device}")
 
 
 def print_stream(pieces: Iterable[str], notes: list[str]) -> int:
@@ -113,7 +113,7 @@ def print_stream(pieces: Iterable[str], notes: list[str]) -> int:
         print(for_terminal(piece), end="", flush=True)
     print(flush=True)
     while notes:
-        print(notes.pop(0), file=sys.stderr)
+        notice(notes.pop(0))
     return count
 
 

@@ -1,7 +1,6 @@
 """`toolkit inspect_data`: inspect the training data before a run."""
 
 import json
-import sys
 from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
@@ -11,6 +10,7 @@ from toolkit.data import DataModule, PythonStdlib
 from toolkit.data.base import choose_seq_length
 from toolkit.data.inspection import inspect_rows
 from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import notice
 
 
 def setup(
@@ -31,9 +31,7 @@ def setup(
     """
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     length = choose_seq_length(data, none_if_auto(max_seq_length), "max_seq_length") or 2048
-    prepared = data.prepare(
-        tokenizer=tokenizer, max_seq_length=length, report=lambda line: print(line, file=sys.stderr)
-    )
+    prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length, report=notice)
     inspection = inspect_rows(prepared, num_samples)
     if format == "json":
         print(json.dumps({"data": type(data).__name__, "max_seq_length": length, **inspection}))

@@ -1,7 +1,6 @@
 """`toolkit plan`: batch, parameters and memory of a run before it starts."""
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Literal
 from jsonargparse.typing import PositiveFloat
 
 from toolkit.config import TrainingCommand
+from toolkit.errors import notice
 from toolkit.measure.gpus import find_gpu
 from toolkit.planning.compatibility import ROWS
 from toolkit.planning.training_options import TrainingOptions
@@ -94,7 +94,7 @@ def setup(
 @contextmanager
 def _progress() -> Iterator[None]:
     """Print a line on stderr if planning takes long. Ctrl-C ends it."""
-    timer = Timer(PROGRESS_AFTER_S, print, ["planning ..."], {"file": sys.stderr, "flush": True})
+    timer = Timer(PROGRESS_AFTER_S, notice, ["planning ..."])
     with suppress(RuntimeError):  # no spare thread
         timer.start()
     try:

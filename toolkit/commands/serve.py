@@ -4,13 +4,12 @@ import importlib.util
 import ipaddress
 import os
 import re
-import sys
 from typing import Any
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from toolkit.commands.inference_options import InferenceOptions
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, notice, require_option
 
 KEY = "TOOLKIT_API_KEY"
 DEFAULT_LENGTH = 4096
@@ -83,12 +82,10 @@ def setup(
         address = f"[{host}]" if ":" in host else host
         app = make_app(service, api_key, {"127.0.0.1", "localhost", "[::1]", address})
         cache = batcher.cache_bytes / 2**20
-        print(
+        notice(
             f"http://{address}:{listener.getsockname()[1]}/v1 serves {checkpoint_dir} on {loaded.device}: "
             f"{batcher.n_rows} requests at once, {max_queue} waiting, {length} tokens each; KV cache {cache:.0f} MiB; "
-            f"{'with' if api_key else 'no'} API key",
-            file=sys.stderr,
-            flush=True,
+            f"{'with' if api_key else 'no'} API key"
         )
         batcher.start()
         try:

@@ -7,7 +7,6 @@ storages; the CUDA context, fragmentation and NCCL's buffers are not included. B
 
 import multiprocessing
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from toolkit.distributed.pipeline import Pipeline
 from toolkit.distributed.shards import shard_of
 from toolkit.distributed.signals import hold_signals
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, notice, one_line
 from toolkit.measure.cuda_on_meta import rms_norm_on_cuda
 from toolkit.measure.inputs import MemoryInputs
 from toolkit.measure.recorder import ACTIVATIONS, WEIGHTS, Recorder, Storage, tensors_in
@@ -107,7 +106,7 @@ def simulate(inputs: MemoryInputs) -> Simulation:
 
 def _simulate_in_child(inputs: MemoryInputs, rank: int) -> Simulation:
     """Call :func:`_simulate` in a new process, which ends with this one or when it is interrupted."""
-    print(f"simulating rank {rank} of {inputs.strategy.layout.world_size} ...", file=sys.stderr, flush=True)
+    notice(f"simulating rank {rank} of {inputs.strategy.layout.world_size} ...")
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_simulation, args=(sender, inputs, rank), daemon=True)

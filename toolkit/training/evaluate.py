@@ -1,6 +1,5 @@
 """Evaluate a checkpoint on a data module, as validation in training does, or on lm-eval tasks."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -24,7 +23,7 @@ from toolkit.data.chat.template import tokenizer_template
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, notice, require_option
 from toolkit.extension import is_known, missing_message, split_names
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_quantized
@@ -82,10 +81,10 @@ def open_checkpoint(
         for name, value in {"base_checkpoint_dir": base_checkpoint_dir, "quantize": quantize}.items():
             require_option(value is None, name, value, f"has no effect on a Hugging Face folder, {folder}; remove it")
         for line in require_intact(folder, "checkpoint_dir") if verify else ():
-            _notice(line)
+            notice(line)
     else:
         # hyperparameters.yaml must match its checksum, because it names the data
-        folder = find_model(checkpoint_dir, base_checkpoint_dir, verify, _notice, editable=())
+        folder = find_model(checkpoint_dir, base_checkpoint_dir, verify, notice, editable=())
     fabric = single_device_fabric(accelerator, precision)
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
     tokenizer = None
@@ -127,7 +126,7 @@ def evaluate(
     if not 0 < length <= block_size:
         raise UserError(f"--max_seq_length {length}: must be from 1 to {block_size}, the model's context length")
     options = row_options(objective, config)
-    prepared = data.prepare(tokenizer=checkpoint.tokenizer, max_seq_length=length, report=_notice, **options)
+    prepared = data.prepare(tokenizer=checkpoint.tokenizer, max_seq_length=length, report=notice, **options)
     rows = prepared.val if split == "val" else prepared.train
     count = row_count(rows)
     if count is None:
@@ -201,7 +200,7 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
     if cls is None:
         for missing in filter(lambda extension: not is_known(extension), extensions):
             raise UserError(f"{path}: data {name}: {missing_message(missing)}; or give --data")
-        _notice(f"{path} does not name the training data: using PythonStdlib")
+        notice(f"{path} does not name the training data: using PythonStdlib")
         return PythonStdlib(), None
     try:
         if cls is Mixture:
@@ -273,7 +272,7 @@ def evaluate_tasks(
     device, precision = checkpoint.fabric.device, checkpoint.precision
     with open_hf_folder(
         checkpoint.folder, tasks=tasks, base_checkpoint_dir=checkpoint.base_checkpoint_dir,
-        quantize=checkpoint.quantize, notice=_notice,
+        quantize=checkpoint.quantize, notice=notice,
     ) as (folder, max_length):  # fmt: skip
         lm = load_lm(
             folder, tasks=tasks, tokenizer_dir=checkpoint.tokenizer_dir, tokenizer_name=checkpoint.tokenizer.name,
@@ -281,7 +280,7 @@ def evaluate_tasks(
         )  # fmt: skip
         results = run_tasks(
             lm, names, manager, num_fewshot=num_fewshot, limit=limit, apply_chat_template=template is not None,
-            notice=_notice,
+            notice=notice,
         )  # fmt: skip
     settings = {
         "checkpoint_dir": str(checkpoint.folder),
@@ -293,7 +292,3 @@ def evaluate_tasks(
         "lm_eval_version": version("lm_eval"),
     }
     return {"tasks": results, "settings": settings}
-
-
-def _notice(line: str) -> None:
-    print(line, file=sys.stderr)
