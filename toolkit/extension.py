@@ -152,23 +152,14 @@ def registered(kind: str, builtin_names: Collection[str] = ()) -> dict[str, Entr
 def load_registered(kind: str, name: str) -> Any:
     """Import the object that an extension registers under a name."""
     entry = registered(kind)[name]
-    try:
-        return import_object(entry.path)
-    except Exception as error:  # third-party code can raise anything
-        error_type = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        reason = f"{entry.path}: {error_type}{one_line(error)}"
-        raise UserError(f"extension {entry.origin}: {kind} {name}: {reason}") from error
+    return load_object(entry.path, f"extension {entry.origin}: {kind} {name}: {entry.path}")
 
 
 def run_checks(args: Any) -> None:
     """Call each extension's check with the arguments of a run."""
     for origin, extension in extensions().items():
         if extension.check is not None:
-            try:
-                check = import_object(extension.check)
-            except (ImportError, AttributeError) as error:
-                raise UserError(f"extension {origin}: check {extension.check}: {one_line(error)}") from error
-            check(args)
+            load_object(extension.check, f"extension {origin}: check {extension.check}")(args)
 
 
 def missing_message(name: str) -> str:
@@ -248,6 +239,15 @@ def add_cwd_to_path() -> None:
     """Add the current folder to sys.path. For a console script, sys.path lacks it."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+def load_object(path: str, what: str) -> Any:
+    """Import an object by dotted path; if that fails, raise a UserError that begins with ``what`` and says why."""
+    try:
+        return import_object(path)
+    except Exception as error:  # third-party code can raise anything
+        error_type = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        raise UserError(f"{what}: {error_type}{one_line(error)}") from error
 
 
 def import_object(path: str) -> Any:
