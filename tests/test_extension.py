@@ -220,7 +220,7 @@ def test_installed_package_that_exits_is_a_warning(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(extension, "_installed", INSTALLED.__wrapped__)
     assert main(["pretrain", "list"]) == 0
     out, err = capsys.readouterr()
-    warning = "warning: extension exiting is not used: exiting calls sys.exit(0) when it is imported\n"
+    warning = "warning: not used: extension exiting: exiting calls sys.exit(0) when it is imported\n"
     assert "pico-llama" in out and err.replace(warning, "") == "" and warning in err
 
 
@@ -246,7 +246,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "loose.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_parts.Log"))
     (tmp_path / "long.py").write_text(LONG)
     cases = {
-        "--extensions nothing-here": "nothing-here: no such module in the current folder, and none is installed",
+        "--extensions nothing-here": "nothing-here: No module named 'nothing-here'; install it, or start in its folder",
         "--extensions empty": "--extensions empty: has no EXTENSION",
         "--extensions broken": "--extensions broken: No module named 'not_a_module'",
         "--extensions raising": "--extensions raising: raising raises GeneratorExit when it is imported: x",

@@ -96,9 +96,9 @@ def _installed() -> dict[str, tuple[Extension, str]]:
     for point in metadata.entry_points(group=GROUP):
         name = point.dist.name if point.dist is not None else point.value
         try:
-            extensions_by_name[name] = _import_extension(point.value), point.value
+            extensions_by_name[name] = _import_extension(point.value, f"extension {name}"), point.value
         except UserError as error:  # a broken package must not stop every command
-            print(one_line(f"warning: extension {name} is not used: {error}"), file=sys.stderr)
+            print(one_line(f"warning: not used: {error}"), file=sys.stderr)
     return extensions_by_name
 
 
@@ -118,10 +118,7 @@ def add_extensions(names: str | Iterable[str] | None, source: str = "--extension
     for name in split_names(names, source):
         if not is_known(name):
             add_cwd_to_path()
-            try:
-                _module_extensions[name] = _import_extension(name)
-            except UserError as error:
-                raise UserError(f"{source} {name}: {error}") from error
+            _module_extensions[name] = _import_extension(name, f"{source} {name}")
 
 
 def split_names(value: Any, source: str = "--extensions") -> list[str]:
@@ -247,7 +244,8 @@ def load_object(path: str, what: str) -> Any:
         return import_object(path)
     except Exception as error:  # third-party code can raise anything
         error_type = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        raise UserError(f"{what}: {error_type}{one_line(error)}") from error
+        hint = "; install it, or start in its folder" if isinstance(error, ModuleNotFoundError) else ""
+        raise UserError(f"{what}: {error_type}{one_line(error)}{hint}") from error
 
 
 def import_object(path: str) -> Any:
@@ -284,18 +282,11 @@ def _import(module: str) -> Any:
         raise ImportError(f"{module} raises {type(error).__name__} when it is imported: {one_line(error)}") from error
 
 
-def _import_extension(module: str) -> Extension:
-    """Import a module and return its ``EXTENSION``."""
-    try:
-        extension = getattr(import_object(module), "EXTENSION", None)
-    except ImportError as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "\0")
-        missing = "no such module in the current folder, and none is installed; install it if you trust it"
-        raise UserError(missing if is_missing else one_line(error)) from error
-    except Exception as error:
-        raise UserError(f"does not import: {type(error).__name__}: {one_line(error)}") from error
+def _import_extension(module: str, what: str) -> Extension:
+    """Import a module and return its ``EXTENSION``. For ``what`` see :func:`load_object`."""
+    extension = getattr(load_object(module, what), "EXTENSION", None)
     if not isinstance(extension, Extension):
-        raise UserError("has no EXTENSION, an object of toolkit.extension.Extension")
+        raise UserError(f"{what}: has no EXTENSION, an object of toolkit.extension.Extension")
     return extension
 
 
