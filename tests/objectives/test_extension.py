@@ -195,8 +195,8 @@ def test_only_fields_are_options_of_an_objective(capsys):
     assert read_meta(Path("out/final"))["identity"]["objective"] == entry
     more = ["--resume", "auto", "--train.max_steps", "3"]
     for objective, message in {
-        "stateful.Margin": "--objective.name mine: out/final was trained with first",
-        "Margin": "--objective Margin: out/final was trained with stateful.Margin",
+        "stateful.Margin": "--objective.name mine: out/final was trained with --objective.name first",
+        "Margin": "--objective Margin: out/final was trained with --objective stateful.Margin",
         "stateful.Plain": "--objective Plain: must be a dataclass",
     }.items():
         capsys.readouterr()

@@ -187,7 +187,7 @@ def test_a_resume_with_another_decay_is_refused(corpus, tmp_path):
         check,
         [
             ("average", None, r"^--train.ema: .* was trained with --train.ema 0.8; give the same"),
-            ("average", 0.9, r"^--train.ema 0.9: .* was trained with 0.8; give the same"),
-            ("plain", 0.9, r"^--train.ema 0.9: .* was trained without it; remove it"),
+            ("average", 0.9, r"^--train.ema 0.9: .* was trained with --train.ema 0.8; give the same"),
+            ("plain", 0.9, r"^--train.ema 0.9: .* was trained without it; give the same"),
         ],
     )

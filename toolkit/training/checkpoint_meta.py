@@ -115,15 +115,11 @@ _HASHED = {
 def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
     if old == new:
         return
-    hint = "give the same, or another --out_dir"
-    shown, trained = option_text(new), option_text(old)
-    if flag in _HASHED:
-        raise UserError(f"{flag}: {folder} was trained with {_HASHED[flag]}; {hint}")
-    if new is None:  # not set, and no default
-        raise UserError(f"{flag}: {folder} was trained with {flag} {trained}; {hint}")
-    if old is None:
-        raise UserError(f"{flag} {shown}: {folder} was trained without it; remove it, or give another --out_dir")
-    raise UserError(f"{flag} {shown}: {folder} was trained with {trained}; {hint}")
+    shown, trained = flag, f"with {_HASHED.get(flag)}"
+    if flag not in _HASHED:
+        shown = flag if new is None else f"{flag} {option_text(new)}"
+        trained = "without it" if old is None else f"with {flag} {option_text(old)}"
+    raise UserError(f"{shown}: {folder} was trained {trained}; give the same, or another --out_dir")
 
 
 def read_meta(folder: Path) -> Fields:
