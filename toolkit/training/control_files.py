@@ -1,6 +1,6 @@
 """STOP and SAVE_NOW: files in a run's folder that stop the run or save a checkpoint."""
 
-import stat
+import os
 import time
 import warnings
 from pathlib import Path
@@ -28,7 +28,7 @@ class ControlFiles:
         found, now = {STOP: 0, SAVE_NOW: 0}, time.monotonic()
         if ranks.global_rank() == 0 and now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
-            found |= {name: int(_is_file(self._folder / name)) for name in self._names}
+            found |= {name: int(os.path.isfile(self._folder / name)) for name in self._names}
         return found
 
     def remove(self, name: str) -> None:
@@ -40,10 +40,3 @@ class ControlFiles:
         except OSError as error:
             self._names.remove(name)
             warnings.warn(f"{self._folder / name}: cannot be deleted ({error.strerror}); delete it", stacklevel=2)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
