@@ -20,7 +20,6 @@ from toolkit.checkpoints.store import newest_first
 from toolkit.data.base import Report
 from toolkit.distributed import ranks
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import UserError
 from toolkit.io.checksums import find_damage
 from toolkit.io.paths import is_url
 from toolkit.planning.run_args import RunArgs
@@ -112,13 +111,5 @@ def find_intact(
 
 def _same_on_all(read: Callable[[], T]) -> T:
     """Call ``read`` on rank 0, and return its result or raise its UserError on every rank."""
-    value: Any = None  # or the error
-    if ranks.global_rank() == 0:
-        try:
-            value = read()
-        except UserError as error:
-            value = error
-    value = ranks.broadcast_from_rank0(value)
-    if isinstance(value, UserError):
-        raise value
-    return value
+    value = ranks.call_on_all_ranks(lambda: read() if ranks.global_rank() == 0 else None)
+    return ranks.broadcast_from_rank0(value)
