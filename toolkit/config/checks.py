@@ -13,15 +13,16 @@ _UNCHECKED = (None, "auto")
 
 
 def require_positive(group: str, args: Any, *names: str) -> None:
+    """Check options of a group such as "train"; "" for options without a group."""
     for name in names:
         value = getattr(args, name)
-        require_option(value in _UNCHECKED or value > 0, f"{group}.{name}", value, "must be greater than zero")
+        require_option(value in _UNCHECKED or value > 0, f"{group}.{name}".removeprefix("."), value, "must be greater than zero")
 
 
 def require_not_negative(group: str, args: Any, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
-        require_option(value in _UNCHECKED or value >= 0, f"{group}.{name}", value, "must not be negative")
+        require_option(value in _UNCHECKED or value >= 0, f"{group}.{name}".removeprefix("."), value, "must not be negative")
 
 
 def require_one_of(name: str, value: str, builtin_names: tuple[str, ...], kind: str) -> None:

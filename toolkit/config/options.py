@@ -385,11 +385,10 @@ class RunOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
-            require_option(getattr(self, name) > 0, name, getattr(self, name), "must be at least 1")
-        require_option(self.max_restarts >= 0, "max_restarts", self.max_restarts, "must be at least 0")
+        sizes = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+        require_positive("", self, *sizes, "timeout")
+        require_not_negative("", self, "max_restarts")
         require_option(0 <= self.seed < 2**32, "seed", self.seed, f"must be from 0 to {2**32 - 1}")
-        require_option(self.timeout == AUTO or self.timeout > 0, "timeout", self.timeout, "must be greater than zero")
         require_one_of("strategy", self.strategy, STRATEGIES, "strategies")
         require_one_of("compiler", self.compiler, COMPILERS, "compilers")
         for name, value in vars(self.profiler).items():
